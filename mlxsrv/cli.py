@@ -1,0 +1,92 @@
+"""The command: `python -m mlxsrv`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from types import FrameType
+from typing import NoReturn
+
+import uvicorn
+
+from mlxsrv.engine.device import require_backend
+from mlxsrv.errors import BackendMissing
+from mlxsrv.logs import configure, log
+from mlxsrv.settings import Settings, SettingsError, load_settings
+from mlxsrv.web.app import App, create_app
+
+_log = logging.getLogger("mlxsrv.server")
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but it listens until running requests are over, so that new ones hear a 503."""
+
+    def __init__(self, app: App, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._app = app
+        self._draining: asyncio.Task[None] | None = None
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        log(_log, logging.INFO, "shutting down", grace=self._app.settings.shutdown_grace)
+        self._draining = asyncio.create_task(self._app.drain())
+        await asyncio.gather(self._draining, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # A second Ctrl-C ends the grace. Signal handlers run between two bytecodes of the loop's
+        # thread, where a task may be cancelled only through the loop.
+        if self._draining is not None:
+            self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
+        super().handle_exit(sig, frame)
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Serve until a signal. Exit status: 0 after a shutdown, 1 if it could not start, 2 for a
+    wrong setting."""
+    try:
+        settings = load_settings(sys.argv[1:] if argv is None else argv)
+        app = create_app(settings)
+    except SettingsError as error:
+        _fail(2, str(error))
+    try:
+        require_backend()
+        listener = _listen(settings)
+    except (BackendMissing, OSError) as error:
+        _fail(1, str(error))
+    configure(settings.log_level, settings.log_format)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    log(_log, logging.INFO, "listening", url=f"http://{shown}:{port}", model=app.default_model)
+    # uvicorn raises the signal again once it has shut down; shutting down was what it asked for.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
+    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_keep_alive=75)
+    Server(app, config).run(sockets=[listener])
+    sys.exit(0)
+
+
+def _listen(settings: Settings) -> socket.socket:
+    """The listening socket. Raises OSError with one line that names the address."""
+    where = f"{settings.host}:{settings.port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        # Only now: a client that connects from here on waits for the app, and is not refused.
+        listener.listen(2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {where}: {error.strerror}") from error
+    listener.setblocking(False)
+    return listener
+
+
+def _fail(status: int, message: str) -> NoReturn:
+    print(f"mlxsrv: {message}", file=sys.stderr)
+    sys.exit(status)

@@ -1,0 +1,1 @@
+"""Everything that touches MLX: the device thread, the batch, the sampler, loading."""

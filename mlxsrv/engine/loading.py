@@ -1,0 +1,63 @@
+"""Reading a model's weights, in slices short enough to fall between decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model, maybe_set_recommended_wired_limit
+
+from mlxsrv.engine.batch import Batch
+from mlxsrv.events import Job, Sampling
+
+_SLICE_BYTES = 256 * 1024 * 1024
+
+
+def read_model(path: str) -> Generator[None, None, tuple[Any, int]]:
+    """Read the model in folder `path`, yielding between slices; returns `(model, bytes)`.
+
+    Weights are mapped lazily, then brought into memory `_SLICE_BYTES` at a time, so that other
+    models' streams go on beside the load. Raises what mlx-lm raises on files it cannot use.
+    """
+    # Once per process and from one thread: raised while other threads compute, the wired limit
+    # has brought kernels down.
+    maybe_set_recommended_wired_limit()
+    model, _ = load_model(Path(path), lazy=True)
+    yield
+    total = 0
+    pending: list[mx.array] = []
+    size = 0
+    for array in _arrays(model):
+        pending.append(array)
+        size += array.nbytes
+        if size >= _SLICE_BYTES:
+            mx.eval(pending)
+            total, pending, size = total + size, [], 0
+            yield
+    mx.eval(pending)
+    yield
+    return model, total + size
+
+
+def _arrays(model: Any) -> list[mx.array]:
+    return [
+        array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    ]
+
+
+def warm_up(model: Any) -> None:
+    """Run the model once for each shape of work.
+
+    MLX compiles parts of a model on first use, on the CPU back end with a C++ compiler: seconds
+    that no request should pay for. It also finds out whether the weights compute at all.
+    """
+    batch = Batch(model, max_rows=2, prefill_chunk=16)
+    for i, temperature in enumerate((0.0, 1.0)):
+        sampling = Sampling(temperature=temperature, top_p=0.9)
+        batch.submit(Job(i, "", (0, 1, 2), 2, frozenset(), sampling))
+    while not batch.idle:
+        batch.decode()
+        batch.prefill()

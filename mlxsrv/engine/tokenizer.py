@@ -1,0 +1,217 @@
+"""What a model's tokenizer, chat template and config files say, ready for requests.
+
+Everything that derives from the tokenizer is derived here, once, when the model is loaded: a
+table of a large vocabulary takes longer to make than most answers.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from jinja2 import TemplateError
+from mlx_lm.tokenizer_utils import (
+    BPEStreamingDetokenizer,
+    SPMStreamingDetokenizer,
+    TokenizerWrapper,
+)
+from mlx_lm.utils import load_tokenizer
+
+from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.text.channels import Channels
+from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
+from mlxsrv.text.pipeline import TextPipeline
+from mlxsrv.text.stops import StopStrings
+
+# End-of-turn tokens by family. Published models forget to list theirs often enough.
+_TURN_ENDS = (
+    "<|im_end|>",  # ChatML: Qwen and many others
+    "<|eot_id|>",  # Llama 3
+    "<|eom_id|>",  # Llama 3, before a tool's answer
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<end_of_turn>",  # Gemma
+)
+
+_CONTEXT_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "seq_length",
+    "seq_len",
+    "n_ctx",
+)
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """Token ids to generate from, and whether they leave a think block open."""
+
+    tokens: tuple[int, ...]
+    thinking: bool = False
+
+
+class Defaults(msgspec.Struct, frozen=True):
+    """Sampling parameters that the model's `generation_config.json` gives, if any."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+
+
+class Tokenizer:
+    """The text side of one model. Not for concurrent use: the pool lends it to one thread at a
+    time, since fast tokenizers panic when two threads encode; `pipeline` may be called any time.
+
+    Args:
+        folder: the model's files.
+
+    Raises:
+        OSError, ValueError: files that are missing or cannot be understood.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        config = _read_json(folder / "config.json")
+        generation = _read_json(folder / "generation_config.json")
+        self._wrapper: TokenizerWrapper = load_tokenizer(folder)
+        self.end_tokens = _end_tokens(self._wrapper, config, generation)
+        self.defaults = msgspec.convert(
+            {key: generation.get(key) for key in Defaults.__struct_fields__}, Defaults
+        )
+        text_config = config.get("text_config") or {}
+        self.context_length = _first_int(_CONTEXT_KEYS, config, text_config)
+        self.vocabulary = _first_int(("vocab_size",), config, text_config) or len(self._wrapper)
+        self.thinks: bool = self._wrapper.has_thinking
+        self._derive_detokenizer()
+
+    @property
+    def chats(self) -> bool:
+        return bool(self._wrapper.has_chat_template)
+
+    def knows(self, variable: str) -> bool:
+        """Whether the chat template has a variable of this name."""
+        template = self._wrapper.chat_template
+        return isinstance(template, str) and variable in template
+
+    def encode(self, text: str) -> Prompt:
+        """A text to be continued. Starts with the model's start token if it has one."""
+        bos = self._wrapper.bos_token
+        special = bos is None or not text.startswith(bos)
+        return Prompt(tuple(self._wrapper.encode(text, add_special_tokens=special)))
+
+    def given(self, tokens: Sequence[int]) -> Prompt:
+        """Token ids that a client made itself."""
+        return Prompt(tuple(tokens))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any],
+        continue_final: bool,
+    ) -> Prompt:
+        """A chat through the model's template.
+
+        Raises:
+            InvalidRequest: the template refuses these messages; the error is the template's.
+        """
+        if not self.chats:
+            raise UnsupportedParameter(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        try:
+            text: str = self._apply_template()(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=not continue_final,
+                continue_final_message=continue_final,
+                **variables,
+            )
+        except (
+            TemplateError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            IndexError,
+        ) as error:
+            raise InvalidRequest(
+                f"messages: the model's chat template refused them: {error}", param="messages"
+            ) from None
+        tokens = self._wrapper.encode(text, add_special_tokens=False)
+        return Prompt(tuple(tokens), thinking=self._opens_thinking(text))
+
+    def reserved_variables(self) -> frozenset[str]:
+        """Names that are parameters of rendering itself and not of a template. A client that could
+        set them could replace the template."""
+        return frozenset(inspect.signature(self._apply_template()).parameters)
+
+    def pipeline(self, *, stops: Sequence[str], chat: bool, thinking: bool) -> TextPipeline:
+        """The stages from this model's token ids to text for one answer."""
+        return TextPipeline(
+            self._detokenizer(chat),
+            Channels(self._wrapper.think_start, self._wrapper.think_end, thinking=thinking),
+            StopStrings(stops),
+        )
+
+    def _apply_template(self) -> Any:
+        # mlx-lm's wrapper turns thinking on wherever the vocabulary has a think token; a request
+        # that says nothing should get what the template's author made the default. Only models
+        # whose template is code of mlx-lm's must go through the wrapper.
+        if self._wrapper._chat_template is not None:
+            return self._wrapper.apply_chat_template
+        return self._wrapper._tokenizer.apply_chat_template
+
+    def _opens_thinking(self, text: str) -> bool:
+        return self.thinks and text.rstrip().endswith(self._wrapper.think_start)
+
+    def _derive_detokenizer(self) -> None:
+        detokenizer = self._wrapper.detokenizer
+        keep = [self._wrapper.think_start, self._wrapper.think_end] if self.thinks else []
+        self._strips_first_space = False
+        self._table: TokenBytes | None = None
+        if isinstance(detokenizer, BPEStreamingDetokenizer):
+            self._table = token_bytes(self._wrapper, "byte_level", keep=keep)
+        elif isinstance(detokenizer, SPMStreamingDetokenizer):
+            self._table = token_bytes(self._wrapper, "sentencepiece", keep=keep)
+            self._strips_first_space = detokenizer.trim_space
+        else:
+            # A copy: it decodes on the event loop while the original encodes in a thread.
+            self._decoder = copy.deepcopy(self._wrapper._tokenizer)
+
+    def _detokenizer(self, chat: bool) -> Detokenizer | DecodingDetokenizer:
+        if self._table is None:
+            return DecodingDetokenizer(self._decoder)
+        # In a completion the space belongs between the prompt and what follows it.
+        return Detokenizer(self._table, strip_first_space=chat and self._strips_first_space)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except FileNotFoundError:
+        return {}
+
+
+def _first_int(keys: Sequence[str], *configs: Mapping[str, Any]) -> int | None:
+    for config in configs:
+        for key in keys:
+            if isinstance(value := config.get(key), int):
+                return value
+    return None
+
+
+def _end_tokens(tokenizer: TokenizerWrapper, *configs: Mapping[str, Any]) -> frozenset[int]:
+    """Every token that ends an answer: what the tokenizer, the config files and the family say."""
+    ends: set[int] = set(tokenizer.eos_token_ids)
+    for config in configs:
+        listed = config.get("eos_token_id")
+        ends.update([listed] if isinstance(listed, int) else listed or [])
+    vocabulary = tokenizer.get_vocab()
+    ends.update(vocabulary[token] for token in _TURN_ENDS if token in vocabulary)
+    return frozenset(ends)

@@ -1,0 +1,1 @@
+"""What can be served, and what of it is loaded."""

@@ -1,0 +1,191 @@
+"""Loaded models: each loaded once for all who wait, lent to requests by lease.
+
+Used on the event loop only. A lease is one request's claim on one model, from before the model is
+loaded until the reply is over. It bounds how many requests may be there at all (the queue), makes
+them wait for a row (the limiter), and keeps the model in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio
+import anyio.to_thread
+
+from mlxsrv.engine.device import DeviceThread, Port
+from mlxsrv.errors import ModelNotLoaded, Overloaded, ServeError
+from mlxsrv.events import Load
+from mlxsrv.logs import log
+from mlxsrv.models.catalogue import Catalogue, Entry
+from mlxsrv.settings import Settings
+
+if TYPE_CHECKING:
+    from mlxsrv.engine.tokenizer import Tokenizer
+
+_log = logging.getLogger("mlxsrv.models")
+
+_RETRY_SECONDS = 1
+
+
+class Model:
+    """One entry of the catalogue and what is known of it here.
+
+    `rows` lends as many tokens as the batch has rows: whoever holds one is decoded at once.
+    `tokenizing` lends the tokenizer, which is not for concurrent use, to one thread at a time.
+    """
+
+    def __init__(self, entry: Entry, settings: Settings) -> None:
+        self.entry = entry
+        self.rows = anyio.CapacityLimiter(settings.max_concurrency)
+        self.tokenizing = anyio.CapacityLimiter(1)
+        self.most = settings.max_concurrency + settings.max_queue
+        self.in_flight = 0
+        self.tokenizer: Tokenizer | None = None  # set: the model is loaded
+        self.loading: asyncio.Task[Tokenizer] | None = None
+
+    @property
+    def loaded(self) -> bool:
+        return self.tokenizer is not None
+
+
+class Lease:
+    """One request's claim on a model. Ends with `release`, which may be called more than once."""
+
+    def __init__(self, pool: Pool, model: Model) -> None:
+        self._pool = pool
+        self.model = model
+        self._released = False
+        self._has_row = False
+        model.in_flight += 1
+
+    async def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, once the model is loaded. Raises ModelNotLoaded, EngineFailed."""
+        return self.model.tokenizer or await self._pool.load(self.model)
+
+    async def borrow_row(self) -> None:
+        """Wait for a row, first come, first served.
+
+        On behalf of the lease, not of the task: a reply is answered by one task and may be ended
+        by another.
+        """
+        await self.model.rows.acquire_on_behalf_of(self)
+        self._has_row = True
+
+    def release(self) -> None:
+        if self._released:
+            return
+        self._released = True
+        self.model.in_flight -= 1
+        # A cancelled borrow_row holds nothing: anyio gives the token back before it raises.
+        if self._has_row:
+            self.model.rows.release_on_behalf_of(self)
+
+
+class Pool:
+    """The models of one app."""
+
+    def __init__(self, catalogue: Catalogue, settings: Settings) -> None:
+        self.catalogue = catalogue
+        self._settings = settings
+        self._models = {entry.name: Model(entry, settings) for entry in catalogue}
+        self._port: Port | None = None
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._models.values())
+
+    @property
+    def port(self) -> Port:
+        """This app's port on the device thread, opened on first use in the running loop."""
+        if self._port is None:
+            self._port = DeviceThread.open()
+        return self._port
+
+    @property
+    def failure(self) -> str | None:
+        """Why the device thread is dead, if it is."""
+        return self._port.failure if self._port is not None else None
+
+    def model(self, name: str | None) -> Model:
+        """The model that a request names. Raises ModelNotFound."""
+        return self._models[self.catalogue.find(name).name]
+
+    def lease(self, name: str | None) -> Lease:
+        """Claim a model. Raises ModelNotFound, and Overloaded if its queue is full."""
+        model = self.model(name)
+        if model.in_flight >= model.most:
+            raise Overloaded(
+                f"{model.entry.name} has {model.in_flight} requests already; try again shortly",
+                retry_after=_RETRY_SECONDS,
+            )
+        return Lease(self, model)
+
+    async def load(self, model: Model) -> Tokenizer:
+        """Load the model, once however many wait for it; the next call after a failure retries.
+
+        The load is a task of its own, so that the first of its waiters can go away without
+        taking it from the others.
+        """
+        if model.loading is None:
+            model.loading = asyncio.create_task(self._load(model))
+        return await asyncio.shield(model.loading)
+
+    def abandon(self) -> None:
+        """Leave the device thread without waiting for anything: the loop is gone."""
+        if self._port is not None:
+            self._port.close()
+            self._port = None
+
+    async def close(self) -> None:
+        """Drop all models and leave the device thread."""
+        tasks = [model.loading for model in self if model.loading is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self.abandon()
+
+    async def _load(self, model: Model) -> Tokenizer:
+        name = model.entry.name
+        started = time.perf_counter()
+        try:
+            folder = await anyio.to_thread.run_sync(model.entry.fetch)
+            # The device thread goes first: what it imports stays bound to it.
+            loaded = await self.port.load(
+                Load(
+                    model=name,
+                    path=str(folder),
+                    max_rows=self._settings.max_concurrency,
+                    prefill_chunk=self._settings.prefill_chunk,
+                )
+            )
+            model.tokenizer = await anyio.to_thread.run_sync(_make_tokenizer, folder)
+        except Exception as error:
+            log(_log, logging.ERROR, "load failed", model=name, reason=str(error))
+            if isinstance(error, ServeError):
+                raise
+            raise ModelNotLoaded(f"cannot load {name}: {error}") from error
+        finally:
+            model.loading = None
+        if not loaded.batched:
+            model.rows.total_tokens = 1
+        log(
+            _log,
+            logging.INFO,
+            "model loaded",
+            model=name,
+            seconds=time.perf_counter() - started,
+            bytes=loaded.bytes,
+            batched=loaded.batched,
+        )
+        return model.tokenizer
+
+
+def _make_tokenizer(folder: Path) -> Tokenizer:
+    # Imported on first use: transformers takes most of a second.
+    from mlxsrv.engine.tokenizer import Tokenizer
+
+    return Tokenizer(folder)

@@ -1,0 +1,1 @@
+"""The ASGI app: routes, responses that send themselves, middleware."""

@@ -1,0 +1,230 @@
+"""The app: its routes in one list, its errors in one shape, its lifespan.
+
+Mounted in another app, it needs nothing from its parent: a sub-app's lifespan does not run there,
+so the service starts with the first request and ends with the process. A parent that wants to
+start and stop it in time enters `app.lifespan`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from mlxsrv.errors import MethodNotAllowed, RequestTooLarge, RouteNotFound, ServeError
+from mlxsrv.models.catalogue import Catalogue
+from mlxsrv.service import Reply, Service
+from mlxsrv.settings import Settings, load_settings
+from mlxsrv.web.middleware import RequestLog, request_id
+from mlxsrv.web.responses import (
+    Fold,
+    JSONResponse,
+    ReplyBody,
+    ReplyStream,
+    error_response,
+    stream_error_response,
+    unanswered,
+)
+from mlxsrv.wire import openai
+
+
+class App(Starlette):
+    """The ASGI app. Use `create_app`."""
+
+    def __init__(self, settings: Settings) -> None:
+        # Made here so that a wrong model is told now, and not by the first request.
+        self.default_model = Catalogue(settings.model).default
+        super().__init__(
+            routes=[
+                Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+                Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/models", list_models),
+                Route("/v1/models/{id:path}", get_model),
+                Route("/health", health),
+            ],
+            middleware=[Middleware(RequestLog)],
+            exception_handlers={ServeError: _serve_error, HTTPException: _http_error},
+            lifespan=type(self).lifespan,
+        )
+        self.router.redirect_slashes = False  # a wrong path is a 404 in our shape
+        self.settings = settings
+        self._service: Service | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def service(self) -> Service:
+        """The service of the running event loop, made on first use.
+
+        Its limiters and its port belong to a loop, so a new loop (a test client's, say) gets a new
+        one, and what the old one had loaded is dropped.
+        """
+        loop = asyncio.get_running_loop()
+        if self._service is None or self._loop is not loop:
+            if self._service is not None:
+                self._service.abandon()
+            self._service, self._loop = Service(self.settings), loop
+        return self._service
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, parent: object = None) -> AsyncIterator[None]:
+        """Start loading the default model; on exit, end what runs and free what is loaded.
+
+        Takes and ignores the parent app, so that it can be a parent's `lifespan=` as it is.
+        """
+        service = self.service
+        loading = asyncio.create_task(service.preload())
+        try:
+            yield
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            await service.close()
+            self._service = None
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for running ones, at most `shutdown_grace` seconds."""
+        if self._service is not None:
+            await self._service.drain()
+
+
+def create_app(settings: Settings | None = None) -> App:
+    """The server as an ASGI app, to run or to mount.
+
+    Args:
+        settings: None reads `MLXSRV_*` variables, as for `uvicorn --factory mlxsrv:create_app`.
+
+    Raises:
+        SettingsError: a setting is wrong; the message names it.
+    """
+    return App(load_settings() if settings is None else settings)
+
+
+# Routes.
+
+
+async def chat_completions(request: Request) -> Response:
+    app: App = request.app
+    body = await _read_body(request, app.settings.max_body)
+    try:
+        chat, ignored = openai.CHAT_REQUESTS.decode(body)
+        reply = app.service.chat(chat, request_id(request.scope))
+    except ServeError as error:
+        return _refuse(error, request, body, openai.ChatStream, "chatcmpl")
+    return _answer(
+        request, reply, chat, ignored, stream=openai.ChatStream, fold=openai.chat_completion
+    )
+
+
+async def completions(request: Request) -> Response:
+    app: App = request.app
+    body = await _read_body(request, app.settings.max_body)
+    try:
+        completion, ignored = openai.COMPLETION_REQUESTS.decode(body)
+        reply = app.service.complete(completion, request_id(request.scope))
+    except ServeError as error:
+        return _refuse(error, request, body, openai.CompletionStream, "cmpl")
+    return _answer(
+        request,
+        reply,
+        completion,
+        ignored,
+        stream=openai.CompletionStream,
+        fold=openai.text_completion,
+    )
+
+
+async def list_models(request: Request) -> Response:
+    return JSONResponse(openai.ModelList(data=request.app.service.models()))
+
+
+async def get_model(request: Request) -> Response:
+    return JSONResponse(request.app.service.model(request.path_params["id"]))
+
+
+async def health(request: Request) -> Response:
+    status = request.app.service.health
+    return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
+
+
+# What routes share.
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    """The body, refused as soon as it is known to be over `limit` bytes."""
+    too_large = RequestTooLarge(f"the body is larger than {limit} bytes")
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise too_large
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise too_large
+    return bytes(body)
+
+
+def _answer(
+    request: Request,
+    reply: Reply,
+    asked: openai.GenerationRequest,
+    ignored: list[str],
+    *,
+    stream: type[openai.Stream],
+    fold: Fold,
+) -> Response:
+    headers = {"X-Ignored-Params": ", ".join(ignored)} if ignored else {}
+    if asked.stream:
+        frames = stream(reply.who, openai.usage_mode(asked.stream_options))
+        return ReplyStream(reply, frames, accept=_accept(request), headers=headers)
+    return ReplyBody(reply, fold, headers=headers)
+
+
+class _Peek(msgspec.Struct):
+    stream: Any = None
+    model: Any = None
+
+
+_peek = msgspec.json.Decoder(_Peek).decode
+
+
+def _refuse(
+    error: ServeError, request: Request, body: bytes, stream: type[openai.Stream], kind: str
+) -> Response:
+    """Refuse a request in the form that it asked for, as far as that can be read."""
+    asked = _Peek()
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        asked = _peek(body)
+    if asked.stream is not True:
+        return error_response(error)
+    model = asked.model if isinstance(asked.model, str) else None
+    frames = stream(unanswered(kind, model), "never")
+    return stream_error_response(error, frames, _accept(request))
+
+
+def _accept(request: Request) -> str:
+    return request.headers.get("accept", "")
+
+
+async def _serve_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServeError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals, in our shape."""
+    assert isinstance(error, HTTPException)
+    path, method = request.url.path, request.method
+    if error.status_code == 405:
+        refusal: ServeError = MethodNotAllowed(f"{path} does not answer {method}")
+    else:
+        refusal = RouteNotFound(f"there is no {method} {path} here")
+    return error_response(refusal, error.headers)

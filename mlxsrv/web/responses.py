@@ -1,0 +1,161 @@
+"""Responses that send themselves: JSON, errors, and replies of the engine, streamed or whole."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import anyio
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mlxsrv.errors import ServeError
+from mlxsrv.events import Channel, FinishReason, Usage
+from mlxsrv.service import Done, Opened, Output, Reply, Text
+from mlxsrv.wire import openai
+from mlxsrv.wire.sse import KEEPALIVE, encode_json
+
+_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+Fold = Callable[[openai.Identity, openai.Pieces, FinishReason, Usage], object]
+
+
+class JSONResponse(Response):
+    """A Struct as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return encode_json(content)
+
+
+def error_response(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
+    """The one shape of an error."""
+    return JSONResponse(
+        openai.error_response(error),
+        status_code=error.status,
+        headers={**_retry(error), **(headers or {})},
+    )
+
+
+def stream_error_response(error: ServeError, stream: openai.Stream, accept: str) -> Response:
+    """An error before a stream has begun: its status is real, and its body is what the client
+    reads: JSON if it says so, as the SDKs do; else the frames it would have got."""
+    if "application/json" in accept:
+        return error_response(error)
+    return Response(
+        stream.error(error),
+        status_code=error.status,
+        headers={**_STREAM_HEADERS, **_retry(error)},
+        media_type="text/event-stream",
+    )
+
+
+def _retry(error: ServeError) -> dict[str, str]:
+    return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
+
+
+def unanswered(kind: str, model: str | None) -> openai.Identity:
+    """Who answers when nobody could be asked: for error frames of refused requests."""
+    return openai.Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model or "", "mlxsrv")
+
+
+class ReplyStream(StreamingResponse):
+    """A reply as server-sent events. Status 200 goes out when the engine has the job or, if that
+    takes long, with the first keep-alive comment; what fails before has its own status."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, reply: Reply, stream: openai.Stream, *, accept: str, headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(self._frames(), headers={**_STREAM_HEADERS, **headers})
+        self._reply = reply
+        self._stream = stream
+        self._accept = accept
+        self._first: list[Output] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _answering(self._reply, receive):
+            try:
+                self._first = await self._reply.outputs()
+            except ServeError as error:
+                refusal = stream_error_response(error, self._stream, self._accept)
+                await refusal(scope, receive, send)
+            else:
+                await self.stream_response(send)
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        """Each item is one write: all frames that are ready, or a keep-alive comment."""
+        outputs = self._first
+        try:
+            while True:
+                yield b"".join(map(self._frame, outputs)) if outputs else KEEPALIVE
+                if outputs and isinstance(outputs[-1], Done):
+                    return
+                outputs = await self._reply.outputs()
+        except ServeError as error:
+            yield self._stream.error(error)
+
+    def _frame(self, output: Output) -> bytes:
+        match output:
+            case Text(channel, text):
+                return self._stream.text(channel, text)
+            case Done(reason, usage):
+                return self._stream.finish(reason, usage)
+            case Opened():
+                return self._stream.opening()
+
+
+class ReplyBody(Response):
+    """A reply as one body, sent when it is complete."""
+
+    def __init__(self, reply: Reply, fold: Fold, *, headers: Mapping[str, str]) -> None:
+        super().__init__(headers=headers)
+        self._reply = reply
+        self._fold = fold
+        self._given = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with _answering(self._reply, receive):
+            try:
+                response: Response = JSONResponse(await self._whole(), headers=self._given)
+            except ServeError as error:
+                response = error_response(error)
+            await response(scope, receive, send)
+
+    async def _whole(self) -> object:
+        pieces: list[tuple[Channel, str]] = []
+        while True:
+            for output in await self._reply.outputs():
+                match output:
+                    case Text(channel, text):
+                        pieces.append((channel, text))
+                    case Done(reason, usage):
+                        return self._fold(self._reply.who, pieces, reason, usage)
+
+
+@asynccontextmanager
+async def _answering(reply: Reply, receive: Receive) -> AsyncIterator[None]:
+    """Admit `reply` while the block answers it, and close it however the block ends.
+
+    Three tasks in one group: the block; the admission, which waits for the model and for a row;
+    and a watch on the client, which cancels the others when it goes away. `close` runs when all
+    three are over, so neither of the others can act on a closed reply.
+    """
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
+            group.start_soon(reply.admit)
+            yield
+            group.cancel_scope.cancel()
+    finally:
+        reply.close()
+
+
+async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    scope.cancel()
