@@ -279,10 +279,10 @@ class Reply:
             return outputs
         tokens, self._tokens = self._tokens, []
         pieces = self._pipeline.feed(tokens)
+        if self._finish is not None and self._error is None:
+            pieces += self._pipeline.flush()  # which may complete a stop string, too
         if self._pipeline.stopped:
             self._finish, self._end_tokens = "stop", 0
-        if self._finish is not None and self._error is None:
-            pieces += self._pipeline.flush()
         if pieces and self._first_text is None:
             self._first_text = self._loop.time()
         outputs += [Text(channel, text) for channel, text in pieces]

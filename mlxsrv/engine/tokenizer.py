@@ -172,7 +172,7 @@ class Tokenizer:
 
     def _derive_detokenizer(self) -> None:
         detokenizer = self._wrapper.detokenizer
-        keep = [self._wrapper.think_start, self._wrapper.think_end] if self.thinks else []
+        keep = list(self._marker_tokens().values())
         self._strips_first_space = False
         self._table: TokenBytes | None = None
         if isinstance(detokenizer, BPEStreamingDetokenizer):
@@ -184,9 +184,16 @@ class Tokenizer:
             # A copy: it decodes on the event loop while the original encodes in a thread.
             self._decoder = copy.deepcopy(self._wrapper._tokenizer)
 
+    def _marker_tokens(self) -> dict[int, str]:
+        """The tokens that spell the think markers: special in some models, but needed as text."""
+        if not self.thinks:
+            return {}
+        ids = [*self._wrapper.think_start_tokens, *self._wrapper.think_end_tokens]
+        return dict(zip(ids, self._wrapper.convert_ids_to_tokens(ids), strict=True))
+
     def _detokenizer(self, chat: bool) -> Detokenizer | DecodingDetokenizer:
         if self._table is None:
-            return DecodingDetokenizer(self._decoder)
+            return DecodingDetokenizer(self._decoder, keep=self._marker_tokens())
         # In a completion the space belongs between the prompt and what follows it.
         return Detokenizer(self._table, strip_first_space=chat and self._strips_first_space)
 

@@ -1,0 +1,218 @@
+"""Text of token ids, one id at a time.
+
+A character may be cut between tokens, so text comes out only as far as it is complete. Neither
+detokenizer here ever gives U+FFFD for a character that was cut, only where the model wrote U+FFFD
+itself or bytes that are no UTF-8 at all.
+"""
+
+import codecs
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, Protocol
+
+import msgspec
+
+Scheme = Literal["byte_level", "sentencepiece"]
+
+_REPLACEMENT = "\ufffd"
+_CUT_BYTES = 3  # a character is at most four bytes, so a cut one has at most three
+_PATIENCE = 8  # ids that may wait for a character to be complete, with room to spare
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class AddedToken(Protocol):
+    """What is used of an added token of a Hugging Face tokenizer."""
+
+    @property
+    def content(self) -> str: ...
+    @property
+    def special(self) -> bool: ...
+
+
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer to derive its table."""
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+    def convert_ids_to_tokens(self, ids: list[int], /) -> Sequence[str | None]: ...
+    def __len__(self) -> int: ...
+
+
+class Decoder(Protocol):
+    """What is used of a tokenizer whose tokens' bytes are not known."""
+
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
+
+
+class TokenBytes(msgspec.Struct, frozen=True):
+    """What every id of a vocabulary writes, derived once and shared by all streams.
+
+    `texts` has the same as `data`, decoded, or None where that is not whole characters. An id
+    that writes nothing, such as a special token, has empty entries.
+    """
+
+    data: tuple[bytes, ...]
+    texts: tuple[str | None, ...]
+
+
+def token_bytes(tokenizer: Tokenizer, scheme: Scheme, *, keep: Collection[str] = ()) -> TokenBytes:
+    """Derive the table of a tokenizer.
+
+    Special tokens write nothing unless `keep` names them: markers that a later stage looks for.
+    The content of an added token is text as it stands, never bytes in the vocabulary's spelling.
+    """
+    spell = _byte_level if scheme == "byte_level" else _sentencepiece
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    data = [b"" if token is None else spell(token) for token in tokens]
+    added = tokenizer.added_tokens_decoder
+    # Ids of added tokens may lie beyond the size that a tokenizer tells, with a gap before them.
+    data.extend([b""] * (max(added, default=-1) + 1 - len(data)))
+    for token_id, token in added.items():
+        shown = not token.special or token.content in keep
+        data[token_id] = token.content.encode() if shown else b""
+    return TokenBytes(data=tuple(data), texts=tuple(map(_whole_text, data)))
+
+
+class Detokenizer:
+    """Text of ids by a table of their bytes.
+
+    Ids beyond the table, which models with a padded vocabulary have, write nothing.
+    `strip_first_space` drops one space at the very beginning: sentencepiece puts it before the
+    first word.
+    """
+
+    __slots__ = ("_data", "_decoder", "_plain", "_strip_space", "_texts")
+
+    def __init__(self, table: TokenBytes, *, strip_first_space: bool = False) -> None:
+        self._data = table.data
+        self._texts = table.texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip_space = strip_first_space
+        self._plain = not strip_first_space  # nothing pends, so the table's texts are right
+
+    def feed(self, token_id: int) -> str:
+        """The text that this id completes."""
+        try:
+            text = self._texts[token_id]
+        except IndexError:
+            return ""
+        if text is not None and self._plain:
+            return text
+        return self._join(self._data[token_id])
+
+    def flush(self) -> str:
+        """Nothing ever: an incomplete character at the end is dropped, as it cannot be shown."""
+        return ""
+
+    def _join(self, data: bytes) -> str:
+        text = self._decoder.decode(data)
+        if text and self._strip_space:
+            text = text.removeprefix(" ")
+            self._strip_space = False
+        pending, _ = self._decoder.getstate()
+        self._plain = not pending and not self._strip_space
+        return text
+
+
+class DecodingDetokenizer:
+    """Text of ids by the tokenizer's own `decode`, for tokenizers of neither scheme.
+
+    A few ids back are decoded again with every new one, because what an id writes depends on its
+    neighbours (a space at the beginning, a character in parts), and what they add is the text. The
+    window is bounded, so the cost of an id does not grow with the text.
+
+    `keep` gives the text of ids that `decode` would skip as special but a later stage looks for.
+    U+FFFD that the model wrote waits a few ids for what follows it, and is lost at the very end:
+    `decode` does not tell it from a cut character.
+    """
+
+    __slots__ = ("_context", "_decoder", "_ids", "_keep", "_sent")
+
+    def __init__(self, decoder: Decoder, *, keep: Mapping[int, str] | None = None) -> None:
+        self._decoder = decoder
+        self._keep = keep or {}
+        self._ids: list[int] = []  # the window: ids whose text was sent, then those that wait
+        self._context = 0  # how many of them are of the first kind
+        self._sent = 0  # how much of the window's text was sent
+
+    def feed(self, token_id: int) -> str:
+        """The text that this id completes."""
+        if token_id in self._keep:
+            return self._drain() + self._keep[token_id]
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        waiting = len(self._ids) - self._context
+        tail = _replacements(text)
+        if tail and waiting < _PATIENCE:
+            return ""
+        if len(text) <= self._sent:  # a special token, which adds nothing
+            if waiting >= _PATIENCE:
+                del self._ids[self._context]
+            return ""
+        return self._settle(text, min(tail, _CUT_BYTES))
+
+    def flush(self) -> str:
+        """The text that waited, without an incomplete character at its end."""
+        return self._drain()
+
+    def _drain(self) -> str:
+        """Send what waited and give up a character that is still incomplete."""
+        if len(self._ids) == self._context:
+            return ""
+        # Every U+FFFD at the end goes: some decoders take the whole characters before a cut one,
+        # which were sent, for broken too.
+        text = self._decode(self._ids)
+        fresh = self._settle(text, _replacements(text))
+        self._sent = len(self._decode(self._ids))
+        return fresh
+
+    def _settle(self, text: str, cut: int) -> str:
+        """Send the window's text but for its last `cut` characters; what waited is context then."""
+        fresh = text[self._sent : len(text) - cut]
+        del self._ids[: self._context]
+        self._context = len(self._ids)
+        self._sent = max(0, len(self._decode(self._ids)) - cut)
+        return fresh
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._decoder.decode(ids, skip_special_tokens=True)
+
+
+def _replacements(text: str) -> int:
+    """How many U+FFFD are at the end."""
+    return len(text) - len(text.rstrip(_REPLACEMENT))
+
+
+def _byte_alphabet() -> dict[int, str]:
+    """GPT-2's spelling of bytes, undone: each of its characters to the one of the byte's value.
+
+    Bytes that print stand for themselves, the others for the characters from U+0100 on. What is
+    not in the alphabet maps to a character that is no byte, so that encoding it fails.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(0x100) if byte not in printable]
+    alphabet = {byte: chr(byte) if byte in printable else _REPLACEMENT for byte in range(0x100)}
+    return alphabet | {0x100 + n: chr(byte) for n, byte in enumerate(others)}
+
+
+_BYTE_ALPHABET = _byte_alphabet()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return token.translate(_BYTE_ALPHABET).encode("latin-1")
+    except UnicodeEncodeError:  # not in that spelling: text as it stands
+        return token.encode()
+
+
+def _sentencepiece(token: str) -> bytes:
+    if byte := _BYTE_TOKEN.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    return token.replace("▁", " ").encode()
+
+
+def _whole_text(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None

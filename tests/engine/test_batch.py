@@ -1,0 +1,211 @@
+"""The batch against mlx-lm's own generator: greedy text is the same token for token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+
+from mlxsrv.engine.batch import Batch, masks_padding
+from mlxsrv.events import Failed, Job, Sampling, Token
+from tests.tiny import FAMILIES, write_model
+
+GREEDY = Sampling(temperature=0)
+SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Loads a family's tiny model, once a session."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def load(family: str) -> Any:
+        return load_model(write_model(root / family, family))[0]
+
+    return load
+
+
+def prompts(n: int, seed: int, low: int = 3, high: int = 60) -> list[tuple[int, ...]]:
+    dice = random.Random(seed)
+    return [tuple(dice.choices(range(5, 300), k=dice.randint(low, high))) for _ in range(n)]
+
+
+def job(number: int, prompt: tuple[int, ...], max_tokens: int = 12, **more: Any) -> Job:
+    more.setdefault("sampling", GREEDY)
+    more.setdefault("end_tokens", frozenset())
+    return Job(number, "m", prompt, max_tokens, **more)
+
+
+def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
+    """Every job's tokens; one more of `later` is submitted at each step."""
+    late = iter(later)
+    drawn: dict[int, list[int]] = {}
+    while True:
+        joining = next(late, None)
+        if joining is not None:
+            batch.submit(joining)
+        if batch.idle and joining is None:
+            return drawn
+        for event in batch.decode() + batch.prefill():
+            assert isinstance(event, Token), event
+            drawn.setdefault(event.job, []).append(event.id)
+
+
+def solo(model: Any, prompt: tuple[int, ...], max_tokens: int = 12) -> list[int]:
+    """mlx-lm's own answer, end tokens taken for any other."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens)
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_row_alone_equals_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    for number, prompt in enumerate(prompts(3, seed=1)):
+        batch = Batch(model, max_rows=8, prefill_chunk=512)
+        batch.submit(job(number, prompt, 20))
+        assert run(batch)[number] == solo(model, prompt, 20)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    asked = prompts(10, seed=2)
+    lengths = [random.Random(3).randint(4, 24) for _ in asked]
+    batch = Batch(model, max_rows=6, prefill_chunk=64)
+    jobs = [job(i, p, n) for i, (p, n) in enumerate(zip(asked, lengths, strict=True))]
+    for early in jobs[:4]:
+        batch.submit(early)
+    drawn = run(batch, jobs[4:])
+    for i, prompt in enumerate(asked):
+        assert drawn[i] == solo(model, prompt, lengths[i]), f"{family} row {i}"
+    assert batch.idle
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_prompt_in_chunks_equals_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    [long] = prompts(1, seed=4, low=200, high=200)
+    batch = Batch(model, max_rows=4, prefill_chunk=32)
+    batch.submit(job(0, prompts(1, seed=5)[0], 30))
+    batch.submit(job(1, long, 12))
+    assert run(batch)[1] == solo(model, long, 12)
+
+
+def test_a_full_batch_of_32_equals_mlx_lm(models: Any) -> None:
+    model = models("qwen3")
+    asked = prompts(32, seed=6)
+    batch = Batch(model, max_rows=32, prefill_chunk=512)
+    for i, prompt in enumerate(asked):
+        batch.submit(job(i, prompt, 40))
+    drawn = run(batch)
+    for i, prompt in enumerate(asked):
+        assert drawn[i] == solo(model, prompt, 40)
+
+
+def test_a_prompt_of_one_token(models: Any) -> None:
+    model = models("qwen3")
+    batch = Batch(model, max_rows=4, prefill_chunk=512)
+    for i, prompt in enumerate([(7,), (8, 9, 10), (11,)]):
+        batch.submit(job(i, prompt))
+    drawn = run(batch)
+    assert drawn[0] == solo(model, (7,))
+    assert drawn[2] == solo(model, (11,))
+
+
+def test_a_model_whose_caches_cannot_be_merged_runs_one_row_at_a_time(models: Any) -> None:
+    unmerged = [name for name in SMALL if not FAMILIES[name].batchable]
+    assert unmerged
+    for family in unmerged:
+        model = models(family)
+        batch = Batch(model, max_rows=8, prefill_chunk=512)
+        assert not batch.batched
+        for i, prompt in enumerate(prompts(3, seed=7)):
+            batch.submit(job(i, prompt))
+        batch.prefill()
+        assert batch.statistics() == {"rows": 1, "reading": 0, "waiting": 2}
+        assert len(run(batch)) == 3
+
+
+def test_an_end_token_ends_its_row_and_no_other(models: Any) -> None:
+    model = models("qwen3")
+    first, second = prompts(2, seed=8)
+    expected = solo(model, first, 20)
+    end = expected[6]
+    cut = expected.index(end) + 1
+    batch = Batch(model, max_rows=4, prefill_chunk=512)
+    batch.submit(job(0, first, 20, end_tokens=frozenset({end})))
+    batch.submit(job(1, second, 20))
+    drawn = run(batch)
+    assert drawn[0] == expected[:cut]
+    assert drawn[1] == solo(model, second, 20)
+
+
+def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
+    model = models("qwen3")
+    kept, *others = prompts(4, seed=9)
+    [long] = prompts(1, seed=10, low=200, high=200)
+    batch = Batch(model, max_rows=3, prefill_chunk=64)
+    batch.submit(job(0, kept, 30))
+    batch.submit(job(1, others[0], 30))
+    batch.submit(job(2, long, 30))
+    batch.submit(job(3, others[1], 30))
+    drawn: list[int] = []
+    for _ in range(4):
+        drawn += [e.id for e in batch.decode() if isinstance(e, Token) and e.job == 0]
+        batch.prefill()
+    assert batch.statistics() == {"rows": 2, "reading": 1, "waiting": 1}
+    batch.cancel([1, 2, 3])
+    assert batch.statistics() == {"rows": 1, "reading": 0, "waiting": 0}
+    assert drawn + run(batch)[0] == solo(model, kept, 30)
+
+
+def test_failing_ends_every_job_and_the_batch_goes_on(models: Any) -> None:
+    model = models("qwen3")
+    asked = prompts(3, seed=11)
+    batch = Batch(model, max_rows=2, prefill_chunk=64)
+    for i, prompt in enumerate(asked):
+        batch.submit(job(i, prompt))
+    batch.prefill()
+    batch.decode()
+    failed = batch.fail("because")
+    assert sorted(e.job for e in failed if isinstance(e, Failed)) == [0, 1, 2]
+    batch.submit(job(9, asked[0]))
+    assert run(batch) == {9: solo(model, asked[0])}
+
+
+def test_an_error_while_reading_fails_only_what_is_read(models: Any) -> None:
+    model = models("qwen3")
+
+    class Fragile:
+        """The real model, but for one token id that it refuses."""
+
+        layers = model.layers
+
+        def __call__(self, tokens: Any, cache: Any) -> Any:
+            if 400 in tokens.tolist()[0]:
+                raise RuntimeError("refused")
+            return model(tokens, cache=cache)
+
+    [kept] = prompts(1, seed=12)
+    batch = Batch(Fragile(), max_rows=4, prefill_chunk=64)
+    batch.submit(job(0, kept))
+    batch.prefill()
+    batch.submit(job(1, (400, 401, 402)))
+    [failed] = batch.prefill()
+    assert isinstance(failed, Failed)
+    assert failed.job == 1
+    assert "refused" in failed.reason
+    assert run(batch) == {0: solo(model, kept)}
+
+
+def test_padding_is_used_only_where_a_model_masks_it(models: Any) -> None:
+    masked = {name for name in SMALL if FAMILIES[name].batchable and masks_padding(models(name))}
+    assert "mamba" not in masked  # its layers read padding as if it were text
+    assert {"qwen3", "gemma3_text", "qwen3_next", "mamba2"} <= masked

@@ -1,0 +1,101 @@
+"""The sampler against what its parameters promise."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from mlxsrv.engine.sampling import Sampler
+from mlxsrv.events import Sampling
+
+PROBABILITIES = [0.5, 0.25, 0.15, 0.07, 0.03]
+LOGITS = np.log(PROBABILITIES)
+
+
+def ids(tokens: mx.array) -> list[int]:
+    return [int(token) for token in np.array(tokens)]
+
+
+def draw(sampling: Sampling, times: int) -> list[int]:
+    """`times` draws of one row."""
+    sampler = Sampler([sampling], [0])
+    logits = mx.array(LOGITS)[None]
+    return [ids(sampler(logits))[0] for _ in range(times)]
+
+
+def draw_wide(sampling: Sampling, rows: int) -> Counter[int]:
+    """One draw of each of many rows, each with its own seed."""
+    seeded = [
+        Sampling(sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p, seed)
+        for seed in range(rows)
+    ]
+    sampler = Sampler(seeded, [0] * rows)
+    tokens = sampler(mx.broadcast_to(mx.array(LOGITS), (rows, len(LOGITS))))
+    return Counter(ids(tokens))
+
+
+def test_temperature_0_is_the_likeliest() -> None:
+    assert draw(Sampling(temperature=0), 5) == [0] * 5
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_are_those_of_the_scaled_distribution(temperature: float) -> None:
+    scaled = np.exp(LOGITS / temperature)
+    scaled /= scaled.sum()
+    n = 20_000
+    counts = draw_wide(Sampling(temperature=temperature), n)
+    for token, expected in enumerate(scaled):
+        # five standard deviations of a binomial count
+        margin = 5 * np.sqrt(n * expected * (1 - expected))
+        assert abs(counts[token] - n * expected) < margin
+
+
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        (Sampling(top_p=0.5), {0}),
+        (Sampling(top_p=0.51), {0, 1}),
+        (Sampling(top_p=0.9), {0, 1, 2}),
+        (Sampling(top_p=0.0), {0}),
+        (Sampling(top_k=1), {0}),
+        (Sampling(top_k=3), {0, 1, 2}),
+        (Sampling(min_p=0.28), {0, 1, 2}),
+        (Sampling(min_p=1.0), {0}),
+        (Sampling(top_k=2, top_p=0.99), {0, 1}),
+        # top-p counts over what top-k left: 0.5 of 0.75 is two thirds
+        (Sampling(top_k=2, top_p=0.66), {0}),
+    ],
+)
+def test_filters_keep_exactly_what_they_say(sampling: Sampling, kept: set[int]) -> None:
+    assert set(draw_wide(sampling, 4000)) == kept
+
+
+def test_a_rows_tokens_depend_on_its_seed_and_place_alone() -> None:
+    alone = draw(Sampling(seed=42), 30)
+    sampler = Sampler([Sampling(seed=42)], [0])
+    logits = mx.array(LOGITS)[None]
+    together = [ids(sampler(logits))[0] for _ in range(10)]
+    # then two others join: greedy, and one with filters, which changes the path taken
+    others = [Sampling(temperature=0), Sampling(seed=42), Sampling(seed=7, top_p=0.9)]
+    sampler = Sampler(others, [3, 10, 0])
+    wide = mx.broadcast_to(mx.array(LOGITS), (3, len(LOGITS)))
+    rows = [ids(sampler(wide)) for _ in range(20)]
+    assert [row[0] for row in rows] == [0] * 20
+    assert together + [row[1] for row in rows] == alone
+
+
+def test_seeds_differ_in_all_their_bits() -> None:
+    seeds = [0, 1, -1, 2**32, 2**32 + 1, 2**63 - 1, -(2**63)]
+    texts = {tuple(draw(Sampling(seed=seed), 40)) for seed in seeds}
+    assert len(texts) == len(seeds)
+
+
+def test_no_token_of_probability_0_is_drawn() -> None:
+    logits = mx.array([[0.0, -np.inf, 0.0] + [-np.inf] * 50])
+    rows = 3000
+    sampler = Sampler([Sampling(seed=i) for i in range(rows)], [0] * rows)
+    drawn = set(ids(sampler(mx.broadcast_to(logits, (rows, 53)))))
+    assert drawn == {0, 2}

@@ -1,0 +1,458 @@
+"""Real but tiny models, made in code, so that tests and benchmarks need no download.
+
+Each family is a config of one of mlx-lm's own model classes, chosen for what its cache does: the
+plain ones, sliding windows a test can cross, recurrent state, and one that no batch can hold. The
+weights are random, yet scaled so that greedy text wanders and its choices are clear: a test that
+compares tokens then fails on a wrong cache or mask, not on the last bit of a sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import msgspec
+import numpy as np
+from mlx.utils import tree_flatten
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+Array: TypeAlias = np.ndarray[Any, Any]
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+MARKER_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+END_TOKENS = ("<|im_end|>", "<|endoftext|>")
+
+VOCABULARY = 512
+WINDOW = 16
+"""Tokens that a sliding window, or a chunk of attention, spans: a short prompt crosses it."""
+
+
+class Family(msgspec.Struct, frozen=True):
+    """One kind of model: its config.json and what each layer's cache is."""
+
+    config: dict[str, Any]
+    caches: tuple[str, ...]
+    batchable: bool = True
+    """False where the caches of two requests cannot be merged into one batch."""
+    vocabulary: int = VOCABULARY
+
+
+_SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "norm_topk_prob": True,
+}
+
+FAMILIES: dict[str, Family] = {
+    "qwen3": Family(
+        {"model_type": "qwen3", **_SIZE},
+        caches=("KVCache", "KVCache"),
+    ),
+    "qwen3-46m": Family(
+        {
+            "model_type": "qwen3",
+            **_SIZE,
+            "hidden_size": 512,
+            "intermediate_size": 1792,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 64,
+        },
+        caches=("KVCache",) * 12,
+        vocabulary=4096,
+    ),
+    "llama": Family(
+        {"model_type": "llama", **_SIZE},
+        caches=("KVCache", "KVCache"),
+    ),
+    "gemma3_text": Family(
+        {
+            "model_type": "gemma3_text",
+            **_SIZE,
+            "num_hidden_layers": 3,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": WINDOW,
+            "sliding_window_pattern": 3,
+        },
+        caches=("RotatingKVCache", "RotatingKVCache", "KVCache"),
+    ),
+    "gpt_oss": Family(
+        {
+            "model_type": "gpt_oss",
+            **_SIZE,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        caches=("RotatingKVCache", "KVCache"),
+    ),
+    "olmo3": Family(
+        {
+            "model_type": "olmo3",
+            **_SIZE,
+            "sliding_window": WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+        caches=("RotatingKVCache", "KVCache"),
+    ),
+    "qwen3_moe": Family(
+        {"model_type": "qwen3_moe", **_SIZE, **_EXPERTS},
+        caches=("KVCache", "KVCache"),
+    ),
+    "qwen3_next": Family(
+        {
+            "model_type": "qwen3_next",
+            **_SIZE,
+            **_EXPERTS,
+            "shared_expert_intermediate_size": 64,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+            "linear_conv_kernel_dim": 4,
+            "partial_rotary_factor": 0.5,
+            "full_attention_interval": 2,
+        },
+        caches=("ArraysCache", "KVCache"),
+    ),
+    "lfm2": Family(
+        {
+            "model_type": "lfm2",
+            **_SIZE,
+            "norm_eps": 1e-5,
+            "conv_bias": False,
+            "conv_L_cache": 3,
+            "block_dim": 64,
+            "block_ff_dim": 128,
+            "block_multiple_of": 16,
+            "block_ffn_dim_multiplier": 1.0,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": ["conv", "full_attention"],
+        },
+        caches=("ArraysCache", "KVCache"),
+    ),
+    "granitemoehybrid": Family(
+        {
+            "model_type": "granitemoehybrid",
+            **_SIZE,
+            "attention_bias": False,
+            "embedding_multiplier": 1.0,
+            "attention_multiplier": 0.25,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "layer_types": ["mamba", "attention"],
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_proj_bias": False,
+            "mamba_d_state": 16,
+            "mamba_d_conv": 4,
+            "mamba_n_groups": 1,
+            "mamba_conv_bias": True,
+        },
+        caches=("ArraysCache", "KVCache"),
+    ),
+    "falcon_h1": Family(
+        {
+            "model_type": "falcon_h1",
+            **_SIZE,
+            "mamba_d_ssm": 128,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 16,
+            "mamba_d_state": 16,
+        },
+        caches=("CacheList", "CacheList"),
+    ),
+    "mamba": Family(
+        {
+            "model_type": "mamba",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "state_size": 16,
+            "conv_kernel": 4,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "time_step_rank": 4,
+            "tie_word_embeddings": False,
+        },
+        caches=("ArraysCache", "ArraysCache"),
+    ),
+    "mamba2": Family(
+        {
+            "model_type": "mamba2",
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 16,
+            "state_size": 16,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "layer_norm_epsilon": 1e-5,
+            "time_step_rank": 4,
+            "time_step_limit": [0.0, 100.0],
+            "tie_word_embeddings": False,
+        },
+        caches=("ArraysCache", "ArraysCache"),
+    ),
+    "llama4": Family(
+        {
+            "model_type": "llama4",
+            "text_config": {
+                "model_type": "llama4_text",
+                **_SIZE,
+                "num_hidden_layers": 4,
+                "intermediate_size_mlp": 128,
+                "interleave_moe_layer_step": 2,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "attention_bias": False,
+                "attention_chunk_size": WINDOW,
+                "rope_scaling": None,
+                "use_qk_norm": True,
+            },
+        },
+        caches=("ChunkedKVCache", "ChunkedKVCache", "ChunkedKVCache", "KVCache"),
+        batchable=False,
+    ),
+}
+"""Every family by name: what `write_model` makes, and what tests run through."""
+
+CHAT_TEMPLATE = """\
+{% if tools %}
+<|im_start|>system
+{% if messages[0].role == 'system' %}
+{{ messages[0].content }}
+{% endif %}
+You may call these tools, each call as JSON between <tool_call> and </tool_call>:
+<tools>
+{% for tool in tools %}
+{{ tool | tojson }}
+{% endfor %}
+</tools><|im_end|>
+{% endif %}
+{% for message in messages %}
+{% if message.role == 'tool' %}
+<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% elif not (tools and loop.first and message.role == 'system') %}
+<|im_start|>{{ message.role }}
+{{ message.content or '' }}
+{%- for call in message.tool_calls or [] %}
+{% set tool_call = call.function or call %}
+{% set arguments = tool_call.arguments %}
+
+<tool_call>
+{"name": "{{ tool_call.name }}", "arguments": \
+{{ arguments if arguments is string else arguments | tojson }}}
+</tool_call>
+{%- endfor %}
+<|im_end|>
+{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+<|im_start|>assistant
+{% if enable_thinking %}
+<think>
+{% endif %}
+{% endif %}
+"""
+"""ChatML with tools as Qwen and Hermes models write them (for trim_blocks and lstrip_blocks)."""
+
+_THINKING = "{% if enable_thinking %}\n<think>\n{% endif %}\n"
+
+_TEXT = """\
+The quick brown fox jumps over the lazy dog, and then it sleeps until the sun comes up again.
+A server streams each token as soon as the model has made it; nobody likes to wait for an answer.
+What is the weather in Paris? It is 21 degrees and sunny, so take a hat and leave the umbrella.
+def add(a: int, b: int) -> int:
+    \"\"\"Return the sum of a and b.\"\"\"
+    return a + b
+for name, value in sorted(table.items()):
+    print(f"{name}: {value:.2f}")
+class Queue: async def get(self) -> Item: return await self._items.get()
+{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius", "days": 3}}
+{"id": 17, "tags": ["red", "green"], "ok": true, "next": null, "price": 12.5}
+😀 😂 🚀 🎉 👍🏽 👩‍👩‍👧‍👦 🇫🇷 ❤️ ✨ 🔥 so many emoji 😀😂🚀
+你好，世界。今天的天气很好，我们去公园散步吧。语言模型一个词一个词地生成文本。
+こんにちは、世界。今日はとても良い天気ですね。 안녕하세요, 세계. 오늘은 날씨가 참 좋네요.
+Žluťoučký kůň úpěl ďábelské ódy. Ça va très bien, merci. Größe, Straße, naïve façade.
+"""
+
+
+def write_model(
+    folder: Path, family: str, *, seed: int = 0, plain: bool = False, **overrides: Any
+) -> Path:
+    """Write the family's model, tokenizer included, into `folder` and return it.
+
+    `overrides` change the config (of the text model, where one is nested); `vocab_size` sizes the
+    tokenizer too. A `plain` model only ever says complete text: no end token, no marker, no part
+    of a character; and it never thinks, which mlx-lm would ask of it by default. A benchmark wants
+    that, for then each request runs to its `max_tokens` and each token is one visible step.
+    """
+    described = FAMILIES[family]
+    vocabulary = overrides.pop("vocab_size", described.vocabulary)
+    tokenizer = make_tokenizer(vocabulary)
+    config = _complete_config(described.config, overrides, tokenizer)
+    muted = _not_plain(tokenizer) if plain else []
+    template = CHAT_TEMPLATE.replace(_THINKING, "") if plain else CHAT_TEMPLATE
+    folder.mkdir(parents=True, exist_ok=True)
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
+    _write_tokenizer(folder, tokenizer, template)
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), _make_weights(config, seed, muted), {"format": "mlx"}
+    )
+    return folder
+
+
+@functools.cache
+def make_tokenizer(vocabulary: int = VOCABULARY) -> Tokenizer:
+    """A byte-level BPE tokenizer of exactly `vocabulary` tokens, the added ones last."""
+    added = [AddedToken(token, special=True) for token in SPECIAL_TOKENS]
+    added += [AddedToken(token, special=False) for token in MARKER_TOKENS]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary - len(added),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_training_text(vocabulary), trainer)
+    tokenizer.add_tokens(added)
+    if tokenizer.get_vocab_size() != vocabulary:
+        raise ValueError(f"the training text yields no vocabulary of {vocabulary}")
+    return tokenizer
+
+
+def _training_text(vocabulary: int) -> Iterator[str]:
+    """The module's text; where a large vocabulary needs more, also made-up words."""
+    yield from _TEXT.splitlines(keepends=True)
+    dice = random.Random(0)
+    syllables = [a + b for a in "bcdfghjklmnprstvwz" for b in "aeiou"]
+    for _ in range(vocabulary if vocabulary > 2 * VOCABULARY else 0):
+        word = "".join(dice.choices(syllables, k=dice.randint(2, 4)))
+        yield f" {word} {word}"
+
+
+def _complete_config(
+    base: dict[str, Any], overrides: dict[str, Any], tokenizer: Tokenizer
+) -> dict[str, Any]:
+    sizes = overrides | {"vocab_size": tokenizer.get_vocab_size()}
+    config = dict(base)
+    if "text_config" in config:
+        config["text_config"] = config["text_config"] | sizes
+    else:
+        config |= sizes
+    config["eos_token_id"] = [tokenizer.token_to_id(token) for token in END_TOKENS]
+    return config
+
+
+def _not_plain(tokenizer: Tokenizer) -> list[int]:
+    """Tokens that end or mark something, are no whole character, or are a space alone.
+
+    (mlx-lm's detokenizer holds a lone space back until the next token.)
+    """
+    added = set(SPECIAL_TOKENS + MARKER_TOKENS)
+    return [
+        number
+        for token, number in tokenizer.get_vocab().items()
+        if token in added or "\ufffd" in (text := tokenizer.decode([number])) or text == " "
+    ]
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, template: str) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 4096,
+        "chat_template": template,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+
+
+def _make_weights(config: dict[str, Any], seed: int, muted: list[int]) -> dict[str, mx.array]:
+    """Random weights under the names of mlx-lm's model class, which `sanitize` leaves alone."""
+    module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
+    model = module.Model(module.ModelArgs.from_dict(config))
+    parameters: Any = tree_flatten(model.parameters())
+    weights = {name: _random_weight(name, value, seed) for name, value in parameters}
+    if muted:
+        _mute(weights, muted)
+    return {name: mx.array(weight, dtype=mx.float32) for name, weight in weights.items()}
+
+
+def _mute(weights: dict[str, Array], tokens: list[int]) -> None:
+    """Zero the tokens' rows of the output head: a zero logit is far below the best of the rest."""
+    heads = [name for name in weights if name.endswith("lm_head.weight")]
+    if not heads:
+        raise ValueError("a model without an output head of its own cannot be made plain")
+    for name in heads:
+        weights[name][tokens] = 0
+
+
+def _random_weight(name: str, value: Any, seed: int) -> Array:
+    """Values for one parameter, the same for the same name and seed whatever else there is."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    normal = np.random.default_rng(int.from_bytes(digest[:8], "big")).standard_normal(value.shape)
+    for part, scale in _SCALES.items():
+        if part in name:
+            return scale(normal)
+    if value.ndim == 1:  # norms, skip weights, time steps: the model class knows best
+        return np.array(value)
+    return _projection(normal)
+
+
+def _projection(normal: Array) -> Array:
+    """Weights of a linear layer that keeps the variance of its input."""
+    scaled: Array = normal / np.sqrt(normal.shape[-1])
+    return scaled
+
+
+_SCALES: dict[str, Callable[[Array], Array]] = {
+    # logits with a deviation of 4: the best of them leads by more than rounding can move it
+    "lm_head": lambda normal: 4 * _projection(normal),
+    "embed": lambda normal: normal,
+    # slow decay, or state forgets its prompt and a test cannot see a wrong one
+    "A_log": lambda normal: np.log(0.05) + normal,
+    "conv": lambda normal: normal / 2,
+    "sinks": lambda normal: normal,
+    "bias": lambda normal: normal / 10,
+}
+"""How to scale a standard normal draw, by the first part that the parameter's name contains."""
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
