@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -107,12 +107,13 @@ class Option(msgspec.Struct, frozen=True):
 
     def parse(self, text: str) -> Any:
         """The value that `text`, from a flag or a variable, stands for."""
-        value = [part for part in text.split(",") if part] if self.repeatable else text
-        return self.check(value)
+        if self.repeatable:
+            return self.check([part for part in text.split(",") if part])
+        return self.check(text, strict=False)
 
-    def check(self, value: Any) -> Any:
+    def check(self, value: Any, *, strict: bool = True) -> Any:
         try:
-            return msgspec.convert(value, self.type, strict=not isinstance(value, str))
+            return msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
             raise SettingsError(f"{error}, got {value!r}") from None
 
@@ -166,13 +167,13 @@ def _from_file(path: str) -> dict[str, Any]:
         option = known.get(key.replace("-", "_"))
         if option is None:
             raise SettingsError(f"{path}: there is no option {key!r}")
-        values[option.name] = _named(option, f"{path}: {key}", value)
+        values[option.name] = _named(f"{path}: {key}", option.check, value)
     return values
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
-        option.name: _named(option, option.variable, text)
+        option.name: _named(option.variable, option.parse, text)
         for option in options()
         if (text := environ.get(option.variable))
     }
@@ -180,15 +181,15 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        option.name: _named(option, option.flag, flags[option.name])
+        option.name: _named(option.flag, option.check if option.repeatable else option.parse, value)
         for option in options()
-        if flags.get(option.name) is not None
+        if (value := flags.get(option.name)) is not None
     }
 
 
-def _named(option: Option, where: str, value: Any) -> Any:
+def _named(where: str, read: Callable[[Any], Any], value: Any) -> Any:
     try:
-        return option.parse(value) if isinstance(value, str) else option.check(value)
+        return read(value)
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from None
 

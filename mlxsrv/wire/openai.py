@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from mlxsrv.errors import (
     UnsupportedParameter,
 )
 from mlxsrv.events import Channel, FinishReason, Usage
-from mlxsrv.wire.sse import DONE, PLACEHOLDER, TextFrames, frame
+from mlxsrv.wire.sse import DONE, PLACEHOLDER, frame, text_frames
 
 # Requests.
 
@@ -381,7 +381,7 @@ class Stream(ABC):
 class ChatStream(Stream):
     def __init__(self, who: Identity, usage: UsageMode) -> None:
         super().__init__(who, usage)
-        self._frames: dict[Channel, TextFrames] = {}
+        self._frames: dict[Channel, Callable[[str], bytes]] = {}
 
     def opening(self) -> bytes:
         return frame(self._chunk(Delta(role="assistant", content="")))
@@ -394,7 +394,7 @@ class ChatStream(Stream):
                 if channel == "content"
                 else Delta(reasoning_content=PLACEHOLDER, reasoning=PLACEHOLDER)
             )
-            frames = self._frames[channel] = TextFrames(self._chunk(delta))
+            frames = self._frames[channel] = text_frames(self._chunk(delta))
         return frames(text)
 
     def _empty(self, reason: ChunkReason) -> ChatChunk:
@@ -414,7 +414,7 @@ class ChatStream(Stream):
 class CompletionStream(Stream):
     def __init__(self, who: Identity, usage: UsageMode) -> None:
         super().__init__(who, usage)
-        self._frames = TextFrames(self._chunk(PLACEHOLDER))
+        self._frames = text_frames(self._chunk(PLACEHOLDER))
 
     def opening(self) -> bytes:
         return b""  # a text completion has no role to tell

@@ -1,0 +1,380 @@
+"""How fast a server streams: `python -m benchmarks.serve --url URL` or `--compare`.
+
+`--compare` serves one tiny random-weight model with mlxsrv and with `mlx_lm.server` in turn, never
+both at a time, and prints the medians over several pairs. With so small a model the arithmetic
+costs next to nothing, so what remains is the servers' own work per token; `--family qwen3-46m`
+shows what of that is left when the model has real work to do, and wants fewer `--requests`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import platform
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from statistics import median
+from typing import TypeAlias
+
+import msgspec
+
+from benchmarks.load import Load, Report, run_load
+from tests.tiny import FAMILIES, write_model
+
+START_TIMEOUT = 120.0
+STOP_TIMEOUT = 15.0
+BIAS = (
+    "Bias: the load generator runs on the same cores as the server, and takes its share of them "
+    "from whichever of the two is measured."
+)
+
+
+class Side(msgspec.Struct, frozen=True):
+    """A server to measure: one that runs already at `url`, or one to start with `command`."""
+
+    name: str
+    url: str = ""
+    command: tuple[str, ...] = ()
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """Where and with what the figures were taken."""
+
+    day: str
+    cpu: str
+    cores: int
+    system: str
+    python: str
+    packages: dict[str, str]
+
+
+class Result(msgspec.Struct, frozen=True):
+    """All of a run, for `--json`."""
+
+    machine: Machine
+    model: str
+    load: Load
+    reports: dict[str, list[Report]]
+
+
+Figure: TypeAlias = Callable[[Report], float | None]
+
+FIGURES: dict[str, Figure] = {
+    "tokens/s": lambda report: report.tokens_per_second,
+    "TTFT p50 ms": lambda report: report.ttft_p50,
+    "TTFT p99 ms": lambda report: report.ttft_p99,
+    "gap p50 ms": lambda report: report.gap_p50,
+    "gap p99 ms": lambda report: report.gap_p99,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; 1 where any request failed, since its figures then mean little."""
+    arguments = _parse(argv)
+    # by default it would end this process without the `finally` that stops the server
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    result = compare(arguments) if arguments.compare else measure_url(arguments)
+    if arguments.json:
+        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+    return int(_tell_failures(result))
+
+
+def measure_url(arguments: argparse.Namespace) -> Result:
+    """Measure one running server at each concurrency."""
+    load = _make_load(arguments, arguments.url)
+    reports = measure(load, arguments.concurrency, arguments.requests)
+    result = Result(_describe_machine(), arguments.model or "(default)", load, {"url": reports})
+    _print_header(result)
+    print(format_reports(reports))
+    return result
+
+
+def compare(arguments: argparse.Namespace) -> Result:
+    """Measure two servers by turns on the same model."""
+    reports: dict[str, list[Report]] = {}
+    with tempfile.TemporaryDirectory(prefix="mlxsrv-bench-") as folder:
+        model = write_model(Path(folder) / "model", arguments.family, plain=True)
+        sides = _choose_sides(arguments, model)
+        for pair in range(arguments.pairs):
+            # who goes first alternates, so that a machine that warms up favours neither
+            for side in sides if pair % 2 == 0 else sides[::-1]:
+                measured = _measure_side(side, arguments)
+                reports.setdefault(side.name, []).extend(measured)
+                _print_progress(pair, side, measured)
+    load = _make_load(arguments, "")
+    result = Result(_describe_machine(), f"random {arguments.family}", load, reports)
+    _print_header(result)
+    print(format_comparison(reports[sides[0].name], reports[sides[1].name], sides))
+    print(BIAS)
+    return result
+
+
+def measure(load: Load, concurrencies: Sequence[int], requests: int) -> list[Report]:
+    """Warm the server up, then one report per concurrency."""
+    streams = max(concurrencies)
+    asyncio.run(run_load(_scale(load, streams, requests=streams, max_tokens=16)))
+    return [asyncio.run(run_load(_scale(load, streams, requests))) for streams in concurrencies]
+
+
+def format_reports(reports: Sequence[Report]) -> str:
+    """One line per report."""
+    rows = [["streams", "requests", *FIGURES, "tokens", "errors"]]
+    for report in reports:
+        figures = [_format(figure(report)) for figure in FIGURES.values()]
+        counts = [str(report.tokens), str(sum(report.errors.values()))]
+        rows.append([str(report.concurrency), str(report.requests), *figures, *counts])
+    return _format_table(rows)
+
+
+def format_comparison(
+    ours: Sequence[Report], theirs: Sequence[Report], sides: Sequence[Side]
+) -> str:
+    """Medians over the pairs, their ratio, and the least and greatest ratio of any one pair."""
+    rows = [["streams", "figure", *(side.name for side in sides), "ratio", "of the pairs"]]
+    for streams in dict.fromkeys(report.concurrency for report in ours):
+        for name, figure in FIGURES.items():
+            first = _collect(ours, streams, figure)
+            second = _collect(theirs, streams, figure)
+            rows.append([str(streams), name, *_compare_figures(first, second)])
+    return _format_table(rows)
+
+
+def _compare_figures(ours: Sequence[float], theirs: Sequence[float]) -> list[str]:
+    if not ours or not theirs:
+        return ["-", "-", "-", "-"]
+    ratios = [a / b for a, b in zip(ours, theirs, strict=False) if b]
+    return [
+        _format(median(ours)),
+        _format(median(theirs)),
+        f"{median(ours) / median(theirs):.2f}" if median(theirs) else "-",
+        f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-",
+    ]
+
+
+def _collect(reports: Sequence[Report], streams: int, figure: Figure) -> list[float]:
+    values = (figure(report) for report in reports if report.concurrency == streams)
+    return [value for value in values if value is not None]
+
+
+def _choose_sides(arguments: argparse.Namespace, model: Path) -> tuple[Side, Side]:
+    """Ours and the peer; the commands lack only the port."""
+    python = sys.executable
+    ours = Side("mlxsrv", command=(python, "-m", "mlxsrv", "--model", f"bench={model}", "--port"))
+    peer = Side(
+        "mlx_lm.server", command=(python, "-m", "mlx_lm.server", "--model", str(model), "--port")
+    )
+    if arguments.url:
+        ours = Side("url", url=arguments.url)
+    if arguments.peer_url:
+        peer = Side("peer", url=arguments.peer_url)
+    return ours, peer
+
+
+def _measure_side(side: Side, arguments: argparse.Namespace) -> list[Report]:
+    with _serve(side) as url:
+        return measure(_make_load(arguments, url), arguments.concurrency, arguments.requests)
+
+
+@contextlib.contextmanager
+def _serve(side: Side) -> Iterator[str]:
+    """The URL of the side's server, which runs while the block does."""
+    if not side.command:
+        yield side.url
+        return
+    port = _find_free_port()
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen([*side.command, str(port)], stdout=log, stderr=log)
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if not _wait_until_healthy(url, process):
+                log.seek(0)
+                tail = log.read()[-2000:].decode(errors="replace")
+                raise SystemExit(f"{side.name} did not start:\n{tail}")
+            yield url
+        finally:
+            _stop(process)
+
+
+def _find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + START_TIMEOUT
+    while time.monotonic() < deadline and process.poll() is None:
+        with (
+            contextlib.suppress(OSError),  # not listening yet, or not ready: HTTP 503
+            urllib.request.urlopen(f"{url}/health", timeout=5) as response,
+        ):
+            if response.status == 200:
+                return True
+        time.sleep(0.1)
+    return False
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait(STOP_TIMEOUT)
+
+
+def _make_load(arguments: argparse.Namespace, url: str) -> Load:
+    return Load(
+        url=url,
+        model=arguments.model,
+        max_tokens=arguments.max_tokens,
+        prompt_words=arguments.prompt_words,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        seed_each=arguments.seed_each,
+        chat=not arguments.completions,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+        connect_each=arguments.connect_each,
+        timeout=arguments.timeout,
+    )
+
+
+def _scale(load: Load, streams: int, requests: int = 0, max_tokens: int = 0) -> Load:
+    return msgspec.structs.replace(
+        load,
+        concurrency=streams,
+        requests=requests or max(20, 4 * streams),
+        max_tokens=max_tokens or load.max_tokens,
+    )
+
+
+def _describe_machine() -> Machine:
+    return Machine(
+        day=date.today().isoformat(),
+        cpu=_name_cpu(),
+        cores=os.cpu_count() or 0,
+        system=f"{platform.system()} {platform.machine()}",
+        python=platform.python_version(),
+        packages={name: _find_version(name) for name in ("mlx", "mlx-lm", "mlxsrv")},
+    )
+
+
+def _name_cpu() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.check_output(command, text=True, timeout=5).strip()
+    return platform.processor() or "unknown processor"
+
+
+def _find_version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _print_header(result: Result) -> None:
+    machine, load = result.machine, result.load
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
+    print(f"{machine.day}: {machine.cores} x {machine.cpu}, {machine.system}")
+    print(f"Python {machine.python}, {packages}")
+    sampling = f"temperature {load.temperature:g}"
+    sampling += f", top_p {load.top_p:g}" if load.top_p is not None else ""
+    sampling += ", a seed each" if load.seed_each else ""
+    sampling += ", a new connection each" if load.connect_each else ""
+    print(f"model: {result.model}; {load.max_tokens} tokens a request, {sampling}\n")
+
+
+def _print_progress(pair: int, side: Side, reports: Sequence[Report]) -> None:
+    rates = ", ".join(f"{r.concurrency}: {r.tokens_per_second:.0f}" for r in reports)
+    print(f"pair {pair + 1}, {side.name}: tokens/s at {rates}", file=sys.stderr, flush=True)
+
+
+def _tell_failures(result: Result) -> bool:
+    """Say which requests failed or ended early; whether any failed."""
+    failed = False
+    for name, reports in result.reports.items():
+        for report in reports:
+            where = f"{name} at {report.concurrency}"
+            if report.short:
+                print(f"{where}: {report.short} requests ended before max_tokens", file=sys.stderr)
+            for error, count in report.errors.items():
+                print(f"{where}: {count} x {error}", file=sys.stderr)
+                failed = True
+    return failed
+
+
+def _format(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
+
+
+def _format_table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, numbers to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.serve",
+        description="Measure how fast OpenAI-compatible servers stream.",
+    )
+    parser.add_argument("--url", help="a running server to measure (OPENAI_API_KEY is sent to it)")
+    parser.add_argument("--compare", action="store_true", help="mlxsrv, or --url, against a peer")
+    parser.add_argument("--peer-url", help="running server as peer (default: start mlx_lm.server)")
+    parser.add_argument("--pairs", type=int, default=5, help="times to measure each of the two")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3", help="model of --compare")
+    parser.add_argument("--model", help="`model` to ask for (default: leave it out)")
+    parser.add_argument(
+        "--concurrency", type=_parse_counts, default=(1, 8, 32), help="default: 1,8,32"
+    )
+    parser.add_argument("--requests", type=int, default=0, help="default: 4 a stream, 20 at least")
+    parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--prompt-words", type=int, default=16)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float)
+    parser.add_argument("--seed-each", action="store_true", help="a seed of its own per request")
+    parser.add_argument("--completions", action="store_true", help="ask /v1/completions")
+    parser.add_argument(
+        "--connect-each", action="store_true", help="open each connection as part of its request"
+    )
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one request")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all reports here")
+    arguments = parser.parse_args(argv)
+    if not (arguments.url or arguments.compare):
+        parser.error("give --url or --compare")
+    return arguments
+
+
+def _parse_counts(text: str) -> tuple[int, ...]:
+    counts = tuple(int(part) for part in text.split(",") if part.isdecimal())
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"not a list of counts: {text!r}")
+    return counts
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,85 @@
+"""Settings: one table, and everything else read off it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxsrv.settings import Settings, SettingsError, load_settings, options, readme_table
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_readme_has_the_table() -> None:
+    assert readme_table() in README.read_text()
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        load_settings(["--help"], {})
+    assert exit_info.value.code == 0
+    text = capsys.readouterr().out
+    for option in options():
+        assert option.flag in text
+
+
+def test_flag_over_variable_over_file_over_default(tmp_path: Path) -> None:
+    file = tmp_path / "mlxsrv.toml"
+    file.write_text("port = 1\nmax-queue = 2\nkeepalive = 3\nmodel = ['a']\n")
+    environ = {"MLXSRV_PORT": "10", "MLXSRV_MAX_QUEUE": "20"}
+    settings = load_settings(["--config", str(file), "--port", "100"], environ)
+    assert (settings.port, settings.max_queue, settings.keepalive) == (100, 20, 3.0)
+    assert settings.model == ("a",)
+    assert settings.host == "127.0.0.1"
+
+
+def test_the_file_may_be_named_by_a_variable(tmp_path: Path) -> None:
+    file = tmp_path / "mlxsrv.toml"
+    file.write_text("port = 1")
+    assert load_settings([], {"MLXSRV_CONFIG": str(file)}).port == 1
+
+
+def test_without_a_command_line_only_variables_count() -> None:
+    assert load_settings(None, {"MLXSRV_PORT": "7"}).port == 7
+
+
+def test_a_repeated_flag_and_a_variable_with_commas_give_all_models() -> None:
+    assert load_settings(["--model", "a", "--model", "b=c"], {}).model == ("a", "b=c")
+    assert load_settings([], {"MLXSRV_MODEL": "a,b=c"}).model == ("a", "b=c")
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "named"),
+    [
+        (["--port", "x"], {}, "--port"),
+        (["--port", "65536"], {}, "--port"),
+        (["--keepalive", "0"], {}, "--keepalive"),
+        (["--keepalive", "nan"], {}, "--keepalive"),
+        (["--max-concurrency", "1.5"], {}, "--max-concurrency"),
+        ([], {"MLXSRV_LOG_LEVEL": "loud"}, "MLXSRV_LOG_LEVEL"),
+        (["--config", "/nowhere.toml"], {}, "/nowhere.toml"),
+    ],
+)
+def test_a_wrong_value_is_one_line_that_names_its_source(
+    argv: list[str], environ: dict[str, str], named: str
+) -> None:
+    with pytest.raises(SettingsError) as error:
+        load_settings(argv, environ)
+    assert named in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["prot = 1", "port = '1'", "port = true", "= 1"])
+def test_a_wrong_file_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "mlxsrv.toml"
+    file.write_text(text)
+    with pytest.raises(SettingsError, match=r"mlxsrv\.toml"):
+        load_settings(["--config", str(file)], {})
+
+
+def test_a_struct_made_in_code_is_checked_too() -> None:
+    with pytest.raises(SettingsError, match="max_concurrency"):
+        Settings(max_concurrency=0)
+    with pytest.raises(SettingsError, match="port"):
+        Settings(port="8000")  # type: ignore[arg-type]
