@@ -86,7 +86,7 @@ def _parse(text: str) -> Entry:
     if not equals or Path(text).exists():
         name, source = "", text
     folder = Path(source).expanduser()
-    if folder.is_dir():
+    if source and folder.is_dir():
         return Entry(name or folder.resolve().name, folder, int(folder.stat().st_mtime))
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise SettingsError(f"model: there is no folder {source!r}")

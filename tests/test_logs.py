@@ -1,0 +1,51 @@
+"""Log lines: one a record, whatever a client sent."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+
+from mlxsrv.logs import JsonFormatter, TextFormatter, log
+
+NASTY = 'a\nb "c" \x1b[31m é'
+
+
+@pytest.fixture
+def record(caplog: pytest.LogCaptureFixture) -> logging.LogRecord:
+    logger = logging.getLogger("mlxsrv.test")
+    with caplog.at_level(logging.INFO, "mlxsrv.test"):
+        log(logger, logging.INFO, "stream end", model="demo", user=NASTY, tokens=3, gone=None)
+    return caplog.records[0]
+
+
+def test_text_is_one_line_with_fields(record: logging.LogRecord) -> None:
+    line = TextFormatter().format(record)
+    assert "info    stream end  model=demo" in line
+    assert line.endswith("tokens=3")
+    assert "\n" not in line
+    assert "\x1b" not in line
+
+
+def test_json_is_one_object_with_fields(record: logging.LogRecord) -> None:
+    line = JsonFormatter().format(record)
+    assert "\n" not in line
+    fields = json.loads(line)
+    assert fields.pop("time").endswith("+00:00")
+    assert fields == {
+        "level": "info",
+        "event": "stream end",
+        "model": "demo",
+        "user": NASTY,
+        "tokens": 3,
+    }
+
+
+def test_a_traceback_is_part_of_the_object(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logging.getLogger("mlxsrv.test").exception("failed")
+    fields = json.loads(JsonFormatter().format(caplog.records[0]))
+    assert "ValueError: why" in fields["traceback"]
