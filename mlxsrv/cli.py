@@ -39,7 +39,7 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # A second Ctrl-C ends the grace. Signal handlers run between two bytecodes of the loop's
         # thread, where a task may be cancelled only through the loop.
-        if self._draining is not None:
+        if self._draining is not None and not self._draining.done():
             self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
         super().handle_exit(sig, frame)
 
@@ -61,11 +61,20 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log(_log, logging.INFO, "listening", url=f"http://{shown}:{port}", model=app.default_model)
-    # uvicorn raises the signal again once it has shut down; shutting down was what it asked for.
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=2,
+    )
+    server = Server(app, config)
+    # uvicorn handles signals only while it runs, and raises them again once it has shut down, when
+    # they have been obeyed.
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
-    config = uvicorn.Config(app, log_config=None, access_log=False, server_header=False, timeout_keep_alive=75)
-    Server(app, config).run(sockets=[listener])
+        signal.signal(number, server.handle_exit)
+    server.run(sockets=[listener])
     sys.exit(0)
 
 

@@ -24,7 +24,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.engine.device import JobEvent
+from mlxsrv.engine.device import JobEvent, Port
 from mlxsrv.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -128,6 +128,7 @@ class Reply:
 
         # What has been read.
         self._opened = False
+        self._port: Port | None = None  # set: the job was submitted
         self._pipeline: TextPipeline | None = None
         self._prompt_tokens = 0
         self._end_tokens = 0
@@ -167,7 +168,8 @@ class Reply:
         await self._lease.borrow_row()
         # No await from here on: a cancellation finds the row either not borrowed or the job
         # submitted, and close() undoes both.
-        self._service.pool.port.submit(job, self._receive)
+        self._port = self._service.pool.port
+        self._port.submit(job, self._receive)
         log(_log, logging.DEBUG, "stream start", request=self._request_id, job=job.id)
 
     def _job(self, tokenizer: Tokenizer, prompt: Prompt) -> Job:
@@ -206,8 +208,9 @@ class Reply:
 
     def fail(self, error: ServeError) -> None:
         """End the reply with `error`. What was generated before is given first."""
-        self._error = self._error or error
-        self._wake()
+        if self._finish is None and self._error is None:
+            self._error = error
+            self._wake()
 
     def _receive(self, event: JobEvent) -> None:
         match event:
@@ -221,7 +224,7 @@ class Reply:
                 self._started = True
             case Failed():
                 log(_log, logging.ERROR, "job failed", **self._fields(), reason=event.reason)
-                self._error = (
+                self.fail(
                     EngineFailed("the inference engine has failed; restart the server")
                     if self._service.pool.failure
                     else ServeError(self._internal("failed while generating"))
@@ -229,8 +232,10 @@ class Reply:
         self._wake()
 
     def _expire(self) -> None:
+        if self._finish is not None or self._error is not None:
+            return
         if self._first_text is not None:
-            self._finish = self._finish or "timeout"
+            self._finish = "timeout"
             self._wake()
         else:
             seconds = self._service.settings.request_timeout
@@ -279,14 +284,15 @@ class Reply:
             return outputs
         tokens, self._tokens = self._tokens, []
         pieces = self._pipeline.feed(tokens)
-        if self._finish is not None and self._error is None:
+        if self._finish is not None:
             pieces += self._pipeline.flush()  # which may complete a stop string, too
         if self._pipeline.stopped:
             self._finish, self._end_tokens = "stop", 0
         if pieces and self._first_text is None:
             self._first_text = self._loop.time()
         outputs += [Text(channel, text) for channel, text in pieces]
-        if self._finish is not None and self._error is None:
+        if self._finish is not None:
+            self._free_row()  # now, and not when a slow client has read the rest
             outputs.append(Done(self._finish, self._usage(self._pipeline)))
         return outputs
 
@@ -307,11 +313,14 @@ class Reply:
         self._closed = True
         self._deadline.cancel()
         self._keepalive.cancel()
-        if self._pipeline is not None:  # it may have been submitted
-            self._service.pool.port.cancel(self._job_id)
-        self._lease.release()
+        self._free_row()
         self._service.forget(self)
         self._log_end()
+
+    def _free_row(self) -> None:
+        if self._port is not None:
+            self._port.cancel(self._job_id)
+        self._lease.release()
 
     def _log_end(self) -> None:
         now = self._loop.time()

@@ -18,7 +18,7 @@ import anyio
 import anyio.to_thread
 
 from mlxsrv.engine.device import DeviceThread, Port
-from mlxsrv.errors import ModelNotLoaded, Overloaded, ServeError
+from mlxsrv.errors import ModelNotLoaded, Overloaded, ServeError, ShuttingDown
 from mlxsrv.events import Load
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue import Catalogue, Entry
@@ -94,13 +94,19 @@ class Pool:
         self._settings = settings
         self._models = {entry.name: Model(entry, settings) for entry in catalogue}
         self._port: Port | None = None
+        self._closed = False
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
 
     @property
     def port(self) -> Port:
-        """This app's port on the device thread, opened on first use in the running loop."""
+        """This app's port on the device thread, opened on first use in the running loop.
+
+        Raises ShuttingDown after `close`.
+        """
+        if self._closed:
+            raise ShuttingDown("the server is shutting down")
         if self._port is None:
             self._port = DeviceThread.open()
         return self._port
@@ -132,10 +138,13 @@ class Pool:
         """
         if model.loading is None:
             model.loading = asyncio.create_task(self._load(model))
+            # Its waiters may all be gone by the time it fails; _load has logged why.
+            model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(model.loading)
 
     def abandon(self) -> None:
         """Leave the device thread without waiting for anything: the loop is gone."""
+        self._closed = True
         if self._port is not None:
             self._port.close()
             self._port = None

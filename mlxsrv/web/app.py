@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
@@ -111,35 +111,50 @@ def create_app(settings: Settings | None = None) -> App:
 # Routes.
 
 
+class Form(msgspec.Struct, frozen=True):
+    """What sets one kind of completion apart: how it is read, served and written."""
+
+    requests: openai.RequestDecoder[Any]
+    serve: Callable[[Service, Any, str], Reply]
+    stream: type[openai.Stream]
+    fold: Fold
+    id_prefix: str
+
+
+CHAT = Form(
+    openai.CHAT_REQUESTS, Service.chat, openai.ChatStream, openai.chat_completion, "chatcmpl"
+)
+TEXT = Form(
+    openai.COMPLETION_REQUESTS,
+    Service.complete,
+    openai.CompletionStream,
+    openai.text_completion,
+    "cmpl",
+)
+
+
 async def chat_completions(request: Request) -> Response:
-    app: App = request.app
-    body = await _read_body(request, app.settings.max_body)
-    try:
-        chat, ignored = openai.CHAT_REQUESTS.decode(body)
-        reply = app.service.chat(chat, request_id(request.scope))
-    except ServeError as error:
-        return _refuse(error, request, body, openai.ChatStream, "chatcmpl")
-    return _answer(
-        request, reply, chat, ignored, stream=openai.ChatStream, fold=openai.chat_completion
-    )
+    return await _generate(request, CHAT)
 
 
 async def completions(request: Request) -> Response:
+    return await _generate(request, TEXT)
+
+
+async def _generate(request: Request, form: Form) -> Response:
     app: App = request.app
     body = await _read_body(request, app.settings.max_body)
+    accept = request.headers.get("accept", "")
     try:
-        completion, ignored = openai.COMPLETION_REQUESTS.decode(body)
-        reply = app.service.complete(completion, request_id(request.scope))
+        asked, ignored = form.requests.decode(body)
+        reply = form.serve(app.service, asked, request_id(request.scope))
     except ServeError as error:
-        return _refuse(error, request, body, openai.CompletionStream, "cmpl")
-    return _answer(
-        request,
-        reply,
-        completion,
-        ignored,
-        stream=openai.CompletionStream,
-        fold=openai.text_completion,
-    )
+        return _refuse(error, form, body, accept)
+    headers = {"X-Ignored-Params": ", ".join(ignored)} if ignored else {}
+    if not asked.stream:
+        return ReplyBody(reply, form.fold, headers=headers)
+    frames = form.stream(reply.who, openai.usage_mode(asked.stream_options))
+    return ReplyStream(reply, frames, accept=accept, headers=headers)
 
 
 async def list_models(request: Request) -> Response:
@@ -172,22 +187,6 @@ async def _read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def _answer(
-    request: Request,
-    reply: Reply,
-    asked: openai.GenerationRequest,
-    ignored: list[str],
-    *,
-    stream: type[openai.Stream],
-    fold: Fold,
-) -> Response:
-    headers = {"X-Ignored-Params": ", ".join(ignored)} if ignored else {}
-    if asked.stream:
-        frames = stream(reply.who, openai.usage_mode(asked.stream_options))
-        return ReplyStream(reply, frames, accept=_accept(request), headers=headers)
-    return ReplyBody(reply, fold, headers=headers)
-
-
 class _Peek(msgspec.Struct):
     stream: Any = None
     model: Any = None
@@ -196,9 +195,7 @@ class _Peek(msgspec.Struct):
 _peek = msgspec.json.Decoder(_Peek).decode
 
 
-def _refuse(
-    error: ServeError, request: Request, body: bytes, stream: type[openai.Stream], kind: str
-) -> Response:
+def _refuse(error: ServeError, form: Form, body: bytes, accept: str) -> Response:
     """Refuse a request in the form that it asked for, as far as that can be read."""
     asked = _Peek()
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -206,12 +203,8 @@ def _refuse(
     if asked.stream is not True:
         return error_response(error)
     model = asked.model if isinstance(asked.model, str) else None
-    frames = stream(unanswered(kind, model), "never")
-    return stream_error_response(error, frames, _accept(request))
-
-
-def _accept(request: Request) -> str:
-    return request.headers.get("accept", "")
+    frames = form.stream(unanswered(form.id_prefix, model), "never")
+    return stream_error_response(error, frames, accept)
 
 
 async def _serve_error(request: Request, error: Exception) -> Response:
