@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -37,11 +38,12 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # A second Ctrl-C ends the grace. Signal handlers run between two bytecodes of the loop's
-        # thread, where a task may be cancelled only through the loop.
-        if self._draining is not None and not self._draining.done():
+        if self._draining is None or self._draining.done():
+            super().handle_exit(sig, frame)
+        else:
+            # A second Ctrl-C ends the grace. Signal handlers run between two bytecodes of the
+            # loop's thread, where a task may be cancelled only through the loop.
             self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
-        super().handle_exit(sig, frame)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except (BackendMissing, OSError) as error:
         _fail(1, str(error))
     configure(settings.log_level, settings.log_format)
+    # transformers would write lines of its own beside ours, about prompts we refuse ourselves.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     log(_log, logging.INFO, "listening", url=f"http://{shown}:{port}", model=app.default_model)

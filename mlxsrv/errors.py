@@ -17,8 +17,8 @@ ServeError                    500 server_error            internal_error
 ├─ ShuttingDown               503 server_error            shutting_down
 └─ DeadlineExceeded           504 server_error            timeout
 
-Each class knows its status, type and code; an instance adds the message, the field it concerns
-(`param`) and, where waiting helps, `retry_after` in seconds.
+Each class knows its status, type and code and, where waiting helps, after how many seconds to try
+again; an instance adds the message and the field it concerns (`param`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,12 @@ class ServeError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
+    retry_after: ClassVar[int | None] = None  # seconds, where waiting helps
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
-        self.retry_after = retry_after
 
 
 class InvalidRequest(ServeError):
@@ -86,11 +84,13 @@ class RequestTooLarge(InvalidRequest):
 
 class Overloaded(ServeError):
     status = 503
+    retry_after = 1
     code = "overloaded"
 
 
 class ModelNotLoaded(ServeError):
     status = 503
+    retry_after = 5
     code = "model_not_loaded"
 
 
@@ -105,6 +105,7 @@ class EngineFailed(ServeError):
 
 class ShuttingDown(ServeError):
     status = 503
+    retry_after = 5
     code = "shutting_down"
 
 

@@ -210,6 +210,7 @@ class Reply:
         """End the reply with `error`. What was generated before is given first."""
         if self._finish is None and self._error is None:
             self._error = error
+            self._free_early()
             self._wake()
 
     def _receive(self, event: JobEvent) -> None:
@@ -219,7 +220,7 @@ class Reply:
                     self._end_tokens = 1  # counts as sampled, but is no text
                 else:
                     self._tokens.append(event.id)
-                self._finish = event.finish
+                self._finish = self._finish or event.finish
             case Started():
                 self._started = True
             case Failed():
@@ -236,6 +237,7 @@ class Reply:
             return
         if self._first_text is not None:
             self._finish = "timeout"
+            self._free_early()
             self._wake()
         else:
             seconds = self._service.settings.request_timeout
@@ -292,7 +294,7 @@ class Reply:
             self._first_text = self._loop.time()
         outputs += [Text(channel, text) for channel, text in pieces]
         if self._finish is not None:
-            self._free_row()  # now, and not when a slow client has read the rest
+            self._free_early()
             outputs.append(Done(self._finish, self._usage(self._pipeline)))
         return outputs
 
@@ -317,6 +319,14 @@ class Reply:
         self._service.forget(self)
         self._log_end()
 
+    def _free_early(self) -> None:
+        """The job is over, but its client may read slowly, or never: others need not wait for it.
+
+        A job that was not submitted yet is still being admitted, and close() frees what that holds.
+        """
+        if self._port is not None:
+            self._free_row()
+
     def _free_row(self) -> None:
         if self._port is not None:
             self._port.cancel(self._job_id)
@@ -328,7 +338,9 @@ class Reply:
         ttft = rate = None
         if self._first_text is not None:
             ttft = self._first_text - self._begun
-            rate = (tokens - 1) / (now - self._first_text) if tokens > 1 else None
+            # A clock may tick in milliseconds, and an answer be shorter.
+            decoding = now - self._first_text
+            rate = (tokens - 1) / decoding if tokens > 1 and decoding > 0 else None
         log(
             _log,
             logging.INFO,
@@ -388,7 +400,7 @@ class Service:
 
     def _reply(self, request: GenerationRequest, **details: Any) -> Reply:
         if self._draining:
-            raise ShuttingDown("the server is shutting down", retry_after=_RESTART_SECONDS)
+            raise ShuttingDown("the server is shutting down")
         if self.pool.failure is not None:
             raise EngineFailed("the inference engine has failed; restart the server")
         reply = Reply(self, self.pool.lease(request.model), request, **details)
@@ -458,7 +470,6 @@ class Service:
         await self.pool.close()
 
 
-_RESTART_SECONDS = 5
 _FAREWELL_SECONDS = 2.0  # for the last frames to reach clients that read them
 
 V = TypeVar("V")

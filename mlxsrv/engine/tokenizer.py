@@ -136,9 +136,9 @@ class Tokenizer:
             TemplateError,
             ValueError,
             TypeError,
-            KeyError,
+            LookupError,
+            RecursionError,
             AttributeError,
-            IndexError,
         ) as error:
             raise InvalidRequest(
                 f"messages: the model's chat template refused them: {error}", param="messages"

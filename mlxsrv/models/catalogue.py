@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from mlxsrv.settings import SettingsError
 
 DEMO = "demo"
 _DEMO_FOLDER = Path(__file__).parent / "demo"
+
+_LONGEST_NAME = 200  # characters that a message repeats and that near names are looked for
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja"]
 
@@ -69,6 +72,7 @@ class Catalogue:
             name = self.default
         entry = self._entries.get(name)
         if entry is None:
+            name = name[:_LONGEST_NAME]
             raise ModelNotFound(
                 f"the model {name!r} is not served here; {self._hint(name)}", param="model"
             )
@@ -83,10 +87,10 @@ class Catalogue:
 
 def _parse(text: str) -> Entry:
     name, equals, source = text.partition("=")
-    if not equals or Path(text).exists():
+    if not equals or os.path.exists(text):
         name, source = "", text
     folder = Path(source).expanduser()
-    if source and folder.is_dir():
+    if source and os.path.isdir(folder):  # Path.is_dir raises on names that are too long
         return Entry(name or folder.resolve().name, folder, int(folder.stat().st_mtime))
     if source.count("/") != 1 or source.startswith((".", "/", "~")):
         raise SettingsError(f"model: there is no folder {source!r}")

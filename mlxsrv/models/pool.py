@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlxsrv.models")
 
-_RETRY_SECONDS = 1
-
 
 class Model:
     """One entry of the catalogue and what is known of it here.
@@ -125,8 +123,7 @@ class Pool:
         model = self.model(name)
         if model.in_flight >= model.most:
             raise Overloaded(
-                f"{model.entry.name} has {model.in_flight} requests already; try again shortly",
-                retry_after=_RETRY_SECONDS,
+                f"{model.entry.name} has {model.in_flight} requests already; try again shortly"
             )
         return Lease(self, model)
 

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,6 +20,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import MethodNotAllowed, RequestTooLarge, RouteNotFound, ServeError
 from mlxsrv.models.catalogue import Catalogue
@@ -35,6 +37,8 @@ from mlxsrv.web.responses import (
     unanswered,
 )
 from mlxsrv.wire import openai
+
+_LONGEST_HEADER = 2048
 
 
 class App(Starlette):
@@ -59,6 +63,12 @@ class App(Starlette):
         self.settings = settings
         self._service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Litestar hands a mounted app every path with a slash at its end.
+        if scope["type"] == "http" and len(scope["path"]) > 1:
+            scope = {**scope, "path": scope["path"].rstrip("/")}
+        await super().__call__(scope, receive, send)
 
     @property
     def service(self) -> Service:
@@ -147,10 +157,10 @@ async def _generate(request: Request, form: Form) -> Response:
     accept = request.headers.get("accept", "")
     try:
         asked, ignored = form.requests.decode(body)
+        headers = _ignored_header(ignored)
         reply = form.serve(app.service, asked, request_id(request.scope))
     except ServeError as error:
         return _refuse(error, form, body, accept)
-    headers = {"X-Ignored-Params": ", ".join(ignored)} if ignored else {}
     if not asked.stream:
         return ReplyBody(reply, form.fold, headers=headers)
     frames = form.stream(reply.who, openai.usage_mode(asked.stream_options))
@@ -185,6 +195,14 @@ async def _read_body(request: Request, limit: int) -> bytes:
         if len(body) > limit:
             raise too_large
     return bytes(body)
+
+
+def _ignored_header(names: list[str]) -> dict[str, str]:
+    """The header that names ignored fields, whose names may be anything and any number."""
+    if not names:
+        return {}
+    text = ", ".join(quote(name, safe=" ") for name in names)
+    return {"X-Ignored-Params": text[:_LONGEST_HEADER]}
 
 
 class _Peek(msgspec.Struct):

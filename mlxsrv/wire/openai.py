@@ -125,9 +125,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (None,),
     "prediction": (None,),
     "web_search_options": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "guided_json": (None,),
+    "profile": (None,),
+    "steering": (None,),
 }
 
 T = TypeVar("T", bound=GenerationRequest)
+D = TypeVar("D")
 
 
 class RequestDecoder(Generic[T]):
@@ -144,18 +151,11 @@ class RequestDecoder(Generic[T]):
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """The request, and the names of fields that were ignored."""
-        try:
-            request = self._decoder.decode(body)
-            fields = self._fields.decode(body)
-        except msgspec.ValidationError as error:
-            raise _invalid(str(error)) from None
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidJSON(f"the body is not valid JSON: {error}") from None
-        except RecursionError:
-            raise InvalidJSON("the body is nested too deeply") from None
+        request = _decode(self._decoder.decode, body)
+        fields = _decode(self._fields.decode, body)
         ignored = []
         for name in fields.keys() - self._honoured:
-            value = _value(fields[name])
+            value = _decode(msgspec.json.decode, fields[name])
             if name in _NEUTRAL:
                 _require_neutral(name, value)
             elif value is not None:
@@ -165,9 +165,13 @@ class RequestDecoder(Generic[T]):
         return request, sorted(ignored)
 
 
-def _value(raw: msgspec.Raw) -> Any:
+def _decode(decode: Callable[[Any], D], data: bytes | msgspec.Raw) -> D:
     try:
-        return msgspec.json.decode(raw)
+        return decode(data)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidJSON(f"the body is not valid JSON: {error}") from None
     except RecursionError:
         raise InvalidJSON("the body is nested too deeply") from None
 

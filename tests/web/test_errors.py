@@ -1,0 +1,665 @@
+"""Refusals: each wrong request gets its status, its code and the path of its fault."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.web.client import (
+    CHAT,
+    COMPLETIONS,
+    Body,
+    ask,
+    chat,
+    check_error,
+    completion,
+    read_stream,
+    refused,
+)
+from tests.web.conftest import CONTEXT
+from tests.web.serving import Server
+
+ENDPOINTS = {CHAT: chat, COMPLETIONS: completion}
+
+
+Table = dict[str, list[Any]]
+"""Fields and the values that a test tries, each in a request that is fine but for it."""
+
+
+def _cases(both: Table, of_chat: Table, of_completion: Table) -> list[Any]:
+    return [
+        pytest.param(path, field, value, id=f"{path[4:8]}-{field}-{value!r:.12}")
+        for path, table in ((CHAT, both | of_chat), (COMPLETIONS, both | of_completion))
+        for field, values in table.items()
+        for value in values
+    ]
+
+
+def post_text(client: httpx.Client, text: str, path: str = CHAT) -> httpx.Response:
+    return client.post(path, content=text.encode())
+
+
+def with_raw(body: Body, field: str, raw: str) -> str:
+    """`body` as JSON with `field` spelled as given, which need not be JSON."""
+    rest = json.dumps({name: value for name, value in body.items() if name != field})
+    return f'{rest[:-1]}, "{field}": {raw}}}'
+
+
+# Values.
+
+WRONG: Table = {
+    "model": [5, [], {}, True],
+    "temperature": ["0.5", -0.1, 2.1, True, [], {}],
+    "top_p": ["1", -0.1, 1.1, False, []],
+    "top_k": ["5", -1, 1.5, True, 2**31],
+    "min_p": ["0", -0.1, 1.1, True],
+    "seed": ["1", 1.5, True, 2**63, -(2**63) - 1, []],
+    "stop": [5, True, {}, "", [""], [5], [None], ["x"] * 17],
+    "max_tokens": ["8", 0, -5, 1.5, True, []],
+    "stream": ["true", 1, 0, []],
+    "stream_options": [True, "x", []],
+    "user": [5, {}, []],
+}
+WRONG_CHAT: Table = {
+    "messages": [None, [], {}, "hi", 5],
+    "max_completion_tokens": ["8", 0, -1, 1.5],
+    "chat_template_kwargs": [[], "x", 5, True],
+    "reasoning_effort": [5, True, {}],
+    "continue_final_message": ["yes", 1],
+}
+WRONG_COMPLETION: Table = {
+    "prompt": [None, 5, True, {}, [], [1.5], [True], [None], [[[1]]], "", [[]], [""]]
+}
+
+
+@pytest.mark.parametrize(("path", "field", "value"), _cases(WRONG, WRONG_CHAT, WRONG_COMPLETION))
+def test_a_wrong_value_is_refused_by_name(
+    client: httpx.Client, path: str, field: str, value: Any
+) -> None:
+    response = client.post(path, json=ENDPOINTS[path](**{field: value}))
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert re.match(rf"{field}\b", error["param"] or ""), error
+    assert error["code"] in {"invalid_value", "unsupported_parameter"}
+    check_error(response, response.json(), error["code"], param=error["param"])
+
+
+NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"]
+
+
+@pytest.mark.parametrize("raw", ["NaN", "Infinity", "-Infinity"])
+@pytest.mark.parametrize("field", NUMBERS)
+def test_what_json_cannot_say_is_not_a_number(client: httpx.Client, field: str, raw: str) -> None:
+    refused(post_text(client, with_raw(chat(), field, raw)), 400, "invalid_json")
+
+
+@pytest.mark.parametrize("raw", ["1e999", "-1e999", "9" * 5000])
+@pytest.mark.parametrize("field", NUMBERS)
+def test_a_number_beyond_all_bounds_is_refused(client: httpx.Client, field: str, raw: str) -> None:
+    response = post_text(client, with_raw(chat(), field, raw))
+    assert response.status_code == 400, response.text
+    check_error(response, response.json(), "invalid_value", param=field)
+
+
+@pytest.mark.parametrize("field", ["metadata", "unheard_of", "n", "logit_bias"])
+@pytest.mark.parametrize("raw", ["1e999", "9" * 5000, "[1e999]", '{"a": 1e999}'])
+def test_a_number_beyond_all_bounds_is_no_bug_anywhere(
+    client: httpx.Client, field: str, raw: str
+) -> None:
+    response = post_text(client, with_raw(chat(), field, raw))
+    assert response.status_code in {200, 400}, response.text
+
+
+@pytest.mark.parametrize("value", [0, 1, 2, 2.0, 0.5])
+def test_an_integer_will_do_for_a_float(client: httpx.Client, value: float) -> None:
+    assert client.post(CHAT, json=chat(temperature=value)).status_code == 200
+
+
+def test_include_usage_is_a_boolean(client: httpx.Client) -> None:
+    body = chat(stream=True, stream_options={"include_usage": "yes"})
+    response = client.post(CHAT, json=body, headers={"Accept": "application/json"})
+    refused(response, 400, "invalid_value", param="stream_options.include_usage")
+
+
+@pytest.mark.parametrize("tokens", [[512], [5, 10**6], [[5, 2**40]], [5, -1], [2**80]], ids=repr)
+def test_a_token_id_must_be_the_models(client: httpx.Client, tokens: Any) -> None:
+    response = client.post(COMPLETIONS, json=completion(tokens))
+    error = check_error(response, response.json(), "invalid_value", param=_param(response))
+    assert response.status_code == 400
+    assert error["param"].startswith("prompt")
+
+
+def _param(response: httpx.Response) -> str | None:
+    param = response.json()["error"]["param"]
+    assert param is None or isinstance(param, str)
+    return param
+
+
+# Messages.
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([5], "messages[0]"),
+        ([{"role": "robot", "content": "hi"}], "messages[0].role"),
+        ([{"role": None, "content": "hi"}], "messages[0].role"),
+        ([{"role": "user", "content": "hi"}, {"role": "User"}], "messages[1].role"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": {"type": "text", "text": "hi"}}], "messages[0].content"),
+        ([{"role": "user", "content": ["hi"]}], "messages[0].content[0]"),
+        ([{"role": "user", "content": "hi", "name": 5}], "messages[0].name"),
+        ([{"role": "assistant", "tool_calls": "f()"}], "messages[0].tool_calls"),
+    ],
+)
+def test_a_wrong_message_is_named(client: httpx.Client, messages: Any, param: str) -> None:
+    refused(client.post(CHAT, json=chat(messages=messages)), 400, "invalid_value", param=param)
+
+
+@pytest.mark.parametrize(
+    ("messages", "param"),
+    [
+        ([{"content": "hi"}], "messages[0].role"),
+        ([{"role": "user", "content": [{"text": "hi"}]}], "messages[0].content[0].type"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
+        (
+            [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}],
+            "messages[0].tool_calls[0].function",
+        ),
+    ],
+)
+def test_a_message_that_lacks_something_says_what(
+    client: httpx.Client, messages: Any, param: str
+) -> None:
+    response = client.post(CHAT, json=chat(messages=messages))
+    refused(response, 400, "missing_required_parameter", param=param)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file"])
+def test_a_part_that_is_no_text_is_named(client: httpx.Client, kind: str) -> None:
+    parts = [{"type": kind, kind: {"url": "data:,"}}, {"type": "text", "text": "What is it?"}]
+    response = client.post(CHAT, json=chat(messages=[{"role": "user", "content": parts}]))
+    error = refused(response, 400, "unsupported_parameter", param="messages[0].content[0]")
+    assert kind in error["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["{", "[1]", "5", "not json", '{"a": }', "[" * 50_000], ids=lambda text: text[:8]
+)
+def test_malformed_arguments_in_the_history_are_named(client: httpx.Client, arguments: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    history = [{"role": "user", "content": "hi"}, {"role": "assistant", "tool_calls": [call]}]
+    refused(
+        client.post(CHAT, json=chat(messages=history)),
+        400,
+        "invalid_value",
+        param="messages[1].tool_calls[0].function.arguments",
+    )
+
+
+def test_arguments_nested_deeply_are_the_clients_fault(client: httpx.Client) -> None:
+    arguments = '{"a": ' + "[" * 900 + "]" * 900 + "}"
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    response = client.post(CHAT, json=chat(messages=[{"role": "assistant", "tool_calls": [call]}]))
+    assert response.status_code == 400, response.text
+
+
+# The chat template.
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["chat_template", "tokenize", "conversation", "add_generation_prompt", "return_dict", "tools"],
+)
+def test_rendering_itself_is_not_the_clients_to_change(client: httpx.Client, name: str) -> None:
+    response = client.post(CHAT, json=chat(chat_template_kwargs={name: "{{ 1 }}"}))
+    refused(response, 400, "invalid_value", param=f"chat_template_kwargs.{name}")
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "", "a-b", "loop", "range", "é"])
+def test_an_odd_template_variable_is_no_bug(client: httpx.Client, name: str) -> None:
+    response = client.post(CHAT, json=chat(chat_template_kwargs={name: {"a": [None]}}))
+    assert response.status_code in {200, 400}, response.text
+
+
+def test_a_template_variable_nested_deeply_is_the_clients_fault(client: httpx.Client) -> None:
+    nested: Any = "x"
+    for _ in range(900):
+        nested = [nested]
+    response = client.post(CHAT, json=chat(chat_template_kwargs={"enable_thinking": nested}))
+    assert response.status_code == 400, response.text
+
+
+# What is known and cannot be honoured yet.
+
+UNSUPPORTED: Table = {
+    "n": [2, 0, True, "1"],
+    "logit_bias": [{"5": 10}],
+    "frequency_penalty": [0.5, -0.5],
+    "presence_penalty": [0.5],
+    "repetition_penalty": [1.1],
+}
+UNSUPPORTED_CHAT: Table = {
+    "logprobs": [True],
+    "top_logprobs": [1],
+    "tools": [[{"type": "function", "function": {"name": "f"}}]],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
+    "functions": [[{"name": "f"}]],
+    "function_call": [{"name": "f"}],
+    "response_format": [{"type": "json_object"}, {"type": "json_schema", "json_schema": {}}],
+    "modalities": [["text", "audio"]],
+    "audio": [{"voice": "ash"}],
+    "prediction": [{"type": "content", "content": "x"}],
+}
+UNSUPPORTED_COMPLETION: Table = {
+    "logprobs": [0, 1],
+    "best_of": [2],
+    "echo": [True],
+    "suffix": ["the end"],
+    "prompt": [["one", "two"], [[1], [2]]],
+}
+NEUTRAL: Table = {
+    "n": [None, 1],
+    "logprobs": [None, False],
+    "frequency_penalty": [None, 0, 0.0],
+    "presence_penalty": [None, 0],
+    "repetition_penalty": [None, 1, 1.0],
+    "logit_bias": [None, {}],
+}
+NEUTRAL_CHAT: Table = {
+    "tools": [None, []],
+    "tool_choice": [None, "none", "auto"],
+    "functions": [None, []],
+    "response_format": [None, {"type": "text"}],
+    "top_logprobs": [None, 0],
+    "modalities": [None, ["text"]],
+}
+NEUTRAL_COMPLETION: Table = {
+    "best_of": [None, 1],
+    "echo": [None, False],
+    "suffix": [None, ""],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    _cases(UNSUPPORTED, UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION),
+)
+def test_what_would_change_the_output_is_not_dropped(
+    client: httpx.Client, path: str, field: str, value: Any
+) -> None:
+    response = client.post(path, json=ENDPOINTS[path](**{field: value}))
+    error = refused(response, 400, "unsupported_parameter", param=field)
+    assert field in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    _cases(NEUTRAL, NEUTRAL_CHAT, NEUTRAL_COMPLETION),
+)
+def test_what_asks_for_nothing_is_accepted(
+    client: httpx.Client, path: str, field: str, value: Any
+) -> None:
+    response = client.post(path, json=ENDPOINTS[path](**{field: value}))
+    assert response.status_code == 200, response.text
+    assert "x-ignored-params" not in response.headers
+
+
+# Fields that mean nothing here.
+
+
+def ignored(response: httpx.Response) -> set[str]:
+    assert response.status_code == 200, response.text
+    return {name.strip() for name in response.headers["x-ignored-params"].split(",")}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_ignored_fields_are_named(client: httpx.Client, streaming: bool) -> None:
+    body = chat(stream=streaming, store=True, service_tier="auto", metadata={"a": "b"}, custom=1)
+    assert ignored(client.post(CHAT, json=body)) == {
+        "store",
+        "service_tier",
+        "metadata",
+        "custom",
+    }
+
+
+def test_the_user_is_not_ignored(client: httpx.Client, server: Server) -> None:
+    response = client.post(CHAT, json=chat(user="Ada Lovelace"))
+    assert "x-ignored-params" not in response.headers
+    line = server.logged("stream end", request=response.headers["x-request-id"])
+    assert line["user"] == "Ada Lovelace"
+
+
+def test_stream_options_without_a_stream_are_named(client: httpx.Client) -> None:
+    response = client.post(CHAT, json=chat(stream_options={"include_usage": True}))
+    assert ignored(response) == {"stream_options"}
+
+
+@pytest.mark.parametrize(
+    "name", ["ключ", "é", "😀", "a b", "a,b", "", "\u2028", "\x00", "x" * 9000]
+)
+def test_a_field_may_have_any_name(client: httpx.Client, name: str) -> None:
+    response = client.post(CHAT, json=chat(**{name: 1}))
+    assert response.status_code == 200, response.text
+    assert "x-ignored-params" in response.headers
+    assert len(response.headers["x-ignored-params"]) <= 8192
+
+
+def test_a_field_name_cannot_write_headers(client: httpx.Client) -> None:
+    response = client.post(CHAT, json=chat(**{"a\r\nX-Evil: yes": 1}))
+    assert response.status_code == 200, response.text
+    assert "x-evil" not in response.headers
+
+
+def test_many_ignored_fields_fit_the_header(client: httpx.Client) -> None:
+    response = client.post(CHAT, json=chat(**{f"field_number_{i}": i for i in range(5000)}))
+    assert response.status_code == 200, response.text
+    assert 0 < len(response.headers["x-ignored-params"]) <= 8192
+
+
+# Bodies.
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "body", [b"", b" ", b"{", b'{"messages": [', b"hello", b"{'a': 1}", b"\xef\xbb\xbf{}", b"\x00"]
+)
+def test_a_body_that_is_not_json_is_refused(client: httpx.Client, path: str, body: bytes) -> None:
+    refused(client.post(path, content=body), 400, "invalid_json")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize(
+    "rest",
+    [
+        b",}",
+        b"} {}",
+        b"}]",
+        b', "x": 01}',
+        b', "x": "\n"}',
+        b', "\xff": 1}',
+        b', "x": "\xff"}',
+        b', "model": "\xff"}',
+        b', "x": "\\ud800"}',
+        b', "model": "\\ud800"}',
+    ],
+    ids=repr,
+)
+def test_a_fault_after_a_fine_beginning_is_found(
+    client: httpx.Client, path: str, rest: bytes
+) -> None:
+    start = b'{"messages": [{"role": "user"}], "prompt": "x", "max_tokens": 1'
+    assert client.post(path, content=start + b"}").status_code == 200
+    refused(client.post(path, content=start + rest), 400, "invalid_json")
+
+
+@pytest.mark.parametrize("body", ["[]", "5", "null", '"hi"', "true", "[{}]"])
+def test_a_body_that_is_no_object_is_refused(client: httpx.Client, body: str) -> None:
+    error = refused(post_text(client, body), 400, "invalid_value")
+    assert "object" in error["message"]
+
+
+@pytest.mark.parametrize("field", ["unknown", "messages", "stop", "metadata", "logit_bias"])
+def test_nesting_has_an_end(client: httpx.Client, field: str) -> None:
+    response = post_text(client, with_raw(chat(), field, "[" * 100_000 + "]" * 100_000))
+    assert response.status_code == 400, response.text
+    check_error(response, response.json(), response.json()["error"]["code"], param=_param(response))
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [(CHAT, "messages"), (COMPLETIONS, "prompt")], ids=["chat", "completion"]
+)
+def test_what_is_required_is_named(client: httpx.Client, path: str, field: str) -> None:
+    refused(client.post(path, json={}), 400, "missing_required_parameter", param=field)
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["declared", "chunked"])
+def test_too_large_a_body_is_refused(client: httpx.Client, chunked: bool) -> None:
+    megabyte = b" " * 2**20
+    content: Any = iter([megabyte] * 33) if chunked else megabyte * 33
+    error = refused(client.post(CHAT, content=content), 413, "request_too_large")
+    assert str(32 * 2**20) in error["message"]
+
+
+# Models, routes, methods.
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_unknown_model_is_named(client: httpx.Client, streaming: bool) -> None:
+    body = chat(model="org/nome", stream=streaming)
+    response = client.post(CHAT, json=body, headers={"Accept": "application/json"})
+    error = refused(response, 404, "model_not_found", param="model")
+    assert "org/nome" in error["message"]
+    assert "org/name" in error["message"], "near names help"
+
+
+@pytest.mark.parametrize("name", ["", "/etc", "../t", "/", "\0", "T"])
+def test_a_model_is_never_a_path(client: httpx.Client, name: str) -> None:
+    refused(client.post(CHAT, json=chat(model=name)), 404, "model_not_found", param="model")
+
+
+def test_a_model_name_without_end_is_not_repeated(client: httpx.Client) -> None:
+    response = client.post(CHAT, json=chat(model="m" * 1_000_000))
+    error = refused(response, 404, "model_not_found", param="model")
+    assert len(error["message"]) < 2000
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/"),
+        ("GET", "/v1"),
+        ("GET", "/nowhere"),
+        ("GET", "/metrics"),
+        ("GET", "/openapi.json"),
+        ("POST", "/tokenize"),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/api"),
+        ("GET", "/%00"),
+        ("GET", "/%ff"),
+        ("OPTIONS", "/nowhere"),
+    ],
+)
+def test_an_unknown_route_is_not_found(client: httpx.Client, method: str, path: str) -> None:
+    refused(client.request(method, path), 404, "not_found")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("GET", CHAT, "POST"),
+        ("PUT", CHAT, "POST"),
+        ("DELETE", COMPLETIONS, "POST"),
+        ("OPTIONS", CHAT, "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("DELETE", "/v1/models/t", "GET"),
+        ("POST", "/health", "GET"),
+    ],
+)
+def test_a_wrong_method_is_told_the_right_one(
+    client: httpx.Client, method: str, path: str, allowed: str
+) -> None:
+    response = client.request(method, path)
+    refused(response, 405, "method_not_allowed")
+    assert allowed in re.split(r",\s*", response.headers["allow"])
+
+
+# The context.
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_more_than_the_context_is_refused_with_the_numbers(
+    client: httpx.Client, streaming: bool
+) -> None:
+    prompt_tokens = ask(client, chat())["usage"]["prompt_tokens"]
+    body = chat(max_tokens=CONTEXT, stream=streaming)
+    response = client.post(CHAT, json=body, headers={"Accept": "application/json"})
+    error = refused(response, 400, "context_length_exceeded", param="messages")
+    numbers = set(map(int, re.findall(r"\d+", error["message"])))
+    assert {CONTEXT, prompt_tokens, CONTEXT - prompt_tokens} <= numbers
+
+
+def test_a_prompt_that_fills_the_context_leaves_no_answer(client: httpx.Client) -> None:
+    response = client.post(COMPLETIONS, json=completion([5] * CONTEXT, max_tokens=1))
+    refused(response, 400, "context_length_exceeded", param="prompt")
+
+
+def test_the_context_can_be_filled_to_the_last_token(client: httpx.Client) -> None:
+    body = ask(client, completion([5] * (CONTEXT - 3), max_tokens=3), COMPLETIONS)
+    assert body["usage"]["total_tokens"] == CONTEXT
+
+
+# The form of a refusal.
+
+
+@pytest.mark.parametrize("accept", [None, "*/*", "text/event-stream"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_refused_stream_is_a_stream_with_the_real_status(
+    client: httpx.Client, path: str, accept: str | None
+) -> None:
+    body = ENDPOINTS[path](stream=True, temperature=5)
+    request = client.build_request("POST", path, json=body)
+    del request.headers["accept"]
+    if accept is not None:
+        request.headers["accept"] = accept
+    response = client.send(request)
+    streamed = read_stream(response)
+    assert response.status_code == 400
+    [chunk] = streamed.chunks
+    assert chunk["object"] == ("chat.completion.chunk" if path == CHAT else "text_completion")
+    assert [choice["finish_reason"] for choice in chunk["choices"]] == ["error"]
+    check_error(response, {"error": chunk["error"]}, "invalid_value", param="temperature")
+
+
+@pytest.mark.parametrize("accept", ["application/json", "application/json, text/event-stream"])
+def test_a_refused_stream_is_json_for_who_reads_json(client: httpx.Client, accept: str) -> None:
+    body = chat(stream=True, temperature=5)
+    response = client.post(CHAT, json=body, headers={"Accept": accept})
+    assert response.headers["content-type"] == "application/json"
+    refused(response, 400, "invalid_value", param="temperature")
+
+
+def test_a_stream_refused_late_is_a_stream_too(client: httpx.Client) -> None:
+    response = client.post(CHAT, json=chat(stream=True, max_tokens=CONTEXT))
+    [chunk] = read_stream(response).chunks
+    assert response.status_code == 400
+    assert chunk["error"]["code"] == "context_length_exceeded"
+
+
+# Request ids.
+
+
+@pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models", "/v1/models/nobody"])
+@pytest.mark.parametrize("given", ["abc-123", "x" * 128, "with spaces; and=signs"])
+def test_a_clients_request_id_is_kept(client: httpx.Client, path: str, given: str) -> None:
+    response = client.get(path, headers={"X-Request-ID": given})
+    assert response.headers.get_list("x-request-id") == [given]
+
+
+@pytest.mark.parametrize("given", [b"", b"x" * 129, b"\xc3\xa9", b"tab\there", b"\xff"])
+def test_an_unusable_request_id_is_replaced(client: httpx.Client, given: bytes) -> None:
+    response = client.get("/health", headers=[(b"X-Request-ID", given)])
+    assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+def test_each_request_gets_an_id_of_its_own(client: httpx.Client) -> None:
+    ids = {client.get(path).headers["x-request-id"] for path in ("/health", "/health", "/nowhere")}
+    assert len(ids) == 3
+
+
+# Anything at all.
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=10),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+MESSAGE = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "system", "tool", "robot"]) | JSON,
+        "content": st.text(max_size=20)
+        | st.lists(
+            st.fixed_dictionaries({"type": st.just("text") | JSON, "text": JSON}), max_size=2
+        )
+        | JSON,
+        "tool_calls": st.lists(
+            st.fixed_dictionaries(
+                {"function": st.fixed_dictionaries({"name": JSON, "arguments": st.text() | JSON})}
+            ),
+            max_size=2,
+        ),
+    },
+)
+FEW = st.integers(1, 4) | JSON.filter(
+    lambda value: value is not None and not isinstance(value, int)
+)
+NAMES = sorted({*WRONG, *WRONG_CHAT, *UNSUPPORTED, *UNSUPPORTED_CHAT, *UNSUPPORTED_COMPLETION})
+BODIES = st.builds(
+    lambda base, wild, unknown, limits: base | wild | unknown | limits,
+    st.fixed_dictionaries(
+        {
+            "messages": st.just([{"role": "user", "content": "hi"}])
+            | st.lists(MESSAGE, max_size=3),
+            "prompt": st.just("hi") | st.lists(st.integers(-1, 600), max_size=4) | JSON,
+        }
+    ),
+    st.dictionaries(
+        st.sampled_from([n for n in NAMES if n not in {"messages", "prompt"}]), JSON, max_size=2
+    ),
+    st.dictionaries(st.text(max_size=8), JSON, max_size=2),
+    # Both always, so that no example asks for thousands of tokens.
+    st.fixed_dictionaries({"max_tokens": FEW, "max_completion_tokens": st.integers(1, 4)}),
+)
+THOROUGHLY = settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+
+
+def check_any(response: httpx.Response) -> None:
+    """An answer or the client's fault, in a form that a client can read."""
+    assert response.status_code in {200, 400, 404}, response.text
+    assert response.headers["x-request-id"]
+    if response.headers["content-type"].startswith("text/event-stream"):
+        assert read_stream(response).finish_reason in {"length", "error"}
+    elif response.status_code == 200:
+        assert response.json()["usage"]["completion_tokens"] <= 4
+    else:
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@THOROUGHLY
+@given(body=BODIES | JSON, path=st.sampled_from([CHAT, COMPLETIONS]))
+def test_no_json_is_a_bug(client: httpx.Client, body: Any, path: str) -> None:
+    check_any(post_text(client, json.dumps(body), path))
+
+
+@THOROUGHLY
+@given(
+    body=st.binary(max_size=60)
+    | st.builds(
+        lambda text, at, part: text[:at] + part + text[at:],
+        st.just(json.dumps(chat(max_tokens=1, extra="x")).encode()),
+        st.integers(0, 120),
+        st.binary(min_size=1, max_size=4),
+    )
+)
+def test_no_bytes_are_a_bug(client: httpx.Client, body: bytes) -> None:
+    check_any(client.post(CHAT, content=body))

@@ -1,0 +1,288 @@
+"""The command: how it starts, what it logs, how it stops, and what it says of its models."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.web.client import (
+    CHAT,
+    FIRST_CONTENT,
+    RawClient,
+    answer,
+    ask,
+    chat,
+    check_schema,
+    refused,
+    stream,
+)
+from tests.web.conftest import CONTEXT, Folders
+from tests.web.serving import PATIENCE, Server, environment, serving
+
+FOR_EVER = 500_000
+
+# Starting.
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mlxsrv", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--port", "x"], "--port"),
+        (["--max-concurrency", "0"], "--max-concurrency"),
+        (["--log-format", "xml"], "--log-format"),
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--model", "a=/no/such/folder"], "/no/such/folder"),
+        (["--model", "/" + "long" * 1000], "long"),
+        (["--config", "/no/such/file"], "/no/such/file"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_status_2(arguments: list[str], told: str) -> None:
+    result = command(*arguments)
+    assert result.returncode == 2
+    assert result.stdout == ""
+    [line] = result.stderr.splitlines()
+    assert told in line
+
+
+def test_an_unknown_flag_is_status_2() -> None:
+    result = command("--frobnicate")
+    assert result.returncode == 2
+    assert "--frobnicate" in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_a_port_in_use_is_one_line_and_status_1(folders: Folders) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = command("--model", str(folders.plain), "--port", port)
+    assert result.returncode == 1
+    [line] = result.stderr.splitlines()
+    assert f"127.0.0.1:{port}" in line
+
+
+# Stopping.
+
+
+def test_sigterm_lets_streams_finish_and_refuses_new_requests(
+    folders: Folders, tmp_path: Path
+) -> None:
+    with serving(tmp_path, "--model", f"t={folders.plain}") as server, server.client() as client:
+        with RawClient(server, chat(max_tokens=2500, stream=True)) as running:
+            running.until(FIRST_CONTENT)
+            server.signal(signal.SIGTERM)
+            server.logged("shutting down")
+            response = client.post(CHAT, json=chat())
+            refused(response, 503, "shutting_down")
+            assert int(response.headers["retry-after"]) >= 1
+            health = client.get("/health")
+            assert (health.status_code, health.json()["status"]) == (503, "draining")
+            running.until(rb"\[DONE\]")
+            assert b'"finish_reason":"length"' in running.data
+        assert server.exit_status() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_the_grace_streams_end_with_an_error(
+    folders: Folders, tmp_path: Path, number: signal.Signals
+) -> None:
+    options = ["--model", f"t={folders.endless}", "--shutdown-grace", "1"]
+    with serving(tmp_path, *options, "--max-concurrency", "1") as server:
+        streaming = RawClient(server, chat(max_tokens=FOR_EVER, stream=True))
+        queued = RawClient(server, chat(max_tokens=FOR_EVER))
+        with streaming, queued:
+            streaming.until(FIRST_CONTENT)
+            server.signal(number)
+            tail = streaming.until(rb"\[DONE\]").rpartition(b"data: {")[2]
+            assert b'"finish_reason":"error"' in tail
+            assert b'"code":"shutting_down"' in tail
+            refusal = queued.until(rb'"code":"shutting_down"')
+            assert refusal.startswith(b"HTTP/1.1 503 ")
+            assert b"retry-after:" in refusal.lower()
+        assert server.exit_status() == 0
+        assert server.logged("stream end", request=streaming.request)["finish"] == "shutting_down"
+        assert server.log_text().count("Traceback") == 0
+
+
+def test_a_second_sigint_ends_the_grace(folders: Folders, tmp_path: Path) -> None:
+    options = ["--model", f"t={folders.endless}", "--shutdown-grace", "60"]
+    with (
+        serving(tmp_path, *options) as server,
+        RawClient(server, chat(max_tokens=FOR_EVER, stream=True)) as running,
+    ):
+        running.until(FIRST_CONTENT)
+        server.signal(signal.SIGINT)
+        server.logged("shutting down")
+        server.signal(signal.SIGINT)
+        running.until(rb'"code":"shutting_down".*\n\ndata: \[DONE\]')
+        assert server.exit_status() == 0
+        assert server.log_text().count("Traceback") == 0
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /v1/chat/completions HTTP/1.1\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{",
+    ],
+    ids=["nothing", "half a head", "half a body"],
+)
+def test_a_client_that_never_finishes_its_request_does_not_keep_the_server(
+    folders: Folders, tmp_path: Path, sent: bytes
+) -> None:
+    options = ["--model", f"t={folders.plain}", "--shutdown-grace", "1"]
+    with (
+        serving(tmp_path, *options) as server,
+        server.client() as client,
+        socket.create_connection(server.address) as slow,
+    ):
+        slow.sendall(sent)
+        ask(client, chat())
+        server.signal(signal.SIGTERM)
+        assert server.exit_status() == 0
+
+
+# Logs.
+
+
+def test_the_json_log_is_json_and_tells_of_each_stream(
+    server: Server, client: httpx.Client
+) -> None:
+    begun = time.monotonic()
+    streamed = stream(client, chat(max_tokens=100), **{"X-Request-ID": "log me"})
+    took = time.monotonic() - begun
+    line = server.logged("stream end", request="log me")
+    assert line["finish"] == "length"
+    assert line["model"] == "t"
+    assert line["tokens"] == streamed.usage["completion_tokens"] == 100
+    assert line["prompt_tokens"] == streamed.usage["prompt_tokens"]
+    assert 0 < line["ttft"] <= line["seconds"] <= took
+    assert line["tokens_per_second"] >= 99 / took
+    request = server.logged("request", request="log me")
+    assert (request["method"], request["path"], request["status"]) == ("POST", CHAT, 200)
+    for text in server.log_text().rpartition("\n")[0].splitlines():
+        assert {"time", "level", "event"} <= json.loads(text).keys()
+
+
+def test_short_answers_are_logged_without_a_bug(server: Server) -> None:
+    async def ask_all() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as many:
+            answers = await asyncio.gather(
+                *(many.post(CHAT, json=chat(max_tokens=2)) for _ in range(100))
+            )
+            return [answer.headers["x-request-id"] for answer in answers]
+
+    # Many of these get both tokens at one reading of the clock.
+    for request in asyncio.run(ask_all()):
+        assert server.logged("stream end", request=request)["tokens"] == 2
+        assert server.log(f"a bug: request {request} failed") == []
+
+
+def test_the_text_log_is_for_people(folders: Folders, tmp_path: Path) -> None:
+    model = ("--model", f"t={folders.plain}")
+    with (
+        serving(tmp_path, *model, log_format="text") as server,
+        server.client() as client,
+    ):
+        forged = {"X-Request-ID": "a b=c", "Content-Type": "text/plain"}
+        ask(client, chat(user="x\n12:00:00.000 info  forged", max_tokens=30), **forged)
+        client.close()
+        server.close()
+        lines = server.log_text().splitlines()
+    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} \w+ ", line) for line in lines)
+    [end] = [line for line in lines if " stream end " in line]
+    for part in ("request='a b=c'", "tokens=30", "ttft=", "tokens_per_second=", "finish=length"):
+        assert part in end
+
+
+# Health and the catalogue.
+
+
+def test_health_is_ok_once_the_model_is_there(client: httpx.Client) -> None:
+    ask(client, chat())
+    response = client.get("/health")
+    assert (response.status_code, response.json()["status"]) == (200, "ok")
+
+
+def test_health_is_loading_while_the_default_model_loads(folders: Folders, tmp_path: Path) -> None:
+    with (
+        serving(tmp_path, "--model", f"t={folders.plain}") as server,
+        server.client() as client,
+    ):
+        seen = []
+        while (response := client.get("/health")).status_code != 200:
+            seen.append(response.json()["status"])
+        assert set(seen) == {"loading"}
+        server.logged("model loaded", model="t")
+
+
+def test_the_catalogue_lists_what_is_served(client: httpx.Client) -> None:
+    ask(client, chat())
+    body = client.get("/v1/models").json()
+    check_schema(body, "ListModelsResponse")
+    models = {model["id"]: model for model in body["data"]}
+    assert {"t", "thinking", "org/name"} <= models.keys()
+    assert models["t"]["loaded"] is True
+    assert models["t"]["context_length"] == CONTEXT
+    order = [(not model["loaded"], model["id"]) for model in body["data"]]
+    assert order == sorted(order), "loaded models first, then by id"
+
+
+@pytest.mark.parametrize("name", ["t", "org/name", "org%2Fname"])
+def test_a_model_is_shown_alone_as_in_the_list(client: httpx.Client, name: str) -> None:
+    alone = client.get(f"/v1/models/{name}").json()
+    check_schema(alone, "Model")
+    assert alone in client.get("/v1/models").json()["data"]
+
+
+@pytest.mark.parametrize("name", ["nobody", "org", "org/other"])
+def test_an_unknown_model_is_not_shown(client: httpx.Client, name: str) -> None:
+    refused(client.get(f"/v1/models/{name}"), 404, "model_not_found", param="model")
+
+
+def test_a_model_that_cannot_be_loaded_fails_alone_and_is_tried_again(
+    folders: Folders, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(folders.plain, broken)
+    (broken / "model.safetensors").write_bytes(b"not a model")
+    models = ["--model", f"good={folders.plain}", "--model", f"broken={broken}"]
+    with serving(tmp_path, *models) as server, server.client() as client:
+        for streaming in (False, True):
+            body: dict[str, Any] = chat(model="broken", stream=streaming)
+            response = client.post(CHAT, json=body, headers={"Accept": "application/json"})
+            error = refused(response, 503, "model_not_loaded")
+            assert "broken" in error["message"]
+            assert "safetensors" in error["message"], "the reason is told"
+            assert int(response.headers["retry-after"]) >= 1
+        assert len(server.log("load failed", model="broken")) == 2
+        assert answer(ask(client, chat(model="good")))
+        assert client.get("/health").json()["status"] == "ok"
+
+        shutil.copy(folders.plain / "model.safetensors", broken)
+        mended = ask(client, chat(model="broken"))
+        assert mended["model"] == "broken"
+        assert answer(mended) == answer(ask(client, chat(model="good")))

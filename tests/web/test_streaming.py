@@ -1,0 +1,187 @@
+"""Streams in time: keep-alives, deadlines, tokens as they are made, and many streams at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.web.client import (
+    CHAT,
+    FIRST_CONTENT,
+    RawClient,
+    answer,
+    arrivals,
+    ask,
+    chat,
+    refused,
+    stream,
+    stream_async,
+)
+from tests.web.conftest import Folders
+from tests.web.serving import Server, serving
+
+DEADLINE = 2.0
+FOR_EVER = 500_000
+
+SLOW = "ä" * 25_000
+"""A prompt that is not read before the deadline."""
+
+
+@pytest.fixture(scope="module")
+def hurried(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One row, and little time for a request."""
+    options = ["--max-concurrency", "1", "--keepalive", "0.4", "--request-timeout", f"{DEADLINE}"]
+    options += ["--prefill-chunk", "16"]
+    folder = tmp_path_factory.mktemp("hurried")
+    with serving(folder, "--model", f"t={folders.endless}", *options) as server:
+        with server.client() as client:
+            ask(client, chat())  # loaded: from here on time is the tests' own
+        yield server
+
+
+# Keep-alives.
+
+
+def test_a_queued_stream_is_opened_and_kept_alive_by_comments(narrow: Server) -> None:
+    with RawClient(narrow, chat(max_tokens=FOR_EVER, stream=True)) as running:
+        running.until(FIRST_CONTENT)
+        with RawClient(narrow, chat(stream=True)) as queued:
+            begun = time.monotonic()
+            head = queued.until(rb": keep-alive\n\n")
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert b"data:" not in head
+            queued.until(rb"(: keep-alive\n\n[^:]*){4}")
+            assert time.monotonic() - begun > 1.0, "comments come by the clock: 0.3 s apart"
+            assert b"data:" not in queued.data
+            running.hang_up()
+            queued.until(rb"\[DONE\]")
+            assert b'"finish_reason":"length"' in queued.data
+
+
+def test_nothing_is_kept_alive_while_tokens_flow(narrow: Server) -> None:
+    with RawClient(narrow, chat(max_tokens=FOR_EVER, stream=True)) as client:
+        client.until(FIRST_CONTENT)
+        before = time.monotonic()
+        while time.monotonic() - before < 1.5:
+            seen = len(client.data)
+            client.until(rb"(?s).{%d}" % (seen + 1))
+        assert b": keep-alive" not in client.data
+
+
+# Deadlines.
+
+
+@pytest.fixture
+def behind(hurried: Server) -> Iterator[httpx.Client]:
+    """A client whose requests wait behind one that runs until its own deadline."""
+    with RawClient(hurried, chat(max_tokens=FOR_EVER, stream=True)) as running:
+        running.until(FIRST_CONTENT)
+        with hurried.client() as client:
+            yield client
+
+
+def test_no_text_in_time_is_a_timeout(behind: httpx.Client) -> None:
+    begun = time.monotonic()
+    error = refused(behind.post(CHAT, json=chat(SLOW)), 504, "timeout")
+    assert f"{DEADLINE:g} s" in error["message"]
+    assert time.monotonic() - begun > DEADLINE * 0.9
+
+
+def test_a_stream_that_was_kept_alive_fails_in_its_own_form(behind: httpx.Client) -> None:
+    streamed = stream(behind, chat(SLOW, stream=True))
+    assert streamed.status == 200
+    assert streamed.comments >= 2
+    assert streamed.finish_reason == "error"
+    assert streamed.content == ""
+    error = streamed.chunks[-1]["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("server_error", "timeout")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_text_at_the_deadline_is_given(hurried: Server, streaming: bool) -> None:
+    body = chat(max_tokens=8000)
+    with hurried.client() as client:
+        begun = time.monotonic()
+        if streaming:
+            streamed = stream(client, body)
+            text, reason, usage = streamed.content, streamed.finish_reason, streamed.usage
+        else:
+            whole = ask(client, body)
+            text, usage = answer(whole), whole["usage"]
+            reason = whole["choices"][0]["finish_reason"]
+    assert DEADLINE * 0.9 < time.monotonic() - begun < DEADLINE + 5
+    assert reason == "timeout"
+    assert text
+    assert 0 < usage["completion_tokens"] < 8000
+
+
+def test_a_deadline_frees_the_row(hurried: Server) -> None:
+    with hurried.client() as client:
+        assert client.post(CHAT, json=chat(SLOW)).status_code == 504
+        begun = time.monotonic()
+        assert answer(ask(client, chat()))
+        assert time.monotonic() - begun < DEADLINE
+
+
+# Tokens.
+
+
+def test_tokens_are_sent_as_they_are_made(client: httpx.Client) -> None:
+    came = list(arrivals(client, chat(max_tokens=1500)))
+    times = [when for when, data in came if data != "[DONE]" and json.loads(data)["choices"]]
+    assert len(times) > 1000
+    whole = times[-1] - times[0]
+    assert times[len(times) // 4] - times[0] < whole / 2
+    gaps = [later - sooner for sooner, later in pairwise(times)]
+    assert max(gaps) < whole / 2, "nothing waits for the rest"
+
+
+def test_many_streams_at_once_say_what_each_says_alone(
+    client: httpx.Client, server: Server
+) -> None:
+    bodies = [
+        chat(f"Say {i}" + " and more" * (i % 7), max_tokens=16 + i % 9, temperature=0)
+        for i in range(32)
+    ]
+    alone = [answer(ask(client, body)) for body in bodies]
+
+    async def together() -> list[str]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as many:
+            streams = await asyncio.gather(*(stream_async(many, body) for body in bodies))
+            return [streamed.content for streamed in streams]
+
+    assert asyncio.run(together()) == alone
+
+
+@pytest.mark.parametrize(
+    "prompt", ["👩‍👩‍👧‍👦 🇫🇷 👍🏽", "你好，世界。", "안녕하세요 ❤️", "Žluťoučký kůň"]
+)
+def test_characters_are_whole(client: httpx.Client, prompt: str) -> None:
+    streamed = stream(client, chat(prompt, max_tokens=200, temperature=1, seed=3))
+    assert any(not character.isascii() for character in streamed.content)
+    assert "\ufffd" not in "".join(str(chunk) for chunk in streamed.chunks)
+
+
+if sys.platform == "linux":
+
+    def _cpu_seconds(process: int) -> float:
+        """Processor time that all threads of a process have used."""
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def test_an_idle_server_does_nothing(client: httpx.Client, server: Server) -> None:
+        ask(client, chat())
+        time.sleep(0.5)
+        before = _cpu_seconds(server.process.pid)
+        time.sleep(3)
+        assert _cpu_seconds(server.process.pid) - before < 0.03 + 0.01  # 1 %, and one tick
