@@ -36,6 +36,8 @@ class Sampler:
         self._filtered = any(row.top_p < 1 or row.top_k > 0 or row.min_p > 0 for row in rows)
         self._mixed = any(row.temperature == 0 for row in rows)
         self._cold = mx.array([row.temperature == 0 for row in rows])
+        self._ranked_out = any(row.top_k > 0 for row in rows)
+        self._limited = mx.array([[row.top_p < 1 or row.top_k > 0] for row in rows])
         self._temperature = _column([row.temperature or 1.0 for row in rows])
         self._top_p = _column([row.top_p for row in rows])
         self._top_k = mx.array([[row.top_k or 0x7FFFFFFF] for row in rows], dtype=mx.int32)
@@ -49,25 +51,30 @@ class Sampler:
             return mx.argmax(logits, axis=-1)
         uniform = _uniform(mx.stack([self._seeds, self._drawn], axis=1))
         self._drawn = self._drawn + 1
-        probabilities = mx.softmax(logits.astype(mx.float32) / self._temperature, axis=-1)
-        drawn = (
-            self._draw_filtered(probabilities, uniform)
-            if self._filtered
-            else _draw(probabilities, uniform).squeeze(-1)
-        )
+        scaled = logits.astype(mx.float32) / self._temperature
+        weights = mx.exp(scaled - scaled.max(axis=-1, keepdims=True))
+        if self._filtered:
+            weights = mx.where(weights >= self._least_weight(weights), weights, 0)
+        drawn = _draw(weights, uniform)
         return mx.where(self._cold, mx.argmax(logits, axis=-1), drawn) if self._mixed else drawn
 
-    def _draw_filtered(self, probabilities: mx.array, uniform: mx.array) -> mx.array:
-        order = mx.argsort(-probabilities, axis=-1)
-        ranked = mx.take_along_axis(probabilities, order, axis=-1)
-        rank = mx.arange(ranked.shape[-1])
-        ranked = mx.where(rank < self._top_k, ranked, 0)
-        ranked = ranked / ranked.sum(axis=-1, keepdims=True)
+    def _least_weight(self, weights: mx.array) -> mx.array:
+        """The smallest weight that each row's filters let pass, as a column; 0 without filters.
+
+        Tokens of equal weight pass or fail together. Only values are sorted: the draw itself is in
+        the vocabulary's order with and without filters, so that a row without them draws the same
+        tokens beside a row that has some.
+        """
+        ranked = -mx.sort(-weights, axis=-1)
+        if self._ranked_out:
+            rank = mx.arange(ranked.shape[-1])
+            ranked = mx.where(rank < self._top_k, ranked, 0)
         # A token is in the nucleus if those before it fall short of top_p; the first always is.
         before = mx.cumsum(ranked, axis=-1) - ranked
-        keep = ((before < self._top_p) | (rank == 0)) & (ranked >= self._min_p * ranked[:, :1])
-        chosen = _draw(mx.where(keep, ranked, 0), uniform)
-        return mx.take_along_axis(order, chosen, axis=-1).squeeze(-1)
+        nucleus = (before < self._top_p * ranked.sum(axis=-1, keepdims=True)) | (before == 0)
+        least = mx.where(nucleus & (ranked > 0), ranked, mx.inf).min(axis=-1, keepdims=True)
+        least = mx.where(self._limited, least, 0)
+        return mx.maximum(least, self._min_p * ranked[:, :1])
 
 
 def _column(values: list[float]) -> mx.array:
@@ -86,7 +93,7 @@ def _uniform(keys: mx.array) -> mx.array:
 
 
 def _draw(weights: mx.array, uniform: mx.array) -> mx.array:
-    """Inverse transform sampling: an index column for weights `(rows, n)` that need not sum to 1.
+    """Inverse transform sampling: token ids `(rows,)` for weights `(rows, n)` of any sum.
 
     One random number a row and one cumulative sum, where the Gumbel trick takes one random number
     for each entry of the vocabulary. The target stays below the total, so that rounding cannot
@@ -94,4 +101,4 @@ def _draw(weights: mx.array, uniform: mx.array) -> mx.array:
     """
     cumulative = mx.cumsum(weights, axis=-1)
     target = uniform * cumulative[:, -1:] * (1 - 2**-20)
-    return (cumulative <= target).sum(axis=-1, keepdims=True)
+    return (cumulative <= target).sum(axis=-1)
