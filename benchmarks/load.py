@@ -14,7 +14,8 @@ import ssl
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -45,7 +46,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float | None = None
     seed_each: bool = False
     """Give each request a seed of its own."""
+    bodies: tuple[dict[str, Any], ...] = ()
+    """Fields of each request's own, by turns: the prompt and anything above may be among them."""
     chat: bool = True
+    keep_text: bool = False
+    """Keep what was said, at the price of parsing each frame after all."""
     api_key: str | None = None
     connect_each: bool = False
     """Open each connection as part of its request. Otherwise all are open before the clock starts,
@@ -56,21 +61,30 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct):
-    """What one request saw. Times are seconds."""
+    """What one request saw. Times are seconds, `sent` and `arrivals` by `time.perf_counter`."""
 
-    ttft: float | None = None
-    """From sending (with `connect_each`: from before the connection) to the first text."""
-    gaps: list[float] = []
-    """Between one frame with text and the next."""
-    frames: int = 0
+    sent: float = 0.0
+    """With `connect_each`: before the connection."""
+    arrivals: list[float] = []
+    """Of each frame with text."""
+    text: str = ""
     usage: int | None = None
     finish_reason: str | None = None
     error: str | None = None
 
     @property
+    def ttft(self) -> float | None:
+        return self.arrivals[0] - self.sent if self.arrivals else None
+
+    @property
+    def gaps(self) -> list[float]:
+        """Between one frame with text and the next."""
+        return [after - before for before, after in pairwise(self.arrivals)]
+
+    @property
     def tokens(self) -> int:
         """Tokens made: as the server counts them, for it may merge several into one frame."""
-        return self.frames if self.usage is None else self.usage
+        return len(self.arrivals) if self.usage is None else self.usage
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +100,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     ttft_p99: float | None
     gap_p50: float | None
     gap_p99: float | None
+    cpu_share: float
+    """Processor time that this generator itself took, per second."""
     short: int
     """Requests that ended without error before their `max_tokens`: such runs compare badly."""
     finish_reasons: dict[str, int]
@@ -94,20 +110,34 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
 async def run_load(load: Load) -> Report:
     """Send `requests` requests, `concurrency` at a time, and sum up what they saw."""
-    target = _parse_url(load)
-    # written beforehand: nothing but sending is left to do while the server works
-    requests = [_write_request(load, target, number) for number in range(load.requests)]
-    streams = [_Stream(request, target) for request in requests]
+    streams = prepare(load)
     if not load.connect_each:
         await _connect_all(streams, load.timeout)
+    started, busy = time.perf_counter(), time.process_time()
+    await run_streams(streams, load)
+    seconds, busy = time.perf_counter() - started, time.process_time() - busy
+    return summarise(load, [stream.sample for stream in streams], seconds, busy)
+
+
+def prepare(load: Load) -> list[Stream]:
+    """The load's requests, written: nothing but sending is left to do while the server works."""
+    target = _parse_url(load)
+    return [
+        Stream(_write_request(load, target, number), target, keep_text=load.keep_text)
+        for number in range(load.requests)
+    ]
+
+
+async def run_streams(streams: Iterable[Stream], load: Load) -> None:
+    """Run all, `concurrency` at a time. Cancelled, it cuts them off; their samples remain."""
     pending = iter(streams)
-    started = time.perf_counter()
-    await asyncio.gather(*(_run_in_turn(pending, load.timeout) for _ in range(load.concurrency)))
-    return summarise(load, [stream.sample for stream in streams], time.perf_counter() - started)
+    async with asyncio.TaskGroup() as group:
+        for _ in range(load.concurrency):
+            group.create_task(_run_in_turn(pending, load.timeout))
 
 
-def summarise(load: Load, samples: list[Sample], seconds: float) -> Report:
-    """The figures of one run."""
+def summarise(load: Load, samples: list[Sample], seconds: float, busy: float) -> Report:
+    """The figures of one run that took `seconds`, `busy` of them the generator's own."""
     tokens = sum(sample.tokens for sample in samples)
     ttfts = [sample.ttft for sample in samples if sample.ttft is not None]
     gaps = [gap for sample in samples for gap in sample.gaps]
@@ -116,12 +146,13 @@ def summarise(load: Load, samples: list[Sample], seconds: float) -> Report:
         requests=len(samples),
         seconds=seconds,
         tokens=tokens,
-        frames=sum(sample.frames for sample in samples),
+        frames=sum(len(sample.arrivals) for sample in samples),
         tokens_per_second=tokens / seconds,
-        ttft_p50=_percentile_ms(ttfts, 50),
-        ttft_p99=_percentile_ms(ttfts, 99),
-        gap_p50=_percentile_ms(gaps, 50),
-        gap_p99=_percentile_ms(gaps, 99),
+        ttft_p50=percentile_ms(ttfts, 50),
+        ttft_p99=percentile_ms(ttfts, 99),
+        gap_p50=percentile_ms(gaps, 50),
+        gap_p99=percentile_ms(gaps, 99),
+        cpu_share=busy / seconds,
         short=sum(not sample.error and sample.tokens < load.max_tokens for sample in samples),
         finish_reasons=_count(sample.finish_reason for sample in samples),
         errors=_count(sample.error for sample in samples),
@@ -164,8 +195,8 @@ def _write_request(load: Load, target: _Target, number: int) -> bytes:
     return "\r\n".join([*head, "", ""]).encode() + body
 
 
-def _make_body(load: Load, number: int) -> dict[str, object]:
-    body: dict[str, object] = {
+def _make_body(load: Load, number: int) -> dict[str, Any]:
+    body: dict[str, Any] = {
         "max_tokens": load.max_tokens,
         "temperature": load.temperature,
         "stream": True,
@@ -178,9 +209,8 @@ def _make_body(load: Load, number: int) -> dict[str, object]:
     if load.seed_each:
         body["seed"] = number
     prompt = _make_prompt(load.prompt_words)
-    return body | (
-        {"messages": [{"role": "user", "content": prompt}]} if load.chat else {"prompt": prompt}
-    )
+    body |= {"messages": [{"role": "user", "content": prompt}]} if load.chat else {"prompt": prompt}
+    return body | (load.bodies[number % len(load.bodies)] if load.bodies else {})
 
 
 def _make_prompt(words: int) -> str:
@@ -188,30 +218,48 @@ def _make_prompt(words: int) -> str:
     return " ".join([secrets.token_hex(4), *islice(cycle(_FILLER), words)])
 
 
-async def _connect_all(streams: Sequence[_Stream], timeout: float) -> None:
+async def _connect_all(streams: Sequence[Stream], timeout: float) -> None:
     for stream in streams:
         await stream.connect(timeout)
         await asyncio.sleep(0.003)  # for the server to take it off its listening queue
 
 
-async def _run_in_turn(pending: Iterator[_Stream], timeout: float) -> None:
+async def _run_in_turn(pending: Iterator[Stream], timeout: float) -> None:
     for stream in pending:
         await stream.run(timeout)
 
 
-class _Stream(asyncio.Protocol):
+class _Delta(msgspec.Struct, frozen=True):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct, frozen=True):
+    delta: _Delta = _Delta()
+    text: str | None = None
+
+
+class _Chunk(msgspec.Struct, frozen=True):
+    choices: list[_Choice] = []
+
+
+def _read_text(frame: bytes) -> str:
+    chunk = msgspec.json.decode(frame.removeprefix(b"data:").strip(), type=_Chunk)
+    return "".join(choice.delta.content or choice.text or "" for choice in chunk.choices)
+
+
+class Stream(asyncio.Protocol):
     """One request and its streamed response."""
 
-    def __init__(self, request: bytes, target: _Target) -> None:
+    def __init__(self, request: bytes, target: _Target, *, keep_text: bool) -> None:
         self.sample = Sample()
         self._request = request
         self._target = target
+        self._keep_text = keep_text
         self._transport: asyncio.Transport | None = None
         self._closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._decoder = _BodyDecoder()
         self._rest = b""
         self._done = False
-        self._sent = self._last = 0.0
 
     async def connect(self, timeout: float) -> None:
         """Open the connection; where that fails, the sample says so."""
@@ -230,7 +278,7 @@ class _Stream(asyncio.Protocol):
 
     async def run(self, timeout: float) -> None:
         """Send the request and follow its stream to the end."""
-        self._sent = time.perf_counter()
+        self.sample.sent = time.perf_counter()
         if self._transport is None and not self._done:
             await self.connect(timeout)
         if self._transport is None:
@@ -271,7 +319,9 @@ class _Stream(asyncio.Protocol):
 
     def _take(self, frame: bytes, now: float) -> None:
         if _TEXT.search(frame):
-            self._count_text(now)
+            self.sample.arrivals.append(now)
+            if self._keep_text:
+                self.sample.text += _read_text(frame)
         if finish := _FINISH.search(frame):
             self.sample.finish_reason = finish[1].decode()
         if tokens := _TOKENS.search(frame):
@@ -280,14 +330,6 @@ class _Stream(asyncio.Protocol):
             self.fail(frame[error.end() :][:200].decode(errors="replace"))
         elif _DONE.match(frame):
             self._done = True
-
-    def _count_text(self, now: float) -> None:
-        if self.sample.ttft is None:
-            self.sample.ttft = now - self._sent
-        else:
-            self.sample.gaps.append(now - self._last)
-        self.sample.frames += 1
-        self._last = now
 
     def _explain_loss(self) -> str:
         if self._decoder.status in (0, 200):
@@ -354,7 +396,7 @@ class _BodyDecoder:
         return b"".join(parts)
 
 
-def _percentile_ms(seconds: list[float], percent: int) -> float | None:
+def percentile_ms(seconds: Sequence[float], percent: int) -> float | None:
     """The smallest value that `percent` of all do not exceed, in milliseconds."""
     if not seconds:
         return None

@@ -10,54 +10,29 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import os
-import platform
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from datetime import date
-from importlib import metadata
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
 import msgspec
 
+from benchmarks import servers
 from benchmarks.load import Load, Report, run_load
-from tests.tiny import FAMILIES, write_model
-
-START_TIMEOUT = 120.0
-STOP_TIMEOUT = 15.0
-BIAS = (
-    "Bias: the load generator runs on the same cores as the server, and takes its share of them "
-    "from whichever of the two is measured."
+from benchmarks.report import (
+    BIAS,
+    Machine,
+    describe_machine,
+    format_machine,
+    format_number,
+    format_table,
+    write_json,
 )
-
-
-class Side(msgspec.Struct, frozen=True):
-    """A server to measure: one that runs already at `url`, or one to start with `command`."""
-
-    name: str
-    url: str = ""
-    command: tuple[str, ...] = ()
-
-
-class Machine(msgspec.Struct, frozen=True):
-    """Where and with what the figures were taken."""
-
-    day: str
-    cpu: str
-    cores: int
-    system: str
-    python: str
-    packages: dict[str, str]
+from benchmarks.servers import Side
+from tests.tiny import FAMILIES, write_model
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -83,11 +58,13 @@ FIGURES: dict[str, Figure] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; 1 where any request failed, since its figures then mean little."""
     arguments = _parse(argv)
-    # by default it would end this process without the `finally` that stops the server
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    result = compare(arguments) if arguments.compare else measure_url(arguments)
+    servers.exit_on_sigterm()
+    try:
+        result = compare(arguments) if arguments.compare else measure_url(arguments)
+    except servers.StartError as error:
+        raise SystemExit(str(error)) from None
     if arguments.json:
-        arguments.json.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+        write_json(arguments.json, result)
     return int(_tell_failures(result))
 
 
@@ -95,7 +72,7 @@ def measure_url(arguments: argparse.Namespace) -> Result:
     """Measure one running server at each concurrency."""
     load = _make_load(arguments, arguments.url)
     reports = measure(load, arguments.concurrency, arguments.requests)
-    result = Result(_describe_machine(), arguments.model or "(default)", load, {"url": reports})
+    result = Result(describe_machine(), arguments.model or "(default)", load, {"url": reports})
     _print_header(result)
     print(format_reports(reports))
     return result
@@ -114,7 +91,7 @@ def compare(arguments: argparse.Namespace) -> Result:
                 reports.setdefault(side.name, []).extend(measured)
                 _print_progress(pair, side, measured)
     load = _make_load(arguments, "")
-    result = Result(_describe_machine(), f"random {arguments.family}", load, reports)
+    result = Result(describe_machine(), f"random {arguments.family}", load, reports)
     _print_header(result)
     print(format_comparison(reports[sides[0].name], reports[sides[1].name], sides))
     print(BIAS)
@@ -132,10 +109,10 @@ def format_reports(reports: Sequence[Report]) -> str:
     """One line per report."""
     rows = [["streams", "requests", *FIGURES, "tokens", "errors"]]
     for report in reports:
-        figures = [_format(figure(report)) for figure in FIGURES.values()]
+        figures = [format_number(figure(report)) for figure in FIGURES.values()]
         counts = [str(report.tokens), str(sum(report.errors.values()))]
         rows.append([str(report.concurrency), str(report.requests), *figures, *counts])
-    return _format_table(rows)
+    return format_table(rows)
 
 
 def format_comparison(
@@ -148,7 +125,7 @@ def format_comparison(
             first = _collect(ours, streams, figure)
             second = _collect(theirs, streams, figure)
             rows.append([str(streams), name, *_compare_figures(first, second)])
-    return _format_table(rows)
+    return format_table(rows)
 
 
 def _compare_figures(ours: Sequence[float], theirs: Sequence[float]) -> list[str]:
@@ -156,8 +133,8 @@ def _compare_figures(ours: Sequence[float], theirs: Sequence[float]) -> list[str
         return ["-", "-", "-", "-"]
     ratios = [a / b for a, b in zip(ours, theirs, strict=False) if b]
     return [
-        _format(median(ours)),
-        _format(median(theirs)),
+        format_number(median(ours)),
+        format_number(median(theirs)),
         f"{median(ours) / median(theirs):.2f}" if median(theirs) else "-",
         f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "-",
     ]
@@ -169,70 +146,15 @@ def _collect(reports: Sequence[Report], streams: int, figure: Figure) -> list[fl
 
 
 def _choose_sides(arguments: argparse.Namespace, model: Path) -> tuple[Side, Side]:
-    """Ours and the peer; the commands lack only the port."""
-    python = sys.executable
-    ours = Side("mlxsrv", command=(python, "-m", "mlxsrv", "--model", f"bench={model}", "--port"))
-    peer = Side(
-        "mlx_lm.server", command=(python, "-m", "mlx_lm.server", "--model", str(model), "--port")
-    )
-    if arguments.url:
-        ours = Side("url", url=arguments.url)
-    if arguments.peer_url:
-        peer = Side("peer", url=arguments.peer_url)
+    ours = Side("url", url=arguments.url) if arguments.url else servers.ours(model)
+    peer = Side("peer", url=arguments.peer_url) if arguments.peer_url else servers.peer(model)
     return ours, peer
 
 
 def _measure_side(side: Side, arguments: argparse.Namespace) -> list[Report]:
-    with _serve(side) as url:
-        return measure(_make_load(arguments, url), arguments.concurrency, arguments.requests)
-
-
-@contextlib.contextmanager
-def _serve(side: Side) -> Iterator[str]:
-    """The URL of the side's server, which runs while the block does."""
-    if not side.command:
-        yield side.url
-        return
-    port = _find_free_port()
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen([*side.command, str(port)], stdout=log, stderr=log)
-        try:
-            url = f"http://127.0.0.1:{port}"
-            if not _wait_until_healthy(url, process):
-                log.seek(0)
-                tail = log.read()[-2000:].decode(errors="replace")
-                raise SystemExit(f"{side.name} did not start:\n{tail}")
-            yield url
-        finally:
-            _stop(process)
-
-
-def _find_free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
-    deadline = time.monotonic() + START_TIMEOUT
-    while time.monotonic() < deadline and process.poll() is None:
-        with (
-            contextlib.suppress(OSError),  # not listening yet, or not ready: HTTP 503
-            urllib.request.urlopen(f"{url}/health", timeout=5) as response,
-        ):
-            if response.status == 200:
-                return True
-        time.sleep(0.1)
-    return False
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(STOP_TIMEOUT)
+    with servers.serve(side) as running:
+        load = _make_load(arguments, running.url)
+        return measure(load, arguments.concurrency, arguments.requests)
 
 
 def _make_load(arguments: argparse.Namespace, url: str) -> Load:
@@ -260,40 +182,9 @@ def _scale(load: Load, streams: int, requests: int = 0, max_tokens: int = 0) -> 
     )
 
 
-def _describe_machine() -> Machine:
-    return Machine(
-        day=date.today().isoformat(),
-        cpu=_name_cpu(),
-        cores=os.cpu_count() or 0,
-        system=f"{platform.system()} {platform.machine()}",
-        python=platform.python_version(),
-        packages={name: _find_version(name) for name in ("mlx", "mlx-lm", "mlxsrv")},
-    )
-
-
-def _name_cpu() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.check_output(command, text=True, timeout=5).strip()
-    return platform.processor() or "unknown processor"
-
-
-def _find_version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
 def _print_header(result: Result) -> None:
     machine, load = result.machine, result.load
-    packages = ", ".join(f"{name} {version}" for name, version in machine.packages.items())
-    print(f"{machine.day}: {machine.cores} x {machine.cpu}, {machine.system}")
-    print(f"Python {machine.python}, {packages}")
+    print(format_machine(machine))
     sampling = f"temperature {load.temperature:g}"
     sampling += f", top_p {load.top_p:g}" if load.top_p is not None else ""
     sampling += ", a seed each" if load.seed_each else ""
@@ -318,23 +209,6 @@ def _tell_failures(result: Result) -> bool:
                 print(f"{where}: {count} x {error}", file=sys.stderr)
                 failed = True
     return failed
-
-
-def _format(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.2f}"
-
-
-def _format_table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, numbers to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|")
-    return "\n".join(lines) + "\n"
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -179,8 +179,9 @@ def test_the_json_log_is_json_and_tells_of_each_stream(
     assert line["model"] == "t"
     assert line["tokens"] == streamed.usage["completion_tokens"] == 100
     assert line["prompt_tokens"] == streamed.usage["prompt_tokens"]
-    assert 0 < line["ttft"] <= line["seconds"] <= took
-    assert line["tokens_per_second"] >= 99 / took
+    # The line is written once the client has everything, so a little later than it looks here.
+    assert 0 < line["ttft"] <= line["seconds"] <= took + 1
+    assert line["tokens_per_second"] >= 99 / (took + 1)
     request = server.logged("request", request="log me")
     assert (request["method"], request["path"], request["status"]) == ("POST", CHAT, 200)
     for text in server.log_text().rpartition("\n")[0].splitlines():

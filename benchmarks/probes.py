@@ -1,0 +1,509 @@
+"""What `benchmarks.ratios` compares: how each figure is taken, and from what.
+
+A probe takes some figures from a place: a server that runs, or none where the probe starts its
+own. In one pair a probe of ours and its counterpart read the same prompts, drawn anew for each
+pair; no prompt begins like another, so none is found in a cache unless that is what is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from tokenizers import Tokenizer
+
+from benchmarks import servers
+from benchmarks.burn import burning
+from benchmarks.inprocess import Task, run_task
+from benchmarks.load import (
+    Load,
+    Report,
+    Sample,
+    Stream,
+    percentile_ms,
+    prepare,
+    run_load,
+    run_streams,
+)
+from tests.tiny import write_model
+
+SamplingKind = Literal["greedy", "mixed", "seeded"]
+Chat: TypeAlias = list[dict[str, str]]
+
+MAX_GAP = 0.05
+MEMORY_CACHE_BYTES = 2 * 1024 * 1024
+
+_CONTEXT = 32768  # the tiny models' own would be too short for the longest prompts
+_MODELS: dict[str, dict[str, Any]] = {
+    "tiny": {"family": "qwen3"},
+    "5m": {
+        "family": "qwen3",
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "vocab_size": 4096,
+    },
+    "46m": {"family": "qwen3-46m"},
+}
+_WORDS = ("one", "token", "after", "another", "while", "the", "reader", "waits", "for", "more")
+_PROMPT_TOKENS = 64
+_RETRY = 0.01  # seconds until a server that starts is asked again
+_PHASE_TIMEOUT = 180.0
+
+
+class LeftOut(Exception):
+    """Not measured, and for no fault of anybody's: something is not installed or not offered."""
+
+
+class Unusable(Exception):
+    """The figures of a run mean nothing, because requests failed or ended early."""
+
+
+class Model(msgspec.Struct, frozen=True):
+    folder: Path
+    tokenizer: Tokenizer
+
+
+class Bench(msgspec.Struct):
+    """What all probes of a run share."""
+
+    models: dict[str, Model]
+    quick: bool
+    pair: int = 0
+    peer: servers.Side | None = None
+    """A server that runs already, to be measured instead of `mlx_lm.server`."""
+    peer_model: str | None = None
+    cpu_shares: dict[int, float] = {}
+    """What the load generator took of a processor while ours was measured, by streams."""
+
+    def choose(self, full: int, quick: int) -> int:
+        """How much of something to do."""
+        return quick if self.quick else full
+
+
+class Host(msgspec.Struct, frozen=True):
+    """Where probes run. One that is not `running` gets its processes from the probe itself."""
+
+    program: Literal["mlxsrv", "peer", "mlx-lm"]
+    model: str
+    options: tuple[str, ...] = ()
+    """Names and values by turns."""
+    running: bool = True
+
+    def make_side(self, bench: Bench) -> servers.Side:
+        folder = bench.models[self.model].folder
+        if self.program == "mlxsrv":
+            return servers.ours(folder, *self.options)
+        if self.program == "peer" and bench.peer is not None:
+            return bench.peer
+        if find_spec("mlx_lm") is None:
+            raise LeftOut("mlx_lm.server is not installed")
+        return servers.peer(folder)
+
+
+class Place(msgspec.Struct, frozen=True):
+    """What a probe gets to work with."""
+
+    bench: Bench
+    host: Host
+    side: servers.Side
+    running: servers.Running | None = None
+
+    @property
+    def model(self) -> Model:
+        return self.bench.models[self.host.model]
+
+    @property
+    def is_ours(self) -> bool:
+        return self.host.program == "mlxsrv"
+
+    def make_load(self, **fields: Any) -> Load:
+        url = self.running.url if self.running is not None else ""
+        model = None if self.is_ours else self.bench.peer_model
+        return Load(url=url, model=model, **fields)
+
+    def write_chats(self, name: str, count: int, tokens: int = _PROMPT_TOKENS) -> list[Chat]:
+        """Chats of about `tokens` tokens each, always the same for one name in one pair."""
+        dice = random.Random(f"{name}/{self.bench.pair}")
+        tokenizer = self.model.tokenizer
+        return [[_say("user", _write_text(tokenizer, tokens, dice))] for _ in range(count)]
+
+
+class Reading(msgspec.Struct, frozen=True):
+    """What a probe took once."""
+
+    figures: dict[str, float]
+    reports: tuple[Report, ...] = ()
+
+
+Take: TypeAlias = Callable[[Place], Reading]
+
+
+def write_models(folder: Path, names: Sequence[str]) -> dict[str, Model]:
+    models = {}
+    for name in names:
+        described = dict(_MODELS[name])
+        family = described.pop("family")
+        path = write_model(
+            folder / name, family, plain=True, max_position_embeddings=_CONTEXT, **described
+        )
+        models[name] = Model(path, Tokenizer.from_file(str(path / "tokenizer.json")))
+    return models
+
+
+def take_throughput(kind: SamplingKind, streams: int) -> Take:
+    """Tokens per second of `streams` at a time."""
+
+    def take(place: Place) -> Reading:
+        name, choose = f"{kind}-{streams}", place.bench.choose
+        chats = place.write_chats(name, choose(64, streams))
+        load = place.make_load(
+            concurrency=streams,
+            requests=len(chats),
+            max_tokens=choose(100, 30),
+            bodies=_write_bodies(chats, kind),
+        )
+        _warm_up(place, load)
+        report = _measure(load)
+        if place.is_ours:
+            place.bench.cpu_shares[streams] = report.cpu_share
+        return Reading({"tokens/s": report.tokens_per_second}, (report,))
+
+    return take
+
+
+def take_in_process(streams: int) -> Take:
+    """Tokens per second of `BatchGenerator` with the prompts of the greedy load over HTTP.
+
+    Beside it runs a consumer that takes as much of a processor as the load generator took when
+    it last measured ours with as many streams.
+    """
+
+    def take(place: Place) -> Reading:
+        if streams not in place.bench.cpu_shares:
+            raise Unusable("the load generator's weight is not known: it did not measure ours")
+        choose = place.bench.choose
+        chats = place.write_chats(f"greedy-{streams}", choose(64, streams))
+        with burning(place.bench.cpu_shares[streams]):
+            figures = run_task(_make_task(place, chats, choose(100, 30), streams))
+        return Reading({"tokens/s": figures.tokens / figures.seconds})
+
+    return take
+
+
+def take_single_gap(place: Place) -> Reading:
+    """The median gap of one stream."""
+    load = place.make_load(
+        requests=place.bench.choose(4, 2),
+        max_tokens=place.bench.choose(200, 100),
+        bodies=_write_bodies(_write_single(place)),
+    )
+    _warm_up(place, load)
+    report = _measure(load)
+    return Reading({"gap": _known(report.gap_p50)}, (report,))
+
+
+def take_single_step(place: Place) -> Reading:
+    """The median step of `stream_generate`."""
+    figures = run_task(_make_task(place, _write_single(place), place.bench.choose(200, 100)))
+    return Reading({"gap": _known(figures.step_p50)})
+
+
+def take_ttft(*, connect_each: bool) -> Take:
+    """TTFT p99 of 32 streams."""
+
+    def take(place: Place) -> Reading:
+        chats = place.write_chats(f"ttft-{connect_each}", place.bench.choose(128, 32))
+        load = place.make_load(
+            concurrency=32,
+            requests=len(chats),
+            max_tokens=place.bench.choose(100, 30),
+            bodies=_write_bodies(chats),
+            connect_each=connect_each,
+        )
+        _warm_up(place, load)
+        report = _measure(load)
+        return Reading({"ttft": _known(report.ttft_p99)}, (report,))
+
+    return take
+
+
+def take_heavy(place: Place) -> Reading:
+    """Tokens per second of 8 streams where the model has real work to do."""
+    chats = _write_heavy(place)
+    load = place.make_load(
+        concurrency=8,
+        requests=len(chats),
+        max_tokens=place.bench.choose(16, 8),
+        bodies=_write_bodies(chats),
+    )
+    _warm_up(place, load, requests=1, max_tokens=2)
+    report = _measure(load)
+    return Reading({"tokens/s": report.tokens_per_second}, (report,))
+
+
+def take_heavy_in_process(place: Place) -> Reading:
+    figures = run_task(_make_task(place, _write_heavy(place), place.bench.choose(16, 8), 8))
+    return Reading({"tokens/s": figures.tokens / figures.seconds})
+
+
+def take_follow_up(place: Place) -> Reading:
+    """TTFT of a chat's first turn of about 2,000 tokens, and of the turn that follows it."""
+    count = place.bench.choose(3, 1)
+    _ask(place, *place.write_chats("warm-up", 1, 2000))
+    cold: list[float] = []
+    warm: list[float] = []
+    for chat in place.write_chats("follow-up", count, 2000):
+        first = _ask(place, chat)
+        answered = [*chat, _say("assistant", first.text), _say("user", "and after that?")]
+        cold.append(1000 * _known(first.ttft))
+        warm.append(1000 * _known(_ask(place, answered).ttft))
+    return Reading({"cold": statistics.median(cold), "follow-up": statistics.median(warm)})
+
+
+def take_prefill_gap(place: Place) -> Reading:
+    """p99 of 8 streams' gaps: with nobody else there, and while 4,000 tokens are read."""
+    times = place.bench.choose(3, 1)
+    alone, reading = asyncio.run(_watch_gaps(place, streams=8, tokens=4000, times=times))
+    return Reading({"alone": _percentile(alone), "reading": _percentile(reading)})
+
+
+def take_max_gap(place: Place) -> Reading:
+    """The longest of 4 streams' gaps while 1,000 tokens are read, in milliseconds."""
+    times = place.bench.choose(2, 1)
+    _, reading = asyncio.run(_watch_gaps(place, streams=4, tokens=1000, times=times))
+    return Reading({"longest": 1000 * max(reading), "max-gap": 1000 * MAX_GAP})
+
+
+def take_start(place: Place) -> Reading:
+    """Seconds from the start of the process to the first token of one request."""
+    if not place.side.command:
+        raise LeftOut(f"{place.side.name} runs already")
+    with servers.launch(place.side) as running:
+        asked = msgspec.structs.replace(place, running=running)
+        first = asyncio.run(_await_first_token(asked))
+    return Reading({"seconds": first - running.started})
+
+
+def take_memory(place: Place) -> Reading:
+    """Resident megabytes after some requests, and after ten times as many.
+
+    The prompt cache, where there is one, is so small that it is full before the first look.
+    """
+    before = place.bench.choose(200, 40)
+    figures = {}
+    reports = []
+    with servers.serve(place.side) as running:
+        assert running.pid is not None
+        for name, requests in (("before", before), ("after", 9 * before)):
+            load = msgspec.structs.replace(place, running=running).make_load(
+                concurrency=32,
+                requests=requests,
+                max_tokens=8,
+                bodies=_write_bodies(place.write_chats(name, requests, 16)),
+                connect_each=True,  # else thousands were open at a time
+            )
+            reports.append(_measure(load))
+            time.sleep(0.5)  # for the server to tidy up
+            figures[name] = _read_resident(running.pid)
+    return Reading(figures, tuple(reports))
+
+
+def _measure(load: Load) -> Report:
+    """The load's report, if all its requests went as they should."""
+    report = asyncio.run(run_load(load))
+    if report.errors:
+        raise Unusable("; ".join(f"{count} x {error}" for error, count in report.errors.items()))
+    if report.short:
+        raise Unusable(f"{report.short} of {report.requests} requests ended before max_tokens")
+    return report
+
+
+def _warm_up(place: Place, load: Load, requests: int | None = None, max_tokens: int = 8) -> None:
+    """Send the like of the load, so that what happens once per process has happened.
+
+    The prompts are others than the load's: those must be new to the server.
+    """
+    chats = place.write_chats("warm-up", requests or load.concurrency, 8)
+    bodies = tuple(
+        body | {"messages": chat} for body, chat in zip(cycle(load.bodies), chats, strict=False)
+    )
+    _measure(
+        msgspec.structs.replace(
+            load, requests=len(chats), max_tokens=max_tokens, bodies=bodies, connect_each=False
+        )
+    )
+
+
+async def _watch_gaps(
+    place: Place, *, streams: int, tokens: int, times: int
+) -> tuple[list[float], list[float]]:
+    """Seconds between the tokens of some streams: undisturbed, and while a prompt is read."""
+    rest = place.bench.choose(2, 1)
+    await _follow(
+        place.make_load(
+            max_tokens=2, bodies=_write_bodies(place.write_chats("warm-up", 1, tokens // 8))
+        )
+    )
+    load = place.make_load(
+        concurrency=streams,
+        requests=streams,
+        max_tokens=20_000,  # more than they get to: they are cut off
+        bodies=_write_bodies(place.write_chats("watched", streams, 16)),
+        timeout=2 * _PHASE_TIMEOUT,
+    )
+    watched = prepare(load)
+    samples = [stream.sample for stream in watched]
+    running = asyncio.create_task(run_streams(watched, load))
+    try:
+        async with asyncio.timeout(_PHASE_TIMEOUT):
+            await _await_all_begun(samples)
+            await asyncio.sleep(0.2)
+            quiet = (time.perf_counter(), time.perf_counter() + rest)
+            await asyncio.sleep(rest)
+            windows = []
+            for chat in place.write_chats("long", times, tokens):
+                long = await _follow(place.make_load(max_tokens=2, bodies=_write_bodies([chat])))
+                windows.append((long.sent, long.sent + _known(long.ttft)))
+                await asyncio.sleep(0.5)
+        _check(samples)
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    reading = [gap for window in windows for gap in _find_gaps(samples, window)]
+    return _find_gaps(samples, quiet), reading
+
+
+async def _await_all_begun(samples: Sequence[Sample]) -> None:
+    while not all(sample.arrivals for sample in samples):
+        _check(samples)
+        await asyncio.sleep(0.01)
+
+
+def _check(samples: Sequence[Sample]) -> None:
+    for sample in samples:
+        if sample.error is not None or sample.finish_reason is not None:
+            raise Unusable(sample.error or "a stream ended while it was watched")
+
+
+def _find_gaps(samples: Sequence[Sample], window: tuple[float, float]) -> list[float]:
+    """All gaps that were open at some time in the window."""
+    start, end = window
+    gaps = [
+        after - before
+        for sample in samples
+        for before, after in pairwise(sample.arrivals)
+        if after > start and before < end
+    ]
+    if not gaps:
+        raise Unusable("no token came while the streams were watched")
+    return gaps
+
+
+async def _await_first_token(place: Place) -> float:
+    """When the first text came, by `time.perf_counter`."""
+    body = _write_bodies(place.write_chats("start", 1, 8))
+    load = place.make_load(max_tokens=2, bodies=body, connect_each=True)
+    async with asyncio.timeout(servers.START_TIMEOUT):
+        while True:
+            stream = _prepare_one(load)
+            await stream.run(load.timeout)
+            if stream.sample.arrivals:
+                return stream.sample.arrivals[0]
+            await asyncio.sleep(_RETRY)
+
+
+def _ask(place: Place, chat: Chat) -> Sample:
+    return asyncio.run(
+        _follow(place.make_load(max_tokens=16, bodies=_write_bodies([chat]), keep_text=True))
+    )
+
+
+async def _follow(load: Load) -> Sample:
+    """One request to its end."""
+    stream = _prepare_one(load)
+    await stream.connect(load.timeout)
+    await stream.run(load.timeout)
+    if stream.sample.error is not None:
+        raise Unusable(stream.sample.error)
+    return stream.sample
+
+
+def _prepare_one(load: Load) -> Stream:
+    [stream] = prepare(msgspec.structs.replace(load, requests=1))
+    return stream
+
+
+def _write_bodies(
+    chats: Sequence[Chat], kind: SamplingKind = "greedy"
+) -> tuple[dict[str, Any], ...]:
+    """What each request says: its chat, and how to draw its tokens."""
+    return tuple(
+        {"messages": chat} | choose_sampling(kind, number) for number, chat in enumerate(chats)
+    )
+
+
+def choose_sampling(kind: SamplingKind, number: int) -> dict[str, float | int]:
+    """The sampling fields of request `number`; no two of 32 that are mixed are the same."""
+    if kind == "greedy":
+        return {"temperature": 0.0}
+    if kind == "seeded":
+        return {"temperature": 1.0, "seed": number}
+    step = number % 32 / 31
+    return {"temperature": 0.5 + 0.5 * step, "top_p": 0.95 - 0.15 * step}
+
+
+def _write_single(place: Place) -> list[Chat]:
+    return place.write_chats("single-gap", place.bench.choose(4, 2))
+
+
+def _write_heavy(place: Place) -> list[Chat]:
+    return place.write_chats("heavy", place.bench.choose(16, 8), 4)
+
+
+def _make_task(place: Place, chats: Sequence[Chat], max_tokens: int, rows: int = 0) -> Task:
+    return Task(
+        folder=str(place.model.folder), chats=tuple(chats), max_tokens=max_tokens, rows=rows
+    )
+
+
+def _say(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def _write_text(tokenizer: Tokenizer, tokens: int, dice: random.Random) -> str:
+    """A text that begins like no other."""
+    words = [f"{dice.getrandbits(32):08x}", *dice.choices(_WORDS, k=tokens)]
+    ids = tokenizer.encode(" ".join(words)).ids
+    text: str = tokenizer.decode(ids[:tokens])
+    return text
+
+
+def _read_resident(pid: int) -> float:
+    """Megabytes of the process that are in memory."""
+    status = Path(f"/proc/{pid}/status")
+    if status.exists():
+        [line] = [line for line in status.read_text().splitlines() if line.startswith("VmRSS")]
+        return int(line.split()[1]) / 1024
+    shown = subprocess.check_output(["ps", "-o", "rss=", "-p", str(pid)], text=True, timeout=10)
+    return int(shown) / 1024
+
+
+def _percentile(seconds: Sequence[float]) -> float:
+    return _known(percentile_ms(seconds, 99))
+
+
+def _known(value: float | None) -> float:
+    if value is None:
+        raise Unusable("no token came")
+    return value
