@@ -33,9 +33,11 @@ format: $(VENV)/.test  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(VENV)/.bench  ## mlxsrv against mlx_lm.server on the same random-weight model, and the SSE encoder
+bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server (ARGS=--quick for a look)
 	$(BIN)/python -m benchmarks.sse
-	$(BIN)/python -m benchmarks.serve --compare $(ARGS)
+	$(BIN)/python -m benchmarks.text
+	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.ratios $(ARGS)
 
 # MLX's CPU wheel for Linux multiplies with the reference BLAS, ten times slower than OpenBLAS.
 OPENBLAS = $(if $(filter cpu,$(BACKEND)),$(shell ldconfig -p | grep -o 'libopenblas\.so\.0' | head -1))

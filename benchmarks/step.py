@@ -27,6 +27,8 @@ from benchmarks.inprocess import SampleTokens, generate_batch
 from benchmarks.probes import SamplingKind, choose_sampling
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.batch import Batch
+from mlxsrv.engine.prefill import Pace
+from mlxsrv.engine.prompt_cache import PromptCache
 from mlxsrv.events import Job, Sampling, Token
 from tests.tiny import FAMILIES, VOCABULARY, write_model
 
@@ -63,7 +65,12 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 def generate_ours(model: Any, case: Case, prompts: Prompts) -> int:
-    batch = Batch(model, max_rows=case.rows, prefill_chunk=_PREFILL_CHUNK)
+    batch = Batch(
+        model,
+        max_rows=case.rows,
+        pace=Pace(_PREFILL_CHUNK, max_gap=1.0),
+        cached=PromptCache(0),
+    )
     for number, (prompt, sampling) in enumerate(zip(prompts, case.make_samplings(), strict=True)):
         batch.submit(Job(number, "", prompt, case.max_tokens, frozenset(), sampling))
     tokens = 0

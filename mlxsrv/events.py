@@ -34,6 +34,8 @@ class Job(msgspec.Struct, frozen=True):
     max_tokens: int
     end_tokens: frozenset[int]
     sampling: Sampling
+    checkpoint: int = 0
+    """Tokens at the beginning of the prompt, a system message say, that others will share."""
 
 
 # Commands: the event loop to the device thread.
@@ -46,6 +48,8 @@ class Load(msgspec.Struct, frozen=True):
     path: str
     max_rows: int
     prefill_chunk: int
+    max_gap: float
+    prompt_cache_bytes: int | None
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -71,10 +75,12 @@ Command = Load | Submit | Cancel | Unload
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """`batched` is false where the model's caches cannot be merged and rows run one by one."""
+    """`batched` is false where the model's caches cannot be merged and rows run one by one; `cuts`
+    where a cache cannot be cut back to where two prompts part, so that jobs should say it."""
 
     model: str
     batched: bool
+    cuts: bool
     bytes: int
 
 
@@ -87,6 +93,13 @@ class Started(msgspec.Struct, frozen=True):
     """The engine has taken the job: from here on it ends with Finished or Failed."""
 
     job: int
+
+
+class PromptRead(msgspec.Struct, frozen=True):
+    """The prompt is read; `cached` of its tokens were found in the prompt cache."""
+
+    job: int
+    cached: int
 
 
 class Token(msgspec.Struct, frozen=True):
@@ -111,7 +124,7 @@ class EngineStopped(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = Loaded | LoadFailed | Started | Token | Failed | EngineStopped
+Event = Loaded | LoadFailed | Started | PromptRead | Token | Failed | EngineStopped
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -37,6 +37,7 @@ from mlxsrv.events import (
     Failed,
     FinishReason,
     Job,
+    PromptRead,
     Sampling,
     Started,
     Token,
@@ -131,6 +132,7 @@ class Reply:
         self._port: Port | None = None  # set: the job was submitted
         self._pipeline: TextPipeline | None = None
         self._prompt_tokens = 0
+        self._cached_tokens = 0
         self._end_tokens = 0
         self._thinks = False
         self._first_text: float | None = None
@@ -180,6 +182,7 @@ class Reply:
             prompt=prompt.tokens,
             max_tokens=self._max_tokens(tokenizer.context_length, len(prompt.tokens)),
             end_tokens=tokenizer.end_tokens,
+            checkpoint=prompt.checkpoint,
             sampling=Sampling(
                 temperature=_first(request.temperature, given.temperature, 1.0),
                 top_p=_first(request.top_p, given.top_p, 1.0),
@@ -221,6 +224,9 @@ class Reply:
                 else:
                     self._tokens.append(event.id)
                 self._finish = self._finish or event.finish
+            case PromptRead():
+                self._cached_tokens = event.cached
+                return
             case Started():
                 self._started = True
             case Failed():
@@ -303,6 +309,7 @@ class Reply:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=pipeline.tokens + self._end_tokens,
             reasoning_tokens=pipeline.reasoning_tokens if self._thinks else None,
+            cached_tokens=self._cached_tokens,
         )
 
     # The end.

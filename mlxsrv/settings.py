@@ -59,6 +59,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_chunk: Annotated[
         int, Meta(ge=16, description="Prompt tokens read between two decode steps.")
     ] = 512
+    max_gap: Annotated[
+        float,
+        Meta(gt=0, description="Seconds a stream may wait for a slice of somebody's prompt."),
+    ] = 0.2
+    prompt_cache_bytes: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Memory per model for prompts read before; 0 keeps none. "
+            "Default: an eighth of the device's.",
+        ),
+    ] = None
     shutdown_grace: Annotated[
         float, Meta(ge=0, description="Seconds that running requests have to finish at shutdown.")
     ] = 10.0
@@ -101,7 +112,7 @@ class Option(msgspec.Struct, frozen=True):
 
     @property
     def shown_default(self) -> str:
-        if self.repeatable:
+        if self.repeatable or self.default is None:
             return ""
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 

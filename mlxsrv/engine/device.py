@@ -35,6 +35,7 @@ from mlxsrv.events import (
     Load,
     Loaded,
     LoadFailed,
+    PromptRead,
     Started,
     Submit,
     Token,
@@ -48,7 +49,7 @@ _log = logging.getLogger("mlxsrv.engine")
 
 _PARK_SECONDS = 10.0  # the longest slice that the end of the process waits for
 
-JobEvent = Started | Token | Failed
+JobEvent = Started | PromptRead | Token | Failed
 Receiver = Callable[[JobEvent], None]
 
 
@@ -108,7 +109,7 @@ class Port:
     def _receive(self, events: list[Event]) -> None:
         for event in events:
             match event:
-                case Token() | Started():
+                case Token() | Started() | PromptRead():
                     receiver = self._receivers.get(event.job)
                     if receiver is not None:
                         receiver(event)
@@ -307,19 +308,18 @@ def _load(client: _Client, command: Load) -> Iterator[None]:
     # Imported here, by the thread that uses it: an app that is only imported, or asked for
     # --help, does not pay for MLX and transformers.
     try:
-        from mlxsrv.engine.batch import Batch
-        from mlxsrv.engine.loading import read_model, warm_up
+        from mlxsrv.engine.loading import make_batch, read_model, warm_up
 
         model, size = yield from read_model(command.path)
         warm_up(model)
-        batch = Batch(model, max_rows=command.max_rows, prefill_chunk=command.prefill_chunk)
+        batch = make_batch(model, command)
     except Exception as error:
         _log.debug("load failed", exc_info=True)
         reason = " ".join(str(error).split()) or type(error).__name__
         client.deliver([LoadFailed(command.model, reason)])
         return
     client.batches[command.model] = batch
-    client.deliver([Loaded(command.model, batch.batched, size)])
+    client.deliver([Loaded(command.model, batch.batched, batch.cuts, size)])
 
 
 def _release_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +12,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, maybe_set_recommended_wired_limit
 
 from mlxsrv.engine.batch import Batch
-from mlxsrv.events import Job, Sampling
+from mlxsrv.engine.prefill import Pace
+from mlxsrv.engine.prompt_cache import PromptCache
+from mlxsrv.events import Job, Load, Sampling
 
 _SLICE_BYTES = 256 * 1024 * 1024
 
@@ -54,10 +57,31 @@ def warm_up(model: Any) -> None:
     MLX compiles parts of a model on first use, on the CPU back end with a C++ compiler: seconds
     that no request should pay for. It also finds out whether the weights compute at all.
     """
-    batch = Batch(model, max_rows=2, prefill_chunk=16)
+    batch = Batch(model, max_rows=2, pace=Pace(16, 1.0), cached=PromptCache(0))
     for i, temperature in enumerate((0.0, 1.0)):
         sampling = Sampling(temperature=temperature, top_p=0.9)
         batch.submit(Job(i, "", (0, 1, 2), 2, frozenset(), sampling))
     while not batch.idle:
         batch.decode()
         batch.prefill()
+
+
+def make_batch(model: Any, command: Load) -> Batch:
+    """The batch of a model that was just read."""
+    return Batch(
+        model,
+        max_rows=command.max_rows,
+        pace=Pace(command.prefill_chunk, command.max_gap),
+        cached=PromptCache(_prompt_cache_bytes(command.prompt_cache_bytes)),
+    )
+
+
+def _prompt_cache_bytes(asked: int | None) -> int:
+    """What was asked for, else an eighth of the memory that the device works in."""
+    if asked is not None:
+        return asked
+    info = mx.device_info()
+    memory = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    if not memory:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(memory) // 8

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,12 @@ _CONTEXT_KEYS = (
 
 
 class Prompt(msgspec.Struct, frozen=True):
-    """Token ids to generate from, and whether they leave a think block open."""
+    """Token ids to generate from, whether they leave a think block open, and how many of the
+    first are a system message that other chats will share (0: not known)."""
 
     tokens: tuple[int, ...]
     thinking: bool = False
+    checkpoint: int = 0
 
 
 class Defaults(msgspec.Struct, frozen=True):
@@ -87,6 +89,8 @@ class Tokenizer:
         self.context_length = _first_int(_CONTEXT_KEYS, config, text_config)
         self.vocabulary = _first_int(("vocab_size",), config, text_config) or len(self._wrapper)
         self.thinks: bool = self._wrapper.has_thinking
+        self.marks_checkpoints = False  # set by the pool, for models whose caches cannot be cut
+        self._reserved = frozenset(inspect.signature(self._apply_template()).parameters)
         self._derive_detokenizer()
 
     @property
@@ -143,13 +147,34 @@ class Tokenizer:
             raise InvalidRequest(
                 f"messages: the model's chat template refused them: {error}", param="messages"
             ) from None
-        tokens = self._wrapper.encode(text, add_special_tokens=False)
-        return Prompt(tuple(tokens), thinking=self._opens_thinking(text))
+        tokens = tuple(self._wrapper.encode(text, add_special_tokens=False))
+        return Prompt(
+            tokens,
+            thinking=self._opens_thinking(text),
+            checkpoint=self._system_tokens(tokens, messages, variables),
+        )
 
-    def reserved_variables(self) -> frozenset[str]:
-        """Names that are parameters of rendering itself and not of a template. A client that could
-        set them could replace the template."""
-        return frozenset(inspect.signature(self._apply_template()).parameters)
+    def _system_tokens(
+        self,
+        tokens: tuple[int, ...],
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> int:
+        """How many of `tokens` the leading system message alone accounts for."""
+        if not self.marks_checkpoints or messages[0]["role"] != "system":
+            return 0
+        try:
+            text = self._apply_template()(list(messages[:1]), tokenize=False, **variables)
+        except Exception:  # a template that insists on a user message; nothing is lost but time
+            return 0
+        alone = tuple(self._wrapper.encode(text, add_special_tokens=False))
+        # The text after the message may share its last token with what follows it in the chat.
+        return next((n for n in range(len(alone), 0, -1) if tokens[:n] == alone[:n]), 0)
+
+    def reserved(self, names: Iterable[str]) -> list[str]:
+        """Those of `names` that are parameters of rendering itself and not of a template. A client
+        that could set them could replace the template."""
+        return [name for name in names if name in self._reserved]
 
     def pipeline(self, *, stops: Sequence[str], chat: bool, thinking: bool) -> TextPipeline:
         """The stages from this model's token ids to text for one answer."""

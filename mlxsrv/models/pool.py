@@ -166,6 +166,8 @@ class Pool:
                     path=str(folder),
                     max_rows=self._settings.max_concurrency,
                     prefill_chunk=self._settings.prefill_chunk,
+                    max_gap=self._settings.max_gap,
+                    prompt_cache_bytes=self._settings.prompt_cache_bytes,
                 )
             )
             model.tokenizer = await anyio.to_thread.run_sync(_make_tokenizer, folder)
@@ -176,6 +178,7 @@ class Pool:
             raise ModelNotLoaded(f"cannot load {name}: {error}") from error
         finally:
             model.loading = None
+        model.tokenizer.marks_checkpoints = not loaded.cuts
         if not loaded.batched:
             model.rows.total_tokens = 1
         log(

@@ -75,7 +75,7 @@ def render_chat(
 ) -> Prompt:
     """The chat as the model's template writes it."""
     variables = dict(request.chat_template_kwargs or {})
-    for name in variables.keys() & tokenizer.reserved_variables():
+    for name in tokenizer.reserved(variables):
         path = f"chat_template_kwargs.{name}"
         raise InvalidRequest(f"{path}: not a variable of a chat template", param=path)
     if request.reasoning_effort is not None and tokenizer.knows("reasoning_effort"):

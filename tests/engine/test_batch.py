@@ -12,8 +12,10 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.batch import Batch, masks_padding
-from mlxsrv.events import Failed, Job, Sampling, Token
+from mlxsrv.engine.batch import Batch
+from mlxsrv.engine.prefill import Pace, masks_padding
+from mlxsrv.engine.prompt_cache import PromptCache
+from mlxsrv.events import Failed, Job, PromptRead, Sampling, Token
 from tests.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)
@@ -43,6 +45,10 @@ def job(number: int, prompt: tuple[int, ...], max_tokens: int = 12, **more: Any)
     return Job(number, "m", prompt, max_tokens, **more)
 
 
+def make(model: Any, max_rows: int, chunk: int, cache_bytes: int = 0) -> Batch:
+    return Batch(model, max_rows=max_rows, pace=Pace(chunk, 10.0), cached=PromptCache(cache_bytes))
+
+
 def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
     """Every job's tokens; one more of `later` is submitted at each step."""
     late = iter(later)
@@ -54,6 +60,8 @@ def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
         if batch.idle and joining is None:
             return drawn
         for event in batch.decode() + batch.prefill():
+            if isinstance(event, PromptRead):
+                continue
             assert isinstance(event, Token), event
             drawn.setdefault(event.job, []).append(event.id)
 
@@ -68,7 +76,7 @@ def solo(model: Any, prompt: tuple[int, ...], max_tokens: int = 12) -> list[int]
 def test_a_row_alone_equals_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     for number, prompt in enumerate(prompts(3, seed=1)):
-        batch = Batch(model, max_rows=8, prefill_chunk=512)
+        batch = make(model, 8, 512)
         batch.submit(job(number, prompt, 20))
         assert run(batch)[number] == solo(model, prompt, 20)
 
@@ -78,7 +86,7 @@ def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None
     model = models(family)
     asked = prompts(10, seed=2)
     lengths = [random.Random(3).randint(4, 24) for _ in asked]
-    batch = Batch(model, max_rows=6, prefill_chunk=64)
+    batch = make(model, 6, 64)
     jobs = [job(i, p, n) for i, (p, n) in enumerate(zip(asked, lengths, strict=True))]
     for early in jobs[:4]:
         batch.submit(early)
@@ -92,7 +100,7 @@ def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None
 def test_a_prompt_in_chunks_equals_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     [long] = prompts(1, seed=4, low=200, high=200)
-    batch = Batch(model, max_rows=4, prefill_chunk=32)
+    batch = make(model, 4, 32)
     batch.submit(job(0, prompts(1, seed=5)[0], 30))
     batch.submit(job(1, long, 12))
     assert run(batch)[1] == solo(model, long, 12)
@@ -101,7 +109,7 @@ def test_a_prompt_in_chunks_equals_mlx_lm(models: Any, family: str) -> None:
 def test_a_full_batch_of_32_equals_mlx_lm(models: Any) -> None:
     model = models("qwen3")
     asked = prompts(32, seed=6)
-    batch = Batch(model, max_rows=32, prefill_chunk=512)
+    batch = make(model, 32, 512)
     for i, prompt in enumerate(asked):
         batch.submit(job(i, prompt, 40))
     drawn = run(batch)
@@ -111,7 +119,7 @@ def test_a_full_batch_of_32_equals_mlx_lm(models: Any) -> None:
 
 def test_a_prompt_of_one_token(models: Any) -> None:
     model = models("qwen3")
-    batch = Batch(model, max_rows=4, prefill_chunk=512)
+    batch = make(model, 4, 512)
     for i, prompt in enumerate([(7,), (8, 9, 10), (11,)]):
         batch.submit(job(i, prompt))
     drawn = run(batch)
@@ -124,7 +132,7 @@ def test_a_model_whose_caches_cannot_be_merged_runs_one_row_at_a_time(models: An
     assert unmerged
     for family in unmerged:
         model = models(family)
-        batch = Batch(model, max_rows=8, prefill_chunk=512)
+        batch = make(model, 8, 512)
         assert not batch.batched
         for i, prompt in enumerate(prompts(3, seed=7)):
             batch.submit(job(i, prompt))
@@ -139,7 +147,7 @@ def test_an_end_token_ends_its_row_and_no_other(models: Any) -> None:
     expected = solo(model, first, 20)
     end = expected[6]
     cut = expected.index(end) + 1
-    batch = Batch(model, max_rows=4, prefill_chunk=512)
+    batch = make(model, 4, 512)
     batch.submit(job(0, first, 20, end_tokens=frozenset({end})))
     batch.submit(job(1, second, 20))
     drawn = run(batch)
@@ -151,7 +159,7 @@ def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
     model = models("qwen3")
     kept, *others = prompts(4, seed=9)
     [long] = prompts(1, seed=10, low=200, high=200)
-    batch = Batch(model, max_rows=3, prefill_chunk=64)
+    batch = make(model, 3, 64)
     batch.submit(job(0, kept, 30))
     batch.submit(job(1, others[0], 30))
     batch.submit(job(2, long, 30))
@@ -169,7 +177,7 @@ def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
 def test_failing_ends_every_job_and_the_batch_goes_on(models: Any) -> None:
     model = models("qwen3")
     asked = prompts(3, seed=11)
-    batch = Batch(model, max_rows=2, prefill_chunk=64)
+    batch = make(model, 2, 64)
     for i, prompt in enumerate(asked):
         batch.submit(job(i, prompt))
     batch.prefill()
@@ -194,7 +202,7 @@ def test_an_error_while_reading_fails_only_what_is_read(models: Any) -> None:
             return model(tokens, cache=cache)
 
     [kept] = prompts(1, seed=12)
-    batch = Batch(Fragile(), max_rows=4, prefill_chunk=64)
+    batch = make(Fragile(), 4, 64)
     batch.submit(job(0, kept))
     batch.prefill()
     batch.submit(job(1, (400, 401, 402)))
@@ -209,3 +217,87 @@ def test_padding_is_used_only_where_a_model_masks_it(models: Any) -> None:
     masked = {name for name in SMALL if FAMILIES[name].batchable and masks_padding(models(name))}
     assert "mamba" not in masked  # its layers read padding as if it were text
     assert {"qwen3", "gemma3_text", "qwen3_next", "mamba2"} <= masked
+
+
+CACHE_BYTES = 1 << 28
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_follow_up_prompt_is_read_from_where_the_answer_ended(models: Any, family: str) -> None:
+    model = models(family)
+    [first, more, other] = prompts(3, seed=20, low=70, high=70)
+    batch = make(model, 8, 512, CACHE_BYTES)
+    batch.submit(job(0, first, 10))
+    batch.submit(job(1, other, 10))
+    answers = run(batch)
+    follow_up = (*first, *answers[0], *more)
+    cached, drawn = run_counting(batch, job(2, follow_up, 15))
+    if FAMILIES[family].batchable:
+        assert cached == len(first) + 10
+    assert drawn == solo(model, follow_up, 15)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_prompt_that_shares_a_beginning_answers_as_if_alone(models: Any, family: str) -> None:
+    model = models(family)
+    [head, *tails] = prompts(7, seed=21, low=80, high=80)
+    batch = make(model, 3, 64, CACHE_BYTES)
+    asked = [(*head, *tail) for tail in tails]
+    for i, prompt in enumerate(asked):
+        batch.submit(job(i, prompt, 8))
+    drawn = run(batch)
+    again = [prompt[:100] for prompt in asked] + asked
+    for i, prompt in enumerate(again):
+        batch.submit(job(100 + i, prompt, 8))
+    drawn |= run(batch)
+    for i, prompt in enumerate(asked):
+        assert drawn[i] == solo(model, prompt, 8)
+    for i, prompt in enumerate(again):
+        assert drawn[100 + i] == solo(model, prompt, 8), f"{family} {i}"
+
+
+def test_a_checkpoint_serves_models_whose_caches_cannot_be_cut(models: Any) -> None:
+    model = models("mamba2")
+    [head, *tails] = prompts(3, seed=22, low=100, high=100)
+    batch = make(model, 4, 64, CACHE_BYTES)
+    for i, tail in enumerate(tails):
+        cached, drawn = run_counting(batch, job(i, (*head, *tail), 8, checkpoint=100))
+        assert cached == (100 if i else 0)
+        assert drawn == solo(model, (*head, *tail), 8)
+
+
+def run_counting(batch: Batch, asked: Job) -> tuple[int, list[int]]:
+    """One job alone: how many prompt tokens were found, and what it drew."""
+    batch.submit(asked)
+    cached, drawn = -1, []
+    while not batch.idle:
+        for event in batch.decode() + batch.prefill():
+            if isinstance(event, PromptRead):
+                cached = event.cached
+            elif isinstance(event, Token):
+                drawn.append(event.id)
+    return cached, drawn
+
+
+def test_the_prompt_cache_stays_within_its_bytes(models: Any) -> None:
+    model = models("qwen3")
+    batch = make(model, 4, 512, 100_000)
+    for i, prompt in enumerate(prompts(20, seed=23)):
+        batch.submit(job(i, prompt))
+    run(batch)
+    assert 0 < batch._cached.nbytes <= 100_000
+    assert batch._cached.nbytes == sum(entry.nbytes for entry in batch._cached._entries)
+    assert len(batch._cached) > 1
+
+
+def test_short_prompts_do_not_wait_for_a_long_one(models: Any) -> None:
+    model = models("qwen3")
+    [long] = prompts(1, seed=24, low=1000, high=1000)
+    batch = make(model, 8, 32)
+    batch.submit(job(0, long, 4))
+    batch.prefill()
+    batch.submit(job(1, prompts(1, seed=25, low=8, high=8)[0], 4))
+    order = []
+    while not batch.idle:
+        order += [e.job for e in batch.decode() + batch.prefill() if isinstance(e, PromptRead)]
+    assert order == [1, 0]

@@ -16,7 +16,7 @@ import pytest
 
 from mlxsrv.engine.device import DeviceThread, JobEvent, Port
 from mlxsrv.errors import ModelNotLoaded
-from mlxsrv.events import Failed, Job, Load, Sampling, Started, Token
+from mlxsrv.events import Failed, Job, Load, PromptRead, Sampling, Started, Token
 from tests.engine.conftest import ModelFolder
 
 numbers = itertools.count(1)
@@ -40,7 +40,7 @@ async def open_port() -> AsyncIterator[Port]:
 
 
 def load(folder: Path, name: str = "m", **more: Any) -> Load:
-    return Load(name, str(folder), more.get("max_rows", 4), more.get("prefill_chunk", 64))
+    return Load(name, str(folder), more.get("max_rows", 4), 64, 0.2, 0)
 
 
 def job(max_tokens: int = 8, model: str = "m", prompt: tuple[int, ...] = (5, 6, 7)) -> Job:
@@ -85,6 +85,7 @@ def test_a_job_hears_started_then_tokens_then_one_end(model_folder: ModelFolder)
             ) - _header(model_folder("qwen3") / "model.safetensors")
             heard = await generate(port, job(8))
             assert isinstance(heard.events[0], Started)
+            assert heard.events[1] == PromptRead(heard.events[0].job, 0)
             assert len(heard.tokens) == 8
             ends = [event.finish for event in heard.events if isinstance(event, Token)]
             assert ends == [None] * 7 + ["length"]
@@ -232,7 +233,7 @@ def deadly(*_):
 
 async def main():
     port = DeviceThread.open()
-    await port.load(Load("m", sys.argv[1], 4, 64))
+    await port.load(Load("m", sys.argv[1], 4, 64, 0.2, 0))
     heard = []
     ended = asyncio.Event()
     def receive(event):
@@ -253,7 +254,7 @@ async def main():
     # a port opened afterwards hears it, too, instead of waiting for ever
     late = DeviceThread.open()
     try:
-        await asyncio.wait_for(late.load(Load("n", sys.argv[1], 4, 64)), 10)
+        await asyncio.wait_for(late.load(Load("n", sys.argv[1], 4, 64, 0.2, 0)), 10)
     except EngineFailed:
         print("told")
 
@@ -281,7 +282,7 @@ from mlxsrv.events import Job, Load, Sampling
 
 async def main():
     port = DeviceThread.open()
-    await port.load(Load("m", sys.argv[1], 4, 64))
+    await port.load(Load("m", sys.argv[1], 4, 64, 0.2, 0))
     port.submit(Job(1, "m", (5, 6), 10**9, frozenset(), Sampling()), lambda event: None)
     await asyncio.sleep(0.2)
 

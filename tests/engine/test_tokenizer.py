@@ -117,7 +117,8 @@ def test_a_model_without_a_template_does_not_chat(folder: Path) -> None:
 
 
 def test_the_template_itself_is_no_variable(folder: Path) -> None:
-    assert {"chat_template", "tokenize", "tools"} <= Tokenizer(folder).reserved_variables()
+    names = ["chat_template", "enable_thinking", "tokenize"]
+    assert Tokenizer(folder).reserved(names) == ["chat_template", "tokenize"]
 
 
 @pytest.mark.parametrize(
@@ -173,3 +174,14 @@ def test_a_sentencepiece_answer_loses_its_first_space_in_a_chat_only(folder: Pat
     for chat, expected in [(True, "hello é world"), (False, " hello é world")]:
         pipeline = tokenizer.pipeline(stops=[], chat=chat, thinking=False)
         assert pipeline.feed(tokens) == [("content", expected)]
+
+
+def test_a_system_message_is_marked_for_models_that_ask(folder: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
+    tokenizer = Tokenizer(folder)
+    assert render(tokenizer, messages=messages).checkpoint == 0
+    tokenizer.marks_checkpoints = True
+    prompt = render(tokenizer, messages=messages)
+    head = load_tokenizer(folder).decode(list(prompt.tokens[: prompt.checkpoint]))
+    assert head == "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert render(tokenizer).checkpoint == 0

@@ -67,6 +67,23 @@ def test_max_completion_tokens_is_the_newer_name(client: httpx.Client) -> None:
     assert ask(client, both)["usage"]["completion_tokens"] == 5
 
 
+def test_a_follow_up_turn_is_read_from_the_cache(client: httpx.Client) -> None:
+    first = chat("Tell me of the sea. " * 20, max_tokens=20)
+    answered = ask(client, first)
+    turns = [
+        *first["messages"],
+        {"role": "assistant", "content": answer(answered)},
+        {"role": "user", "content": "And then?"},
+    ]
+    usage = ask(client, {**first, "messages": turns})["usage"]
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert answered["usage"]["prompt_tokens"] <= cached + 1
+    assert cached < usage["prompt_tokens"]
+    again = ask(client, first)
+    assert answer(again) == answer(answered)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+
+
 def test_usage_adds_up(client: httpx.Client) -> None:
     usage = ask(client, chat())["usage"]
     assert usage["prompt_tokens"] > 0
@@ -164,7 +181,8 @@ def test_a_stream_says_what_the_whole_answer_says(client: httpx.Client, sampling
     request = chat("😀 你好", max_tokens=40, **sampling)
     whole, streamed = ask(client, request), stream(client, request)
     assert streamed.content == answer(whole)
-    assert streamed.usage == whole["usage"]
+    counted = ("prompt_tokens", "completion_tokens", "total_tokens", "completion_tokens_details")
+    assert [streamed.usage[key] for key in counted] == [whole["usage"][key] for key in counted]
     assert streamed.finish_reason == whole["choices"][0]["finish_reason"]
 
 

@@ -1,0 +1,313 @@
+"""Reading prompts, a slice at a time, between the decode steps of others.
+
+- A prompt is read without its last token, which becomes the row's first input: so reading needs
+  no logits (MLX is lazy: the output head is never computed), and a fresh row draws its first token
+  in the same step as everybody else.
+- What the prompt cache holds of a prompt is not read again.
+- Short prompts are read together, right-padded. One that does not fit a slice is read alone, a
+  chunk at a time, in turn with the short ones, so that neither waits for the other.
+- A slice is as long as running streams can bear: see Pace.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterable, Sequence
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
+
+from mlxsrv.engine.prompt_cache import Cache, PromptCache, can_cut
+from mlxsrv.events import Job
+
+_ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
+
+_LEAST_CHUNK = 16  # tokens; fewer would cost a forward pass each for next to nothing
+_STEPS_PER_GAP = 4.0  # how much longer than a plain step a stream may wait for somebody's prompt
+_SMOOTHING = 0.2  # of exponential averages
+
+
+class Pace:
+    """How many prompt tokens a slice may read while streams are running.
+
+    A stream's gap in a slice that reads is one decode step, one pass over the weights (about
+    another step) and the tokens' own time. The tokens get what is left of the longest gap that
+    streams may see. That is `max_gap` for short prompts, which are read in a slice or two; a long
+    one takes many, so there it is no more than a few steps, lest streams crawl all that time.
+
+    Args:
+        chunk: the most tokens of a slice.
+        max_gap: seconds.
+    """
+
+    def __init__(self, chunk: int, max_gap: float) -> None:
+        self._chunk = chunk
+        self._max_gap = max_gap
+        self._step: float | None = None  # seconds
+        self._token: float | None = None  # seconds, beyond the pass over the weights
+
+    def limit(self, *, decoding: bool, long: bool) -> int:
+        if not decoding or self._step is None or self._token is None:
+            return self._chunk
+        gap = min(self._max_gap, _STEPS_PER_GAP * self._step) if long else self._max_gap
+        tokens = int((gap - 2 * self._step) / self._token)
+        return min(self._chunk, max(_LEAST_CHUNK, tokens))
+
+    def saw_step(self, seconds: float) -> None:
+        """A decode step with no reading beside it took this long."""
+        self._step = _average(self._step, seconds)
+
+    def saw_chunk(self, tokens: int, seconds: float, *, decoding: bool) -> None:
+        """Reading took this long, the wait for the step that was under way included."""
+        if tokens < _LEAST_CHUNK:
+            return
+        passes = (2 if decoding else 1) * (self._step or 0.0)
+        self._token = _average(self._token, max(seconds - passes, 0.1 * seconds) / tokens)
+
+
+def _average(old: float | None, new: float) -> float:
+    return new if old is None else old + _SMOOTHING * (new - old)
+
+
+class Reading:
+    """A job and the cache that its prompt goes into."""
+
+    def __init__(self, job: Job, cache: Cache, cached: int) -> None:
+        self.job = job
+        self.cache = cache
+        self.cached = cached  # tokens found in the prompt cache
+        self.done = cached
+        self.checkpoint = 0  # tokens after which to stop once, to keep the cache as it is there
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        return self.job.prompt[self.done : -1]
+
+    def read(self, model: Any, limit: int) -> int:
+        """Read at most `limit` tokens, and no further than the checkpoint; how many it was."""
+        end = self.done + limit
+        if self.done < self.checkpoint < end:
+            end = self.checkpoint
+        part = self.job.prompt[self.done : min(end, len(self.job.prompt) - 1)]
+        if part:
+            model(mx.array(part)[None], cache=self.cache)
+            mx.eval([layer.state for layer in self.cache])
+        self.done += len(part)
+        return len(part)
+
+
+class Read:
+    """Prompts that have been read, in one batch cache (or a row's own, for unmerged models)."""
+
+    def __init__(self, readings: Sequence[Reading], cache: Cache) -> None:
+        self.jobs = [reading.job for reading in readings]
+        self.cached = [reading.cached for reading in readings]
+        self.cache = cache
+
+
+class PrefillError(Exception):
+    """Reading failed; `jobs` are lost, others are not concerned."""
+
+    def __init__(self, jobs: Sequence[Job], reason: str) -> None:
+        super().__init__(reason)
+        self.jobs = jobs
+
+
+class Prefill:
+    """The jobs of one model that are not decoded yet."""
+
+    def __init__(self, model: Any, *, pace: Pace, cached: PromptCache) -> None:
+        empty = make_prompt_cache(model)
+        self.batched = _mergeable(empty)
+        self.cuts = all(type(layer) is KVCache for layer in empty)
+        self._pads = self.batched and masks_padding(model)
+        self._model = model
+        self._pace = pace
+        self._cached = cached
+        self._waiting: deque[Job] = deque()
+        self._long: Reading | None = None
+        self._long_is_next = False
+
+    @property
+    def jobs(self) -> list[Job]:
+        return [*([self._long.job] if self._long else []), *self._waiting]
+
+    @property
+    def reading(self) -> int:
+        return int(self._long is not None)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def submit(self, job: Job) -> None:
+        self._waiting.append(job)
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        gone = set(job_ids)
+        self._waiting = deque(job for job in self._waiting if job.id not in gone)
+        if self._long is not None and self._long.job.id in gone:
+            self._long = None
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._long = None
+
+    def step(self, free: int, *, decoding: bool) -> Read | None:
+        """Read one slice for at most `free` more rows; prompts that it completes.
+
+        Raises:
+            PrefillError: the model failed on the prompts of this slice.
+        """
+        readings = self._choose(
+            free - self.reading, self._pace.limit(decoding=decoding, long=False)
+        )
+        if not readings:
+            return None
+        begun = perf_counter()
+        try:
+            if len(readings) > 1:
+                tokens = sum(len(reading.rest) for reading in readings)
+                read: Read | None = self._complete(readings, self._read_together(readings))
+            else:
+                [reading] = readings
+                long = reading is self._long
+                tokens = reading.read(self._model, self._pace.limit(decoding=decoding, long=long))
+                self._keep_checkpoint(reading)
+                read = self._complete_alone(reading)
+        except Exception as error:
+            self._long = None if self._long in readings else self._long
+            raise PrefillError([reading.job for reading in readings], str(error)) from error
+        self._pace.saw_chunk(tokens, perf_counter() - begun, decoding=decoding)
+        return read
+
+    def _choose(self, free: int, limit: int) -> list[Reading]:
+        """What to read in this slice: short prompts together, or the long one, in turn."""
+        short = [] if self._long is not None and self._long_is_next else self._group(free, limit)
+        self._long_is_next = bool(short)
+        if short:
+            return short
+        return [self._long] if self._long is not None else []
+
+    def _group(self, free: int, limit: int) -> list[Reading]:
+        """As many of the waiting prompts as fit a slice. A long one at the head of the queue
+        becomes the long one, if there is none."""
+        group: list[Reading] = []
+        longest = 0
+        while self._waiting and len(group) < free:
+            body = self._waiting[0].prompt[:-1]
+            rest = len(body) - self._cached.shared(body)
+            if rest > limit:
+                if self._long is None and not group:
+                    self._long = self._begin()
+                    self._long.checkpoint = self._long.job.checkpoint
+                break
+            if group and not self._fits(rest, longest, len(group), limit):
+                break
+            longest = max(longest, rest)
+            group.append(self._begin())
+            if rest == 0 or not self.batched:  # nothing to read, so nothing to pad beside others
+                break
+        return group
+
+    def _fits(self, rest: int, longest: int, rows: int, limit: int) -> bool:
+        """Whether a prompt with `rest` tokens to read may be read beside `rows` others."""
+        if rest == 0 or (rest != longest and not self._pads):
+            return False
+        return max(rest, longest) * (rows + 1) <= limit
+
+    def _begin(self) -> Reading:
+        job = self._waiting.popleft()
+        found = self._cached.take(job.prompt[:-1])
+        if found is None:
+            return Reading(job, make_prompt_cache(self._model), 0)
+        return Reading(job, *found)
+
+    def _complete_alone(self, reading: Reading) -> Read | None:
+        if reading.rest:
+            return None
+        if reading is self._long:
+            self._long = None
+        if not self.batched:
+            return Read([reading], reading.cache)
+        merged = merge([reading.cache])
+        # The batch has a copy, so the row's own can stay for prompts that begin alike.
+        self._cached.put(reading.job.prompt[:-1], reading.cache)
+        return Read([reading], merged)
+
+    def _complete(self, readings: Sequence[Reading], cache: Cache) -> Read:
+        # Attention caches are kept at the end of the answer and cut back then; others cannot be.
+        if not can_cut(readings[0].cache):
+            for i, reading in enumerate(readings):
+                if self._cached.wants(len(reading.job.prompt) - 1):
+                    row = [layer.extract(i) for layer in cache]
+                    self._cached.put(reading.job.prompt[:-1], row)
+        return Read(readings, cache)
+
+    def _keep_checkpoint(self, reading: Reading) -> None:
+        if reading.done == reading.checkpoint > 0:
+            self._cached.put(reading.job.prompt[: reading.done], copy.deepcopy(reading.cache))
+
+    def _read_together(self, readings: Sequence[Reading]) -> Cache:
+        cache = merge([reading.cache for reading in readings])
+        read_together(self._model, cache, [reading.rest for reading in readings])
+        for reading in readings:
+            reading.done += len(reading.rest)
+        return cache
+
+
+def read_together(model: Any, cache: Cache, prompts: Sequence[tuple[int, ...]]) -> None:
+    """Read one prompt into each row of the batch cache, in one pass, right-padded."""
+    lengths = [len(prompt) for prompt in prompts]
+    padding = [max(lengths) - length for length in lengths]
+    if any(padding):
+        for layer in cache:
+            layer.prepare(lengths=lengths, right_padding=padding)
+    tokens = [prompt + (0,) * pad for prompt, pad in zip(prompts, padding, strict=True)]
+    model(mx.array(tokens), cache=cache)
+    if any(padding):
+        for layer in cache:
+            layer.finalize()
+    mx.eval([layer.state for layer in cache])
+
+
+def masks_padding(model: Any) -> bool:
+    """Whether the model reads a padded prompt as it would the prompt alone.
+
+    Attention caches leave padding out themselves. A recurrent layer has to mask it, and not all
+    of mlx-lm's do, so models that have one are tried: a layer that swallows padding is off by as
+    much as its logits vary, one that does not by rounding.
+    """
+    if not any(_recurrent(layer) for layer in make_prompt_cache(model)):
+        return True
+    short, long = (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11)
+    alone = merge([make_prompt_cache(model)])
+    read_together(model, alone, [short])
+    beside = merge([make_prompt_cache(model), make_prompt_cache(model)])
+    read_together(model, beside, [short, long])
+    expected = model(mx.array([[0]]), cache=alone)[0, -1]
+    difference = mx.abs(expected - model(mx.array([[0], [0]]), cache=beside)[0, -1]).mean()
+    return bool((difference < _ROUNDING * mx.std(expected)).item())
+
+
+def _recurrent(layer: Any) -> bool:
+    if isinstance(layer, CacheList):
+        return any(map(_recurrent, layer.caches))
+    return isinstance(layer, ArraysCache)
+
+
+def merge(caches: Sequence[Cache]) -> Cache:
+    """Caches of single rows as one of a batch, layer by layer."""
+    return [layers[0].merge(layers) for layers in map(list, zip(*caches, strict=True))]
+
+
+def _mergeable(cache: Cache) -> bool:
+    return all(
+        _mergeable(list(layer.caches)) if isinstance(layer, CacheList) else hasattr(layer, "merge")
+        for layer in cache
+    )
