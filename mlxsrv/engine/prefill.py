@@ -55,7 +55,8 @@ class Pace:
         if not decoding or self._step is None or self._token is None:
             return self._chunk
         gap = min(self._max_gap, _STEPS_PER_GAP * self._step) if long else self._max_gap
-        tokens = int((gap - 2 * self._step) / self._token)
+        # Where a step alone fills the gap, reading takes turns with it: as long as a step.
+        tokens = int(max(gap - 2 * self._step, self._step) / self._token)
         return min(self._chunk, max(_LEAST_CHUNK, tokens))
 
     def saw_step(self, seconds: float) -> None:

@@ -20,9 +20,13 @@ from mlxsrv.events import Sampling
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads close seeds over both words
 _MASK = 0xFFFFFFFFFFFFFFFF
 
+_AHEAD = 64  # steps whose random numbers are drawn at once: one operation a step, not ten
+
 
 class Sampler:
     """Draws the next token of each row. Made anew when rows join or leave.
+
+    Few and small operations are the point: on a small model each costs as much as a layer.
 
     Args:
         rows: each row's parameters.
@@ -33,48 +37,68 @@ class Sampler:
         self._greedy = all(row.temperature == 0 for row in rows)
         if self._greedy:
             return
-        self._filtered = any(row.top_p < 1 or row.top_k > 0 or row.min_p > 0 for row in rows)
         self._mixed = any(row.temperature == 0 for row in rows)
         self._cold = mx.array([row.temperature == 0 for row in rows])
-        self._ranked_out = any(row.top_k > 0 for row in rows)
-        self._limited = mx.array([[row.top_p < 1 or row.top_k > 0] for row in rows])
         self._temperature = _column([row.temperature or 1.0 for row in rows])
-        self._top_p = _column([row.top_p for row in rows])
-        self._top_k = mx.array([[row.top_k or 0x7FFFFFFF] for row in rows], dtype=mx.int32)
+        self._cuts_mass = any(row.top_p < 1 or row.top_k > 0 for row in rows)
+        self._tail = _column([(1 - row.top_p) * (1 + _ROUNDING) for row in rows])
+        self._cuts_rank = any(row.top_k > 0 for row in rows)
+        self._top_k = mx.array([[row.top_k or _EVERY] for row in rows], dtype=mx.int32)
+        self._cuts_weight = any(row.min_p > 0 for row in rows)
         self._min_p = _column([row.min_p for row in rows])
         self._seeds = mx.array([_seed_word(row.seed) for row in rows], dtype=mx.uint32)
         self._drawn = mx.array(list(drawn), dtype=mx.uint32)
+        self._uniforms = mx.zeros((0, 0))
+        self._step = _AHEAD
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Token ids `(rows,)` for logits `(rows, vocabulary)`; advances each row's stream."""
         if self._greedy:
             return mx.argmax(logits, axis=-1)
-        uniform = _uniform(mx.stack([self._seeds, self._drawn], axis=1))
-        self._drawn = self._drawn + 1
         scaled = logits.astype(mx.float32) / self._temperature
+        # The likeliest token weighs 1, so min_p is a weight as it stands.
         weights = mx.exp(scaled - scaled.max(axis=-1, keepdims=True))
-        if self._filtered:
+        if self._cuts_mass:
             weights = mx.where(weights >= self._least_weight(weights), weights, 0)
-        drawn = _draw(weights, uniform)
+        if self._cuts_weight:
+            weights = mx.where(weights >= self._min_p, weights, 0)
+        drawn = _draw(weights, self._next_uniform())
         return mx.where(self._cold, mx.argmax(logits, axis=-1), drawn) if self._mixed else drawn
 
     def _least_weight(self, weights: mx.array) -> mx.array:
-        """The smallest weight that each row's filters let pass, as a column; 0 without filters.
+        """The smallest weight that top-k and top-p let pass, as a column.
 
-        Tokens of equal weight pass or fail together. Only values are sorted: the draw itself is in
-        the vocabulary's order with and without filters, so that a row without them draws the same
-        tokens beside a row that has some.
+        Only values are sorted, the lightest first: a token is in the nucleus if it and all lighter
+        ones together weigh more than what top-p cuts off. The draw itself is in the vocabulary's
+        order with and without filters, so that a row without them draws the same tokens beside a
+        row that has some. Tokens of equal weight pass or fail together.
         """
-        ranked = -mx.sort(-weights, axis=-1)
-        if self._ranked_out:
-            rank = mx.arange(ranked.shape[-1])
-            ranked = mx.where(rank < self._top_k, ranked, 0)
-        # A token is in the nucleus if those before it fall short of top_p; the first always is.
-        before = mx.cumsum(ranked, axis=-1) - ranked
-        nucleus = (before < self._top_p * ranked.sum(axis=-1, keepdims=True)) | (before == 0)
-        least = mx.where(nucleus & (ranked > 0), ranked, mx.inf).min(axis=-1, keepdims=True)
-        least = mx.where(self._limited, least, 0)
-        return mx.maximum(least, self._min_p * ranked[:, :1])
+        ranked = mx.sort(weights, axis=-1)
+        mass = mx.cumsum(ranked, axis=-1)
+        total = mass[:, -1:]
+        last = ranked.shape[-1] - 1
+        if self._cuts_rank:
+            # What top-k cuts off is out before top-p counts.
+            cut = mx.maximum(last + 1 - self._top_k, 0)
+            below = mx.where(cut > 0, mx.take_along_axis(mass, mx.maximum(cut - 1, 0), axis=-1), 0)
+            limit = below + self._tail * (total - below)
+            first = mx.maximum((mass <= limit).sum(axis=-1, keepdims=True), cut)
+        else:
+            first = (mass <= self._tail * total).sum(axis=-1, keepdims=True)
+        return mx.take_along_axis(ranked, mx.minimum(first, last), axis=-1)
+
+    def _next_uniform(self) -> mx.array:
+        """A number in [0, 1) for each row, as a column."""
+        if self._step == _AHEAD:
+            self._uniforms = _uniforms(self._seeds, self._drawn)
+            self._drawn = self._drawn + _AHEAD
+            self._step = 0
+        self._step += 1
+        return self._uniforms[:, self._step - 1 : self._step]
+
+
+_ROUNDING = 1e-5  # of sums of weights: 0.07 + 0.03 is to be no more than 1 - 0.9
+_EVERY = 0x7FFFFFFF  # top_k of a row that has none
 
 
 def _column(values: list[float]) -> mx.array:
@@ -87,9 +111,12 @@ def _seed_word(seed: int) -> int:
     return (mixed >> 32) ^ (mixed & 0xFFFFFFFF)
 
 
-def _uniform(keys: mx.array) -> mx.array:
-    """One number in [0, 1) for each of the keys `(rows, 2)`, as a column."""
-    return mx.vmap(lambda key: mx.random.uniform(key=key))(keys)[:, None]
+def _uniforms(seeds: mx.array, drawn: mx.array) -> mx.array:
+    """Numbers in [0, 1) for the next steps of each row `(rows, _AHEAD)`; the n-th of a row comes
+    from the key (seed, n)."""
+    counts = drawn[:, None] + mx.arange(_AHEAD, dtype=mx.uint32)
+    keys = mx.stack([mx.broadcast_to(seeds[:, None], counts.shape), counts], axis=-1)
+    return mx.vmap(mx.vmap(lambda key: mx.random.uniform(key=key)))(keys)
 
 
 def _draw(weights: mx.array, uniform: mx.array) -> mx.array:
@@ -100,5 +127,5 @@ def _draw(weights: mx.array, uniform: mx.array) -> mx.array:
     choose an entry of weight zero behind the last one that counts.
     """
     cumulative = mx.cumsum(weights, axis=-1)
-    target = uniform * cumulative[:, -1:] * (1 - 2**-20)
+    target = uniform * ((1 - 2**-20) * cumulative[:, -1:])
     return (cumulative <= target).sum(axis=-1)

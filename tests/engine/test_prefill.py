@@ -114,10 +114,17 @@ def test_a_slice_is_as_long_as_streams_can_bear() -> None:
 
 
 def test_max_gap_bounds_long_and_short_alike() -> None:
-    pace = Pace(512, max_gap=0.025)
+    pace = Pace(512, max_gap=0.035)
     pace.saw_step(0.010)
     pace.saw_chunk(100, 0.020 + 100 * 0.0002, decoding=True)
-    assert pace.limit(decoding=True, long=True) == pace.limit(decoding=True, long=False) == 25
+    assert pace.limit(decoding=True, long=True) == pace.limit(decoding=True, long=False) == 75
+
+
+def test_where_a_step_fills_the_gap_reading_takes_turns_with_it() -> None:
+    pace = Pace(512, max_gap=0.005)
+    pace.saw_step(0.010)
+    pace.saw_chunk(100, 0.020 + 100 * 0.0002, decoding=True)
+    assert pace.limit(decoding=True, long=True) == pace.limit(decoding=True, long=False) == 50
 
 
 def test_a_slice_never_reads_next_to_nothing() -> None:
