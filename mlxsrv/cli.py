@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import NoReturn
 
+import anyio
 import uvicorn
 
 from mlxsrv.engine.device import require_backend
@@ -23,13 +24,26 @@ from mlxsrv.web.app import App, create_app
 _log = logging.getLogger("mlxsrv.server")
 
 
+_TICK_SECONDS = 1.0
+
+
 class Server(uvicorn.Server):
     """uvicorn, but it listens until running requests are over, so that new ones hear a 503."""
 
     def __init__(self, app: App, config: uvicorn.Config) -> None:
         super().__init__(config)
         self._app = app
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._exiting = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
+
+    async def main_loop(self) -> None:
+        """As uvicorn's, but woken by signals and not ten times a second to look for them; once a
+        second remains, for the Date header."""
+        self._loop = asyncio.get_running_loop()
+        while not await self.on_tick(0):
+            with anyio.move_on_after(_TICK_SECONDS):
+                await self._exiting.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log(_log, logging.INFO, "shutting down", grace=self._app.settings.shutdown_grace)
@@ -38,11 +52,14 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Signal handlers run between two bytecodes of the loop's thread, where nothing of the loop
+        # may be touched but through call_soon_threadsafe, which also wakes it.
         if self._draining is None or self._draining.done():
             super().handle_exit(sig, frame)
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_soon_threadsafe(self._exiting.set)
         else:
-            # A second Ctrl-C ends the grace. Signal handlers run between two bytecodes of the
-            # loop's thread, where a task may be cancelled only through the loop.
+            # A second Ctrl-C ends the grace.
             self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
 
 
