@@ -17,12 +17,12 @@ import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
-from mlxsrv.engine.prompt_cache import Cache, PromptCache, can_cut
+from mlxsrv.engine.prompt_cache import Cache, PromptCache, Tokens, as_tokens, can_cut
 from mlxsrv.events import Job
 
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
@@ -73,6 +73,14 @@ class Pace:
 
 def _average(old: float | None, new: float) -> float:
     return new if old is None else old + _SMOOTHING * (new - old)
+
+
+class Waiting(NamedTuple):
+    """A job in the queue and the part of its prompt that is to be read, as the cache compares it:
+    made once, since a long one takes milliseconds to convert."""
+
+    job: Job
+    body: Tokens
 
 
 class Reading:
@@ -130,13 +138,16 @@ class Prefill:
         self._model = model
         self._pace = pace
         self._cached = cached
-        self._waiting: deque[Job] = deque()
+        self._waiting: deque[Waiting] = deque()
         self._long: Reading | None = None
         self._long_is_next = False
 
     @property
     def jobs(self) -> list[Job]:
-        return [*([self._long.job] if self._long else []), *self._waiting]
+        return [
+            *([self._long.job] if self._long else []),
+            *(waiting.job for waiting in self._waiting),
+        ]
 
     @property
     def reading(self) -> int:
@@ -147,11 +158,11 @@ class Prefill:
         return len(self._waiting)
 
     def submit(self, job: Job) -> None:
-        self._waiting.append(job)
+        self._waiting.append(Waiting(job, as_tokens(job.prompt[:-1])))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         gone = set(job_ids)
-        self._waiting = deque(job for job in self._waiting if job.id not in gone)
+        self._waiting = deque(each for each in self._waiting if each.job.id not in gone)
         if self._long is not None and self._long.job.id in gone:
             self._long = None
 
@@ -201,8 +212,8 @@ class Prefill:
         group: list[Reading] = []
         longest = 0
         while self._waiting and len(group) < free:
-            body = self._waiting[0].prompt[:-1]
-            rest = len(body) - self._cached.shared(body)
+            body = self._waiting[0].body
+            rest = body.size - self._cached.shared(body)
             if rest > limit:
                 if self._long is None and not group:
                     self._long = self._begin()
@@ -223,8 +234,8 @@ class Prefill:
         return max(rest, longest) * (rows + 1) <= limit
 
     def _begin(self) -> Reading:
-        job = self._waiting.popleft()
-        found = self._cached.take(job.prompt[:-1])
+        job, body = self._waiting.popleft()
+        found = self._cached.take(body)
         if found is None:
             return Reading(job, make_prompt_cache(self._model), 0)
         return Reading(job, *found)
