@@ -168,11 +168,15 @@ class Reply:
             stops=self._request.stops, chat=self._chat, thinking=prompt.thinking
         )
         await self._lease.borrow_row()
+        if self._error is not None:
+            # It failed while it was queued, and a client that reads nothing has not heard so yet.
+            self._lease.release()
+            return
         # No await from here on: a cancellation finds the row either not borrowed or the job
         # submitted, and close() undoes both.
         self._port = self._service.pool.port
         self._port.submit(job, self._receive)
-        log(_log, logging.DEBUG, "stream start", request=self._request_id, job=job.id)
+        log(_log, logging.INFO, "stream start", **self._fields(), prompt_tokens=len(job.prompt))
 
     def _job(self, tokenizer: Tokenizer, prompt: Prompt) -> Job:
         request, given = self._request, tokenizer.defaults
@@ -230,7 +234,7 @@ class Reply:
             case Started():
                 self._started = True
             case Failed():
-                log(_log, logging.ERROR, "job failed", **self._fields(), reason=event.reason)
+                log(_log, logging.ERROR, "stream error", **self._fields(), reason=event.reason)
                 self.fail(
                     EngineFailed("the inference engine has failed; restart the server")
                     if self._service.pool.failure
@@ -464,10 +468,6 @@ class Service:
             self._idle.clear()
             with anyio.move_on_after(seconds):
                 await self._idle.wait()
-
-    def abandon(self) -> None:
-        """Free what is loaded; the loop that this service lived on is gone."""
-        self.pool.abandon()
 
     async def close(self) -> None:
         """End what is still there and leave the device thread."""

@@ -56,9 +56,9 @@ Receiver = Callable[[JobEvent], None]
 class Port:
     """The event loop's end of the device thread: one per app, used on its loop only.
 
-    A job's receiver hears Started, then
-    Tokens, and exactly one end: a Token with `finish`, or Failed. After `cancel` it hears nothing:
-    events already on their way find no receiver and are dropped.
+    A job's receiver hears Started, PromptRead, then Tokens, and exactly one end: a Token with
+    `finish`, or Failed. After `cancel` it hears nothing: events already on their way find no
+    receiver and are dropped.
     """
 
     def __init__(self, device: DeviceThread, loop: asyncio.AbstractEventLoop) -> None:

@@ -25,8 +25,8 @@ def read_model(path: str) -> Generator[None, None, tuple[Any, int]]:
     Weights are mapped lazily, then brought into memory `_SLICE_BYTES` at a time, so that other
     models' streams go on beside the load. Raises what mlx-lm raises on files it cannot use.
     """
-    # Once per process and from one thread: raised while other threads compute, the wired limit
-    # has brought kernels down.
+    # With nothing under way: the limit must not change during an asynchronous evaluation.
+    mx.synchronize()
     maybe_set_recommended_wired_limit()
     model, _ = load_model(Path(path), lazy=True)
     yield

@@ -145,6 +145,9 @@ class Pool:
         if self._port is not None:
             self._port.close()
             self._port = None
+            for model in self:
+                if model.loaded:
+                    log(_log, logging.INFO, "model unloaded", model=model.entry.name)
 
     async def close(self) -> None:
         """Drop all models and leave the device thread."""

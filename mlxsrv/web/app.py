@@ -80,7 +80,7 @@ class App(Starlette):
         loop = asyncio.get_running_loop()
         if self._service is None or self._loop is not loop:
             if self._service is not None:
-                self._service.abandon()
+                self._service.pool.abandon()
             self._service, self._loop = Service(self.settings), loop
         return self._service
 
