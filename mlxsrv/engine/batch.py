@@ -5,6 +5,7 @@
 - Decode-ahead: a step is launched before the tokens of the last one are read, so the device
   works while Python looks at tokens. A row that ends has therefore drawn one token too many; it
   is dropped with the row.
+- Rows of very different lengths are decoded in lanes of their own: see `lanes`.
 - Models whose caches cannot be merged run one row at a time through the same code, unmerged.
 
 Everything here is called on the device thread only.
@@ -14,41 +15,22 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from time import perf_counter
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
+from mlxsrv.engine.lanes import LEAST_PASS, Lane, Row, close_lanes
 from mlxsrv.engine.prefill import Pace, Prefill, PrefillError
 from mlxsrv.engine.prompt_cache import Cache, PromptCache
 from mlxsrv.engine.sampling import Sampler
-from mlxsrv.events import Event, Failed, FinishReason, Job, PromptRead, Started, Token
+from mlxsrv.events import Event, Failed, Job, PromptRead, Started, Token
 
 _log = logging.getLogger("mlxsrv.engine")
 
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
-
-
-class Row:
-    """A job in the decode batch."""
-
-    __slots__ = ("drawn", "fresh", "job")
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.drawn: list[int] = []  # tokens delivered
-        self.fresh = True  # its pending input is still the prompt's last token
-
-    @property
-    def seen(self) -> tuple[int, ...]:
-        """The tokens that the row's cache holds between two steps."""
-        return (*self.job.prompt, *self.drawn)
-
-    def finish(self, token: int) -> FinishReason | None:
-        """Why the row ends with `token`, if it does."""
-        if token in self.job.end_tokens:
-            return "stop"
-        return "length" if len(self.drawn) >= self.job.max_tokens else None
 
 
 class Batch:
@@ -59,9 +41,19 @@ class Batch:
         max_rows: rows decoded together, those being read included.
         pace: how much of a prompt is read between two steps.
         cached: prompts that have been read before; rows that end are kept there.
+        padding: the most bytes of it for which rows share a pass; as many as the weights have,
+            unless given.
     """
 
-    def __init__(self, model: Any, *, max_rows: int, pace: Pace, cached: PromptCache) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_rows: int,
+        pace: Pace,
+        cached: PromptCache,
+        padding: int | None = None,
+    ) -> None:
         self._model = model
         self._pace = pace
         self._cached = cached
@@ -69,20 +61,28 @@ class Batch:
         self.batched = self._prefill.batched
         self.cuts = self._prefill.cuts
         self._max_rows = max_rows if self.batched else 1
-        self._rows: list[Row] = []
-        self._cache: Cache = []
-        self._inputs: mx.array | None = None  # (rows,), what each row is fed next
+        self._padding = padding
+        if padding is None:
+            self._padding = max(LEAST_PASS, sum(array.nbytes for array in weights(model)))
+        self._lanes: list[Lane] = []
+        self._inputs: mx.array | None = None  # (rows,), what each row is fed next, lane by lane
         self._sampler: Sampler | None = None  # None: rows have changed
         self._steps = 0
         self._stepped: float | None = None  # when the last step's tokens came, if nothing was read
 
     @property
+    def _rows(self) -> list[Row]:
+        """All rows, in the order of the inputs."""
+        return [row for lane in self._lanes for row in lane.rows]
+
+    @property
     def idle(self) -> bool:
-        return not (self._rows or self._prefill.reading or self._prefill.waiting)
+        return not (self._lanes or self._prefill.reading or self._prefill.waiting)
 
     def statistics(self) -> dict[str, int]:
         return {
             "rows": len(self._rows),
+            "lanes": len(self._lanes),
             "reading": self._prefill.reading,
             "waiting": self._prefill.waiting,
         }
@@ -102,14 +102,14 @@ class Batch:
 
     def decode(self) -> list[Event]:
         """Launch a step for all rows; return the tokens of the step before."""
-        if not self._rows:
+        if not self._lanes:
             return []
         assert self._inputs is not None
-        inputs = self._inputs
-        self._inputs = self._launch(inputs)
+        inputs, rows = self._inputs, self._rows
+        self._inputs = self._launch(inputs, rows)
         events: list[Event] = []
         keep: list[int] = []
-        for i, (row, token) in enumerate(zip(self._rows, _ids(inputs), strict=True)):
+        for i, (row, token) in enumerate(zip(rows, _ids(inputs), strict=True)):
             if row.fresh:
                 row.fresh = False
                 keep.append(i)
@@ -129,18 +129,27 @@ class Batch:
             self._pace.saw_step(now - self._stepped)
         self._stepped = now
 
-    def _launch(self, inputs: mx.array) -> mx.array:
+    def _launch(self, inputs: mx.array, rows: Sequence[Row]) -> mx.array:
         if self._sampler is None:
             # A row that is not fresh has one token drawn and not yet delivered: its input.
-            drawn = [0 if row.fresh else len(row.drawn) + 1 for row in self._rows]
-            self._sampler = Sampler([row.job.sampling for row in self._rows], drawn)
-        logits = self._model(inputs[:, None], cache=self._cache)[:, -1, :]
-        tokens = self._sampler(logits)
+            drawn = [0 if row.fresh else len(row.drawn) + 1 for row in rows]
+            self._sampler = Sampler([row.job.sampling for row in rows], drawn)
+        tokens = self._sampler(self._forward(inputs))
         mx.async_eval(tokens)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
         self._steps += 1
         if self._steps % _CLEAR_EVERY == 0:
             mx.clear_cache()
         return tokens
+
+    def _forward(self, inputs: mx.array) -> mx.array:
+        """The next logits of all rows."""
+        if len(self._lanes) == 1:
+            return self._lanes[0].decode(self._model, inputs)
+        ends = list(accumulate(len(lane.rows) for lane in self._lanes))
+        parts = mx.split(inputs, ends[:-1])
+        return mx.concatenate(
+            [lane.decode(self._model, part) for lane, part in zip(self._lanes, parts, strict=True)]
+        )
 
     def prefill(self) -> list[Event]:
         """Read at most one slice of prompts. An error there fails the jobs read, no others."""
@@ -149,7 +158,7 @@ class Batch:
             return []
         self._stepped = None  # what follows is no plain step
         try:
-            read = self._prefill.step(free, decoding=bool(self._rows))
+            read = self._prefill.step(free, decoding=bool(self._lanes))
         except PrefillError as error:
             _log.exception("prefill failed")
             return [Failed(job.id, describe(error.__cause__ or error)) for job in error.jobs]
@@ -162,17 +171,12 @@ class Batch:
 
     def _join(self, group: Sequence[Job], cache: Cache) -> None:
         inputs = mx.array([job.prompt[-1] for job in group], dtype=mx.uint32)
-        joined = bool(self._rows)
-        self._rows.extend(Row(job) for job in group)  # first: fail() must know them
-        self._sampler = None
-        if joined:
-            assert self._inputs is not None
-            for layer, joining in zip(self._cache, cache, strict=True):
-                layer.extend(joining)
+        if self._inputs is not None:
             inputs = mx.concatenate([self._inputs, inputs])
-        else:
-            self._cache = cache
+        self._lanes.append(Lane([Row(job) for job in group], cache))
         self._inputs = inputs
+        self._sampler = None
+        self._unite()
 
     def _keep(self, indices: Sequence[int]) -> None:
         """Drop all rows but those at `indices`, leaving what they have seen to the prompt cache."""
@@ -180,24 +184,45 @@ class Batch:
             return
         self._sampler = None
         self._stepped = None
-        for i in set(range(len(self._rows))).difference(indices):
-            self._file(i)
-        if not indices:
-            self._rows, self._cache, self._inputs = [], [], None
+        kept = set(indices)
+        lanes: list[Lane] = []
+        first = 0
+        for lane in self._lanes:
+            keep = [i for i in range(len(lane.rows)) if first + i in kept]
+            first += len(lane.rows)
+            for i in set(range(len(lane.rows))).difference(keep):
+                self._file(lane, i)
+            if len(keep) == len(lane.rows):
+                lanes.append(lane)
+            elif keep:
+                lane.keep(keep)
+                lanes.append(lane)
+        self._lanes = lanes
+        if not lanes:
+            self._inputs = None
             return
         assert self._inputs is not None
-        chosen = mx.array(list(indices))
-        for layer in self._cache:
-            layer.filter(chosen)
-        self._rows = [self._rows[i] for i in indices]
-        self._inputs = self._inputs[chosen]
+        self._inputs = self._inputs[mx.array(list(indices))]
+        self._unite()
 
-    def _file(self, index: int) -> None:
+    def _unite(self) -> None:
+        """Merge lanes that need not be apart."""
+        while (pair := close_lanes(self._lanes, self._padding)) is not None:
+            one, other = pair
+            before = self._rows
+            one.absorb(other)
+            self._lanes.remove(other)
+            after = self._rows
+            if after != before:
+                assert self._inputs is not None
+                self._inputs = self._inputs[mx.array([before.index(row) for row in after])]
+
+    def _file(self, lane: Lane, index: int) -> None:
         """Keep a row's cache for prompts that go on from there."""
-        row = self._rows[index]
+        row = lane.rows[index]
         if row.fresh or not self._cached.wants(len(row.job.prompt) + len(row.drawn)):
             return
-        cache = [layer.extract(index) for layer in self._cache] if self.batched else self._cache
+        cache = lane.extract(index) if self.batched else lane.cache
         # Evaluated behind the step that is under way, and then free of the batch's arrays.
         mx.async_eval([layer.state for layer in cache])  # type: ignore[no-untyped-call]  # as above
         self._cached.put(row.seen, cache)
@@ -206,8 +231,15 @@ class Batch:
         """End every job of the batch, as after an error whose row is not known."""
         jobs = [row.job for row in self._rows] + self._prefill.jobs
         self._prefill.clear()
-        self._rows, self._cache, self._inputs = [], [], None
+        self._lanes, self._inputs = [], None
         return [Failed(job.id, reason) for job in jobs]
+
+
+def weights(model: Any) -> list[mx.array]:
+    """All arrays that were read from the model's files."""
+    return [
+        array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    ]
 
 
 def _ids(tokens: mx.array) -> list[int]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx.nn.layers.linear import Linear
 from mlx_lm.utils import load_model, maybe_set_recommended_wired_limit
 
-from mlxsrv.engine.batch import Batch
+from mlxsrv.engine.batch import Batch, weights
 from mlxsrv.engine.prefill import Pace
 from mlxsrv.engine.prompt_cache import PromptCache
 from mlxsrv.events import Job, Load, Sampling
@@ -35,7 +34,7 @@ def read_model(path: str) -> Generator[None, None, tuple[Any, int]]:
     total = 0
     pending: list[mx.array] = []
     size = 0
-    for array in _arrays(model):
+    for array in weights(model):
         pending.append(array)
         size += array.nbytes
         if size >= _SLICE_BYTES:
@@ -57,14 +56,8 @@ def lay_out(model: Any) -> None:
     if mx.default_device() != mx.Device(mx.cpu):
         return
     for layer in model.modules():
-        if isinstance(layer, nn.Linear) and layer.weight.dtype == mx.float32:
+        if isinstance(layer, Linear) and layer.weight.dtype == mx.float32:
             layer.weight = mx.contiguous(layer.weight.T).T
-
-
-def _arrays(model: Any) -> list[mx.array]:
-    return [
-        array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-    ]
 
 
 def warm_up(model: Any) -> None:

@@ -45,8 +45,16 @@ def job(number: int, prompt: tuple[int, ...], max_tokens: int = 12, **more: Any)
     return Job(number, "m", prompt, max_tokens, **more)
 
 
-def make(model: Any, max_rows: int, chunk: int, cache_bytes: int = 0) -> Batch:
-    return Batch(model, max_rows=max_rows, pace=Pace(chunk, 10.0), cached=PromptCache(cache_bytes))
+def make(
+    model: Any, max_rows: int, chunk: int, cache_bytes: int = 0, padding: int | None = None
+) -> Batch:
+    return Batch(
+        model,
+        max_rows=max_rows,
+        pace=Pace(chunk, 10.0),
+        cached=PromptCache(cache_bytes),
+        padding=padding,
+    )
 
 
 def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
@@ -97,6 +105,45 @@ def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None
 
 
 @pytest.mark.parametrize("family", SMALL)
+def test_rows_in_lanes_of_their_own_equal_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    asked = prompts(10, seed=12)
+    lengths = [random.Random(13).randint(4, 24) for _ in asked]
+    batch = make(model, 6, 64, padding=0)
+    jobs = [job(i, p, n) for i, (p, n) in enumerate(zip(asked, lengths, strict=True))]
+    drawn = run(batch, jobs)
+    for i, prompt in enumerate(asked):
+        assert drawn[i] == solo(model, prompt, lengths[i]), f"{family} row {i}"
+
+
+def test_a_row_much_longer_than_the_others_has_a_lane_while_that_pays(models: Any) -> None:
+    model = models("qwen3")
+    short = prompts(4, seed=14, low=8, high=8)
+    [long] = prompts(1, seed=15, low=4000, high=4000)
+    batch = make(model, 8, 512)
+    drawn: dict[int, list[int]] = {}
+
+    def step() -> None:
+        for event in batch.decode() + batch.prefill():
+            if isinstance(event, Token):
+                drawn.setdefault(event.job, []).append(event.id)
+
+    for i, prompt in enumerate([*short, long]):
+        batch.submit(job(i, prompt, 200))
+    while 4 not in drawn:
+        step()
+    assert batch.statistics()["lanes"] == 2
+    for _ in range(5):
+        step()
+    batch.cancel([1, 2, 3])  # what is left of the padding costs less than a pass
+    assert batch.statistics()["lanes"] == 1
+    while not batch.idle:
+        step()
+    assert drawn[0] == solo(model, short[0], 200)
+    assert drawn[4] == solo(model, long, 200)
+
+
+@pytest.mark.parametrize("family", SMALL)
 def test_a_prompt_in_chunks_equals_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     [long] = prompts(1, seed=4, low=200, high=200)
@@ -137,7 +184,7 @@ def test_a_model_whose_caches_cannot_be_merged_runs_one_row_at_a_time(models: An
         for i, prompt in enumerate(prompts(3, seed=7)):
             batch.submit(job(i, prompt))
         batch.prefill()
-        assert batch.statistics() == {"rows": 1, "reading": 0, "waiting": 2}
+        assert batch.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 2}
         assert len(run(batch)) == 3
 
 
@@ -168,9 +215,9 @@ def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
     for _ in range(4):
         drawn += [e.id for e in batch.decode() if isinstance(e, Token) and e.job == 0]
         batch.prefill()
-    assert batch.statistics() == {"rows": 2, "reading": 1, "waiting": 1}
+    assert batch.statistics() == {"rows": 2, "lanes": 1, "reading": 1, "waiting": 1}
     batch.cancel([1, 2, 3])
-    assert batch.statistics() == {"rows": 1, "reading": 0, "waiting": 0}
+    assert batch.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 0}
     assert drawn + run(batch)[0] == solo(model, kept, 30)
 
 
@@ -202,7 +249,7 @@ def test_an_error_while_reading_fails_only_what_is_read(models: Any) -> None:
             return model(tokens, cache=cache)
 
     [kept] = prompts(1, seed=12)
-    batch = make(Fragile(), 4, 64)
+    batch = make(Fragile(), 4, 64, padding=0)
     batch.submit(job(0, kept))
     batch.prefill()
     batch.submit(job(1, (400, 401, 402)))

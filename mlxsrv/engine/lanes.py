@@ -1,0 +1,93 @@
+"""Rows of about one length, decoded by one pass of the model.
+
+mlx-lm's batch caches are as long as their longest row, for every row: one row of 30,000 tokens
+beside seven of 300 would fill the memory of 240,000, all of it read at each step, and its joining
+would copy as much. A row like that gets a lane of its own. What this costs is another pass over
+the weights at each step, so lanes are kept apart only while their caches, padded to one length,
+would grow by more than the weights are long.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import mlx.core as mx
+
+from mlxsrv.engine.prompt_cache import Cache
+from mlxsrv.events import FinishReason, Job
+
+LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass over the smallest model costs as much in calls
+
+
+class Row:
+    """A job in the decode batch."""
+
+    __slots__ = ("drawn", "fresh", "job")
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.drawn: list[int] = []  # tokens delivered
+        self.fresh = True  # its pending input is still the prompt's last token
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The tokens that the row's cache holds between two steps."""
+        return (*self.job.prompt, *self.drawn)
+
+    def finish(self, token: int) -> FinishReason | None:
+        """Why the row ends with `token`, if it does."""
+        if token in self.job.end_tokens:
+            return "stop"
+        return "length" if len(self.drawn) >= self.job.max_tokens else None
+
+
+class Lane:
+    """Rows and their batch cache, or one row and its own cache where a model's cannot be merged."""
+
+    __slots__ = ("cache", "rows")
+
+    def __init__(self, rows: list[Row], cache: Cache) -> None:
+        self.rows = rows
+        self.cache = cache
+
+    def decode(self, model: Any, inputs: mx.array) -> mx.array:
+        """Feed each row its input `(rows,)`; logits `(rows, vocabulary)`, not evaluated."""
+        logits: mx.array = model(inputs[:, None], cache=self.cache)
+        return logits[:, -1, :]
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop all rows but those at `indices`, of which there is at least one."""
+        chosen = mx.array(list(indices))
+        for layer in self.cache:
+            layer.filter(chosen)
+        self.rows = [self.rows[i] for i in indices]
+
+    def absorb(self, other: Lane) -> None:
+        """Append the other's rows."""
+        for layer, joining in zip(self.cache, other.cache, strict=True):
+            layer.extend(joining)
+        self.rows += other.rows
+
+    def extract(self, index: int) -> Cache:
+        """The cache of one row alone."""
+        return [layer.extract(index) for layer in self.cache]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.cache)
+
+
+def close_lanes(lanes: Sequence[Lane], padding: int) -> tuple[Lane, Lane] | None:
+    """The first two lanes that would need no more than `padding` bytes of it to be one."""
+    return next((pair for pair in combinations(lanes, 2) if _padding(*pair) <= padding), None)
+
+
+def _padding(one: Lane, other: Lane) -> int:
+    """Bytes by which the caches would grow if all rows were as long as the longest."""
+    longest = max(one.nbytes / len(one.rows), other.nbytes / len(other.rows))
+    together = longest * (len(one.rows) + len(other.rows))
+    return int(together) - one.nbytes - other.nbytes
