@@ -22,7 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from mlxsrv.engine.lanes import LEAST_PASS, Lane, Row, close_lanes
+from mlxsrv.engine.lanes import Lane, Row, close_lanes
 from mlxsrv.engine.prefill import Pace, Prefill, PrefillError
 from mlxsrv.engine.prompt_cache import Cache, PromptCache
 from mlxsrv.engine.sampling import Sampler
@@ -30,6 +30,7 @@ from mlxsrv.events import Event, Failed, Job, PromptRead, Started, Token
 
 _log = logging.getLogger("mlxsrv.engine")
 
+_LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass of the smallest model costs as much in calls
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
 
 
@@ -61,14 +62,12 @@ class Batch:
         self.batched = self._prefill.batched
         self.cuts = self._prefill.cuts
         self._max_rows = max_rows if self.batched else 1
-        self._padding = padding
-        if padding is None:
-            self._padding = max(LEAST_PASS, sum(array.nbytes for array in weights(model)))
+        self._padding = most_padding(model) if padding is None else padding
         self._lanes: list[Lane] = []
         self._inputs: mx.array | None = None  # (rows,), what each row is fed next, lane by lane
         self._sampler: Sampler | None = None  # None: rows have changed
         self._steps = 0
-        self._stepped: float | None = None  # when the last step's tokens came, if nothing was read
+        self._stepped: float | None = None  # when the last step's tokens came, if rows are the same
 
     @property
     def _rows(self) -> list[Row]:
@@ -125,8 +124,7 @@ class Batch:
 
     def _time_step(self) -> None:
         now = perf_counter()
-        if self._stepped is not None:
-            self._pace.saw_step(now - self._stepped)
+        self._pace.saw_step(None if self._stepped is None else now - self._stepped)
         self._stepped = now
 
     def _launch(self, inputs: mx.array, rows: Sequence[Row]) -> mx.array:
@@ -156,7 +154,6 @@ class Batch:
         free = self._max_rows - len(self._rows)
         if free <= 0 or not (self._prefill.reading or self._prefill.waiting):
             return []
-        self._stepped = None  # what follows is no plain step
         try:
             read = self._prefill.step(free, decoding=bool(self._lanes))
         except PrefillError as error:
@@ -176,6 +173,7 @@ class Batch:
         self._lanes.append(Lane([Row(job) for job in group], cache))
         self._inputs = inputs
         self._sampler = None
+        self._stepped = None
         self._unite()
 
     def _keep(self, indices: Sequence[int]) -> None:
@@ -233,6 +231,11 @@ class Batch:
         self._prefill.clear()
         self._lanes, self._inputs = [], None
         return [Failed(job.id, reason) for job in jobs]
+
+
+def most_padding(model: Any) -> int:
+    """Bytes of padding that cost as much as another pass of the model."""
+    return max(_LEAST_PASS, sum(array.nbytes for array in weights(model)))
 
 
 def weights(model: Any) -> list[mx.array]:

@@ -20,8 +20,6 @@ import mlx.core as mx
 from mlxsrv.engine.prompt_cache import Cache
 from mlxsrv.events import FinishReason, Job
 
-LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass over the smallest model costs as much in calls
-
 
 class Row:
     """A job in the decode batch."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
+from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -28,17 +29,20 @@ from mlxsrv.events import Job
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
 
 _LEAST_CHUNK = 16  # tokens; fewer would cost a forward pass each for next to nothing
-_STEPS_PER_GAP = 4.0  # how much longer than a plain step a stream may wait for somebody's prompt
-_SMOOTHING = 0.2  # of exponential averages
+_SMOOTHING = 0.2  # of the exponential average
+_STEPS_KEPT = 64
 
 
 class Pace:
     """How many prompt tokens a slice may read while streams are running.
 
     A stream's gap in a slice that reads is one decode step, one pass over the weights (about
-    another step) and the tokens' own time. The tokens get what is left of the longest gap that
-    streams may see. That is `max_gap` for short prompts, which are read in a slice or two; a long
-    one takes many, so there it is no more than a few steps, lest streams crawl all that time.
+    another step) and the tokens' own time. Short prompts, which are read in a slice or two, get
+    what is left of `max_gap`. A long one takes many, and streams are not to crawl all that time:
+    it takes turns with them, a step's time each. So do short ones where steps fill the gap.
+
+    What tokens take is learnt from the gaps that came of them, so that what the model of a gap
+    leaves out is corrected by the next slice.
 
     Args:
         chunk: the most tokens of a slice.
@@ -48,31 +52,44 @@ class Pace:
     def __init__(self, chunk: int, max_gap: float) -> None:
         self._chunk = chunk
         self._max_gap = max_gap
-        self._step: float | None = None  # seconds
-        self._token: float | None = None  # seconds, beyond the pass over the weights
+        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)  # seconds of each
+        self._token: float | None = None  # seconds, beyond the two passes of a gap
+        self._read = 0  # tokens since the last step
 
     def limit(self, *, decoding: bool, long: bool) -> int:
-        if not decoding or self._step is None or self._token is None:
+        if not decoding or not self._steps or self._token is None:
             return self._chunk
-        gap = min(self._max_gap, _STEPS_PER_GAP * self._step) if long else self._max_gap
-        # Where a step alone fills the gap, reading takes turns with it: as long as a step.
-        tokens = int(max(gap - 2 * self._step, self._step) / self._token)
-        return min(self._chunk, max(_LEAST_CHUNK, tokens))
+        step = self._step
+        own = step if long else max(self._max_gap - 2 * step, step)
+        return min(self._chunk, max(_LEAST_CHUNK, int(own / self._token)))
 
-    def saw_step(self, seconds: float) -> None:
-        """A decode step with no reading beside it took this long."""
-        self._step = _average(self._step, seconds)
+    def saw_step(self, seconds: float | None) -> None:
+        """Streams had a gap of so long; None where it says nothing of the next."""
+        read, self._read = self._read, 0
+        if seconds is None:
+            return
+        if read == 0:
+            self._steps.append(seconds)
+        elif self._steps:
+            self._learn(read, seconds, passes=2)
 
     def saw_chunk(self, tokens: int, seconds: float, *, decoding: bool) -> None:
-        """Reading took this long, the wait for the step that was under way included."""
-        if tokens < _LEAST_CHUNK:
-            return
-        passes = (2 if decoding else 1) * (self._step or 0.0)
-        self._token = _average(self._token, max(seconds - passes, 0.1 * seconds) / tokens)
+        """So many tokens were read; with nobody decoding, that is all that is to be seen."""
+        self._read += tokens
+        if not decoding:
+            self._learn(tokens, seconds, passes=1)
 
+    def _learn(self, tokens: int, seconds: float, passes: int) -> None:
+        if tokens >= _LEAST_CHUNK:
+            own = max(seconds - passes * self._step, 0.1 * seconds) / tokens
+            known = own if self._token is None else self._token
+            self._token = known + _SMOOTHING * (own - known)
 
-def _average(old: float | None, new: float) -> float:
-    return new if old is None else old + _SMOOTHING * (new - old)
+    @property
+    def _step(self) -> float:
+        """Seconds of a plain step; not the average, for some are held up by what else goes on,
+        the tokenizing of the very prompt that is to be read above all."""
+        return median(self._steps) if self._steps else 0.0
 
 
 class Waiting(NamedTuple):

@@ -6,6 +6,7 @@ from itertools import takewhile
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache
@@ -106,24 +107,19 @@ def test_a_slice_is_as_long_as_streams_can_bear() -> None:
     assert pace.limit(decoding=True, long=True) == 512  # nothing is known yet
     pace.saw_step(0.010)
     pace.saw_chunk(100, 0.020 + 100 * 0.0002, decoding=True)
-    # a gap of four steps, 40 ms, leaves 20 ms of reading at 0.2 ms a token
-    assert pace.limit(decoding=True, long=True) == 100
-    # one of 100 ms leaves 80 ms
+    pace.saw_step(0.020 + 100 * 0.0002)
+    # turns of 10 ms at 0.2 ms a token
+    assert pace.limit(decoding=True, long=True) == 50
+    # a gap of 100 ms leaves 80 ms
     assert pace.limit(decoding=True, long=False) == 400
     assert pace.limit(decoding=False, long=True) == 512
-
-
-def test_max_gap_bounds_long_and_short_alike() -> None:
-    pace = Pace(512, max_gap=0.035)
-    pace.saw_step(0.010)
-    pace.saw_chunk(100, 0.020 + 100 * 0.0002, decoding=True)
-    assert pace.limit(decoding=True, long=True) == pace.limit(decoding=True, long=False) == 75
 
 
 def test_where_a_step_fills_the_gap_reading_takes_turns_with_it() -> None:
     pace = Pace(512, max_gap=0.005)
     pace.saw_step(0.010)
     pace.saw_chunk(100, 0.020 + 100 * 0.0002, decoding=True)
+    pace.saw_step(0.020 + 100 * 0.0002)
     assert pace.limit(decoding=True, long=True) == pace.limit(decoding=True, long=False) == 50
 
 
@@ -131,4 +127,32 @@ def test_a_slice_never_reads_next_to_nothing() -> None:
     pace = Pace(512, max_gap=0.001)
     pace.saw_step(0.010)
     pace.saw_chunk(100, 0.5, decoding=True)
+    pace.saw_step(0.5)
     assert pace.limit(decoding=True, long=True) == 16
+
+
+def test_what_a_gap_was_corrects_the_next() -> None:
+    """A machine on which tokens take twice what a first look said still keeps the gap."""
+    step, token, target = 0.010, 0.0004, 0.030
+    pace = Pace(512, max_gap=1.0)
+    pace.saw_step(step)
+    pace.saw_chunk(100, 100 * token / 2, decoding=False)
+    gap = 0.0
+    for _ in range(40):
+        tokens = pace.limit(decoding=True, long=True)
+        pace.saw_chunk(tokens, 0.0, decoding=True)
+        gap = 1.5 * step + tokens * token
+        pace.saw_step(gap)
+    assert gap == pytest.approx(target, rel=0.05)
+
+
+def test_a_gap_in_which_rows_changed_is_not_learnt_from() -> None:
+    pace = Pace(512, max_gap=0.1)
+    pace.saw_step(0.010)
+    pace.saw_chunk(100, 0.0, decoding=True)
+    pace.saw_step(0.030)
+    before = pace.limit(decoding=True, long=True)
+    pace.saw_chunk(100, 0.0, decoding=True)
+    pace.saw_step(None)
+    pace.saw_step(0.010)
+    assert pace.limit(decoding=True, long=True) == before
