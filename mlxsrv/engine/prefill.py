@@ -16,7 +16,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Sequence
-from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -87,9 +86,9 @@ class Pace:
 
     @property
     def _step(self) -> float:
-        """Seconds of a plain step; not the average, for some are held up by what else goes on,
+        """Seconds of a plain step: the median, not the average, for some are held up by what else goes on,
         the tokenizing of the very prompt that is to be read above all."""
-        return median(self._steps) if self._steps else 0.0
+        return sorted(self._steps)[len(self._steps) // 2] if self._steps else 0.0
 
 
 class Waiting(NamedTuple):
