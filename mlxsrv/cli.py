@@ -26,7 +26,6 @@ _log = logging.getLogger("mlxsrv.server")
 
 
 _TICK_SECONDS = 1.0
-_GC_OBJECTS = 20_000  # new ones between two looks for cycles; Python's own 700 cost a start 10 %
 
 
 class Server(uvicorn.Server):
@@ -38,14 +37,23 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exiting = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
+        self._loading: asyncio.Task[None] | None = None
 
     async def main_loop(self) -> None:
         """As uvicorn's, but woken by signals and not ten times a second to look for them; once a
         second remains, for the Date header."""
         self._loop = asyncio.get_running_loop()
+        self._loading = asyncio.create_task(self._collect_after_load())
         while not await self.on_tick(0):
             with anyio.move_on_after(_TICK_SECONDS):
                 await self._exiting.wait()
+
+    async def _collect_after_load(self) -> None:
+        """Look for garbage from now on, but not among what all imports and the load have left: a
+        full collection of that would hold up every stream for 50 ms."""
+        await self._app.service.preload()
+        gc.freeze()
+        gc.enable()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         log(_log, logging.INFO, "shutting down", grace=self._app.settings.shutdown_grace)
@@ -68,7 +76,7 @@ class Server(uvicorn.Server):
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Serve until a signal. Exit status: 0 after a shutdown, 1 if it could not start, 2 for a
     wrong setting."""
-    gc.set_threshold(_GC_OBJECTS)
+    gc.disable()  # until the model is there: imports make no garbage, and looking for it costs 6 %
     try:
         settings = load_settings(sys.argv[1:] if argv is None else argv)
         app = create_app(settings)

@@ -448,9 +448,11 @@ class Service:
         return "loading" if default.loading is not None and not default.loaded else "ok"
 
     async def preload(self) -> None:
-        """Load the default model. A failure is logged; the next request tries again."""
-        with contextlib.suppress(ServeError):
-            await self.pool.load(self.pool.model(None))
+        """Have the default model loaded. A failure is logged; the next request tries again."""
+        model = self.pool.model(None)
+        if not model.loaded:
+            with contextlib.suppress(ServeError):
+                await self.pool.load(model)
 
     async def drain(self) -> None:
         """Refuse new requests; let running ones finish for `shutdown_grace` seconds, then end them

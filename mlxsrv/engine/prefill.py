@@ -86,8 +86,8 @@ class Pace:
 
     @property
     def _step(self) -> float:
-        """Seconds of a plain step: the median, not the average, for some are held up by what else goes on,
-        the tokenizing of the very prompt that is to be read above all."""
+        """Seconds of a plain step: the median, for some are held up by what else goes on, the
+        tokenizing of the very prompt that is to be read above all."""
         return sorted(self._steps)[len(self._steps) // 2] if self._steps else 0.0
 
 
