@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import functools
 import signal
@@ -19,6 +20,7 @@ import msgspec
 
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 15.0
+_SOURCES = Path(__file__).parent.parent / "mlxsrv"
 
 
 class Side(msgspec.Struct, frozen=True):
@@ -44,6 +46,8 @@ class StartError(Exception):
 
 
 def ours(model: Path, *options: str) -> Side:
+    # pip has compiled the peers' sources; a checkout's may not be, where writing bytecode is off.
+    compileall.compile_dir(_SOURCES, quiet=1)
     command = (sys.executable, "-m", "mlxsrv", "--model", f"bench={model}", *options, "--port")
     return Side("mlxsrv", command=command)
 
