@@ -6,27 +6,41 @@ either side may be another process or machine.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
 
-FinishReason = Literal["stop", "length", "timeout"]
+FinishReason = Literal["stop", "length", "tool_calls", "timeout"]
 Channel = Literal["content", "reasoning"]
 """What a piece of an answer is: what the model says, or what it thinks before."""
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How one row's next token is drawn from its logits. `temperature` 0 is greedy."""
+    """How one row's next token is drawn from its logits. `temperature` 0 is greedy.
+
+    `frequency_penalty` and `presence_penalty` count the row's own tokens, `repetition_penalty`
+    (1: none) the prompt's as well. `logit_bias` is (token id, what to add) for some tokens.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One sequence to generate: a prompt of at least one token, and when to end."""
+    """One sequence to generate: a prompt of at least one token, and when to end.
+
+    Jobs that wait with the same prompt are read once. With `logprobs` each Token carries its
+    log-probability and that many of the likeliest tokens'. With `scores` the prompt is scored
+    first, as many likeliest tokens for each of its own, and `max_tokens` may be 0.
+    """
 
     id: int
     model: str
@@ -36,6 +50,22 @@ class Job(msgspec.Struct, frozen=True):
     sampling: Sampling
     checkpoint: int = 0
     """Tokens at the beginning of the prompt, a system message say, that others will share."""
+    logprobs: int | None = None
+    scores: int | None = None
+
+
+class Constraint(Protocol):
+    """What a row may say: a grammar in some state. Used by the device thread once submitted."""
+
+    def fill(self, mask: Mask) -> None:
+        """Set the bits of the tokens that may come next: 32 a word, the lowest first. The mask
+        comes with all bits set; a constraint that does not apply yet leaves it so."""
+
+    def accept(self, token: int) -> None:
+        """Go on to the state after `token`."""
+
+
+Mask = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 # Commands: the event loop to the device thread.
@@ -54,6 +84,7 @@ class Load(msgspec.Struct, frozen=True):
 
 class Submit(msgspec.Struct, frozen=True):
     job: Job
+    constraint: Constraint | None = None
 
 
 class Cancel(msgspec.Struct, frozen=True):
@@ -102,6 +133,21 @@ class PromptRead(msgspec.Struct, frozen=True):
     cached: int
 
 
+class Likelihood(msgspec.Struct, frozen=True):
+    """A token's log-probability, before temperature and filters, and the likeliest tokens there
+    with theirs, the likeliest first. None for a prompt's first token, which nothing predicts."""
+
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class PromptScored(msgspec.Struct, frozen=True):
+    """One entry for each of the prompt's tokens. Comes before the first Token."""
+
+    job: int
+    scores: tuple[Likelihood, ...]
+
+
 class Token(msgspec.Struct, frozen=True):
     """One sampled token. With `finish` set it is the row's last; an end token ("stop") is not
     part of the text but counts as sampled."""
@@ -109,6 +155,13 @@ class Token(msgspec.Struct, frozen=True):
     job: int
     id: int
     finish: FinishReason | None = None
+    likelihood: Likelihood | None = None
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A job that was to draw no tokens is over: its prompt is scored."""
+
+    job: int
 
 
 class Failed(msgspec.Struct, frozen=True):
@@ -124,7 +177,17 @@ class EngineStopped(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = Loaded | LoadFailed | Started | PromptRead | Token | Failed | EngineStopped
+Event = (
+    Loaded
+    | LoadFailed
+    | Started
+    | PromptRead
+    | PromptScored
+    | Token
+    | Finished
+    | Failed
+    | EngineStopped
+)
 
 
 class Usage(msgspec.Struct, frozen=True):
