@@ -195,3 +195,33 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     reasoning_tokens: int | None = None
     cached_tokens: int = 0
+
+
+# What an answer is made of, between the service and the wire.
+
+
+class TokenScore(msgspec.Struct, frozen=True):
+    """One token of a text: its bytes, its log-probability (None: nothing predicts it) and the
+    likeliest tokens in its place."""
+
+    token: bytes
+    logprob: float | None
+    top: tuple[tuple[bytes, float], ...] = ()
+
+
+class ToolUse(msgspec.Struct, frozen=True):
+    """A tool that the model calls. `arguments` is a JSON object as text."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One whole choice. `scores` is None where they were not asked for."""
+
+    reason: FinishReason
+    content: str = ""
+    reasoning: str = ""
+    tools: tuple[ToolUse, ...] = ()
+    scores: tuple[TokenScore, ...] | None = None
