@@ -24,14 +24,46 @@ from mlx.utils import tree_flatten
 
 from mlxsrv.engine.lanes import Lane, Row, close_lanes
 from mlxsrv.engine.prefill import Pace, Prefill, PrefillError
+from mlxsrv.engine.processors import Drawn, Likelihoods, Masks, Penalties
 from mlxsrv.engine.prompt_cache import Cache, PromptCache
 from mlxsrv.engine.sampling import Sampler
-from mlxsrv.events import Event, Failed, Job, PromptRead, Started, Token
+from mlxsrv.events import Constraint, Event, Failed, Job, Started, Token
 
 _log = logging.getLogger("mlxsrv.engine")
 
 _LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass of the smallest model costs as much in calls
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
+
+
+class Step:
+    """What one decode step does with the logits of certain rows; made anew when they change."""
+
+    def __init__(self, rows: Sequence[Row], vocabulary: int) -> None:
+        # A row that is not fresh has one token drawn and not yet delivered: its input.
+        drawn = [0 if row.fresh else len(row.drawn) + 1 for row in rows]
+        settings = [row.job.sampling for row in rows]
+        self._sampler = Sampler(settings, drawn)
+        penalised = any(map(Penalties.wanted, settings))
+        self._penalties = Penalties(rows, vocabulary) if penalised else None
+        scored = any(row.job.logprobs is not None for row in rows)
+        self._likelihoods = Likelihoods(rows) if scored else None
+        constraints = [row.constraint for row in rows]
+        self.masks = Masks(constraints, vocabulary) if any(constraints) else None
+
+    def draw(self, logits: mx.array, inputs: mx.array) -> tuple[mx.array, Drawn | None]:
+        """The tokens that follow `inputs`, launched; and how likely they are, if a row asks.
+
+        Log-probabilities are those before temperature, filters and masks: what the model says.
+        """
+        if self._penalties is not None:
+            logits = self._penalties(logits, inputs)
+        tokens = self._sampler(logits if self.masks is None else self.masks(logits))
+        if self._likelihoods is None:
+            mx.async_eval(tokens)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
+            return tokens, None
+        drawn = self._likelihoods(logits, tokens)
+        mx.async_eval(tokens, *drawn[1:])  # type: ignore[no-untyped-call]  # as above
+        return tokens, drawn
 
 
 class Batch:
@@ -65,7 +97,8 @@ class Batch:
         self._padding = most_padding(model) if padding is None else padding
         self._lanes: list[Lane] = []
         self._inputs: mx.array | None = None  # (rows,), what each row is fed next, lane by lane
-        self._sampler: Sampler | None = None  # None: rows have changed
+        self._drawn: Drawn | None = None  # how likely the inputs were, for rows that ask
+        self._step: Step | None = None  # None: rows have changed
         self._steps = 0
         self._stepped: float | None = None  # when the last step's tokens came, if rows are the same
 
@@ -86,8 +119,8 @@ class Batch:
             "waiting": self._prefill.waiting,
         }
 
-    def submit(self, job: Job) -> list[Event]:
-        self._prefill.submit(job)
+    def submit(self, job: Job, constraint: Constraint | None = None) -> list[Event]:
+        self._prefill.submit(job, constraint)
         return [Started(job.id)]
 
     def cancel(self, job_ids: Iterable[int]) -> None:
@@ -104,40 +137,51 @@ class Batch:
         if not self._lanes:
             return []
         assert self._inputs is not None
-        inputs, rows = self._inputs, self._rows
-        self._inputs = self._launch(inputs, rows)
+        inputs, drawn, rows = self._inputs, self._drawn, self._rows
+        logits = self._forward(inputs)
+        step = self._step or self._prepare(rows, logits.shape[-1])
+        if step.masks is None:
+            self._inputs, self._drawn = step.draw(logits, inputs)
+            ids = _ids(inputs)
+        else:
+            # What may come next depends on what came, so the model runs while that is looked at.
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
+            ids = _ids(inputs)
+            for row, token in zip(rows, ids, strict=True):
+                if row.constraint is not None and not row.fresh:
+                    row.constraint.accept(token)
+            self._inputs, self._drawn = step.draw(logits, inputs)
+        self._count_step()
+        likelihoods = {} if drawn is None else drawn.read()
         events: list[Event] = []
         keep: list[int] = []
-        for i, (row, token) in enumerate(zip(rows, _ids(inputs), strict=True)):
+        for i, (row, token) in enumerate(zip(rows, ids, strict=True)):
             if row.fresh:
                 row.fresh = False
                 keep.append(i)
                 continue
             row.drawn.append(token)
             finish = row.finish(token)
-            events.append(Token(row.job.id, token, finish))
+            events.append(Token(row.job.id, token, finish, likelihoods.get(row)))
             if finish is None:
                 keep.append(i)
         self._time_step()
         self._keep(keep)
         return events
 
+    def _prepare(self, rows: Sequence[Row], vocabulary: int) -> Step:
+        self._step = Step(rows, vocabulary)
+        return self._step
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        if self._steps % _CLEAR_EVERY == 0:
+            mx.clear_cache()
+
     def _time_step(self) -> None:
         now = perf_counter()
         self._pace.saw_step(None if self._stepped is None else now - self._stepped)
         self._stepped = now
-
-    def _launch(self, inputs: mx.array, rows: Sequence[Row]) -> mx.array:
-        if self._sampler is None:
-            # A row that is not fresh has one token drawn and not yet delivered: its input.
-            drawn = [0 if row.fresh else len(row.drawn) + 1 for row in rows]
-            self._sampler = Sampler([row.job.sampling for row in rows], drawn)
-        tokens = self._sampler(self._forward(inputs))
-        mx.async_eval(tokens)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
-        self._steps += 1
-        if self._steps % _CLEAR_EVERY == 0:
-            mx.clear_cache()
-        return tokens
 
     def _forward(self, inputs: mx.array) -> mx.array:
         """The next logits of all rows."""
@@ -161,18 +205,17 @@ class Batch:
             return [Failed(job.id, describe(error.__cause__ or error)) for job in error.jobs]
         if read is None:
             return []
-        self._join(read.jobs, read.cache)
-        return [
-            PromptRead(job.id, cached) for job, cached in zip(read.jobs, read.cached, strict=True)
-        ]
+        if read.rows:
+            self._join(read.rows, read.cache)
+        return read.events
 
-    def _join(self, group: Sequence[Job], cache: Cache) -> None:
-        inputs = mx.array([job.prompt[-1] for job in group], dtype=mx.uint32)
+    def _join(self, group: list[Row], cache: Cache) -> None:
+        inputs = mx.array([row.job.prompt[-1] for row in group], dtype=mx.uint32)
         if self._inputs is not None:
             inputs = mx.concatenate([self._inputs, inputs])
-        self._lanes.append(Lane([Row(job) for job in group], cache))
+        self._lanes.append(Lane(group, cache))
         self._inputs = inputs
-        self._sampler = None
+        self._step = None
         self._stepped = None
         self._unite()
 
@@ -180,7 +223,7 @@ class Batch:
         """Drop all rows but those at `indices`, leaving what they have seen to the prompt cache."""
         if len(indices) == len(self._rows):
             return
-        self._sampler = None
+        self._step = None
         self._stepped = None
         kept = set(indices)
         lanes: list[Lane] = []
@@ -197,7 +240,7 @@ class Batch:
                 lanes.append(lane)
         self._lanes = lanes
         if not lanes:
-            self._inputs = None
+            self._inputs, self._drawn = None, None
             return
         assert self._inputs is not None
         self._inputs = self._inputs[mx.array(list(indices))]
@@ -229,7 +272,7 @@ class Batch:
         """End every job of the batch, as after an error whose row is not known."""
         jobs = [row.job for row in self._rows] + self._prefill.jobs
         self._prefill.clear()
-        self._lanes, self._inputs = [], None
+        self._lanes, self._inputs, self._drawn = [], None, None
         return [Failed(job.id, reason) for job in jobs]
 
 

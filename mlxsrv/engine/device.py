@@ -28,14 +28,17 @@ from mlxsrv.errors import BackendMissing, EngineFailed, ModelNotLoaded
 from mlxsrv.events import (
     Cancel,
     Command,
+    Constraint,
     EngineStopped,
     Event,
     Failed,
+    Finished,
     Job,
     Load,
     Loaded,
     LoadFailed,
     PromptRead,
+    PromptScored,
     Started,
     Submit,
     Token,
@@ -49,16 +52,16 @@ _log = logging.getLogger("mlxsrv.engine")
 
 _PARK_SECONDS = 10.0  # the longest slice that the end of the process waits for
 
-JobEvent = Started | PromptRead | Token | Failed
+JobEvent = Started | PromptRead | PromptScored | Token | Finished | Failed
 Receiver = Callable[[JobEvent], None]
 
 
 class Port:
     """The event loop's end of the device thread: one per app, used on its loop only.
 
-    A job's receiver hears Started, PromptRead, then Tokens, and exactly one end: a Token with
-    `finish`, or Failed. After `cancel` it hears nothing: events already on their way find no
-    receiver and are dropped.
+    A job's receiver hears Started, PromptRead, PromptScored if that was asked for, then Tokens, and
+    exactly one end: a Token with `finish`, Finished, or Failed. After `cancel` it hears nothing:
+    events already on their way find no receiver and are dropped.
     """
 
     def __init__(self, device: DeviceThread, loop: asyncio.AbstractEventLoop) -> None:
@@ -68,11 +71,12 @@ class Port:
         self._loads: dict[str, asyncio.Future[Loaded]] = {}
         self.failure: str | None = None
 
-    def submit(self, job: Job, receiver: Receiver) -> None:
-        """Hand `job` to the device thread. Raises EngineFailed at once if that is dead."""
+    def submit(self, job: Job, receiver: Receiver, constraint: Constraint | None = None) -> None:
+        """Hand `job` to the device thread, and its constraint, which is that thread's from then
+        on. Raises EngineFailed at once if it is dead."""
         self._require_alive()
         self._receivers[job.id] = receiver
-        self._device.send(self, Submit(job))
+        self._device.send(self, Submit(job, constraint))
 
     def cancel(self, job_id: int) -> None:
         """Free the job's row. Harmless for a job that has ended."""
@@ -109,13 +113,13 @@ class Port:
     def _receive(self, events: list[Event]) -> None:
         for event in events:
             match event:
-                case Token() | Started() | PromptRead():
+                case Token() | Started() | PromptRead() | PromptScored():
                     receiver = self._receivers.get(event.job)
                     if receiver is not None:
                         receiver(event)
                         if isinstance(event, Token) and event.finish is not None:
                             self._receivers.pop(event.job, None)
-                case Failed():
+                case Finished() | Failed():
                     receiver = self._receivers.pop(event.job, None)
                     if receiver is not None:
                         receiver(event)
@@ -174,12 +178,12 @@ class _Client:
 
     def obey(self, command: Command) -> None:
         match command:
-            case Submit(job):
+            case Submit(job, constraint):
                 batch = self.batches.get(job.model)
                 if batch is None:
                     self.deliver([Failed(job.id, "its model is not loaded")])
                 else:
-                    self.deliver(batch.submit(job))
+                    self.deliver(batch.submit(job, constraint))
             case Cancel(job_id):
                 self.cancelled.add(job_id)
             case Load():

@@ -18,16 +18,17 @@ from typing import Any
 import mlx.core as mx
 
 from mlxsrv.engine.prompt_cache import Cache
-from mlxsrv.events import FinishReason, Job
+from mlxsrv.events import Constraint, FinishReason, Job
 
 
 class Row:
     """A job in the decode batch."""
 
-    __slots__ = ("drawn", "fresh", "job")
+    __slots__ = ("constraint", "drawn", "fresh", "job")
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, constraint: Constraint | None = None) -> None:
         self.job = job
+        self.constraint = constraint
         self.drawn: list[int] = []  # tokens delivered
         self.fresh = True  # its pending input is still the prompt's last token
 

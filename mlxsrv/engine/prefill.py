@@ -22,12 +22,15 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
+from mlxsrv.engine.lanes import Row
+from mlxsrv.engine.processors import likelihoods, read_likelihoods
 from mlxsrv.engine.prompt_cache import Cache, PromptCache, Tokens, as_tokens, can_cut
-from mlxsrv.events import Job
+from mlxsrv.events import Constraint, Event, Finished, Job, Likelihood, PromptRead, PromptScored
 
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
 
 _LEAST_CHUNK = 16  # tokens; fewer would cost a forward pass each for next to nothing
+_MOST_LOGITS = 16 * 1024 * 1024  # numbers, of the chunk of a prompt that is scored
 _SMOOTHING = 0.2  # of the exponential average
 _STEPS_KEPT = 64
 
@@ -97,17 +100,36 @@ class Waiting(NamedTuple):
 
     job: Job
     body: Tokens
+    constraint: Constraint | None
+
+    def same_prompt(self, other: Waiting) -> bool:
+        return self.body.size == other.body.size and (
+            self.job.prompt is other.job.prompt or self.job.prompt == other.job.prompt
+        )
 
 
 class Reading:
-    """A job and the cache that its prompt goes into."""
+    """Jobs with one prompt and the cache that it goes into."""
 
-    def __init__(self, job: Job, cache: Cache, cached: int) -> None:
-        self.job = job
+    def __init__(self, jobs: Sequence[Waiting], cache: Cache, cached: int) -> None:
+        self.jobs = [waiting.job for waiting in jobs]
+        self.rows = [
+            Row(waiting.job, waiting.constraint) for waiting in jobs if waiting.job.max_tokens > 0
+        ]
+        self.job = self.jobs[0]
+        self.scorer = next((Scorer(job) for job in self.jobs if job.scores is not None), None)
         self.cache = cache
         self.cached = cached  # tokens found in the prompt cache
         self.done = cached
         self.checkpoint = 0  # tokens after which to stop once, to keep the cache as it is there
+
+    def drop(self, job_ids: set[int]) -> bool:
+        """Forget these jobs; whether none is left."""
+        self.jobs = [job for job in self.jobs if job.id not in job_ids]
+        self.rows = [row for row in self.rows if row.job.id not in job_ids]
+        if self.scorer is not None and self.scorer.job_id in job_ids:
+            self.scorer = None
+        return not self.jobs
 
     @property
     def rest(self) -> tuple[int, ...]:
@@ -115,24 +137,61 @@ class Reading:
 
     def read(self, model: Any, limit: int) -> int:
         """Read at most `limit` tokens, and no further than the checkpoint; how many it was."""
-        end = self.done + limit
+        end = self.done + (limit if self.scorer is None else self.scorer.bound(limit))
         if self.done < self.checkpoint < end:
             end = self.checkpoint
         part = self.job.prompt[self.done : min(end, len(self.job.prompt) - 1)]
         if part:
-            model(mx.array(part)[None], cache=self.cache)
+            logits = model(mx.array(part)[None], cache=self.cache)
+            if self.scorer is not None:
+                self.scorer.score(self.done, logits[0])
             mx.eval([layer.state for layer in self.cache])
         self.done += len(part)
         return len(part)
+
+
+class Scorer:
+    """The likelihoods of one prompt's tokens, gathered chunk by chunk."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._top = job.scores or 0
+        self._vocabulary: int | None = None
+        self._scores = [Likelihood(None)]
+
+    def bound(self, limit: int) -> int:
+        """How many of `limit` tokens to read at once: each leaves a row of logits."""
+        if self._vocabulary is None:
+            return min(limit, _LEAST_CHUNK)
+        return min(limit, max(_LEAST_CHUNK, _MOST_LOGITS // self._vocabulary))
+
+    def score(self, first: int, logits: mx.array) -> None:
+        """Take the logits `(n, vocabulary)` at the prompt's tokens from `first` on."""
+        self._vocabulary = logits.shape[-1]
+        tokens = mx.array(self._job.prompt[first + 1 : first + 1 + logits.shape[0]])
+        self._scores += read_likelihoods(likelihoods(logits, tokens, self._top), self._top)
+
+    @property
+    def job_id(self) -> int:
+        return self._job.id
+
+    @property
+    def event(self) -> PromptScored:
+        return PromptScored(self._job.id, tuple(self._scores))
 
 
 class Read:
     """Prompts that have been read, in one batch cache (or a row's own, for unmerged models)."""
 
     def __init__(self, readings: Sequence[Reading], cache: Cache) -> None:
-        self.jobs = [reading.job for reading in readings]
-        self.cached = [reading.cached for reading in readings]
+        self.rows = [row for reading in readings for row in reading.rows]
         self.cache = cache
+        self.events: list[Event] = []
+        for reading in readings:
+            self.events += [PromptRead(job.id, reading.cached) for job in reading.jobs]
+            if reading.scorer is not None:
+                self.events.append(reading.scorer.event)
+            self.events += [Finished(job.id) for job in reading.jobs if job.max_tokens == 0]
 
 
 class PrefillError(Exception):
@@ -161,25 +220,28 @@ class Prefill:
     @property
     def jobs(self) -> list[Job]:
         return [
-            *([self._long.job] if self._long else []),
+            *(self._long.jobs if self._long else []),
             *(waiting.job for waiting in self._waiting),
         ]
 
     @property
     def reading(self) -> int:
-        return int(self._long is not None)
+        return len(self._long.jobs) if self._long is not None else 0
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
-    def submit(self, job: Job) -> None:
-        self._waiting.append(Waiting(job, as_tokens(job.prompt[:-1])))
+    def submit(self, job: Job, constraint: Constraint | None = None) -> None:
+        last = self._waiting[-1] if self._waiting else None
+        known = last is not None and last.job.prompt is job.prompt
+        body = last.body if last is not None and known else as_tokens(job.prompt[:-1])
+        self._waiting.append(Waiting(job, body, constraint))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         gone = set(job_ids)
         self._waiting = deque(each for each in self._waiting if each.job.id not in gone)
-        if self._long is not None and self._long.job.id in gone:
+        if self._long is not None and self._long.drop(gone):
             self._long = None
 
     def clear(self) -> None:
@@ -210,7 +272,8 @@ class Prefill:
                 read = self._complete_alone(reading)
         except Exception as error:
             self._long = None if self._long in readings else self._long
-            raise PrefillError([reading.job for reading in readings], str(error)) from error
+            jobs = [job for reading in readings for job in reading.jobs]
+            raise PrefillError(jobs, str(error)) from error
         self._pace.saw_chunk(tokens, perf_counter() - begun, decoding=decoding)
         return read
 
@@ -227,18 +290,19 @@ class Prefill:
         becomes the long one, if there is none."""
         group: list[Reading] = []
         longest = 0
-        while self._waiting and len(group) < free:
-            body = self._waiting[0].body
-            rest = body.size - self._cached.shared(body)
-            if rest > limit:
+        while self._waiting and free > 0:
+            head = self._waiting[0]
+            rest = head.body.size - self._cached.shared(head.body)
+            if rest > limit or head.job.scores is not None:
                 if self._long is None and not group:
-                    self._long = self._begin()
+                    self._long = self._begin(free)
                     self._long.checkpoint = self._long.job.checkpoint
                 break
             if group and not self._fits(rest, longest, len(group), limit):
                 break
             longest = max(longest, rest)
-            group.append(self._begin())
+            group.append(self._begin(free))
+            free -= len(group[-1].jobs)
             if rest == 0 or not self.batched:  # nothing to read, so nothing to pad beside others
                 break
         return group
@@ -249,12 +313,26 @@ class Prefill:
             return False
         return max(rest, longest) * (rows + 1) <= limit
 
-    def _begin(self) -> Reading:
-        job, body = self._waiting.popleft()
-        found = self._cached.take(body)
+    def _begin(self, free: int) -> Reading:
+        """Take the head of the queue, and with it those behind that have the same prompt."""
+        head = self._waiting.popleft()
+        jobs = [head, *self._take_twins(head, free - 1)]
+        found = None if head.job.scores is not None else self._cached.take(head.body)
         if found is None:
-            return Reading(job, make_prompt_cache(self._model), 0)
-        return Reading(job, *found)
+            return Reading(jobs, make_prompt_cache(self._model), 0)
+        return Reading(jobs, *found)
+
+    def _take_twins(self, head: Waiting, most: int) -> list[Waiting]:
+        """At most so many of the waiting jobs that read the same and are not scored themselves."""
+        if not self.batched:
+            return []
+        twins: list[Waiting] = []
+        others: deque[Waiting] = deque()
+        for waiting in self._waiting:
+            alike = waiting.job.scores is None and waiting.same_prompt(head)
+            (twins if alike and len(twins) < most else others).append(waiting)
+        self._waiting = others
+        return twins
 
     def _complete_alone(self, reading: Reading) -> Read | None:
         if reading.rest:
@@ -263,7 +341,7 @@ class Prefill:
             self._long = None
         if not self.batched:
             return Read([reading], reading.cache)
-        merged = merge([reading.cache])
+        merged = merge([reading.cache] * len(reading.rows)) if reading.rows else []
         # The batch has a copy, so the row's own can stay for prompts that begin alike.
         self._cached.put(reading.job.prompt[:-1], reading.cache)
         return Read([reading], merged)
@@ -275,6 +353,10 @@ class Prefill:
                 if self._cached.wants(len(reading.job.prompt) - 1):
                     row = [layer.extract(i) for layer in cache]
                     self._cached.put(reading.job.prompt[:-1], row)
+        if any(len(reading.rows) > 1 for reading in readings):
+            copies = mx.array([i for i, reading in enumerate(readings) for _ in reading.rows])
+            for layer in cache:
+                layer.filter(copies)
         return Read(readings, cache)
 
     def _keep_checkpoint(self, reading: Reading) -> None:
