@@ -44,6 +44,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=0, description="Requests that may wait for a row, per model; beyond that: 503."),
     ] = 128
+    max_choices: Annotated[
+        int, Meta(ge=1, description="Answers to one request: its prompts times `n`.")
+    ] = 128
     default_max_tokens: Annotated[
         int, Meta(ge=1, description="`max_tokens` of a chat that names none.")
     ] = 4096

@@ -9,8 +9,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from jinja2 import TemplateError
@@ -19,6 +20,7 @@ from mlx_lm.tokenizer_utils import (
     SPMStreamingDetokenizer,
     TokenizerWrapper,
 )
+from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
@@ -26,6 +28,7 @@ from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.stops import StopStrings
+from mlxsrv.text.tools import Dialect, ToolCalls
 
 # End-of-turn tokens by family. Published models forget to list theirs often enough.
 _TURN_ENDS = (
@@ -48,11 +51,16 @@ _CONTEXT_KEYS = (
 )
 
 
+if TYPE_CHECKING:
+    from mlxsrv.engine.grammar import Grammars
+
+
 class Prompt(msgspec.Struct, frozen=True):
-    """Token ids to generate from, whether they leave a think block open, and how many of the
-    first are a system message that other chats will share (0: not known)."""
+    """Token ids to generate from, the text that they are, whether they leave a think block open,
+    and how many of the first are a system message that other chats will share (0: not known)."""
 
     tokens: tuple[int, ...]
+    text: str
     thinking: bool = False
     checkpoint: int = 0
 
@@ -64,6 +72,7 @@ class Defaults(msgspec.Struct, frozen=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class Tokenizer:
@@ -91,6 +100,7 @@ class Tokenizer:
         self.thinks: bool = self._wrapper.has_thinking
         self.marks_checkpoints = False  # set by the pool, for models whose caches cannot be cut
         self._reserved = frozenset(inspect.signature(self._apply_template()).parameters)
+        self._grammars: Grammars | None = None
         self._derive_detokenizer()
 
     @property
@@ -106,11 +116,32 @@ class Tokenizer:
         """A text to be continued. Starts with the model's start token if it has one."""
         bos = self._wrapper.bos_token
         special = bos is None or not text.startswith(bos)
-        return Prompt(tuple(self._wrapper.encode(text, add_special_tokens=special)))
+        return Prompt(tuple(self._wrapper.encode(text, add_special_tokens=special)), text)
 
     def given(self, tokens: Sequence[int]) -> Prompt:
         """Token ids that a client made itself."""
-        return Prompt(tuple(tokens))
+        return Prompt(tuple(tokens), self.decode(tokens))
+
+    def split(self, text: str, *, special: bool) -> list[int]:
+        """The token ids of a text, with those that the tokenizer puts around one if `special`."""
+        return list(self._wrapper.encode(text, add_special_tokens=special))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens included, nothing tidied up."""
+        text: str = self._wrapper.decode(
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def token_bytes(self, token: int) -> bytes:
+        """What a token writes; nothing for special tokens and those beyond the vocabulary."""
+        if self._table is None:
+            return DecodingDetokenizer(self._decoder, keep={}).feed(token).encode()
+        return self._table.data[token] if token < len(self._table.data) else b""
+
+    def spelling(self, token: int) -> bytes:
+        """As `token_bytes`, but special tokens are given by their names."""
+        return self.token_bytes(token) or self.decode([token]).encode()
 
     def render(
         self,
@@ -118,6 +149,7 @@ class Tokenizer:
         *,
         variables: Mapping[str, Any],
         continue_final: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Prompt:
         """A chat through the model's template.
 
@@ -134,6 +166,7 @@ class Tokenizer:
                 tokenize=False,
                 add_generation_prompt=not continue_final,
                 continue_final_message=continue_final,
+                tools=None if tools is None else list(tools),
                 **variables,
             )
         except (
@@ -150,8 +183,9 @@ class Tokenizer:
         tokens = tuple(self._wrapper.encode(text, add_special_tokens=False))
         return Prompt(
             tokens,
+            text,
             thinking=self._opens_thinking(text),
-            checkpoint=self._system_tokens(tokens, messages, variables),
+            checkpoint=self._system_tokens(tokens, messages, {**variables, "tools": tools}),
         )
 
     def _system_tokens(
@@ -176,13 +210,41 @@ class Tokenizer:
         that could set them could replace the template."""
         return [name for name in names if name in self._reserved]
 
-    def pipeline(self, *, stops: Sequence[str], chat: bool, thinking: bool) -> TextPipeline:
+    def pipeline(
+        self, *, stops: Sequence[str], chat: bool, thinking: bool, tools: ToolCalls | None = None
+    ) -> TextPipeline:
         """The stages from this model's token ids to text for one answer."""
         return TextPipeline(
             self._detokenizer(chat),
             Channels(self._wrapper.think_start, self._wrapper.think_end, thinking=thinking),
-            StopStrings(stops),
+            StopStrings(stops) if stops else None,
+            tools,
         )
+
+    def dialect(self, tools: Sequence[Mapping[str, Any]]) -> Dialect | None:
+        """How the model calls these tools, if it is known."""
+        if not self._wrapper.has_tool_calling:
+            return None
+        parse = self._wrapper.tool_parser
+        return Dialect(
+            start=self._wrapper.tool_call_start,
+            end=self._wrapper.tool_call_end,
+            parse=partial(parse, tools=list(tools)),
+            json=parse is json_tools.parse_tool_call,
+        )
+
+    @property
+    def grammars(self) -> Grammars:
+        """What answers may be bound to; made on first use, which imports its library."""
+        if self._grammars is None:
+            from mlxsrv.engine.grammar import Grammars
+
+            self._grammars = Grammars(self._wrapper._tokenizer, self.vocabulary, self.end_tokens)
+        return self._grammars
+
+    @property
+    def think_end_tokens(self) -> tuple[int, ...]:
+        return tuple(self._wrapper.think_end_tokens or ())
 
     def _apply_template(self) -> Any:
         # mlx-lm's wrapper turns thinking on wherever the vocabulary has a think token; a request
@@ -198,29 +260,33 @@ class Tokenizer:
     def _derive_detokenizer(self) -> None:
         detokenizer = self._wrapper.detokenizer
         keep = list(self._marker_tokens().values())
-        self._strips_first_space = False
+        self.strips_first_space = False
         self._table: TokenBytes | None = None
         if isinstance(detokenizer, BPEStreamingDetokenizer):
             self._table = token_bytes(self._wrapper, "byte_level", keep=keep)
         elif isinstance(detokenizer, SPMStreamingDetokenizer):
             self._table = token_bytes(self._wrapper, "sentencepiece", keep=keep)
-            self._strips_first_space = detokenizer.trim_space
+            self.strips_first_space = detokenizer.trim_space
         else:
             # A copy: it decodes on the event loop while the original encodes in a thread.
             self._decoder = copy.deepcopy(self._wrapper._tokenizer)
 
     def _marker_tokens(self) -> dict[int, str]:
-        """The tokens that spell the think markers: special in some models, but needed as text."""
-        if not self.thinks:
-            return {}
-        ids = [*self._wrapper.think_start_tokens, *self._wrapper.think_end_tokens]
+        """The tokens that spell the markers of thoughts and calls: special in some models, but
+        needed as text."""
+        wrapper = self._wrapper
+        ids: list[int] = []
+        if self.thinks:
+            ids += [*wrapper.think_start_tokens, *wrapper.think_end_tokens]
+        if wrapper.has_tool_calling:
+            ids += [*wrapper.tool_call_start_tokens, *(wrapper.tool_call_end_tokens or ())]
         return dict(zip(ids, self._wrapper.convert_ids_to_tokens(ids), strict=True))
 
     def _detokenizer(self, chat: bool) -> Detokenizer | DecodingDetokenizer:
         if self._table is None:
             return DecodingDetokenizer(self._decoder, keep=self._marker_tokens())
         # In a completion the space belongs between the prompt and what follows it.
-        return Detokenizer(self._table, strip_first_space=chat and self._strips_first_space)
+        return Detokenizer(self._table, strip_first_space=chat and self.strips_first_space)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

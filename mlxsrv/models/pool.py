@@ -58,30 +58,34 @@ class Lease:
         self._pool = pool
         self.model = model
         self._released = False
-        self._has_row = False
+        self._rows: set[object] = set()
         model.in_flight += 1
 
     async def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, once the model is loaded. Raises ModelNotLoaded, EngineFailed."""
         return self.model.tokenizer or await self._pool.load(self.model)
 
-    async def borrow_row(self) -> None:
+    async def borrow_row(self, borrower: object) -> None:
         """Wait for a row, first come, first served.
 
-        On behalf of the lease, not of the task: a reply is answered by one task and may be ended
+        On behalf of the borrower, not of the task: a reply is answered by one task and may be ended
         by another.
         """
-        await self.model.rows.acquire_on_behalf_of(self)
-        self._has_row = True
+        await self.model.rows.acquire_on_behalf_of(borrower)
+        # A borrow that is cancelled holds nothing: anyio gives the token back before it raises.
+        self._rows.add(borrower)
+
+    def return_row(self, borrower: object) -> None:
+        """Give the row back, if the borrower has one."""
+        if borrower in self._rows:
+            self._rows.remove(borrower)
+            self.model.rows.release_on_behalf_of(borrower)
 
     def release(self) -> None:
-        if self._released:
-            return
-        self._released = True
-        self.model.in_flight -= 1
-        # A cancelled borrow_row holds nothing: anyio gives the token back before it raises.
-        if self._has_row:
-            self.model.rows.release_on_behalf_of(self)
+        """End the claim. All rows have been returned."""
+        if not self._released:
+            self._released = True
+            self.model.in_flight -= 1
 
 
 class Pool:

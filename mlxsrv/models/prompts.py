@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from mlxsrv.wire.openai import ChatRequest, Message, ToolCall
+from mlxsrv.text.tools import Dialect, ToolCalls
+from mlxsrv.wire.openai import DetokenizeResponse, TokenizeResponse, TokenPiece
+from mlxsrv.wire.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationRequest,
+    Message,
+    TokenizeRequest,
+    ToolCall,
+)
 
 if TYPE_CHECKING:
     from mlxsrv.engine.tokenizer import Prompt, Tokenizer
@@ -28,8 +38,12 @@ def _plain(message: Message, where: str) -> PlainMessage:
         plain["name"] = message.name
     if message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
-    if message.reasoning_content is not None:
-        plain["reasoning_content"] = message.reasoning_content
+    thoughts = message.reasoning_content or message.reasoning
+    if thoughts is not None:
+        plain["reasoning_content"] = thoughts
+    if message.function_call is not None:
+        old = ToolCall(message.function_call)
+        plain["tool_calls"] = [_tool_call(old, f"{where}.function_call", "arguments")]
     if message.tool_calls:
         plain["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls[{i}]")
@@ -56,65 +70,140 @@ def _content(message: Message, where: str) -> str:
     return "".join(texts)
 
 
-def _tool_call(call: ToolCall, where: str) -> dict[str, Any]:
+def _tool_call(call: ToolCall, where: str, arguments: str = "function.arguments") -> dict[str, Any]:
     """Templates take the arguments as an object, where the wire has a string of JSON."""
-    path = f"{where}.function.arguments"
+    path = f"{where}.{arguments}"
     try:
-        arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        given = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"{path}: not a JSON object: {error}", param=path) from None
     return {
         "id": call.id,
         "type": "function",
-        "function": {"name": call.function.name, "arguments": arguments},
+        "function": {"name": call.function.name, "arguments": given},
     }
 
 
-def render_chat(
-    request: ChatRequest, messages: Sequence[PlainMessage], tokenizer: Tokenizer
-) -> Prompt:
-    """The chat as the model's template writes it."""
+class Plan(msgspec.Struct, frozen=True):
+    """What a worker thread finds out before a request's jobs can be made.
+
+    `dialect` is how the model calls the tools that it was given, `parallel` whether it may call
+    more than one; `template` is what the answers must follow.
+    """
+
+    prompts: list[Prompt]
+    dialect: Dialect | None = None
+    parallel: bool = True
+    template: Any = None
+
+    def tool_calls(self) -> ToolCalls | None:
+        """A new stage for one answer's calls."""
+        if self.dialect is None:
+            return None
+        return ToolCalls(self.dialect, parallel=self.parallel)
+
+
+def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer: Tokenizer) -> Plan:
+    """The chat as the model's template writes it, and what the answer must follow.
+
+    Raises:
+        InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
+    """
+    _check_biases(request, tokenizer)
+    tools = _offered(request)
+    dialect = tokenizer.dialect(tools) if tools else None
+    if tools and (dialect is None or not tokenizer.knows("tools")):
+        raise UnsupportedParameter(
+            "tools: this model's chat template has no tools, or calls them in a way that is not "
+            "known here",
+            param="tools",
+        )
     variables = dict(request.chat_template_kwargs or {})
     for name in tokenizer.reserved(variables):
         path = f"chat_template_kwargs.{name}"
         raise InvalidRequest(f"{path}: not a variable of a chat template", param=path)
     if request.reasoning_effort is not None and tokenizer.knows("reasoning_effort"):
         variables["reasoning_effort"] = request.reasoning_effort
-    return tokenizer.render(
+    prompt = tokenizer.render(
         messages,
         variables=variables,
         continue_final=bool(request.continue_final_message),
+        tools=tools or None,
+    )
+    return Plan(
+        [prompt],
+        dialect=dialect,
+        parallel=request.parallel_tool_calls is not False,
     )
 
 
-def single_prompt(prompt: str | list[str | int | list[int]]) -> str | list[int]:
-    """The one prompt that `prompt` holds in any of OpenAI's four forms."""
-    if isinstance(prompt, str):
-        return prompt
-    if prompt and all(isinstance(item, int) for item in prompt):
-        return cast(list[int], prompt)
-    if len(prompt) != 1:
-        raise UnsupportedParameter(
-            "prompt: this server completes one prompt a request", param="prompt"
-        )
-    return cast(str | list[int], prompt[0])
+def _offered(request: ChatRequest) -> list[dict[str, Any]]:
+    """The tools that the model may call, as templates take them."""
+    if request.tool_choice == "none":
+        return []
+    return [msgspec.to_builtins(tool) for tool in request.tools or ()]
 
 
-def encode_prompt(prompt: str | list[int], tokenizer: Tokenizer) -> Prompt:
-    """The prompt of a text completion, its ids checked: MLX reads past the end of a table."""
-    if isinstance(prompt, str):
-        return _not_empty(tokenizer.encode(prompt))
-    for i, token in enumerate(prompt):
+def plan_completion(
+    request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
+) -> Plan:
+    """The prompts of a text completion, ids checked: MLX reads past the end of a table.
+
+    Raises:
+        InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
+    """
+    _check_biases(request, tokenizer)
+    several = len(prompts) > 1 or not isinstance(request.prompt, str)
+    return Plan(
+        [
+            _encode(prompt, _prompt_path(request, i) if several else "prompt", tokenizer)
+            for i, prompt in enumerate(prompts)
+        ],
+    )
+
+
+def _prompt_path(request: CompletionRequest, index: int) -> str:
+    """Where in the request a prompt is: a list of ids is one."""
+    one = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
+    return "prompt" if one else f"prompt[{index}]"
+
+
+def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer) -> Prompt:
+    if not isinstance(prompt, str):
+        _check_ids(prompt, path, tokenizer)
+    encoded = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.given(prompt)
+    if not encoded.tokens:
+        raise InvalidRequest(f"{path}: must hold at least one token", param=path)
+    return encoded
+
+
+def _check_ids(tokens: Sequence[int], path: str, tokenizer: Tokenizer) -> None:
+    for i, token in enumerate(tokens):
         if token >= tokenizer.vocabulary:
-            path = f"prompt[{i}]"
+            where = f"{path}[{i}]"
             raise InvalidRequest(
-                f"{path}: {token} is no token id of this model; it has {tokenizer.vocabulary}",
-                param=path,
+                f"{where}: {token} is no token id of this model; it has {tokenizer.vocabulary}",
+                param=where,
             )
-    return _not_empty(tokenizer.given(prompt))
 
 
-def _not_empty(prompt: Prompt) -> Prompt:
-    if not prompt.tokens:
-        raise InvalidRequest("prompt: must hold at least one token", param="prompt")
-    return prompt
+def _check_biases(request: GenerationRequest, tokenizer: Tokenizer) -> None:
+    for token in request.logit_bias or {}:
+        if token >= tokenizer.vocabulary:
+            raise InvalidRequest(
+                f"logit_bias: {token} is no token id of this model; it has {tokenizer.vocabulary}",
+                param="logit_bias",
+            )
+
+
+def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse:
+    ids = tokenizer.split(request.content, special=request.special)
+    if not request.with_pieces:
+        return TokenizeResponse([*ids], len(ids))
+    return TokenizeResponse([TokenPiece.of(id, tokenizer.spelling(id)) for id in ids], len(ids))
+
+
+def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeResponse:
+    """Raises InvalidRequest for ids that the model does not have."""
+    _check_ids(request.tokens, "tokens", tokenizer)
+    return DetokenizeResponse(tokenizer.decode(request.tokens))

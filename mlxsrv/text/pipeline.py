@@ -1,12 +1,14 @@
 """Token ids of one answer to the pieces of text that are sent."""
 
 from collections.abc import Iterable, Sequence
-from itertools import groupby
-from operator import itemgetter
 from typing import Protocol
 
 from mlxsrv.text.channels import CONTENT, Channels, Piece
 from mlxsrv.text.stops import StopStrings
+from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolOpened
+
+Part = Piece | ToolOpened | ToolArguments
+"""What comes out: text of a channel, or something of a tool call."""
 
 
 class TokenStage(Protocol):
@@ -17,23 +19,26 @@ class TokenStage(Protocol):
 
 
 class TextPipeline:
-    """Detokenizer, then channels, then stop strings.
+    """Detokenizer, then channels, then tool calls, then stop strings.
 
-    Stop strings apply to content only. They are written for the answer: one that is found in the
-    reasoning, such as a blank line, would end the answer before it began. Content that waits for a
-    stop string goes on waiting across a think block, so it may come after that block's reasoning.
+    Tools are called in content, and stop strings apply to what is left of it. They are written for
+    the answer: one that is found in the reasoning, such as a blank line, would end the answer
+    before it began. Content that waits for a stop string goes on waiting across a think block or a
+    call, so it may come after those.
 
     The tokens that end an answer are the caller's to remove; every id given here counts.
 
     - `tokens`: ids consumed, the last one that which completed a stop string.
     - `reasoning_tokens`: those of them inside a think block, markers included.
-    - `stopped`: a stop string was found; nothing is consumed or given any more.
+    - `stopped`: a stop string was found, or the one call made that may be; nothing is consumed or
+      given any more.
     """
 
     __slots__ = (
         "_channels",
         "_detokenizer",
         "_stops",
+        "_tools",
         "_undecided",
         "reasoning_tokens",
         "stopped",
@@ -45,18 +50,32 @@ class TextPipeline:
         detokenizer: TokenStage,
         channels: Channels | None = None,
         stops: StopStrings | None = None,
+        tools: ToolCalls | None = None,
     ) -> None:
         self._detokenizer = detokenizer
         self._channels = channels
         self._stops = stops
+        self._tools = tools
         self._undecided = 0  # ids that may turn out to be the beginning of a start marker
         self.tokens = 0
         self.reasoning_tokens = 0
         self.stopped = False
 
-    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """The pieces that are safe to send, in order; neighbours differ in their channel."""
-        pieces: list[Piece] = []
+    @property
+    def calls(self) -> int:
+        """How many tools have been called."""
+        return self._tools.calls if self._tools is not None else 0
+
+    @property
+    def aside(self) -> bool:
+        """Whether the text fed so far ends inside a think block or a call."""
+        return (self._channels is not None and self._channels.reasoning) or (
+            self._tools is not None and self._tools.inside
+        )
+
+    def feed(self, token_ids: Sequence[int]) -> list[Part]:
+        """The parts that are safe to send, in order; neighbours differ in what they belong to."""
+        pieces: list[Part] = []
         for token_id in token_ids:
             if self.stopped:
                 break
@@ -68,17 +87,19 @@ class TextPipeline:
                 self._send(_content(text), pieces)
         return pieces if len(pieces) < 2 else _merge(pieces)
 
-    def flush(self) -> list[Piece]:
-        """What still waited when the answer ended."""
+    def flush(self, *, cut: bool = False) -> list[Part]:
+        """What still waited when the answer ended, or was `cut` off."""
         if self.stopped:
             return []
-        pieces: list[Piece] = []
+        pieces: list[Part] = []
         text = self._detokenizer.flush()
         if self._channels is not None:
             self._send([*self._channels.feed(text), *self._channels.flush()], pieces)
         else:
             self._send(_content(text), pieces)
-        if self._stops is not None:
+        if self._tools is not None:
+            self._pass(self._tools.flush(cut=cut), pieces)
+        if self._stops is not None and not self.stopped:
             pieces.extend(_content(self._stops.flush()))
         return _merge(pieces)
 
@@ -95,18 +116,31 @@ class TextPipeline:
             self._undecided = 0
         return pieces
 
-    def _send(self, source: Iterable[Piece], pieces: list[Piece]) -> None:
-        """Append what the stop strings let pass of `source`."""
-        stops = self._stops
-        if stops is None:
+    def _send(self, source: Iterable[Piece], pieces: list[Part]) -> None:
+        """Append what tool calls and stop strings leave of `source`."""
+        if self._tools is None and self._stops is None:
             pieces.extend(source)
             return
         for channel, text in source:
-            if channel == CONTENT:
-                text = stops.feed(text)
-            if text:
+            if channel != CONTENT:
                 pieces.append((channel, text))
-            if stops.matched is not None:
+                continue
+            self._pass([text] if self._tools is None else self._tools.feed(text), pieces)
+            if self._tools is not None and self._tools.done:
+                self.stopped = True
+            if self.stopped:
+                return
+
+    def _pass(self, source: Iterable[str | ToolOpened | ToolArguments], pieces: list[Part]) -> None:
+        """Append calls as they are, and of content what the stop strings let pass."""
+        for part in source:
+            if not isinstance(part, str):
+                pieces.append(part)
+                continue
+            text = part if self._stops is None else self._stops.feed(part)
+            if text:
+                pieces.append((CONTENT, text))
+            if self._stops is not None and self._stops.matched is not None:
                 self.stopped = True
                 return
 
@@ -115,6 +149,15 @@ def _content(text: str) -> list[Piece]:
     return [(CONTENT, text)] if text else []
 
 
-def _merge(pieces: list[Piece]) -> list[Piece]:
-    runs = groupby(pieces, key=itemgetter(0))
-    return [(channel, "".join(text for _, text in run)) for channel, run in runs]
+def _merge(pieces: list[Part]) -> list[Part]:
+    merged: list[Part] = []
+    for piece in pieces:
+        last = merged[-1] if merged else None
+        match last, piece:
+            case (str(), str()), (str(), str()) if last[0] == piece[0]:
+                merged[-1] = (last[0], last[1] + piece[1])
+            case ToolArguments(), ToolArguments() if last.index == piece.index:
+                merged[-1] = ToolArguments(last.index, last.text + piece.text)
+            case _:
+                merged.append(piece)
+    return merged

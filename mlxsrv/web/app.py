@@ -24,7 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import MethodNotAllowed, RequestTooLarge, RouteNotFound, ServeError
 from mlxsrv.models.catalogue import Catalogue
-from mlxsrv.service import Reply, Service
+from mlxsrv.service import Service
+from mlxsrv.service.reply import Reply
 from mlxsrv.settings import Settings, load_settings
 from mlxsrv.web.middleware import RequestLog, request_id
 from mlxsrv.web.responses import (
@@ -36,7 +37,7 @@ from mlxsrv.web.responses import (
     stream_error_response,
     unanswered,
 )
-from mlxsrv.wire import openai
+from mlxsrv.wire import openai, openapi, requests
 
 _LONGEST_HEADER = 2048
 
@@ -51,9 +52,12 @@ class App(Starlette):
             routes=[
                 Route("/v1/chat/completions", chat_completions, methods=["POST"]),
                 Route("/v1/completions", completions, methods=["POST"]),
+                Route("/tokenize", tokenize, methods=["POST"]),
+                Route("/detokenize", detokenize, methods=["POST"]),
                 Route("/v1/models", list_models),
                 Route("/v1/models/{id:path}", get_model),
                 Route("/health", health),
+                Route("/openapi.json", describe_api),
             ],
             middleware=[Middleware(RequestLog)],
             exception_handlers={ServeError: _serve_error, HTTPException: _http_error},
@@ -124,7 +128,7 @@ def create_app(settings: Settings | None = None) -> App:
 class Form(msgspec.Struct, frozen=True):
     """What sets one kind of completion apart: how it is read, served and written."""
 
-    requests: openai.RequestDecoder[Any]
+    requests: requests.RequestDecoder[Any]
     serve: Callable[[Service, Any, str], Reply]
     stream: type[openai.Stream]
     fold: Fold
@@ -132,10 +136,10 @@ class Form(msgspec.Struct, frozen=True):
 
 
 CHAT = Form(
-    openai.CHAT_REQUESTS, Service.chat, openai.ChatStream, openai.chat_completion, "chatcmpl"
+    requests.CHAT_REQUESTS, Service.chat, openai.ChatStream, openai.chat_completion, "chatcmpl"
 )
 TEXT = Form(
-    openai.COMPLETION_REQUESTS,
+    requests.COMPLETION_REQUESTS,
     Service.complete,
     openai.CompletionStream,
     openai.text_completion,
@@ -163,8 +167,27 @@ async def _generate(request: Request, form: Form) -> Response:
         return _refuse(error, form, body, accept)
     if not asked.stream:
         return ReplyBody(reply, form.fold, headers=headers)
-    frames = form.stream(reply.who, openai.usage_mode(asked.stream_options))
+    frames = form.stream(
+        reply.who,
+        openai.usage_mode(asked.stream_options),
+        choices=reply.choices,
+        scored=reply.scored,
+    )
     return ReplyStream(reply, frames, accept=accept, headers=headers)
+
+
+async def tokenize(request: Request) -> Response:
+    app: App = request.app
+    body = await _read_body(request, app.settings.max_body)
+    asked, ignored = requests.TOKENIZE_REQUESTS.decode(body)
+    return JSONResponse(await app.service.tokenize(asked), headers=_ignored_header(ignored))
+
+
+async def detokenize(request: Request) -> Response:
+    app: App = request.app
+    body = await _read_body(request, app.settings.max_body)
+    asked, ignored = requests.DETOKENIZE_REQUESTS.decode(body)
+    return JSONResponse(await app.service.detokenize(asked), headers=_ignored_header(ignored))
 
 
 async def list_models(request: Request) -> Response:
@@ -178,6 +201,16 @@ async def get_model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     status = request.app.service.health
     return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
+
+
+async def describe_api(request: Request) -> Response:
+    """The OpenAPI document, made from the routes that there are."""
+    served = [
+        (method, route.path)
+        for route in request.app.routes
+        for method in sorted(route.methods - {"HEAD"})
+    ]
+    return JSONResponse(openapi.document(served, prefix=request.scope.get("root_path", "")))
 
 
 # What routes share.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import anyio
@@ -12,14 +12,15 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import ServeError
-from mlxsrv.events import Channel, FinishReason, Usage
-from mlxsrv.service import Done, Opened, Output, Reply, Text
+from mlxsrv.events import Answer, Usage
+from mlxsrv.service.outputs import Answers, Ended, Opened, Output, Text, ToolInput, ToolStarted
+from mlxsrv.service.reply import Reply
 from mlxsrv.wire import openai
 from mlxsrv.wire.sse import KEEPALIVE, encode_json
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-Fold = Callable[[openai.Identity, openai.Pieces, FinishReason, Usage], object]
+Fold = Callable[[openai.Identity, Sequence[Answer], Usage], object]
 
 
 class JSONResponse(Response):
@@ -93,7 +94,7 @@ class ReplyStream(StreamingResponse):
         try:
             while True:
                 yield b"".join(map(self._frame, outputs)) if outputs else KEEPALIVE
-                if outputs and isinstance(outputs[-1], Done):
+                if outputs and isinstance(outputs[-1], Ended) and outputs[-1].usage is not None:
                     return
                 outputs = await self._reply.outputs()
         except ServeError as error:
@@ -101,10 +102,14 @@ class ReplyStream(StreamingResponse):
 
     def _frame(self, output: Output) -> bytes:
         match output:
-            case Text(channel, text):
-                return self._stream.text(channel, text)
-            case Done(reason, usage):
-                return self._stream.finish(reason, usage)
+            case Text(choice, channel, text, scores):
+                return self._stream.text(choice, channel, text, scores)
+            case ToolStarted(choice, index, id, name):
+                return self._stream.tool(choice, index, id, name)
+            case ToolInput(choice, index, text):
+                return self._stream.arguments(choice, index, text)
+            case Ended(choice, reason, usage):
+                return self._stream.end(choice, reason, usage)
             case Opened():
                 return self._stream.opening()
 
@@ -127,14 +132,11 @@ class ReplyBody(Response):
             await response(scope, receive, send)
 
     async def _whole(self) -> object:
-        pieces: list[tuple[Channel, str]] = []
-        while True:
+        answers = Answers(self._reply.choices, scored=self._reply.scored)
+        while answers.usage is None:
             for output in await self._reply.outputs():
-                match output:
-                    case Text(channel, text):
-                        pieces.append((channel, text))
-                    case Done(reason, usage):
-                        return self._fold(self._reply.who, pieces, reason, usage)
+                answers.add(output)
+        return self._fold(self._reply.who, answers.make(), answers.usage)
 
 
 @asynccontextmanager

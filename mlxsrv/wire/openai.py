@@ -1,213 +1,25 @@
-"""OpenAI's chat and text completion types: requests in, responses and chunks out.
+"""What the server says: OpenAI's chat and text completion types, whole and in chunks.
 
-A request Struct holds the fields that this server honours. What else a body may carry falls in
-two classes: fields that would change the output but cannot be honoured are refused unless their
-value asks for nothing (`_NEUTRAL`); all others are named in `ignored`, for `X-Ignored-Params`.
+A fold makes of whole answers one response; a Stream writes the same, in the order that clients
+rely on, as server-sent events. Fields that OpenAI requires are there even when null; those it
+leaves out are UNSET.
 """
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
 
-import msgspec
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Struct, UnsetType
 from msgspec.structs import replace
 
-from mlxsrv.errors import (
-    InvalidJSON,
-    InvalidRequest,
-    MissingParameter,
-    ServeError,
-    UnsupportedParameter,
-)
-from mlxsrv.events import Channel, FinishReason, Usage
+from mlxsrv.errors import ServeError
+from mlxsrv.events import Answer, Channel, FinishReason, TokenScore, ToolUse, Usage
+from mlxsrv.wire.logprobs import ChatLogprobs, TextLogprobs, TextScores, chat_logprobs
+from mlxsrv.wire.requests import StreamOptions
 from mlxsrv.wire.sse import DONE, PLACEHOLDER, frame, text_frames
-
-# Requests.
-
-Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-PositiveInt = Annotated[int, Meta(ge=1)]
-StopString = Annotated[str, Meta(min_length=1)]
-TokenId = Annotated[int, Meta(ge=0)]
-
-
-class StreamOptions(Struct, frozen=True):
-    include_usage: bool | None = None
-
-
-class GenerationRequest(Struct, frozen=True, kw_only=True):
-    """What chat and text completion have in common."""
-
-    model: str | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    seed: Int64 | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
-    max_tokens: PositiveInt | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    user: str | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
-
-
-class ContentPart(Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class FunctionCall(Struct, frozen=True):
-    name: str
-    arguments: str = ""
-
-
-class ToolCall(Struct, frozen=True):
-    function: FunctionCall
-    id: str | None = None
-    type: Literal["function"] = "function"
-
-
-class Message(Struct, frozen=True):
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-
-class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: PositiveInt | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: str | None = None
-    continue_final_message: bool | None = None
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-
-class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
-    prompt: str | list[str | TokenId | list[TokenId]]
-
-    @property
-    def limit(self) -> int:
-        return self.max_tokens or 16  # as OpenAI has it
-
-
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "best_of": (None, 1),
-    "echo": (None, False),
-    "suffix": (None, ""),
-    "logprobs": (None, False),
-    "top_logprobs": (None, 0),
-    "frequency_penalty": (None, 0),
-    "presence_penalty": (None, 0),
-    "repetition_penalty": (None, 1),
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "guided_json": (None,),
-    "profile": (None,),
-    "steering": (None,),
-}
-
-T = TypeVar("T", bound=GenerationRequest)
-D = TypeVar("D")
-
-
-class RequestDecoder(Generic[T]):
-    """Decodes bodies into one kind of request; made once, at module level.
-
-    Raises:
-        InvalidJSON, MissingParameter, InvalidRequest, UnsupportedParameter: `param` is the path.
-    """
-
-    def __init__(self, kind: type[T]) -> None:
-        self._decoder = msgspec.json.Decoder(kind)
-        self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-        self._honoured = frozenset(kind.__struct_encode_fields__)
-
-    def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the names of fields that were ignored."""
-        request = _decode(self._decoder.decode, body)
-        fields = _decode(self._fields.decode, body)
-        ignored = []
-        for name in fields.keys() - self._honoured:
-            value = _decode(msgspec.json.decode, fields[name])
-            if name in _NEUTRAL:
-                _require_neutral(name, value)
-            elif value is not None:
-                ignored.append(name)
-        if request.stream_options is not None and not request.stream:
-            ignored.append("stream_options")
-        return request, sorted(ignored)
-
-
-def _decode(decode: Callable[[Any], D], data: bytes | msgspec.Raw) -> D:
-    try:
-        return decode(data)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidJSON(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise InvalidJSON("the body is nested too deeply") from None
-
-
-def _require_neutral(name: str, value: Any) -> None:
-    if not any(_same(value, neutral) for neutral in _NEUTRAL[name]):
-        raise UnsupportedParameter(
-            f"{name} is not supported by this server with this value; leave it out", param=name
-        )
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equality of JSON values: Python's has 1 equal True."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"missing required field `(?P<name>[^`]+)`")
-
-
-def _invalid(text: str) -> InvalidRequest:
-    """msgspec's error with its path turned into `param`."""
-    match = _PATH.match(text)
-    assert match is not None  # the pattern matches any text
-    what, path = match["what"], match["path"] or None
-    if missing := _MISSING.search(what):
-        name = f"{path}.{missing['name']}" if path else missing["name"]
-        return MissingParameter(f"missing required parameter: {name}", param=name)
-    where = f"{path}: " if path else ""
-    return InvalidRequest(f"{where}{what[:1].lower()}{what[1:]}", param=path)
-
-
-CHAT_REQUESTS = RequestDecoder(ChatRequest)
-COMPLETION_REQUESTS = RequestDecoder(CompletionRequest)
-
-# Responses.
 
 
 class ErrorBody(Struct, frozen=True):
@@ -262,18 +74,37 @@ class Identity(Struct, frozen=True):
     system_fingerprint: str
 
 
+# Chat.
+
+
+class CalledFunction(Struct, frozen=True):
+    name: str
+    arguments: str
+
+
+class MessageToolCall(Struct, frozen=True, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @classmethod
+    def of(cls, use: ToolUse) -> MessageToolCall:
+        return cls(id=use.id, function=CalledFunction(use.name, use.arguments))
+
+
 class AssistantMessage(Struct, frozen=True, kw_only=True):
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: str | None = None
     reasoning_content: str | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
+    tool_calls: list[MessageToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, frozen=True, kw_only=True):
-    index: int = 0
+    index: int
     message: AssistantMessage
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
 
 
@@ -287,11 +118,82 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     usage: UsageBody
 
 
-class TextChoice(Struct, frozen=True, kw_only=True):
+class FunctionDelta(Struct, frozen=True, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, frozen=True, kw_only=True):
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
+
+
+class Delta(Struct, frozen=True, kw_only=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
+
+
+ChunkReason = FinishReason | Literal["error"] | None
+
+
+class ChunkChoice(Struct, frozen=True, kw_only=True):
     index: int = 0
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: ChunkReason
+
+
+class ChatChunk(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: UsageBody | UnsetType | None = UNSET
+    error: ErrorBody | UnsetType = UNSET
+
+
+def chat_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
+    """The whole response of a chat that was not streamed."""
+    return ChatCompletion(
+        id=who.id,
+        created=who.created,
+        model=who.model,
+        system_fingerprint=who.system_fingerprint,
+        choices=[_chat_choice(index, answer) for index, answer in enumerate(answers)],
+        usage=UsageBody.of(usage),
+    )
+
+
+def _chat_choice(index: int, answer: Answer) -> ChatChoice:
+    reasoning = answer.reasoning or UNSET
+    return ChatChoice(
+        index=index,
+        message=AssistantMessage(
+            content=None if answer.tools and not answer.content else answer.content,
+            reasoning_content=reasoning,
+            reasoning=reasoning,
+            tool_calls=[MessageToolCall.of(use) for use in answer.tools] or UNSET,
+        ),
+        logprobs=None if answer.scores is None else chat_logprobs(answer.scores),
+        finish_reason=answer.reason,
+    )
+
+
+# Text.
+
+
+class TextChoice(Struct, frozen=True, kw_only=True):
+    index: int
     text: str
-    logprobs: None = None
-    finish_reason: FinishReason | Literal["error"] | None
+    logprobs: TextLogprobs | None = None
+    finish_reason: ChunkReason
 
 
 class TextCompletion(Struct, frozen=True, kw_only=True):
@@ -307,65 +209,93 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
     error: ErrorBody | UnsetType = UNSET
 
 
-class Delta(Struct, frozen=True, kw_only=True):
-    role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
+def text_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
+    """The whole response of a text completion that was not streamed. It has no field for
+    reasoning, so all text is text."""
+    choices = [
+        TextChoice(
+            index=index,
+            text=answer.reasoning + answer.content,
+            logprobs=None if answer.scores is None else TextScores().write(answer.scores),
+            finish_reason=answer.reason,
+        )
+        for index, answer in enumerate(answers)
+    ]
+    return _text_completion(who, choices, UsageBody.of(usage))
 
 
-class ChunkChoice(Struct, frozen=True, kw_only=True):
-    index: int = 0
-    delta: Delta
-    logprobs: None = None
-    finish_reason: FinishReason | Literal["error"] | None
+def _text_completion(
+    who: Identity, choices: list[TextChoice], usage: UsageBody | UnsetType | None
+) -> TextCompletion:
+    return TextCompletion(
+        id=who.id,
+        created=who.created,
+        model=who.model,
+        system_fingerprint=who.system_fingerprint,
+        choices=choices,
+        usage=usage,
+    )
 
 
-class ChatChunk(Struct, frozen=True, kw_only=True):
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    system_fingerprint: str
-    choices: list[ChunkChoice]
-    usage: UsageBody | UnsetType | None = UNSET
-    error: ErrorBody | UnsetType = UNSET
-
+# Streams.
 
 UsageMode = Literal["with_finish", "own_chunk", "never"]
 
 
 def usage_mode(options: StreamOptions | None) -> UsageMode:
     """Where a stream tells its usage: asked for, on a chunk of its own; not asked for either way,
-    on the finish chunk; `stream_options` without it, nowhere."""
+    on the last finish chunk; `stream_options` without it, nowhere."""
     if options is None:
         return "with_finish"
     return "own_chunk" if options.include_usage else "never"
 
 
-ChunkReason = FinishReason | Literal["error"] | None
+TextFrames = Callable[[str], bytes]
 
 
 class Stream(ABC):
-    """The frames of one streamed response, in the order that clients rely on: `opening`, any
-    number of `text`, then `finish` or `error`."""
+    """The frames of one streamed response, in the order that clients rely on: `opening`, then of
+    each choice any number of pieces and its `end`; `error` ends whatever is still open.
 
-    def __init__(self, who: Identity, usage: UsageMode) -> None:
+    Args:
+        choices: how many there are; choices interleave as they come.
+        scored: text chunks carry the log-probabilities of their tokens, if only of none.
+    """
+
+    def __init__(
+        self, who: Identity, usage: UsageMode, *, choices: int = 1, scored: bool = False
+    ) -> None:
         self._who = who
         self._mode = usage
+        self._scored = scored
+        self._open = dict.fromkeys(range(choices))
 
     @abstractmethod
     def opening(self) -> bytes: ...
 
     @abstractmethod
-    def text(self, channel: Channel, text: str) -> bytes: ...
+    def text(
+        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
+    ) -> bytes: ...
+
+    def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
+        """The head of the choice's tool call `index`. Only a chat has tools."""
+        raise NotImplementedError
+
+    def arguments(self, choice: int, index: int, text: str) -> bytes:
+        """More of the arguments of a tool call whose head has been sent."""
+        raise NotImplementedError
 
     @abstractmethod
-    def _empty(self, reason: ChunkReason) -> ChatChunk | TextCompletion:
+    def _empty(self, choices: Iterable[int], reason: ChunkReason) -> ChatChunk | TextCompletion:
         """A chunk without text."""
 
-    def finish(self, reason: FinishReason, usage: Usage) -> bytes:
-        last = self._empty(reason)
+    def end(self, choice: int, reason: FinishReason, usage: Usage | None) -> bytes:
+        """The end of one choice. With `usage`, that of the stream, too."""
+        del self._open[choice]
+        last = self._empty([choice], reason)
+        if usage is None:
+            return frame(last)
         if self._mode == "never":
             return frame(last) + DONE
         body = UsageBody.of(usage)
@@ -374,7 +304,9 @@ class Stream(ABC):
         return frame(last) + frame(replace(last, choices=[], usage=body)) + DONE
 
     def error(self, error: ServeError) -> bytes:
-        return frame(replace(self._empty("error"), error=error_response(error).error)) + DONE
+        """The end of the stream and of every choice that has none yet."""
+        last = self._empty(self._open, "error")
+        return frame(replace(last, error=error_response(error).error)) + DONE
 
     @property
     def _usage(self) -> UnsetType | None:
@@ -383,102 +315,99 @@ class Stream(ABC):
 
 
 class ChatStream(Stream):
-    def __init__(self, who: Identity, usage: UsageMode) -> None:
-        super().__init__(who, usage)
-        self._frames: dict[Channel, Callable[[str], bytes]] = {}
+    def __init__(
+        self, who: Identity, usage: UsageMode, *, choices: int = 1, scored: bool = False
+    ) -> None:
+        super().__init__(who, usage, choices=choices, scored=scored)
+        self._texts: list[dict[Channel, TextFrames]] = [{} for _ in range(choices)]
+        self._arguments: dict[tuple[int, int], TextFrames] = {}
 
     def opening(self) -> bytes:
-        return frame(self._chunk(Delta(role="assistant", content="")))
+        start = Delta(role="assistant", content="")
+        return b"".join(frame(self._chunk(choice, start)) for choice in self._open)
 
-    def text(self, channel: Channel, text: str) -> bytes:
-        frames = self._frames.get(channel)
-        if frames is None:
-            delta = (
-                Delta(content=PLACEHOLDER)
-                if channel == "content"
-                else Delta(reasoning_content=PLACEHOLDER, reasoning=PLACEHOLDER)
-            )
-            frames = self._frames[channel] = text_frames(self._chunk(delta))
+    def text(
+        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
+    ) -> bytes:
+        if scores:
+            return frame(self._chunk(choice, _delta(channel, text), chat_logprobs(scores)))
+        try:
+            frames = self._texts[choice][channel]
+        except KeyError:
+            none = chat_logprobs([]) if self._scored else None
+            chunk = self._chunk(choice, _delta(channel, PLACEHOLDER), none)
+            frames = self._texts[choice][channel] = text_frames(chunk)
         return frames(text)
 
-    def _empty(self, reason: ChunkReason) -> ChatChunk:
-        return self._chunk(Delta(), reason)
+    def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
+        head = FunctionDelta(name=name, arguments="")
+        call = ToolCallDelta(index=index, id=id, type="function", function=head)
+        return frame(self._chunk(choice, Delta(tool_calls=[call])))
 
-    def _chunk(self, delta: Delta, reason: ChunkReason = None) -> ChatChunk:
+    def arguments(self, choice: int, index: int, text: str) -> bytes:
+        try:
+            frames = self._arguments[choice, index]
+        except KeyError:
+            call = ToolCallDelta(index=index, function=FunctionDelta(arguments=PLACEHOLDER))
+            chunk = self._chunk(choice, Delta(tool_calls=[call]))
+            frames = self._arguments[choice, index] = text_frames(chunk)
+        return frames(text)
+
+    def _empty(self, choices: Iterable[int], reason: ChunkReason) -> ChatChunk:
+        return self._of(
+            [ChunkChoice(index=index, delta=Delta(), finish_reason=reason) for index in choices]
+        )
+
+    def _chunk(self, choice: int, delta: Delta, logprobs: ChatLogprobs | None = None) -> ChatChunk:
+        return self._of(
+            [ChunkChoice(index=choice, delta=delta, logprobs=logprobs, finish_reason=None)]
+        )
+
+    def _of(self, choices: list[ChunkChoice]) -> ChatChunk:
         return ChatChunk(
             id=self._who.id,
             created=self._who.created,
             model=self._who.model,
             system_fingerprint=self._who.system_fingerprint,
-            choices=[ChunkChoice(delta=delta, finish_reason=reason)],
+            choices=choices,
             usage=self._usage,
         )
 
 
+def _delta(channel: Channel, text: str) -> Delta:
+    if channel == "content":
+        return Delta(content=text)
+    return Delta(reasoning_content=text, reasoning=text)
+
+
 class CompletionStream(Stream):
-    def __init__(self, who: Identity, usage: UsageMode) -> None:
-        super().__init__(who, usage)
-        self._frames = text_frames(self._chunk(PLACEHOLDER))
+    def __init__(
+        self, who: Identity, usage: UsageMode, *, choices: int = 1, scored: bool = False
+    ) -> None:
+        super().__init__(who, usage, choices=choices, scored=scored)
+        none = TextScores().write([]) if scored else None
+        self._texts = [
+            text_frames(self._chunk(choice, PLACEHOLDER, none)) for choice in range(choices)
+        ]
+        self._scores: defaultdict[int, TextScores] = defaultdict(TextScores)
 
     def opening(self) -> bytes:
         return b""  # a text completion has no role to tell
 
-    def text(self, channel: Channel, text: str) -> bytes:
-        return self._frames(text)
+    def text(
+        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
+    ) -> bytes:
+        if scores:
+            return frame(self._chunk(choice, text, self._scores[choice].write(scores)))
+        return self._texts[choice](text)
 
-    def _empty(self, reason: ChunkReason) -> TextCompletion:
-        return self._chunk("", reason)
+    def _empty(self, choices: Iterable[int], reason: ChunkReason) -> TextCompletion:
+        ends = [TextChoice(index=index, text="", finish_reason=reason) for index in choices]
+        return _text_completion(self._who, ends, self._usage)
 
-    def _chunk(self, text: str, reason: ChunkReason = None) -> TextCompletion:
-        return _text_completion(self._who, text, reason, self._usage)
-
-
-Pieces = Sequence[tuple[Channel, str]]
-
-
-def chat_completion(
-    who: Identity, pieces: Pieces, reason: FinishReason, usage: Usage
-) -> ChatCompletion:
-    """The whole response of a chat that was not streamed."""
-    reasoning = "".join(text for channel, text in pieces if channel == "reasoning") or UNSET
-    content = "".join(text for channel, text in pieces if channel == "content")
-    return ChatCompletion(
-        id=who.id,
-        created=who.created,
-        model=who.model,
-        system_fingerprint=who.system_fingerprint,
-        choices=[
-            ChatChoice(
-                message=AssistantMessage(
-                    content=content, reasoning_content=reasoning, reasoning=reasoning
-                ),
-                finish_reason=reason,
-            )
-        ],
-        usage=UsageBody.of(usage),
-    )
-
-
-def text_completion(
-    who: Identity, pieces: Pieces, reason: FinishReason, usage: Usage
-) -> TextCompletion:
-    """The whole response of a text completion that was not streamed. It has no field for
-    reasoning, so all text is text."""
-    text = "".join(text for _, text in pieces)
-    return _text_completion(who, text, reason, UsageBody.of(usage))
-
-
-def _text_completion(
-    who: Identity, text: str, reason: ChunkReason, usage: UsageBody | UnsetType | None
-) -> TextCompletion:
-    return TextCompletion(
-        id=who.id,
-        created=who.created,
-        model=who.model,
-        system_fingerprint=who.system_fingerprint,
-        choices=[TextChoice(text=text, finish_reason=reason)],
-        usage=usage,
-    )
+    def _chunk(self, choice: int, text: str, logprobs: TextLogprobs | None) -> TextCompletion:
+        piece = TextChoice(index=choice, text=text, logprobs=logprobs, finish_reason=None)
+        return _text_completion(self._who, [piece], self._usage)
 
 
 # The catalogue.
@@ -496,3 +425,38 @@ class ModelObject(Struct, frozen=True, kw_only=True):
 class ModelList(Struct, frozen=True, kw_only=True):
     object: Literal["list"] = "list"
     data: list[ModelObject]
+
+
+# Tokens: not OpenAI's, which has no such endpoints, but llama.cpp's.
+
+
+class TokenPiece(Struct, frozen=True):
+    """A token and its text or, where its bytes are no text alone, their values."""
+
+    id: int
+    piece: str | list[int]
+
+    @classmethod
+    def of(cls, id: int, token: bytes) -> TokenPiece:
+        try:
+            return cls(id, token.decode())
+        except UnicodeDecodeError:
+            return cls(id, list(token))
+
+
+class TokenizeResponse(Struct, frozen=True):
+    tokens: list[int | TokenPiece]
+    count: int
+
+
+class DetokenizeResponse(Struct, frozen=True):
+    content: str
+
+
+# The server itself.
+
+HealthStatus = Literal["ok", "loading", "draining", "failed"]
+
+
+class Health(Struct, frozen=True):
+    status: HealthStatus

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from mlxsrv.models.prompts import chat_messages, single_prompt
-from mlxsrv.wire.openai import Message
+from mlxsrv.models.prompts import chat_messages
+from mlxsrv.wire.requests import Message
 
 
 def plain(*messages: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,16 +65,17 @@ def test_malformed_arguments_name_their_message(arguments: str) -> None:
     assert error.value.param == "messages[1].tool_calls[0].function.arguments"
 
 
-def test_one_prompt_in_each_of_its_forms() -> None:
-    assert single_prompt("text") == "text"
-    assert single_prompt(["text"]) == "text"
-    assert single_prompt([1, 2, 3]) == [1, 2, 3]
-    assert single_prompt([[1, 2, 3]]) == [1, 2, 3]
-    assert single_prompt([7]) == [7]
+def test_an_old_clients_call_is_one_like_any_other() -> None:
+    [message] = plain(
+        {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    )
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    with pytest.raises(InvalidRequest) as error:
+        plain({"role": "assistant", "function_call": {"name": "add", "arguments": "{"}})
+    assert error.value.param == "messages[0].function_call.arguments"
 
 
-@pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], [], ["a", 1]])
-def test_several_prompts_are_refused(prompt: Any) -> None:
-    with pytest.raises(UnsupportedParameter) as error:
-        single_prompt(prompt)
-    assert error.value.param == "prompt"
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_come_back_under_either_name(name: str) -> None:
+    [message] = plain({"role": "assistant", "content": "x", name: "because"})
+    assert message["reasoning_content"] == "because"

@@ -1,0 +1,149 @@
+"""One choice of a reply: a row of the batch, from its events to its outputs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mlxsrv.engine.device import JobEvent
+from mlxsrv.events import (
+    Constraint,
+    Finished,
+    FinishReason,
+    Job,
+    Likelihood,
+    PromptRead,
+    PromptScored,
+    Token,
+)
+from mlxsrv.service.outputs import Ended, Output, Text, ToolInput, ToolStarted
+from mlxsrv.service.scores import Scores
+from mlxsrv.text.tools import ToolArguments, ToolOpened
+
+if TYPE_CHECKING:
+    from mlxsrv.text.pipeline import Part, TextPipeline
+
+
+class Choice:
+    """Lives on the event loop. `receive` only notes what has come; `read` turns it into text on
+    its reader's time.
+
+    Args:
+        index: of the choice in its reply.
+        job: what the engine is given.
+        constraint: what its tokens must follow.
+        pipeline: from its tokens to text, its own.
+        scores: where log-probabilities are wanted.
+        echo: the prompt, where the answer begins with it.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        job: Job,
+        pipeline: TextPipeline,
+        *,
+        constraint: Constraint | None = None,
+        scores: Scores | None = None,
+        echo: str = "",
+    ) -> None:
+        self.index = index
+        self.job = job
+        self.constraint = constraint
+        self.pipeline = pipeline
+        self._scores = scores
+        self._echo = echo
+
+        # What has arrived and was not read yet.
+        self._tokens: list[int] = []
+        self._likelihoods: list[Likelihood] = []
+        self._prompt: tuple[Likelihood, ...] = ()
+        self.finish: FinishReason | None = None
+
+        self.submitted = False
+        self.cached_tokens = 0
+        self.ended = False  # Ended was read
+        self._end_tokens = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens sampled for the answer, the end token included."""
+        return self.pipeline.tokens + self._end_tokens
+
+    def receive(self, event: JobEvent) -> None:
+        match event:
+            case Token():
+                if event.finish == "stop":
+                    self._end_tokens = 1  # counts as sampled, but is no text
+                else:
+                    self._tokens.append(event.id)
+                    if event.likelihood is not None:
+                        self._likelihoods.append(event.likelihood)
+                self.finish = self.finish or event.finish
+            case PromptRead():
+                self.cached_tokens = event.cached
+            case PromptScored():
+                self._prompt = event.scores
+            case Finished():
+                self.finish = self.finish or "length"
+
+    def read(self) -> list[Output]:
+        """What has come since the last read; ends with Ended if the choice is over."""
+        if self.ended or not self.submitted:
+            return []
+        outputs = self._read_echo()
+        tokens, self._tokens = self._tokens, []
+        if self._scores is None:
+            outputs += self._outputs(self.pipeline.feed(tokens))
+        else:
+            outputs += self._read_scored(tokens, self._scores)
+        if self.finish is not None:
+            cut = self.finish in ("length", "timeout")
+            outputs += self._outputs(self.pipeline.flush(cut=cut))  # may complete a stop string
+        if self.pipeline.stopped:
+            self.finish, self._end_tokens = "stop", 0
+        if self.finish is not None:
+            self.ended = True
+            outputs.append(Ended(self.index, self._reason(self.finish)))
+        return outputs
+
+    def _reason(self, finish: FinishReason) -> FinishReason:
+        return "tool_calls" if finish == "stop" and self.pipeline.calls else finish
+
+    def _read_echo(self) -> list[Output]:
+        if not self._echo or (self.job.scores is not None and not self._prompt):
+            return []
+        scores = tuple(
+            self._scores.score_token(token, likelihood)
+            for token, likelihood in zip(self.job.prompt, self._prompt, strict=False)
+            if self._scores is not None
+        )
+        echo, self._echo = self._echo, ""
+        return [Text(self.index, "content", echo, scores)]
+
+    def _read_scored(self, tokens: list[int], scores: Scores) -> list[Output]:
+        """As `read`, a token at a time: each is content, or a thought, or part of a call."""
+        outputs: list[Output] = []
+        likelihoods, self._likelihoods = self._likelihoods, []
+        for token, likelihood in zip(tokens, likelihoods, strict=True):
+            inside = self.pipeline.aside
+            pieces = self.pipeline.feed([token])
+            if inside or self.pipeline.aside:
+                scores.leave()
+            else:
+                scores.take(token, likelihood)
+            outputs += self._outputs(pieces)
+        return outputs
+
+    def _outputs(self, pieces: list[Part]) -> list[Output]:
+        return [self._output(piece) for piece in pieces]
+
+    def _output(self, piece: Part) -> Output:
+        match piece:
+            case ToolOpened(index, id, name):
+                return ToolStarted(self.index, index, id, name)
+            case ToolArguments(index, text):
+                return ToolInput(self.index, index, text)
+            case (channel, text):
+                scored = self._scores is not None and channel == "content"
+                scores = self._scores.release(text) if self._scores and scored else ()
+                return Text(self.index, channel, text, scores)

@@ -1,0 +1,108 @@
+"""What a reply gives to whoever answers the client, in order: Opened; for each choice any number
+of texts and tool calls, then Ended; the last of these has the usage. Failures are raised."""
+
+from __future__ import annotations
+
+import msgspec
+
+from mlxsrv.events import Answer, Channel, FinishReason, TokenScore, ToolUse, Usage
+
+
+class Opened(msgspec.Struct, frozen=True):
+    """The engine has the first of the jobs."""
+
+
+class Text(msgspec.Struct, frozen=True):
+    choice: int
+    channel: Channel
+    text: str
+    scores: tuple[TokenScore, ...] = ()
+
+
+class ToolStarted(msgspec.Struct, frozen=True):
+    """The choice's call number `index` begins; its arguments follow."""
+
+    choice: int
+    index: int
+    id: str
+    name: str
+
+
+class ToolInput(msgspec.Struct, frozen=True):
+    """The next piece of a call's arguments."""
+
+    choice: int
+    index: int
+    text: str
+
+
+class Ended(msgspec.Struct, frozen=True):
+    choice: int
+    reason: FinishReason
+    usage: Usage | None = None
+
+
+Output = Opened | Text | ToolStarted | ToolInput | Ended
+
+
+class Answers:
+    """The outputs of one reply, gathered into whole answers.
+
+    Args:
+        choices: how many there will be.
+        scored: whether log-probabilities were asked for.
+    """
+
+    def __init__(self, choices: int, *, scored: bool) -> None:
+        self._drafts = [_Draft() for _ in range(choices)]
+        self._scored = scored
+        self.usage: Usage | None = None  # set: all choices have ended
+
+    def add(self, output: Output) -> None:
+        match output:
+            case Text(choice, channel, text, scores):
+                draft = self._drafts[choice]
+                (draft.content if channel == "content" else draft.reasoning).append(text)
+                draft.scores += scores
+            case ToolStarted(choice, _, id, name):
+                self._drafts[choice].tools.append((id, name, []))
+            case ToolInput(choice, index, text):
+                self._drafts[choice].tools[index][2].append(text)
+            case Ended(choice, reason, usage):
+                self._drafts[choice].reason = reason
+                self.usage = usage
+
+    def make(self) -> list[Answer]:
+        return [draft.answer(self._scored) for draft in self._drafts]
+
+
+class _Draft:
+    """One answer as far as it has come."""
+
+    def __init__(self) -> None:
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.tools: list[tuple[str, str, list[str]]] = []
+        self.scores: list[TokenScore] = []
+        self.reason: FinishReason = "stop"
+
+    def answer(self, scored: bool) -> Answer:
+        tools = [ToolUse(id, name, "".join(pieces)) for id, name, pieces in self.tools]
+        # An answer that was cut off has no broken call at its end.
+        if tools and self.reason in ("length", "timeout") and not _is_json(tools[-1].arguments):
+            tools.pop()
+        return Answer(
+            reason=self.reason,
+            content="".join(self.content),
+            reasoning="".join(self.reasoning),
+            tools=tuple(tools),
+            scores=tuple(self.scores) if scored else None,
+        )
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,400 @@
+"""One request being answered: from a validated Struct to what it generates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from mlxsrv.engine.device import JobEvent, Port
+from mlxsrv.errors import ContextLengthExceeded, DeadlineExceeded, EngineFailed, ServeError
+from mlxsrv.events import Failed, Job, Sampling, Started, Usage
+from mlxsrv.logs import log
+from mlxsrv.models.pool import Lease
+from mlxsrv.models.prompts import Plan
+from mlxsrv.service.choice import Choice
+from mlxsrv.service.outputs import Ended, Opened, Output
+from mlxsrv.service.scores import Scores
+from mlxsrv.settings import Settings
+from mlxsrv.wire.openai import Identity
+from mlxsrv.wire.requests import GenerationRequest
+
+if TYPE_CHECKING:
+    from mlxsrv.engine.tokenizer import Prompt, Tokenizer
+
+_log = logging.getLogger("mlxsrv.service")
+
+
+class Home(Protocol):
+    """What a reply needs of the service that made it."""
+
+    settings: Settings
+    fingerprint: str
+
+    @property
+    def port(self) -> Port: ...
+    @property
+    def failure(self) -> str | None: ...
+    def next_job_id(self) -> int: ...
+    def forget(self, reply: Reply, /) -> None: ...
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What a reply is to do."""
+
+    request: GenerationRequest
+    prepare: Callable[[Tokenizer], Plan]
+    """Runs in a worker thread, with the tokenizer to itself."""
+    choices: int
+    limit: int | None
+    likeliest: int | None
+    """Tokens to score beside each one; None: no scores."""
+    chat: bool
+    request_id: str
+    echo: bool = False
+
+
+class Reply:
+    """Lives on the event loop; whoever makes it must `close` it.
+
+    The device thread's events arrive through callbacks on the loop that only note them; `outputs`
+    turns them into text on its reader's time. The timers for silence and for the deadline wake the
+    reader too, so no read lasts longer than `keepalive` seconds.
+    """
+
+    def __init__(self, home: Home, lease: Lease, asked: Asked) -> None:
+        self.who = Identity(
+            id=f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=lease.model.entry.name,
+            system_fingerprint=home.fingerprint,
+        )
+        self.choices = asked.choices
+        self.scored = asked.likeliest is not None
+        self._home = home
+        self._lease = lease
+        self._asked = asked
+        self._closed = False
+
+        # What has arrived and was not read yet.
+        self._started = False
+        self._error: ServeError | None = None
+        self._expired = False
+        self._silent = False
+
+        # What has been read.
+        self._opened = False
+        self._choices: list[Choice] = []
+        self._port: Port | None = None  # set: a job was submitted
+        self._prompt_tokens = 0
+        self._thinks = False
+        self._first_text: float | None = None
+
+        self._loop = asyncio.get_running_loop()
+        self._waiter: asyncio.Future[None] | None = None
+        self._begun = self._last_read = self._loop.time()
+        settings = home.settings
+        self._deadline = self._loop.call_later(settings.request_timeout, self._expire)
+        self._keepalive = self._loop.call_later(settings.keepalive, self._check_silence)
+
+    # Admission.
+
+    async def admit(self) -> None:
+        """Wait for all that the jobs need, and submit them. Failures come out of `outputs`."""
+        try:
+            await self._submit()
+        except ServeError as error:
+            self.fail(error)
+        except Exception:
+            _log.exception("admission failed")
+            self.fail(ServeError(self._internal("could not take this request")))
+
+    async def _submit(self) -> None:
+        tokenizer = await self._lease.tokenizer()
+        plan = await anyio.to_thread.run_sync(
+            self._asked.prepare, tokenizer, limiter=self._lease.model.tokenizing
+        )
+        self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
+        self._thinks = tokenizer.thinks
+        self._choices = self._make_choices(tokenizer, plan)
+        for choice in self._choices:
+            await self._lease.borrow_row(choice)
+            if self._over:
+                # It ended while it was queued, and a client that reads nothing has not heard yet.
+                self._lease.return_row(choice)
+                return
+            # No await from here on: a cancellation finds the row either not borrowed or the job
+            # submitted, and close() undoes both.
+            self._port = self._home.port
+            self._port.submit(choice.job, partial(self._receive, choice), choice.constraint)
+            choice.submitted = True
+        log(_log, logging.INFO, "stream start", **self._fields(), prompt_tokens=self._prompt_tokens)
+
+    @property
+    def _over(self) -> bool:
+        return self._error is not None or self._expired
+
+    def _make_choices(self, tokenizer: Tokenizer, plan: Plan) -> list[Choice]:
+        return [
+            self._make_choice(tokenizer, plan, prompt, i * self._asked.request.choices + k)
+            for i, prompt in enumerate(plan.prompts)
+            for k in range(self._asked.request.choices)
+        ]
+
+    def _make_choice(self, tokenizer: Tokenizer, plan: Plan, prompt: Prompt, index: int) -> Choice:
+        asked = self._asked
+        scores = None
+        if self.scored:
+            scores = Scores(
+                tokenizer.token_bytes, strips_space=asked.chat and tokenizer.strips_first_space
+            )
+        pipeline = tokenizer.pipeline(
+            stops=asked.request.stops,
+            chat=asked.chat,
+            thinking=prompt.thinking,
+            tools=plan.tool_calls(),
+        )
+        return Choice(
+            index,
+            self._job(tokenizer, prompt, index % asked.request.choices),
+            pipeline,
+            constraint=plan.template.constraint(...) if plan.template else None,
+            scores=scores,
+            echo=prompt.text if asked.echo else "",
+        )
+
+    def _job(self, tokenizer: Tokenizer, prompt: Prompt, copy: int) -> Job:
+        asked = self._asked
+        return Job(
+            id=self._home.next_job_id(),
+            model=self.who.model,
+            prompt=prompt.tokens,
+            max_tokens=self._max_tokens(tokenizer.context_length, len(prompt.tokens)),
+            end_tokens=tokenizer.end_tokens,
+            checkpoint=prompt.checkpoint,
+            logprobs=asked.likeliest,
+            scores=asked.likeliest if asked.echo else None,
+            sampling=_sampling(asked.request, tokenizer, copy),
+        )
+
+    def _max_tokens(self, context: int | None, prompt_tokens: int) -> int:
+        """How many tokens may be drawn. Raises ContextLengthExceeded."""
+        default, limit = self._home.settings.default_max_tokens, self._asked.limit
+        if context is None:
+            return default if limit is None else limit
+        left = context - prompt_tokens
+        if left < (1 if limit is None else limit):
+            asked = f" and max_tokens is {limit}" if limit is not None else ""
+            raise ContextLengthExceeded(
+                f"the context of {self.who.model} is {context} tokens; the prompt has "
+                f"{prompt_tokens}{asked}, and {max(left, 0)} are left for the answer",
+                param="messages" if self._asked.chat else "prompt",
+            )
+        return min(left, default) if limit is None else limit
+
+    # What arrives, from the device thread and from timers; all on the loop.
+
+    def fail(self, error: ServeError) -> None:
+        """End the reply with `error`. What was generated before is given first."""
+        if not self._over and not self._finished:
+            self._error = error
+            self._free_rows(self._choices)
+            self._wake()
+
+    @property
+    def _finished(self) -> bool:
+        """All choices have come to their end, though it may not have been read yet."""
+        return bool(self._choices) and all(choice.finish for choice in self._choices)
+
+    def _receive(self, choice: Choice, event: JobEvent) -> None:
+        match event:
+            case Started():
+                self._started = True
+            case Failed():
+                log(_log, logging.ERROR, "stream error", **self._fields(), reason=event.reason)
+                self.fail(
+                    EngineFailed("the inference engine has failed; restart the server")
+                    if self._home.failure
+                    else ServeError(self._internal("failed while generating"))
+                )
+            case _:
+                choice.receive(event)
+        self._wake()
+
+    def _expire(self) -> None:
+        if self._over or self._finished:
+            return
+        if self._first_text is None:
+            seconds = self._home.settings.request_timeout
+            self.fail(DeadlineExceeded(f"no text within the {seconds:g} s a request may take"))
+            return
+        self._expired = True
+        for choice in self._choices:
+            choice.submitted = True  # or it would never be read
+            choice.finish = choice.finish or "timeout"
+        self._free_rows(self._choices)
+        self._wake()
+
+    def _check_silence(self) -> None:
+        interval = self._home.settings.keepalive
+        now = self._loop.time()
+        if now >= self._last_read + interval:
+            self._silent = True
+            self._last_read = now
+            self._wake()
+        self._keepalive = self._loop.call_at(self._last_read + interval, self._check_silence)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    # Reading.
+
+    async def outputs(self) -> list[Output]:
+        """What is ready, waiting for the first of it. Empty: silence for `keepalive` seconds.
+
+        Raises:
+            ServeError: the reply failed; there is nothing more to read.
+        """
+        while True:
+            outputs = self._read()
+            if outputs:
+                self._last_read = self._loop.time()
+                return outputs
+            if self._error is not None:
+                raise self._error
+            if self._silent:
+                self._silent = False
+                return []
+            self._waiter = self._loop.create_future()
+            await self._waiter
+
+    def _read(self) -> list[Output]:
+        outputs: list[Output] = []
+        if self._started and not self._opened:
+            self._opened = True
+            outputs.append(Opened())
+        for choice in self._choices:
+            read = choice.read()
+            if not read:
+                continue
+            if self._first_text is None:
+                self._first_text = self._loop.time()
+            if choice.ended:
+                self._free_rows([choice])
+            outputs += read
+        if outputs and isinstance(outputs[-1], Ended) and self._all_ended:
+            outputs[-1] = msgspec.structs.replace(outputs[-1], usage=self._usage())
+        return outputs
+
+    @property
+    def _all_ended(self) -> bool:
+        return all(choice.ended for choice in self._choices)
+
+    def _usage(self) -> Usage:
+        """Of all choices together; each prompt counts once, and what of it was cached."""
+        thoughts = sum(choice.pipeline.reasoning_tokens for choice in self._choices)
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=sum(choice.tokens for choice in self._choices),
+            reasoning_tokens=thoughts if self._thinks else None,
+            cached_tokens=sum(
+                choice.cached_tokens for choice in self._choices[:: self._asked.request.choices]
+            ),
+        )
+
+    # The end.
+
+    def close(self) -> None:
+        """Give back all that the reply holds: its rows, its place, its timers. Only the first call
+        counts. A reply closed before it was done was left by its client."""
+        if self._closed:
+            return
+        self._closed = True
+        self._deadline.cancel()
+        self._keepalive.cancel()
+        self._free_rows(self._choices)
+        self._home.forget(self)
+        self._log_end()
+
+    def _free_rows(self, choices: list[Choice]) -> None:
+        """These jobs are over. Their client may read slowly, or never: others need not wait."""
+        for choice in choices:
+            if self._port is not None and choice.submitted:
+                self._port.cancel(choice.job.id)
+            self._lease.return_row(choice)
+        if self._closed or self._over or self._finished:
+            self._lease.release()
+
+    def _log_end(self) -> None:
+        now = self._loop.time()
+        tokens = sum(choice.tokens for choice in self._choices)
+        ttft = rate = None
+        if self._first_text is not None:
+            ttft = self._first_text - self._begun
+            # A clock may tick in milliseconds, and an answer be shorter.
+            decoding = now - self._first_text
+            rate = (tokens - 1) / decoding if tokens > 1 and decoding > 0 else None
+        log(
+            _log,
+            logging.INFO,
+            "stream end",
+            **self._fields(),
+            finish=self._outcome(),
+            prompt_tokens=self._prompt_tokens,
+            tokens=tokens,
+            ttft=ttft,
+            tokens_per_second=rate,
+            seconds=now - self._begun,
+        )
+
+    def _outcome(self) -> str:
+        if self._error is not None:
+            return self._error.code or self._error.type
+        if not self._choices or not self._all_ended:
+            return "disconnected"
+        return self._choices[0].finish or "stop"
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "request": self._asked.request_id,
+            "model": self.who.model,
+            "user": self._asked.request.user,
+        }
+
+    def _internal(self, what: str) -> str:
+        return f"the server {what}; its log says why under request id {self._asked.request_id}"
+
+
+def _sampling(request: GenerationRequest, tokenizer: Tokenizer, copy: int) -> Sampling:
+    """The request's parameters, or the model's own, or none; each copy has its own seed."""
+    given = tokenizer.defaults
+    seed = random.getrandbits(63) if request.seed is None else request.seed + copy
+    return Sampling(
+        temperature=_first(request.temperature, given.temperature, 1.0),
+        top_p=_first(request.top_p, given.top_p, 1.0),
+        top_k=_first(request.top_k, given.top_k, 0),
+        min_p=_first(request.min_p, given.min_p, 0.0),
+        seed=seed,
+        frequency_penalty=_first(request.frequency_penalty, 0.0),
+        presence_penalty=_first(request.presence_penalty, 0.0),
+        repetition_penalty=_first(request.repetition_penalty, given.repetition_penalty, 1.0),
+        logit_bias=tuple(sorted((request.logit_bias or {}).items())),
+    )
+
+
+V = TypeVar("V")
+
+
+def _first(*values: V | None) -> V:
+    """The first that is given; the last always is."""
+    return next(value for value in values if value is not None)

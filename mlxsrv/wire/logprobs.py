@@ -1,0 +1,108 @@
+"""Log-probabilities, as OpenAI's two completion endpoints write them.
+
+Chat lists tokens, each with its bytes, so what is not text alone loses nothing. Text completions
+have the older form, four lists side by side, where a token is told by its string only.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from mlxsrv.events import TokenScore
+
+_LOWEST = -9999.0  # OpenAI's, for what is next to impossible; JSON has no infinity
+
+
+def _finite(logprob: float) -> float:
+    return logprob if logprob > _LOWEST else _LOWEST
+
+
+# Chat.
+
+
+class TopLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct, frozen=True):
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+def chat_logprobs(scores: Sequence[TokenScore]) -> ChatLogprobs:
+    return ChatLogprobs([_chat_token(score) for score in scores])
+
+
+def _chat_token(score: TokenScore) -> TokenLogprob:
+    return TokenLogprob(
+        token=score.token.decode(errors="replace"),
+        logprob=_LOWEST if score.logprob is None else _finite(score.logprob),
+        bytes=list(score.token),
+        top_logprobs=[
+            TopLogprob(token.decode(errors="replace"), _finite(logprob), list(token))
+            for token, logprob in score.top
+        ],
+    )
+
+
+# Text.
+
+
+class TextLogprobs(Struct, frozen=True):
+    """One entry a token in each list; null where nothing predicts the token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextScores:
+    """Writes the log-probabilities of one text, whole or piece by piece: offsets, in characters,
+    run on from piece to piece. Tokens that share a character share its offset."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._offset = 0
+
+    def write(self, scores: Sequence[TokenScore]) -> TextLogprobs:
+        logprobs = TextLogprobs([], [], [], [])
+        for score in scores:
+            logprobs.tokens.append(_text_token(score.token))
+            logprobs.token_logprobs.append(
+                None if score.logprob is None else _finite(score.logprob)
+            )
+            logprobs.top_logprobs.append(_text_top(score))
+            logprobs.text_offset.append(self._offset)
+            self._offset += len(self._decoder.decode(score.token))
+        return logprobs
+
+
+def _text_top(score: TokenScore) -> dict[str, float] | None:
+    """The likeliest tokens and, as OpenAI has it, the token itself if it is none of them."""
+    if score.logprob is None:
+        return None
+    top: dict[str, float] = {}
+    for token, logprob in (*score.top, (score.token, score.logprob)):
+        # Where two tokens are written the same, the likelier one stands.
+        top.setdefault(_text_token(token), _finite(logprob))
+    return top
+
+
+def _text_token(token: bytes) -> str:
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)

@@ -1,0 +1,454 @@
+"""What clients may ask: OpenAI's chat and text completions, tokenize, detokenize.
+
+A request Struct holds the fields that this server honours, so most of what can be wrong with a
+value is said by its type; what one field means for another is said by one check for each kind.
+What else a body may carry falls in two classes: fields that would change the output but cannot be
+honoured are refused unless their value asks for nothing (NEUTRAL); all others are named in
+`ignored`, for `X-Ignored-Params`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, UnsupportedParameter
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Int32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+NotEmpty = Annotated[str, Meta(min_length=1)]
+TokenId = Int32
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Likeliest = Annotated[int, Meta(ge=0, le=20)]
+# `$` alone would let a newline follow.
+FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(?!\n)$")]
+Regex = Annotated[str, Meta(min_length=1, extra_json_schema={"format": "regex"})]
+SchemaText = Annotated[
+    str,
+    Meta(
+        extra_json_schema={
+            "contentMediaType": "application/json",
+            "contentSchema": {"type": "object"},
+        }
+    ),
+]
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """What chat and text completion have in common. None: the default, whatever it is."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Int32 | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
+    seed: Int64 | None = None
+    stop: NotEmpty | Annotated[list[NotEmpty], Meta(max_length=16)] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
+    guided_grammar: NotEmpty | None = None
+    guided_json: dict[str, Any] | SchemaText | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def choices(self) -> int:
+        """How many answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def constraints(self) -> list[str]:
+        """The fields given that say what an answer may be. A decoded request has at most one."""
+        return [name for name in GUIDES if getattr(self, name) is not None]
+
+    @property
+    def guided_schema(self) -> dict[str, Any] | None:
+        """`guided_json` as the object that its string may hold.
+
+        Raises:
+            InvalidRequest: the string holds none; never of a decoded request.
+        """
+        if not isinstance(self.guided_json, str):
+            return self.guided_json
+        try:
+            return msgspec.json.decode(self.guided_json, type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError) as error:
+            what = f"guided_json: not a JSON schema: {error}"
+            raise InvalidRequest(what, param="guided_json") from None
+
+
+GUIDES = ("guided_regex", "guided_choice", "guided_grammar", "guided_json")
+
+# Chat.
+
+
+class ContentPart(Struct, frozen=True):
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Struct, frozen=True):
+    name: str
+    arguments: str = ""
+
+
+class ToolCall(Struct, frozen=True):
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
+class Message(Struct, frozen=True):
+    """One turn. Thoughts come back under either of the two names they are sent by, and an old
+    client's call is in `function_call`."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+class Function(Struct, frozen=True, omit_defaults=True):
+    """A function that the model may call; `parameters` is the JSON Schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+# In the order of chat templates' own examples: `msgspec.to_builtins` makes of it what they take.
+class Tool(Struct, frozen=True):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Struct, frozen=True):
+    name: str
+
+
+class NamedTool(Struct, frozen=True):
+    """The choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class TextFormat(Struct, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JSONObjectFormat(Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class NamedSchema(Struct, frozen=True):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JSONSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+    json_schema: NamedSchema
+
+
+class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Likeliest | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: TextFormat | JSONObjectFormat | JSONSchemaFormat | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens an answer may have, if the request says."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to score beside each one drawn; None: no scores at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def constraints(self) -> list[str]:
+        free = self.response_format is None or isinstance(self.response_format, TextFormat)
+        return super().constraints + ([] if free else ["response_format"])
+
+
+# Text.
+
+
+class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    prompt: str | list[str | TokenId | list[TokenId]]
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    logprobs: Likeliest | None = None
+    echo: bool | None = None
+    best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+
+    @property
+    def limit(self) -> int:
+        """How many tokens an answer may have: 16 by default, as OpenAI has it."""
+        newer = self.max_completion_tokens
+        given = self.max_tokens if newer is None else newer
+        return 16 if given is None else given
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to score beside each one; None: no scores at all."""
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt, whichever of OpenAI's four forms they came in."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [cast(list[int], self.prompt)]
+        return cast(list[str | list[int]], self.prompt)
+
+
+# Tokens.
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    content: str
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    with_pieces: bool | None = None
+
+    @property
+    def special(self) -> bool:
+        """Whether the tokens that the tokenizer puts around a text are wanted: by default, yes."""
+        return self.add_special_tokens is not False
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    tokens: list[TokenId]
+    model: str | None = None
+
+
+# What one field means for another.
+
+
+def _check_constraints(request: GenerationRequest) -> None:
+    match request.constraints:
+        case [one, another, *_]:
+            raise InvalidRequest(
+                f"{another}: cannot be combined with {one}; an answer follows one of them",
+                param=another,
+            )
+    if isinstance(request.guided_json, str):
+        _ = request.guided_schema
+
+
+def _check_chat(request: ChatRequest) -> None:
+    _check_constraints(request)
+    if request.top_logprobs and not request.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
+    choice = request.tool_choice
+    if choice in (None, "none", "auto"):
+        return
+    if not request.tools:
+        raise InvalidRequest("tool_choice: there are no tools to choose", param="tool_choice")
+    if isinstance(choice, NamedTool):
+        names = [tool.function.name for tool in request.tools]
+        if choice.function.name not in names:
+            path = "tool_choice.function.name"
+            raise InvalidRequest(
+                f"{path}: no tool is called that; there are {', '.join(names)}", param=path
+            )
+
+
+def _check_completion(request: CompletionRequest) -> None:
+    _check_constraints(request)
+    if request.max_tokens == 0 and not request.echo:
+        raise InvalidRequest(
+            "max_tokens: expected `int` >= 1; 0 needs echo, to score the prompt",
+            param="max_tokens",
+        )
+    if request.best_of not in (None, request.choices):
+        raise UnsupportedParameter(
+            f"best_of: this server returns all that it generates, so it is {request.choices} "
+            "(as n is) or left out",
+            param="best_of",
+        )
+    prompt = request.prompt
+    if not isinstance(prompt, str) and len({*map(type, prompt)}) != 1:
+        raise InvalidRequest(
+            "prompt: expected a string, strings, token ids or lists of token ids",
+            param="prompt",
+        )
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+    "moderation": (None,),
+    "verbosity": (None, "medium"),
+    "profile": (None,),
+    "steering": (None,),
+    "suffix": (None, ""),
+    # Honoured by one kind of request and unknown to the other.
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "top_logprobs": (None, 0),
+    "response_format": (None, {"type": "text"}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+}
+"""Values that ask for nothing, of fields that would change what is generated."""
+
+_REASONS: Mapping[str, str] = {
+    "suffix": "this model has no fill-in-the-middle tokens",
+}
+
+# Bodies.
+
+T = TypeVar("T", bound=Struct)
+D = TypeVar("D")
+
+
+def _nothing_to_check(request: Struct) -> None:
+    pass
+
+
+class RequestDecoder(Generic[T]):
+    """Decodes bodies into one kind of request; made once, at module level.
+
+    Args:
+        check: raises InvalidRequest if the fields do not go together.
+        neutral: fields that the kind does not have, and the values of theirs that do no harm.
+
+    Raises:
+        InvalidJSON, MissingParameter, InvalidRequest, UnsupportedParameter: `param` is the path.
+    """
+
+    def __init__(
+        self,
+        kind: type[T],
+        *,
+        check: Callable[[T], None] = _nothing_to_check,
+        neutral: Mapping[str, tuple[Any, ...]] | None = None,
+    ) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+        self._honoured = frozenset(kind.__struct_encode_fields__)
+        self._check = check
+        self._neutral = neutral or {}
+
+    def decode(self, body: bytes) -> tuple[T, list[str]]:
+        """The request, and the names of fields that were ignored."""
+        request = _decode(self._decoder.decode, body)
+        fields = _decode(self._fields.decode, body)
+        ignored = []
+        for name in fields.keys() - self._honoured:
+            value = _decode(msgspec.json.decode, fields[name])
+            if name in self._neutral:
+                self._require_neutral(name, value)
+            elif value is not None:
+                ignored.append(name)
+        self._check(request)
+        if _has_idle_options(request):
+            ignored.append("stream_options")
+        return request, sorted(ignored)
+
+    def _require_neutral(self, name: str, value: Any) -> None:
+        if not any(_same(value, neutral) for neutral in self._neutral[name]):
+            reason = _REASONS.get(name, "not by this server, and not with this value")
+            raise UnsupportedParameter(
+                f"{name} is not supported ({reason}); leave it out", param=name
+            )
+
+
+def _has_idle_options(request: Struct) -> bool:
+    return (
+        isinstance(request, GenerationRequest)
+        and request.stream_options is not None
+        and not request.stream
+    )
+
+
+def _decode(decode: Callable[[Any], D], data: bytes | msgspec.Raw) -> D:
+    try:
+        return decode(data)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidJSON(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidJSON("the body is nested too deeply") from None
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equality of JSON values: Python's has 1 equal True."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+# The path holds names of ours only; a value that is quoted before it may hold anything.
+_PATH = re.compile(
+    r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
+)
+_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
+_LONGEST = 300
+
+
+def _invalid(text: str) -> InvalidRequest:
+    """msgspec's error with its path turned into `param`."""
+    match = _PATH.match(text)
+    assert match is not None  # the pattern matches any text
+    what, path = match["what"], (match["path"] or "").replace("[...]", "") or None
+    if missing := _MISSING.fullmatch(what):
+        name = f"{path}.{missing['name']}" if path else missing["name"]
+        return MissingParameter(f"missing required parameter: {name}", param=name)
+    if len(what) > _LONGEST:
+        what = f"{what[:_LONGEST]}..."
+    where = f"{path}: " if path else ""
+    key = "a key is wrong: " if match["key"] else ""
+    return InvalidRequest(f"{where}{key}{what[:1].lower()}{what[1:]}", param=path)
+
+
+CHAT_REQUESTS = RequestDecoder(ChatRequest, check=_check_chat, neutral=NEUTRAL)
+COMPLETION_REQUESTS = RequestDecoder(CompletionRequest, check=_check_completion, neutral=NEUTRAL)
+TOKENIZE_REQUESTS = RequestDecoder(TokenizeRequest)
+DETOKENIZE_REQUESTS = RequestDecoder(DetokenizeRequest)

@@ -1,0 +1,240 @@
+"""The document of the API: it is sound, and it says of a body what the decoder does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import jsonschema
+import pytest
+
+from mlxsrv.errors import InvalidRequest
+from mlxsrv.events import Answer, TokenScore, ToolUse, Usage
+from mlxsrv.wire import openai
+from mlxsrv.wire.openapi import OPERATIONS, document
+from tests.wire.bodies import KINDS, Kind
+from tests.wire.schemas import Body, as_sent, read_chunks
+
+ROUTES = [
+    ("POST", "/v1/chat/completions"),
+    ("POST", "/v1/completions"),
+    ("GET", "/v1/models"),
+    ("GET", "/v1/models/{id:path}"),
+    ("POST", "/tokenize"),
+    ("POST", "/detokenize"),
+    ("GET", "/health"),
+    ("GET", "/openapi.json"),
+]
+DOCUMENT: Body = json.loads(json.dumps(document(ROUTES)))
+
+
+def objects(value: Any) -> Iterator[Body]:
+    """Every object within `value`, itself included."""
+    if isinstance(value, dict):
+        yield value
+        value = list(value.values())
+    if isinstance(value, list):
+        for part in value:
+            yield from objects(part)
+
+
+def resolve(reference: str) -> Any:
+    """What a `$ref` points to. KeyError: nothing."""
+    assert reference.startswith("#/")
+    found: Any = DOCUMENT
+    for step in reference.removeprefix("#/").split("/"):
+        found = found[step]
+    return found
+
+
+def validator(schema: Body) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(schema | {"components": DOCUMENT["components"]})
+
+
+def operation(method: str, path: str) -> Body:
+    return dict(DOCUMENT["paths"][path.replace(":path", "")][method.lower()])
+
+
+def answers(method: str, path: str, status: int, media: str = "application/json") -> Any:
+    """The schema of what an endpoint answers."""
+    content = operation(method, path)["responses"][str(status)]["content"]
+    return validator(content[media]["schema"])
+
+
+# The document.
+
+
+def test_every_schema_is_one() -> None:
+    for schema in DOCUMENT["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_every_reference_leads_somewhere() -> None:
+    references = {part["$ref"] for part in objects(DOCUMENT) if "$ref" in part}
+    for reference in references:
+        assert resolve(reference)
+    named = {reference.rpartition("/")[2] for reference in references}
+    kinds = DOCUMENT["components"]["schemas"].keys() | DOCUMENT["components"]["headers"].keys()
+    assert kinds == named, "nothing is described that is not used"
+
+
+def test_a_discriminator_leads_somewhere() -> None:
+    found = [part["discriminator"] for part in objects(DOCUMENT) if "discriminator" in part]
+    for discriminator in found:
+        for name, reference in discriminator["mapping"].items():
+            assert resolve(reference)["properties"][discriminator["propertyName"]]["enum"] == [name]
+    assert found
+
+
+def test_the_document_has_what_openapi_requires() -> None:
+    assert DOCUMENT["openapi"] == "3.1.0"
+    assert DOCUMENT["info"].keys() >= {"title", "version"}
+    assert DOCUMENT["servers"] == [{"url": "/"}]
+    assert len(DOCUMENT["paths"]) == len(ROUTES)
+    ids = [operation(*route)["operationId"] for route in ROUTES]
+    assert len({*ids}) == len(ROUTES)
+    for method, path in ROUTES:
+        described = operation(method, path)
+        assert described["summary"]
+        assert ("requestBody" in described) == (method == "POST")
+        for response in described["responses"].values():
+            assert response["description"]
+            assert response["content"]["application/json"]["schema"]
+
+
+def test_only_what_is_served_is_described() -> None:
+    assert list(document(ROUTES[:1])["paths"]) == ["/v1/chat/completions"]
+    assert {(one.method, one.path) for one in OPERATIONS} == {
+        (method, path.replace(":path", "")) for method, path in ROUTES
+    }
+
+
+def test_a_route_that_is_not_described_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="POST /v1/nothing"):
+        document([("POST", "/v1/nothing")])
+
+
+def test_a_mounted_app_says_where() -> None:
+    assert document(ROUTES, prefix="/llm")["servers"] == [{"url": "/llm"}]
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+def test_refusals_have_the_one_shape(method: str, path: str) -> None:
+    errors = operation(method, path)["responses"].keys() - {"200"}
+    if method == "POST":
+        assert errors == {"400", "404", "405", "413", "500", "503", "504"}
+    assert errors >= {"405", "500"}
+    body = as_sent(openai.error_response(InvalidRequest("no")))
+    for status in errors - ({"503"} if path == "/health" else set()):
+        answers(method, path, int(status)).validate(body)
+
+
+# Requests: the schema and the decoder are of one mind.
+
+PATHS = {
+    "chat": "/v1/chat/completions",
+    "completion": "/v1/completions",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+}
+
+
+def asks(name: str) -> jsonschema.Draft202012Validator:
+    body = operation("POST", PATHS[name])["requestBody"]
+    assert body["required"]
+    return validator(body["content"]["application/json"]["schema"])
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS.items(), ids=KINDS)
+def test_what_is_refused_is_not_in_the_schema(name: str, kind: Kind) -> None:
+    schema = asks(name)
+    for body, param in [*kind.wrong, *kind.missing, *kind.unsupported]:
+        assert not schema.is_valid(body), (param, body)
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS.items(), ids=KINDS)
+def test_what_is_read_is_in_the_schema(name: str, kind: Kind) -> None:
+    schema = asks(name)
+    for body in kind.fine:
+        schema.validate(body)
+    for field in kind.struct.__struct_fields__:
+        if field not in kind.base:
+            schema.validate(kind.base | {field: None})
+    schema.validate(kind.base | {"unknown": [1]})
+
+
+@pytest.mark.parametrize("name", ["chat", "completion"])
+def test_at_most_one_field_says_what_an_answer_is(name: str) -> None:
+    kind, schema = KINDS[name], asks(name)
+    values = {
+        "guided_regex": "a",
+        "guided_choice": ["a"],
+        "guided_grammar": "start: x",
+        "guided_json": {},
+        "response_format": {"type": "json_object"},
+    }
+    fields = [field for field in values if field in kind.struct.__struct_fields__]
+    for given in product([False, True], repeat=len(fields)):
+        chosen = [field for field, wanted in zip(fields, given, strict=True) if wanted]
+        body = kind.base | {field: values[field] for field in chosen}
+        assert schema.is_valid(body) == (len(chosen) <= 1)
+
+
+# Responses.
+
+WHO = openai.Identity("chatcmpl-" + "0" * 32, 1_790_000_000, "org/name", "mlxsrv-1")
+USAGE = Usage(prompt_tokens=5, completion_tokens=7, reasoning_tokens=1)
+SCORES = (TokenScore(b"Once", None), TokenScore(b"\xe2", -0.5, ((b"a", -0.5),)))
+ANSWERS = [
+    Answer("stop", "Hello", "Hm.", (ToolUse("call_1", "f", "{}"),), SCORES),
+    Answer("timeout"),
+]
+
+
+def test_answers_are_as_described() -> None:
+    chat, text = "/v1/chat/completions", "/v1/completions"
+    body = as_sent(openai.chat_completion(WHO, ANSWERS, USAGE))
+    answers("POST", chat, 200).validate(body)
+    answers("POST", text, 200).validate(as_sent(openai.text_completion(WHO, ANSWERS, USAGE)))
+    assert not answers("POST", text, 200).is_valid(body)
+    for name in body:
+        lacking = {key: value for key, value in body.items() if key != name}
+        assert not answers("POST", chat, 200).is_valid(lacking), f"{name} is always there"
+
+
+@pytest.mark.parametrize("usage", ["with_finish", "own_chunk", "never"])
+def test_chunks_are_as_described(usage: openai.UsageMode) -> None:
+    for path, kind in (
+        ("/v1/chat/completions", openai.ChatStream),
+        ("/v1/completions", openai.CompletionStream),
+    ):
+        stream = kind(WHO, usage, choices=2, scored=True)
+        data = stream.opening() + stream.text(0, "content", "a", SCORES)
+        data += stream.text(1, "reasoning", "a")
+        if kind is openai.ChatStream:
+            data += stream.tool(1, 0, "call_1", "f") + stream.arguments(1, 0, "{}")
+        ended = data + stream.end(0, "stop", None) + stream.end(1, "tool_calls", USAGE)
+        failed = kind(WHO, usage).error(InvalidRequest("no"))
+        schema = answers("POST", path, 200, "text/event-stream")
+        for chunk in read_chunks(ended) + read_chunks(failed):
+            schema.validate(chunk)
+        for status in (400, 404, 503):
+            answers("POST", path, status, "text/event-stream").validate(*read_chunks(failed))
+
+
+def test_the_rest_is_as_described() -> None:
+    model = openai.ModelObject(
+        id="m", created=5, owned_by="mlxsrv", loaded=True, context_length=None
+    )
+    answers("GET", "/v1/models", 200).validate(as_sent(openai.ModelList(data=[model])))
+    answers("GET", "/v1/models/{id}", 200).validate(as_sent(model))
+    tokenized = answers("POST", "/tokenize", 200)
+    tokenized.validate(as_sent(openai.TokenizeResponse([1], 1)))
+    pieces = [openai.TokenPiece.of(1, b"a"), openai.TokenPiece.of(2, b"\xe2")]
+    tokenized.validate(as_sent(openai.TokenizeResponse([*pieces], 2)))
+    answers("POST", "/detokenize", 200).validate(as_sent(openai.DetokenizeResponse("a")))
+    answers("GET", "/health", 200).validate(as_sent(openai.Health("ok")))
+    answers("GET", "/health", 503).validate(as_sent(openai.Health("draining")))
+    answers("GET", "/openapi.json", 200).validate(DOCUMENT)

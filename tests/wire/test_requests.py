@@ -1,0 +1,361 @@
+"""Requests: what is read of them, and the name and path of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, ServeError
+from mlxsrv.errors import UnsupportedParameter as Unsupported
+from mlxsrv.wire.requests import (
+    CHAT_REQUESTS,
+    COMPLETION_REQUESTS,
+    DETOKENIZE_REQUESTS,
+    TOKENIZE_REQUESTS,
+    ChatRequest,
+    CompletionRequest,
+    JSONSchemaFormat,
+    NamedTool,
+)
+from tests.wire.bodies import JSON_SCHEMA, KINDS, Kind, chat, completion, message, tool
+from tests.wire.schemas import Body
+
+
+def read_chat(**fields: Any) -> ChatRequest:
+    return CHAT_REQUESTS.decode(json.dumps(chat(**fields)).encode())[0]
+
+
+def read_completion(**fields: Any) -> CompletionRequest:
+    return COMPLETION_REQUESTS.decode(json.dumps(completion(**fields)).encode())[0]
+
+
+def refusal(kind: Kind, body: object) -> InvalidRequest:
+    text = body if isinstance(body, str) else json.dumps(body)
+    with pytest.raises(InvalidRequest) as caught:
+        kind.decode(text.encode())
+    return caught.value
+
+
+def with_raw(body: Body, field: str, raw: str) -> str:
+    """`body` as JSON with `field` spelled as given, which need not be JSON."""
+    rest = json.dumps({name: value for name, value in body.items() if name != field})
+    return f'{{"{field}": {raw}, {rest[1:]}'
+
+
+def holds(read: Any, given: Any) -> bool:
+    """Whether all that is given has been read, where it was."""
+    if isinstance(given, dict):
+        return all(holds(read.get(name), value) for name, value in given.items())
+    if isinstance(given, list):
+        return len(read) == len(given) and all(map(holds, read, given))
+    return bool(read == given)
+
+
+def _each(group: str) -> list[Any]:
+    return [
+        pytest.param(kind, *(case if isinstance(case, tuple) else (case,)), id=f"{name}-{i}")
+        for name, kind in KINDS.items()
+        for i, case in enumerate(getattr(kind, group))
+    ]
+
+
+def _fields(*, optional: bool) -> list[Any]:
+    """Every field of every kind, so that a new one is tried, too."""
+    return [
+        pytest.param(kind, field.encode_name, id=f"{name}-{field.encode_name}")
+        for name, kind in KINDS.items()
+        for field in msgspec.structs.fields(kind.struct)
+        if not (optional and field.required)
+    ]
+
+
+# Values.
+
+
+@pytest.mark.parametrize(("kind", "body", "param"), _each("wrong") + _each("unsaid"))
+def test_a_wrong_value_is_refused_by_path(kind: Kind, body: Body, param: str) -> None:
+    error = refusal(kind, body)
+    assert (error.code, error.param) == ("invalid_value", param), error.message
+    assert error.message.startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize(("kind", "body", "param"), _each("missing"))
+def test_what_is_missing_is_named(kind: Kind, body: Body, param: str) -> None:
+    error = refusal(kind, body)
+    assert isinstance(error, MissingParameter)
+    assert (error.param, error.message) == (param, f"missing required parameter: {param}")
+
+
+@pytest.mark.parametrize(("kind", "body", "param"), _each("unsupported"))
+def test_what_would_change_the_output_is_not_dropped(kind: Kind, body: Body, param: str) -> None:
+    error = refusal(kind, body)
+    assert isinstance(error, Unsupported)
+    assert error.param == param
+    assert param in error.message
+
+
+@pytest.mark.parametrize(("kind", "body"), _each("fine"))
+def test_what_is_fine_is_read_and_named_nowhere(kind: Kind, body: Body) -> None:
+    request, ignored = kind.decode(json.dumps(body).encode())
+    idle = body.get("stream_options") is not None and not body.get("stream")
+    assert ignored == (["stream_options"] if idle else [])
+    read = json.loads(msgspec.json.encode(request))
+    assert holds(read, {name: value for name, value in body.items() if name in read})
+
+
+@pytest.mark.parametrize(("kind", "field"), _fields(optional=True))
+def test_null_is_the_default(kind: Kind, field: str) -> None:
+    absent = kind.decode(json.dumps(kind.base).encode())
+    assert kind.decode(json.dumps(kind.base | {field: None}).encode()) == absent
+
+
+@pytest.mark.parametrize("raw", ["NaN", "Infinity", "-Infinity", "nan", "+1", "'a'"])
+@pytest.mark.parametrize(("kind", "field"), _fields(optional=False))
+def test_what_json_cannot_say_is_not_json(kind: Kind, field: str, raw: str) -> None:
+    error = refusal(kind, with_raw(kind.base, field, raw))
+    assert isinstance(error, InvalidJSON)
+    assert error.param is None
+
+
+@pytest.mark.parametrize("raw", ["1e999", "-1e999", "9" * 5000, "[" * 5000 + "]" * 5000])
+@pytest.mark.parametrize(("kind", "field"), _fields(optional=False))
+def test_a_value_beyond_all_bounds_is_the_clients_fault(kind: Kind, field: str, raw: str) -> None:
+    error = refusal(kind, with_raw(kind.base, field, raw))
+    assert error.code in {"invalid_value", "invalid_json"}
+    if raw[0] != "[":
+        assert error.param == field
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("body", ["[]", "5", "null", '"hi"', "true", "[{}]"])
+def test_a_body_that_is_no_object_is_refused(kind: Kind, body: str) -> None:
+    error = refusal(kind, body)
+    assert (error.code, error.param) == ("invalid_value", None)
+    assert "object" in error.message
+
+
+# Messages of errors.
+
+
+def test_a_quoted_value_is_neither_a_path_nor_without_end() -> None:
+    kind = KINDS["chat"]
+    error = refusal(kind, chat(tool_choice="x' - at `$.evil` missing required field `evil`"))
+    assert (error.code, error.param) == ("invalid_value", "tool_choice")
+    error = refusal(kind, message(role="m" * 1_000_000))
+    assert len(error.message) < 1000
+
+
+def test_a_bias_of_what_is_no_token_says_so() -> None:
+    error = refusal(KINDS["chat"], chat(logit_bias={"hello": 1}))
+    assert "key" in error.message
+    assert "int" in error.message
+
+
+def test_fields_that_exclude_each_other_are_both_named() -> None:
+    error = refusal(KINDS["chat"], chat(guided_regex="a", response_format={"type": "json_object"}))
+    assert "guided_regex" in error.message
+    assert "response_format" in error.message
+
+
+def test_an_unknown_tool_is_named_beside_the_known() -> None:
+    error = refusal(KINDS["chat"], chat(tools=[tool("f"), tool("g")], tool_choice=tool("h")))
+    assert "f, g" in error.message
+
+
+def test_a_suffix_says_what_the_model_lacks() -> None:
+    assert "fill-in-the-middle" in refusal(KINDS["completion"], completion(suffix="x")).message
+
+
+@pytest.mark.parametrize(
+    ("fields", "fine"),
+    [
+        ({"best_of": 1}, True),
+        ({"best_of": 1, "n": 1}, True),
+        ({"best_of": 3, "n": 3}, True),
+        ({"best_of": 2}, False),
+        ({"best_of": 1, "n": 2}, False),
+        ({"best_of": 3, "n": 2}, False),
+    ],
+)
+def test_best_of_is_n(fields: Body, fine: bool) -> None:
+    if fine:
+        assert read_completion(**fields).choices == fields.get("n", 1)
+    else:
+        error = refusal(KINDS["completion"], completion(**fields))
+        assert (error.code, error.param) == ("unsupported_parameter", "best_of")
+
+
+# Fields that mean nothing here.
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_unknown_fields_are_named_in_order(kind: Kind) -> None:
+    body = kind.base | {"store": True, "metadata": {"a": [1]}, "": 1, "ключ": 5, "gone": None}
+    assert kind.decode(json.dumps(body).encode())[1] == ["", "metadata", "store", "ключ"]
+
+
+def test_tokens_know_no_field_of_a_generation() -> None:
+    body = json.dumps({"content": "x", "tools": [tool()], "stream_options": {}, "n": 5}).encode()
+    assert TOKENIZE_REQUESTS.decode(body)[1] == ["n", "stream_options", "tools"]
+
+
+def test_options_of_a_stream_mean_nothing_without_one() -> None:
+    for stream, ignored in (({}, ["stream_options"]), ({"stream": True}, [])):
+        body = json.dumps(chat(stream_options={"include_usage": True}, **stream)).encode()
+        assert CHAT_REQUESTS.decode(body)[1] == ignored
+
+
+# What is read.
+
+
+def test_the_limit_of_a_chat() -> None:
+    assert read_chat().limit is None
+    assert read_chat(max_tokens=5).limit == 5
+    assert read_chat(max_tokens=5, max_completion_tokens=7).limit == 7
+
+
+def test_the_limit_of_a_completion() -> None:
+    assert read_completion().limit == 16
+    assert read_completion(max_tokens=5).limit == 5
+    assert read_completion(max_tokens=5, max_completion_tokens=7).limit == 7
+    assert read_completion(max_tokens=0, echo=True).limit == 0
+
+
+def test_stop_strings_are_a_list() -> None:
+    assert read_chat().stops == []
+    assert read_chat(stop="a").stops == ["a"]
+    assert read_chat(stop=["a", "b"]).stops == ["a", "b"]
+
+
+def test_choices_are_n() -> None:
+    assert read_chat().choices == 1
+    assert read_completion(n=5).choices == 5
+
+
+def test_a_bias_is_by_token_id() -> None:
+    assert read_chat(logit_bias={"5": 1, "70": -2.5}).logit_bias == {5: 1.0, 70: -2.5}
+
+
+def test_how_many_tokens_to_score() -> None:
+    assert read_chat().likeliest is None
+    assert read_chat(logprobs=False).likeliest is None
+    assert read_chat(logprobs=True).likeliest == 0
+    assert read_chat(logprobs=True, top_logprobs=3).likeliest == 3
+    assert read_completion().likeliest is None
+    assert read_completion(logprobs=0).likeliest == 0
+    assert read_completion(logprobs=3).likeliest == 3
+
+
+def test_what_constrains_an_answer() -> None:
+    assert read_chat(response_format={"type": "text"}).constraints == []
+    assert read_chat(response_format={"type": "json_object"}).constraints == ["response_format"]
+    assert read_completion(guided_choice=["a"]).constraints == ["guided_choice"]
+
+
+def test_a_schema_may_be_text() -> None:
+    assert read_chat().guided_schema is None
+    assert read_chat(guided_json=JSON_SCHEMA).guided_schema == JSON_SCHEMA
+    assert read_chat(guided_json=json.dumps(JSON_SCHEMA)).guided_schema == JSON_SCHEMA
+
+
+def test_a_format_with_a_schema() -> None:
+    named = {"name": "answer", "schema": JSON_SCHEMA, "strict": True}
+    form = read_chat(response_format={"type": "json_schema", "json_schema": named}).response_format
+    assert isinstance(form, JSONSchemaFormat)
+    assert form.json_schema.schema == JSON_SCHEMA
+
+
+def test_tools_are_what_templates_take() -> None:
+    given_tools = [
+        tool("f"),
+        tool("g", description="does", parameters=JSON_SCHEMA, strict=True),
+    ]
+    request = read_chat(tools=given_tools, tool_choice=tool("g"))
+    assert isinstance(request.tool_choice, NamedTool)
+    assert request.tool_choice.function.name == "g"
+    read = msgspec.to_builtins(request.tools)
+    assert json.dumps(read) == json.dumps(given_tools), "in the order of templates' examples"
+
+
+def test_a_prompt_has_four_forms() -> None:
+    assert read_completion(prompt="a").prompts == ["a"]
+    assert read_completion(prompt=["a", "b"]).prompts == ["a", "b"]
+    assert read_completion(prompt=[1, 2]).prompts == [[1, 2]]
+    assert read_completion(prompt=[[1, 2], [3]]).prompts == [[1, 2], [3]]
+    assert read_completion(prompt=[[]]).prompts == [[]]
+
+
+def test_special_tokens_are_the_default() -> None:
+    def special(**fields: Any) -> bool:
+        return TOKENIZE_REQUESTS.decode(json.dumps({"content": "x", **fields}).encode())[0].special
+
+    assert special()
+    assert special(add_special_tokens=None)
+    assert special(add_special_tokens=True)
+    assert not special(add_special_tokens=False)
+
+
+def test_tokens_to_put_together() -> None:
+    request, ignored = DETOKENIZE_REQUESTS.decode(b'{"tokens": [1, 2], "model": "m"}')
+    assert (request.tokens, request.model, ignored) == ([1, 2], "m", [])
+
+
+# Anything at all.
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"]), max_size=10),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+TRIED = [
+    value
+    for kind in KINDS.values()
+    for body in [*(body for body, _ in kind.wrong + kind.missing + kind.unsupported), *kind.fine]
+    for value in body.values()
+]
+"""Values of every field: one that is right for its own may be wrong for another."""
+NAMES = sorted({name for kind in KINDS.values() for name in kind.struct.__struct_fields__})
+BODIES = st.dictionaries(
+    st.sampled_from(NAMES) | st.text(max_size=5), JSON | st.sampled_from(TRIED), max_size=6
+)
+
+
+@settings(max_examples=400)
+@given(kind=st.sampled_from(list(KINDS.values())), body=BODIES | JSON, fine=st.booleans())
+def test_no_json_is_a_bug(kind: Kind, body: Any, fine: bool) -> None:
+    if fine and isinstance(body, dict):
+        body = kind.base | body
+    text = json.dumps(body).encode()
+    error = None
+    try:
+        request, ignored = kind.decode(text)
+    except ServeError as caught:
+        error = caught
+    else:
+        assert isinstance(request, kind.struct)
+        assert set(ignored) <= set(body)
+    assert error is None or (error.status == 400 and error.message)
+
+
+@settings(max_examples=200)
+@given(
+    kind=st.sampled_from(list(KINDS.values())),
+    junk=st.binary(min_size=1, max_size=4),
+    at=st.integers(0, 200),
+)
+def test_no_bytes_are_a_bug(kind: Kind, junk: bytes, at: int) -> None:
+    text = json.dumps(kind.base | {"extra": "x"}).encode()
+    with suppress(InvalidRequest):
+        kind.decode(text[:at] + junk + text[at:])
