@@ -63,7 +63,7 @@ CURLS = [block for block in blocks("sh") if block.startswith("curl")]
 
 
 @pytest.mark.parametrize("block", CURLS, ids=range(len(CURLS)))
-def test_a_curl_line_answers_in_words(server: str, block: str) -> None:
+def test_a_curl_line_answers(server: str, block: str) -> None:
     result = subprocess.run(
         block.replace(URL, server), shell=True, capture_output=True, text=True, timeout=60
     )
@@ -81,6 +81,13 @@ def test_a_curl_line_answers_in_words(server: str, block: str) -> None:
     else:
         choice = json.loads(result.stdout)["choices"][0]
         message = choice.get("message", choice)
+        if "tools" in block:
+            [call] = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+            return
+        if "guided_choice" in block:
+            assert message["text"] in ("yes", "no")
+            return
         assert len((message.get("content") or message.get("text", "")).split()) > 3
         if "enable_thinking" in block:
             assert message["reasoning_content"]

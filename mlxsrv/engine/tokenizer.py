@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +37,29 @@ _TURN_ENDS = (
     "<|end_of_text|>",
     "<|endoftext|>",
     "<end_of_turn>",  # Gemma
+)
+
+# What stands between the markers of a call in some families' dialects, often as special tokens.
+_INSIDE_CALLS = (
+    '<|"|>',  # Gemma 4
+    "<escape>",  # FunctionGemma
+    "<|tool_call_begin|>",  # Kimi K2
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|open|>",  # Kimi K3
+    "<|close|>",
+    "<|sep|>",
+    "[TOOL_CALLS]",  # Mistral
+    "[CALL_ID]",
+    "[ARGS]",
+    "<arg_key>",  # GLM
+    "</arg_key>",
+    "<arg_value>",
+    "</arg_value>",
+    "<longcat_arg_key>",  # LongCat
+    "</longcat_arg_key>",
+    "<longcat_arg_value>",
+    "</longcat_arg_value>",
 )
 
 _CONTEXT_KEYS = (
@@ -215,7 +237,7 @@ class Tokenizer:
     ) -> TextPipeline:
         """The stages from this model's token ids to text for one answer."""
         return TextPipeline(
-            self._detokenizer(chat),
+            self._detokenizer(chat=chat, calls=tools is not None),
             Channels(self._wrapper.think_start, self._wrapper.think_end, thinking=thinking),
             StopStrings(stops) if stops else None,
             tools,
@@ -225,11 +247,12 @@ class Tokenizer:
         """How the model calls these tools, if it is known."""
         if not self._wrapper.has_tool_calling:
             return None
-        parse = self._wrapper.tool_parser
+        parse, given = self._wrapper.tool_parser, list(tools)
         return Dialect(
             start=self._wrapper.tool_call_start,
             end=self._wrapper.tool_call_end,
-            parse=partial(parse, tools=list(tools)),
+            # By position: the parsers do not agree on the name.
+            parse=lambda text: parse(text, given),
             json=parse is json_tools.parse_tool_call,
         )
 
@@ -239,11 +262,15 @@ class Tokenizer:
         if self._grammars is None:
             from mlxsrv.engine.grammar import Grammars
 
-            self._grammars = Grammars(self._wrapper._tokenizer, self.vocabulary, self.end_tokens)
+            self._grammars = Grammars(
+                self._wrapper._tokenizer,
+                vocabulary=self.vocabulary,
+                end_tokens=self.end_tokens,
+            )
         return self._grammars
 
     @property
-    def think_end_tokens(self) -> tuple[int, ...]:
+    def think_end(self) -> tuple[int, ...]:
         return tuple(self._wrapper.think_end_tokens or ())
 
     def _apply_template(self) -> Any:
@@ -259,34 +286,44 @@ class Tokenizer:
 
     def _derive_detokenizer(self) -> None:
         detokenizer = self._wrapper.detokenizer
-        keep = list(self._marker_tokens().values())
+        self._thoughts = self._special([*self._think_tokens()])
+        self._calls = self._thoughts | self._special([*self._call_tokens()])
         self.strips_first_space = False
         self._table: TokenBytes | None = None
         if isinstance(detokenizer, BPEStreamingDetokenizer):
-            self._table = token_bytes(self._wrapper, "byte_level", keep=keep)
+            self._table = token_bytes(self._wrapper, "byte_level", keep=self._thoughts.values())
         elif isinstance(detokenizer, SPMStreamingDetokenizer):
-            self._table = token_bytes(self._wrapper, "sentencepiece", keep=keep)
+            self._table = token_bytes(self._wrapper, "sentencepiece", keep=self._thoughts.values())
             self.strips_first_space = detokenizer.trim_space
         else:
             # A copy: it decodes on the event loop while the original encodes in a thread.
             self._decoder = copy.deepcopy(self._wrapper._tokenizer)
+        self._call_table = self._table and self._table.showing(self._calls)
 
-    def _marker_tokens(self) -> dict[int, str]:
-        """The tokens that spell the markers of thoughts and calls: special in some models, but
-        needed as text."""
-        wrapper = self._wrapper
-        ids: list[int] = []
+    def _think_tokens(self) -> Iterator[int]:
         if self.thinks:
-            ids += [*wrapper.think_start_tokens, *wrapper.think_end_tokens]
-        if wrapper.has_tool_calling:
-            ids += [*wrapper.tool_call_start_tokens, *(wrapper.tool_call_end_tokens or ())]
-        return dict(zip(ids, self._wrapper.convert_ids_to_tokens(ids), strict=True))
+            yield from self._wrapper.think_start_tokens
+            yield from self._wrapper.think_end_tokens
 
-    def _detokenizer(self, chat: bool) -> Detokenizer | DecodingDetokenizer:
-        if self._table is None:
-            return DecodingDetokenizer(self._decoder, keep=self._marker_tokens())
+    def _call_tokens(self) -> Iterator[int]:
+        if self._wrapper.has_tool_calling:
+            yield from self._wrapper.tool_call_start_tokens or ()
+            yield from self._wrapper.tool_call_end_tokens or ()
+            vocabulary = self._wrapper.get_vocab()
+            yield from (vocabulary[name] for name in _INSIDE_CALLS if name in vocabulary)
+
+    def _special(self, tokens: Iterable[int]) -> dict[int, str]:
+        """Those of `tokens` that are no text by themselves, but needed as such: by a later stage
+        that looks for them, or by the parser of a call."""
+        added = self._wrapper.added_tokens_decoder
+        return {id: added[id].content for id in tokens if id in added and added[id].special}
+
+    def _detokenizer(self, *, chat: bool, calls: bool) -> Detokenizer | DecodingDetokenizer:
+        table = self._call_table if calls else self._table
+        if table is None:
+            return DecodingDetokenizer(self._decoder, keep=self._calls if calls else self._thoughts)
         # In a completion the space belongs between the prompt and what follows it.
-        return Detokenizer(self._table, strip_first_space=chat and self.strips_first_space)
+        return Detokenizer(table, strip_first_space=chat and self.strips_first_space)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.models.guides import Guide, guide_chat, guide_text
 from mlxsrv.text.tools import Dialect, ToolCalls
 from mlxsrv.wire.openai import DetokenizeResponse, TokenizeResponse, TokenPiece
 from mlxsrv.wire.requests import (
@@ -88,13 +89,13 @@ class Plan(msgspec.Struct, frozen=True):
     """What a worker thread finds out before a request's jobs can be made.
 
     `dialect` is how the model calls the tools that it was given, `parallel` whether it may call
-    more than one; `template` is what the answers must follow.
+    more than one; `guide` is what the answers must follow.
     """
 
     prompts: list[Prompt]
     dialect: Dialect | None = None
     parallel: bool = True
-    template: Any = None
+    guide: Guide | None = None
 
     def tool_calls(self) -> ToolCalls | None:
         """A new stage for one answer's calls."""
@@ -134,7 +135,15 @@ def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer:
         [prompt],
         dialect=dialect,
         parallel=request.parallel_tool_calls is not False,
+        guide=_prepared(guide_chat(request, dialect), tokenizer),
     )
+
+
+def _prepared(guide: Guide | None, tokenizer: Tokenizer) -> Guide | None:
+    """The guide, once what it needs of the tokenizer is read: compiling does without."""
+    if guide is not None:
+        tokenizer.grammars.prepare(param=guide.param)
+    return guide
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
@@ -159,6 +168,7 @@ def plan_completion(
             _encode(prompt, _prompt_path(request, i) if several else "prompt", tokenizer)
             for i, prompt in enumerate(prompts)
         ],
+        guide=_prepared(guide_text(request), tokenizer),
     )
 
 

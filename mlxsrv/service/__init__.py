@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
 from itertools import count
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -35,6 +35,7 @@ from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
 from mlxsrv.wire.openai import (
     DetokenizeResponse,
+    HealthStatus,
     ModelObject,
     TokenizeResponse,
 )
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from mlxsrv.engine.tokenizer import Tokenizer
 
 V = TypeVar("V")
-
-HealthStatus = Literal["ok", "loading", "draining", "failed"]
 
 
 class Service:

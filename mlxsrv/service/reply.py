@@ -29,6 +29,7 @@ from mlxsrv.wire.openai import Identity
 from mlxsrv.wire.requests import GenerationRequest
 
 if TYPE_CHECKING:
+    from mlxsrv.engine.grammar import Template
     from mlxsrv.engine.tokenizer import Prompt, Tokenizer
 
 _log = logging.getLogger("mlxsrv.service")
@@ -125,7 +126,7 @@ class Reply:
         )
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self._thinks = tokenizer.thinks
-        self._choices = self._make_choices(tokenizer, plan)
+        self._choices = self._make_choices(tokenizer, plan, await self._compile(tokenizer, plan))
         for choice in self._choices:
             await self._lease.borrow_row(choice)
             if self._over:
@@ -139,20 +140,39 @@ class Reply:
             choice.submitted = True
         log(_log, logging.INFO, "stream start", **self._fields(), prompt_tokens=self._prompt_tokens)
 
+    async def _compile(self, tokenizer: Tokenizer, plan: Plan) -> Template | None:
+        """The grammar of the answers. Takes up to seconds, so not while holding the tokenizer."""
+        if plan.guide is None:
+            return None
+        compile = partial(tokenizer.grammars.compile, plan.guide.spec, param=plan.guide.param)
+        return await anyio.to_thread.run_sync(compile, abandon_on_cancel=True)
+
     @property
     def _over(self) -> bool:
         return self._error is not None or self._expired
 
-    def _make_choices(self, tokenizer: Tokenizer, plan: Plan) -> list[Choice]:
+    def _make_choices(
+        self, tokenizer: Tokenizer, plan: Plan, template: Template | None
+    ) -> list[Choice]:
+        copies = self._asked.request.choices
         return [
-            self._make_choice(tokenizer, plan, prompt, i * self._asked.request.choices + k)
+            self._make_choice(tokenizer, plan, template, prompt, i * copies + k)
             for i, prompt in enumerate(plan.prompts)
-            for k in range(self._asked.request.choices)
+            for k in range(copies)
         ]
 
-    def _make_choice(self, tokenizer: Tokenizer, plan: Plan, prompt: Prompt, index: int) -> Choice:
+    def _make_choice(
+        self,
+        tokenizer: Tokenizer,
+        plan: Plan,
+        template: Template | None,
+        prompt: Prompt,
+        index: int,
+    ) -> Choice:
         asked = self._asked
-        scores = None
+        constraint = scores = None
+        if template is not None:
+            constraint = template.constraint(tokenizer.think_end if prompt.thinking else None)
         if self.scored:
             scores = Scores(
                 tokenizer.token_bytes, strips_space=asked.chat and tokenizer.strips_first_space
@@ -167,7 +187,7 @@ class Reply:
             index,
             self._job(tokenizer, prompt, index % asked.request.choices),
             pipeline,
-            constraint=plan.template.constraint(...) if plan.template else None,
+            constraint=constraint,
             scores=scores,
             echo=prompt.text if asked.echo else "",
         )

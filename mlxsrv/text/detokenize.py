@@ -54,6 +54,13 @@ class TokenBytes(msgspec.Struct, frozen=True):
     data: tuple[bytes, ...]
     texts: tuple[str | None, ...]
 
+    def showing(self, tokens: Mapping[int, str]) -> "TokenBytes":
+        """The same, but `tokens` write what is given for them."""
+        data, texts = list(self.data), list(self.texts)
+        for token_id, text in tokens.items():
+            data[token_id], texts[token_id] = text.encode(), text
+        return TokenBytes(data=tuple(data), texts=tuple(texts))
+
 
 def token_bytes(tokenizer: Tokenizer, scheme: Scheme, *, keep: Collection[str] = ()) -> TokenBytes:
     """Derive the table of a tokenizer.

@@ -381,7 +381,7 @@ class _JsonCall:
         """The last of the arguments of a call that is over."""
         if not self._begun:
             return "{}"
-        if self._held and self._role == "arguments" and not self.doubted:
+        if self._held and self._role == "arguments":
             self._settle()
         return self.take()
 

@@ -200,7 +200,7 @@ async def get_model(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     status = request.app.service.health
-    return JSONResponse({"status": status}, status_code=200 if status == "ok" else 503)
+    return JSONResponse(openai.Health(status), status_code=200 if status == "ok" else 503)
 
 
 async def describe_api(request: Request) -> Response:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.text.channels import Channels, Piece
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
-from mlxsrv.text.pipeline import TextPipeline
+from mlxsrv.text.pipeline import Part, TextPipeline
 from mlxsrv.text.stops import StopStrings
 from tests.text.cuts import cut, joined
 
@@ -35,13 +35,20 @@ def pipeline(
 
 
 def run(stage: TextPipeline, feeds: Sequence[Sequence[int]]) -> list[Piece]:
+    """The pieces of a pipeline without tools."""
     pieces: list[Piece] = []
     for ids in feeds:
-        out = stage.feed(ids)
+        out = texts(stage.feed(ids))
         assert all(text for _, text in out)
         assert all(a != b for (a, _), (b, _) in pairwise(out))
         pieces += out
-    return pieces + stage.flush()
+    return pieces + texts(stage.flush())
+
+
+def texts(parts: Sequence[Part]) -> list[Piece]:
+    pieces = [part for part in parts if isinstance(part, tuple)]
+    assert len(pieces) == len(parts)
+    return pieces
 
 
 def counts(stage: TextPipeline) -> tuple[int, int, bool]:

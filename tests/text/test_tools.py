@@ -85,7 +85,7 @@ FAMILIES = {
     "pythonic": f'<|tool_call_start|>[weather(city="{CITY}", days=3)]<|tool_call_end|>',
     "qwen3_coder": (
         f"<tool_call>\n<function=weather>\n<parameter=city>\n{CITY}\n</parameter>\n"
-        "<parameter=days>\n3\n</parameter>\n</function>\n</tool_call>"
+        "<parameter=days>\n3\n</parameter>\n</function>\n\n</tool_call>"
     ),
 }
 
@@ -213,6 +213,8 @@ def test_an_answer_of_each_family_cut_off_anywhere(name: str) -> None:
             assert PARIS not in [_loaded(arguments) for _, arguments in heard.tools]
         else:
             assert [_loaded(arguments) for _, arguments in heard.tools] in ([], [PARIS])
+    # The whole call is one even so: an answer may be cut off right after it.
+    assert [_loaded(arguments) for _, arguments in run([text], dialect, end=True).tools] == [PARIS]
 
 
 def _loaded(arguments: str) -> Any:
@@ -394,6 +396,10 @@ def test_what_is_around_calls(text: str, parts: list[str]) -> None:
         ),
         pytest.param('{"a":"x\nyEND\nb', [("f", '{"a":"x\ny'), "b"], id="line ends before it"),
         pytest.param('{"a":"xENDyEND\nb', [("f", '{"a":"x'), "yEND\nb"], id="two"),
+        pytest.param('{"a":"xENDy","b":1END\nb', [("f", '{"a":"xENDy","b":1'), "b"], id="one did"),
+        pytest.param(
+            '{"a":"xENDy","b":"cEND\nd', [("f", '{"a":"xENDy","b":"c'), "d"], id="the first did"
+        ),
         pytest.param('"xEND\nb', [("f", ""), "b"], id="arguments as a string"),
         pytest.param('"x', [("f", '"x')], id="no end marker, arguments as a string"),
         pytest.param('{"a":"x', [("f", '{"a":"x')], id="no end marker"),
@@ -404,7 +410,10 @@ def test_an_end_marker_in_a_string_that_does_not_close(
 ) -> None:
     text = f'{START}{{"name":"f","arguments":{text}'.replace("START", START).replace("END", END)
     # The second end marker, outside a call by then, is dropped.
-    expected = [part.replace("END", "") if isinstance(part, str) else part for part in parts]
+    expected = [
+        part.replace("END", "") if isinstance(part, str) else (part[0], part[1].replace("END", END))
+        for part in parts
+    ]
     assert run([text]).parts == expected
     assert run(text).parts == expected
 
@@ -429,6 +438,12 @@ def test_a_name_that_does_not_close_takes_no_other_call_with_it() -> None:
         pytest.param('{"name": "f", "arguments": nul', [("f", "")], True, id="in null"),
         pytest.param('{"name": "f", "arguments": {"a": 1}', [("f", '{"a": 1}')], False, id="all"),
         pytest.param('{"name": "f"}', [("f", "{}")], False, id="all, without arguments"),
+        pytest.param(
+            f'{{"name": "f", "arguments": {{}}, "x": "a{END}b',
+            [("f", "{}")],
+            False,
+            id="after the arguments",
+        ),
         pytest.param('{"name": "f"}</to', [("f", "{}")], False, id="in the end marker"),
         pytest.param("oo", [], False, id="for the parser"),
     ],

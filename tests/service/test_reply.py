@@ -8,7 +8,7 @@ from pathlib import Path
 from mlxsrv.errors import ShuttingDown
 from mlxsrv.service import Service
 from mlxsrv.settings import Settings
-from mlxsrv.wire.openai import ChatRequest, Message
+from mlxsrv.wire.requests import ChatRequest, Message
 from tests.tiny import write_model
 
 
