@@ -2,6 +2,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +11,7 @@ from mlxsrv.text.channels import Channels, Piece
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.pipeline import Part, TextPipeline
 from mlxsrv.text.stops import StopStrings
+from mlxsrv.text.tools import Dialect, ToolArguments, ToolCalls, ToolOpened
 from tests.text.cuts import cut, joined
 
 START, END = "<think>", "</think>"
@@ -166,3 +168,52 @@ def test_any_cut_gives_the_same_text_and_counts(
         assert joined(pieces, channel) == joined(expected, channel)
     assert counts(parts) == counts(whole)
     assert not any(stop in joined(pieces, "content") for stop in stops)
+
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+
+
+def calling(table: TokenBytes, *stops: str, parallel: bool = True) -> TextPipeline:
+    dialect = Dialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
+    return TextPipeline(
+        Detokenizer(table),
+        Channels(START, END, thinking=False),
+        StopStrings(stops) if stops else None,
+        ToolCalls(dialect, parallel=parallel),
+    )
+
+
+def test_calls_stand_between_thoughts_and_content(byte_level: Any, table: TokenBytes) -> None:
+    stage = calling(table)
+    parts = [*stage.feed(byte_level.encode(f"<think>why</think>\n\nso\n{CALL}")), *stage.flush()]
+    assert parts[:2] == [("reasoning", "why"), ("content", "so")]
+    opened, arguments = parts[2:]
+    assert isinstance(opened, ToolOpened)
+    assert (opened.index, opened.name) == (0, "f")
+    assert arguments == ToolArguments(0, '{"a": 1}')
+    assert (stage.calls, stage.stopped) == (1, False)
+
+
+def test_a_stop_string_inside_a_call_stops_nothing(byte_level: Any, table: TokenBytes) -> None:
+    stage = calling(table, "arguments", "STOP")
+    parts = stage.feed(byte_level.encode(f"{CALL} then STOP it"))
+    assert isinstance(parts[0], ToolOpened)
+    assert parts[-1] == ("content", "then ")
+    assert stage.stopped
+
+
+def test_one_call_is_enough_where_no_more_may_be_made(byte_level: Any, table: TokenBytes) -> None:
+    stage = calling(table, parallel=False)
+    parts = [part for token in byte_level.encode(CALL * 2) for part in stage.feed([token])]
+    assert sum(isinstance(part, ToolOpened) for part in parts) == 1
+    assert stage.stopped
+    assert stage.flush() == []
+
+
+def test_aside_tells_thoughts_and_calls_from_content(byte_level: Any, table: TokenBytes) -> None:
+    stage = calling(table)
+    aside = []
+    for text in ("so", "<think>why", "</think>so", CALL[:20]):
+        stage.feed(byte_level.encode(text))
+        aside.append(stage.aside)
+    assert aside == [False, True, False, True]
