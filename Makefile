@@ -1,4 +1,5 @@
-# make serve | test | check | bench | clean: each sets up what it needs in .venv first.
+# make serve | test | test-clients | check | bench | clean: each sets up what it needs first, in
+# .venv; the clients have .venv-clients to themselves.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,13 +17,29 @@ EXTRA   = $(if $(BACKEND),$(BACKEND)$(comma))
 
 ARGS ?=
 
-.PHONY: serve test check format bench demo clean
+.PHONY: serve test test-clients check format bench demo clean
 
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
 
 test: check  ## lint, types, then every test (ARGS="-k stream")
 	$(BIN)/python -m pytest -q $(ARGS)
+
+CLIENTS     := .venv-clients
+CLIENT_TEST := tests/clients
+NODE        := $(shell command -v node >/dev/null && command -v npm 2>/dev/null)
+NODE_DONE   := $(CLIENT_TEST)/node/node_modules/.package-lock.json
+SERVED      := MLXSRV_PYTHON='$(abspath $(BIN)/python)'
+
+# OpenAI's client runs in both environments: the others may hold it back by a major version.
+test-clients: $(VENV)/.test $(CLIENTS)/.done $(if $(NODE),$(NODE_DONE))  ## SDKs and frameworks against a server
+	$(SERVED) $(CLIENTS)/bin/python -m pytest -q $(CLIENT_TEST) $(ARGS)
+	$(SERVED) $(BIN)/python -m pytest -q $(CLIENT_TEST)/test_openai*.py
+ifdef NODE
+	cd $(CLIENT_TEST)/node && $(SERVED) npm test --silent
+else
+	@echo 'make test-clients: there is no node with npm here, so the tests of the Node clients are skipped'
+endif
 
 check: $(VENV)/.test  ## ruff, format, mypy --strict
 	$(BIN)/ruff check .
@@ -49,6 +66,7 @@ demo: $(VENV)/.serve  ## train the built-in demo model anew: a quarter of an hou
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(CLIENTS) $(CLIENT_TEST)/node/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -66,3 +84,16 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e '.[$(EXTRA)test,bench]'
 	touch $@ $(VENV)/.serve $(VENV)/.test
+
+# The extra's list without the package itself: the server and its needs stay out.
+$(CLIENTS)/.done: pyproject.toml $(CLIENT_TEST)/constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m venv $(CLIENTS)
+	$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	  print(*project['optional-dependencies']['clients'], sep='\n')" > $(CLIENTS)/wanted.txt
+	$(CLIENTS)/bin/python -m pip install -q -c $(CLIENT_TEST)/constraints.txt -r $(CLIENTS)/wanted.txt
+	touch $@
+
+# The packages ask for Node 22, of which npm would warn; what the tests use of them runs on 20 too.
+$(NODE_DONE): $(CLIENT_TEST)/node/package-lock.json
+	cd $(CLIENT_TEST)/node && npm ci --no-audit --no-fund --loglevel=error
+	touch $@

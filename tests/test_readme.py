@@ -131,7 +131,7 @@ def test_json_examples_are_json() -> None:
 
 def test_the_make_targets_it_names_are_there() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    named = re.findall(r"^make (\w+)", "\n".join(blocks("sh")), re.MULTILINE)
+    named = re.findall(r"^make ([\w-]+)", "\n".join(blocks("sh")), re.MULTILINE)
     assert {"serve", "test", "bench"} <= set(named)
     for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE)
@@ -143,3 +143,24 @@ def test_the_house_it_draws_is_the_house() -> None:
     assert len(named) > 15
     for name in named:
         assert list((ROOT / "mlxsrv").rglob(name.rstrip("/"))), name
+
+
+def test_every_cell_of_the_clients_table_is_a_test() -> None:
+    folder = ROOT / "tests" / "clients"
+    sources = "".join(
+        path.read_text() for path in [*folder.rglob("test_*.py"), *folder.rglob("*.test.mjs")]
+    )
+    table = README[README.index("## Clients") :].split("\n\n")[2]
+    names = [
+        cell.strip(" `")
+        for line in table.splitlines()[2:]
+        for cell in line.split("|")[2:-1]
+        if cell.strip()
+    ]
+    assert len(names) > 50
+    for name in names:
+        assert (
+            f"def test_{name}(" in sources
+            or f'test("{name}' in sources
+            or f"test(`{name}" in sources
+        ), name

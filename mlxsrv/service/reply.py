@@ -215,7 +215,7 @@ class Reply:
         if left < (1 if limit is None else limit):
             asked = f" and max_tokens is {limit}" if limit is not None else ""
             raise ContextLengthExceeded(
-                f"the context of {self.who.model} is {context} tokens; the prompt has "
+                f"this model's maximum context length is {context} tokens; the prompt has "
                 f"{prompt_tokens}{asked}, and {max(left, 0)} are left for the answer",
                 param="messages" if self._asked.chat else "prompt",
             )

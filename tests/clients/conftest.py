@@ -1,0 +1,20 @@
+"""One server for all tests of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.clients.serving import serving
+
+# Read when LiteLLM is imported: without it LiteLLM asks the internet for its list of prices.
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+
+@pytest.fixture(scope="session")
+def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What clients call the base URL: the server's, with `/v1`."""
+    with serving(tmp_path_factory.mktemp("server") / "log") as url:
+        yield f"{url}/v1"
