@@ -58,8 +58,8 @@ class Constraint(Protocol):
     """What a row may say: a grammar in some state. Used by the device thread once submitted."""
 
     def fill(self, mask: Mask) -> None:
-        """Set the bits of the tokens that may come next: 32 a word, the lowest first. The mask
-        comes with all bits set; a constraint that does not apply yet leaves it so."""
+        """Leave only the bits of the tokens that may come next: 32 a word, the lowest first. The
+        mask comes with all bits set."""
 
     def accept(self, token: int) -> None:
         """Go on to the state after `token`."""

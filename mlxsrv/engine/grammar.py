@@ -99,10 +99,16 @@ class _Calls(msgspec.Struct, frozen=True):
     start: str
     end: str
     many: bool
+    otherwise: dict[str, Any] | None
 
 
 def tool_grammar(
-    tools: Sequence[tuple[str, Mapping[str, Any]]], start: str, end: str, *, many: bool
+    tools: Sequence[tuple[str, Mapping[str, Any]]],
+    start: str,
+    end: str,
+    *,
+    many: bool,
+    otherwise: Mapping[str, Any] | None = None,
 ) -> GrammarSpec:
     """Nothing but calls of `tools`, written as Qwen and Hermes models write them.
 
@@ -112,10 +118,17 @@ def tool_grammar(
     Args:
         tools: each tool's name and the JSON schema of its arguments, which are an object
             whatever the schema says. At least one.
+        otherwise: the JSON schema of an answer that may come in place of calls, if any may.
     """
     if not tools:
         raise ValueError("a call needs a tool to call")
-    calls = _Calls([(name, dict(schema)) for name, schema in tools], start, end, many)
+    calls = _Calls(
+        [(name, dict(schema)) for name, schema in tools],
+        start,
+        end,
+        many,
+        None if otherwise is None else dict(otherwise),
+    )
     return GrammarSpec("tool", msgspec.json.encode(calls).decode())
 
 
@@ -340,8 +353,10 @@ def _translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
             calls = msgspec.json.decode(spec.text, type=_Calls)
             names = [name for name, _ in calls.tools]
             schemas = [_vetted(schema | {"type": "object"}, name) for name, schema in calls.tools]
-            _try([LLMatcher.grammar_from_json_schema(schema) for schema in schemas], names)
-            return _lark(_tool_lark(calls, names, schemas, tokenizer))
+            answer = None if calls.otherwise is None else _vetted(calls.otherwise)
+            tried = schemas if answer is None else [*schemas, answer]
+            _try([LLMatcher.grammar_from_json_schema(each) for each in tried], [*names, "schema"])
+            return _lark(_tool_lark(calls, names, schemas, answer, tokenizer))
         case "json_schema":
             grammar = LLMatcher.grammar_from_json_schema(_vetted(_parsed(spec.text)))
         case "regex":
@@ -386,7 +401,11 @@ def _depth(value: Any) -> int:
 
 
 def _tool_lark(
-    calls: _Calls, names: Sequence[str], schemas: Sequence[str], tokenizer: LLTokenizer
+    calls: _Calls,
+    names: Sequence[str],
+    schemas: Sequence[str],
+    answer: str | None,
+    tokenizer: LLTokenizer,
 ) -> str:
     start, end = _marker(calls.start, tokenizer), _marker(calls.end, tokenizer)
     heads = [f'{{"name": {json.dumps(name)}, "arguments": ' for name in names]
@@ -396,7 +415,8 @@ def _tool_lark(
     ]
     return "\n".join(
         [
-            r'start: call ("\n" call)*' if calls.many else "start: call",
+            "start: calls" if answer is None else f"start: calls | answer\nanswer: %json {answer}",
+            r'calls: call ("\n" call)*' if calls.many else "calls: call",
             rf'call: {start} "\n" tool "\n" {end}',
             "tool: " + " | ".join(f"tool{i}" for i in range(len(bodies))),
             *(f"tool{i}: {body}" for i, body in enumerate(bodies)),

@@ -106,5 +106,5 @@ def _guide_calls(
         if only in (None, tool.function.name)
     ]
     many = only is None and request.parallel_tool_calls is not False
-    spec = tool_grammar(tools, dialect.start, dialect.end, many=many)
+    spec = tool_grammar(tools, dialect.start, dialect.end, many=many, otherwise=otherwise)
     return Guide(spec, param)
