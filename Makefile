@@ -54,6 +54,7 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.sse
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.asking
 	$(BIN)/python -m benchmarks.ratios $(ARGS)
 
 # MLX's CPU wheel for Linux multiplies with the reference BLAS, ten times slower than OpenBLAS.

@@ -105,7 +105,7 @@ def measure(model: Any, case: Case, pairs: int) -> Rates:
     if case.kind != "seeded":
         ways.append(generate_batched)
     rates: dict[Generate, list[float]] = {way: [] for way in ways}
-    prompts = _write_prompts(case)
+    prompts = write_prompts(case)
     for way in ways:  # warm-up
         way(model, msgspec.structs.replace(case, max_tokens=4), prompts)
     for pair in range(pairs):
@@ -140,7 +140,7 @@ def _make_sampler(sampling: Sampling) -> SampleTokens:
     return made
 
 
-def _write_prompts(case: Case) -> list[tuple[int, ...]]:
+def write_prompts(case: Case) -> list[tuple[int, ...]]:
     dice = random.Random(case.rows)
     return [tuple(dice.choices(range(VOCABULARY), k=_PROMPT_TOKENS)) for _ in range(case.rows)]
 

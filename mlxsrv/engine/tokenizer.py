@@ -298,17 +298,27 @@ class Tokenizer:
         else:
             # A copy: it decodes on the event loop while the original encodes in a thread.
             self._decoder = copy.deepcopy(self._wrapper._tokenizer)
-        self._call_table = self._table and self._table.showing(self._calls)
+        self._call_table = None
+        if self._table is not None:
+            self._call_table = self._table.showing(self._calls)
+            # Where no tools were given, what looks like a call is none, and its markers no text.
+            added = self._wrapper.added_tokens_decoder
+            markers = (token for token in self._marker_tokens() if token in added)
+            self._table = self._table.showing(dict.fromkeys(markers, ""))
 
     def _think_tokens(self) -> Iterator[int]:
         if self.thinks:
             yield from self._wrapper.think_start_tokens
             yield from self._wrapper.think_end_tokens
 
-    def _call_tokens(self) -> Iterator[int]:
+    def _marker_tokens(self) -> Iterator[int]:
         if self._wrapper.has_tool_calling:
             yield from self._wrapper.tool_call_start_tokens or ()
             yield from self._wrapper.tool_call_end_tokens or ()
+
+    def _call_tokens(self) -> Iterator[int]:
+        if self._wrapper.has_tool_calling:
+            yield from self._marker_tokens()
             vocabulary = self._wrapper.get_vocab()
             yield from (vocabulary[name] for name in _INSIDE_CALLS if name in vocabulary)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
@@ -127,7 +128,7 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
 
     Args:
         routes: (method, path) of what the app serves; a path's parameters may have converters.
-        prefix: where the app is mounted.
+        prefix: the path where the app is mounted, as ASGI has it: not quoted.
 
     Raises:
         ValueError: a route is none of OPERATIONS.
@@ -146,7 +147,7 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
             "version": __version__,
             "description": "An OpenAI-compatible server for MLX language models.",
         },
-        "servers": [{"url": prefix or "/"}],
+        "servers": [{"url": quote(prefix) or "/"}],
         "paths": paths,
         "components": {"schemas": _schemas(), "headers": _HEADERS},
     }

@@ -12,6 +12,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.engine.tokenizer import Tokenizer
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.text.tools import ToolCalls, ToolOpened
 from tests.engine.conftest import ModelFolder
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -186,3 +187,19 @@ def test_a_system_message_is_marked_for_models_that_ask(folder: Path) -> None:
     head = load_tokenizer(folder).decode(list(prompt.tokens[: prompt.checkpoint]))
     assert head == "<|im_start|>system\nBe brief.<|im_end|>\n"
     assert render(tokenizer).checkpoint == 0
+
+
+def test_the_markers_of_calls_are_text_only_where_tools_were_given(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    dialect = tokenizer.dialect(tools)
+    assert dialect is not None
+    assert (dialect.start, dialect.json) == ("<tool_call>", True)
+    tokens = tokenizer.encode('so<tool_call>{"name": "f", "arguments": {}}</tool_call>').tokens
+    plain = tokenizer.pipeline(stops=[], chat=True, thinking=False)
+    assert plain.feed(tokens) == [("content", 'so{"name": "f", "arguments": {}}')]
+    calling = tokenizer.pipeline(stops=[], chat=True, thinking=False, tools=ToolCalls(dialect))
+    parts = calling.feed(tokens)
+    assert parts[0] == ("content", "so")
+    assert isinstance(parts[1], ToolOpened)
+    assert parts[1].name == "f"
