@@ -60,6 +60,7 @@ class Choice:
         self.finish: FinishReason | None = None
 
         self.submitted = False
+        self._end: Token | None = None
         self.cached_tokens = 0
         self.ended = False  # Ended was read
         self._end_tokens = 0
@@ -74,6 +75,7 @@ class Choice:
             case Token():
                 if event.finish == "stop":
                     self._end_tokens = 1  # counts as sampled, but is no text
+                    self._end = event
                 else:
                     self._tokens.append(event.id)
                     if event.likelihood is not None:
@@ -99,6 +101,8 @@ class Choice:
         if self.finish is not None:
             cut = self.finish in ("length", "timeout")
             outputs += self._outputs(self.pipeline.flush(cut=cut))  # may complete a stop string
+            if self._scores is not None and not self.pipeline.stopped:
+                outputs += self._read_rest(self._scores)
         if self.pipeline.stopped:
             self.finish, self._end_tokens = "stop", 0
         if self.finish is not None:
@@ -128,11 +132,16 @@ class Choice:
             inside = self.pipeline.aside
             pieces = self.pipeline.feed([token])
             if inside or self.pipeline.aside:
-                scores.leave()
+                scores.leave(token, likelihood)
             else:
                 scores.take(token, likelihood)
             outputs += self._outputs(pieces)
         return outputs
+
+    def _read_rest(self, scores: Scores) -> list[Output]:
+        """The scores of tokens that are in no text."""
+        rest = scores.rest(self._end)
+        return [Text(self.index, "content", "", rest)] if rest else []
 
     def _outputs(self, pieces: list[Part]) -> list[Output]:
         return [self._output(piece) for piece in pieces]

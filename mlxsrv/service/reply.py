@@ -175,7 +175,9 @@ class Reply:
             constraint = template.constraint(tokenizer.think_end if prompt.thinking else None)
         if self.scored:
             scores = Scores(
-                tokenizer.token_bytes, strips_space=asked.chat and tokenizer.strips_first_space
+                tokenizer.token_bytes,
+                strips_space=asked.chat and tokenizer.strips_first_space,
+                every=not asked.chat,
             )
         pipeline = tokenizer.pipeline(
             stops=asked.request.stops,

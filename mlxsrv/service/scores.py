@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from mlxsrv.events import Likelihood, TokenScore
+from mlxsrv.events import Likelihood, Token, TokenScore
 
 _NEWLINES = b"\r\n"
 
@@ -20,10 +20,14 @@ class Scores:
     Args:
         token_bytes: what a token writes.
         strips_space: whether the text lacks the space that its first token begins with.
+        every: whether tokens that are no text, or not whole, are told too: see `rest`.
     """
 
-    def __init__(self, token_bytes: Callable[[int], bytes], *, strips_space: bool) -> None:
+    def __init__(
+        self, token_bytes: Callable[[int], bytes], *, strips_space: bool, every: bool = False
+    ) -> None:
         self._token_bytes = token_bytes
+        self._every = every
         self._strips_space = strips_space
         self._after_block = False  # leading newlines are dropped after a think block
         self._waiting: deque[tuple[int, TokenScore]] = deque()  # with where the token ends
@@ -36,6 +40,7 @@ class Scores:
         if self._after_block:
             data = data.lstrip(_NEWLINES)
             if not data:
+                self._set_aside([self.score_token(token, likelihood)])
                 return
             self._after_block = False
         if self._strips_space and data:
@@ -44,11 +49,18 @@ class Scores:
         self._seen += len(data)
         self._waiting.append((self._seen, self._score(data, likelihood)))
 
-    def leave(self) -> None:
-        """What came last is no content after all: a marker, a thought, a call."""
+    def leave(self, token: int, likelihood: Likelihood) -> None:
+        """What came last is no content after all: `token`, and what waited for it to tell."""
+        waiting = [score for _, score in self._waiting]
         self._waiting.clear()
         self._seen = self._sent
+        self._set_aside([*waiting, self.score_token(token, likelihood)])
         self._after_block = True
+
+    def _set_aside(self, scores: Sequence[TokenScore]) -> None:
+        """Tokens that are in no text are told with the next that is, or never."""
+        if self._every:
+            self._waiting.extend((self._seen, score) for score in scores)
 
     def release(self, text: str) -> tuple[TokenScore, ...]:
         """The scores that go with `text`, the next of the content."""
@@ -57,6 +69,16 @@ class Scores:
         while self._waiting and self._waiting[0][0] <= self._sent:
             scores.append(self._waiting.popleft()[1])
         return tuple(scores)
+
+    def rest(self, end: Token | None) -> tuple[TokenScore, ...]:
+        """What still waits at the end, half a character say or a special token, and the token that
+        ended the answer. Told only where `every` token is."""
+        if not self._every:
+            return ()
+        waiting = [score for _, score in self._waiting]
+        if end is not None and end.likelihood is not None:
+            waiting.append(self.score_token(end.id, end.likelihood))
+        return tuple(waiting)
 
     def score_token(self, token: int, likelihood: Likelihood) -> TokenScore:
         """The score of a token of the prompt, which waits for nothing."""

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.events import Likelihood, TokenScore
+from mlxsrv.events import Likelihood, Token, TokenScore
 from mlxsrv.service.scores import Scores
 
 TOKENS = [b"a", b"bc", b" d", b"\xe2\x82", b"\xac", b"\n", b"", "é".encode()]
 
 
-def scores(*, strips_space: bool = False) -> Scores:
-    return Scores(lambda token: TOKENS[token], strips_space=strips_space)
+def scores(*, strips_space: bool = False, every: bool = False) -> Scores:
+    return Scores(lambda token: TOKENS[token], strips_space=strips_space, every=every)
 
 
 def likely(token: int) -> Likelihood:
@@ -50,9 +50,19 @@ def test_what_a_stop_string_cuts_off_is_left_out() -> None:
 def test_thoughts_and_markers_have_no_scores() -> None:
     stage = scores()
     take(stage, [1])  # the beginning of a marker, as it turns out
-    stage.leave()
+    stage.leave(2, likely(2))
     take(stage, [5, 0])  # a newline after the block is no content
     assert [score.token for score in stage.release("a")] == [b"a"]
+
+
+def test_a_text_completion_tells_every_token() -> None:
+    """Evaluation harnesses count them: what is not told shifts all that follow."""
+    stage = scores(every=True)
+    take(stage, [0, 3])
+    assert [score.token for score in stage.release("a")] == [b"a"]
+    end = Token(1, 6, "stop", likely(6))
+    assert [score.token for score in stage.rest(end)] == [b"\xe2\x82", b""]
+    assert scores().rest(end) == ()
 
 
 def test_a_space_that_the_text_lacks_is_not_in_the_bytes() -> None:
