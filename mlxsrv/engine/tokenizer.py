@@ -24,7 +24,13 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.text.channels import Channels
-from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
+from mlxsrv.text.detokenize import (
+    DecodingDetokenizer,
+    Detokenizer,
+    Scheme,
+    TokenBytes,
+    token_bytes,
+)
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import Dialect, ToolCalls
@@ -156,7 +162,9 @@ class Tokenizer:
         return text
 
     def token_bytes(self, token: int) -> bytes:
-        """What a token writes; nothing for special tokens and those beyond the vocabulary."""
+        """What a token writes; nothing for special tokens, markers, and ids beyond the table."""
+        if token in self._markers:
+            return b""
         if self._table is None:
             return DecodingDetokenizer(self._decoder, keep={}).feed(token).encode()
         return self._table.data[token] if token < len(self._table.data) else b""
@@ -235,10 +243,14 @@ class Tokenizer:
     def pipeline(
         self, *, stops: Sequence[str], chat: bool, thinking: bool, tools: ToolCalls | None = None
     ) -> TextPipeline:
-        """The stages from this model's token ids to text for one answer."""
+        """The stages from this model's token ids to text for one answer.
+
+        A text completion is one text, with thoughts where they stand: it has no field for them.
+        """
+        wrapper = self._wrapper
         return TextPipeline(
             self._detokenizer(chat=chat, calls=tools is not None),
-            Channels(self._wrapper.think_start, self._wrapper.think_end, thinking=thinking),
+            Channels(wrapper.think_start, wrapper.think_end, thinking=thinking) if chat else None,
             StopStrings(stops) if stops else None,
             tools,
         )
@@ -286,25 +298,32 @@ class Tokenizer:
 
     def _derive_detokenizer(self) -> None:
         detokenizer = self._wrapper.detokenizer
-        self._thoughts = self._special([*self._think_tokens()])
+        added = self._wrapper.added_tokens_decoder
+        thoughts, calls = [*self._think_tokens()], [*self._marker_tokens()]
+        self._markers = frozenset(token for token in thoughts + calls if token in added)
+        self._thoughts = self._special(thoughts)
         self._calls = self._thoughts | self._special([*self._call_tokens()])
         self.strips_first_space = False
-        self._table: TokenBytes | None = None
+        scheme: Scheme | None = None
         if isinstance(detokenizer, BPEStreamingDetokenizer):
-            self._table = token_bytes(self._wrapper, "byte_level", keep=self._thoughts.values())
+            scheme = "byte_level"
         elif isinstance(detokenizer, SPMStreamingDetokenizer):
-            self._table = token_bytes(self._wrapper, "sentencepiece", keep=self._thoughts.values())
+            scheme = "sentencepiece"
             self.strips_first_space = detokenizer.trim_space
-        else:
+        if scheme is None:
             # A copy: it decodes on the event loop while the original encodes in a thread.
             self._decoder = copy.deepcopy(self._wrapper._tokenizer)
-        self._call_table = None
-        if self._table is not None:
-            self._call_table = self._table.showing(self._calls)
-            # Where no tools were given, what looks like a call is none, and its markers no text.
-            added = self._wrapper.added_tokens_decoder
-            markers = (token for token in self._marker_tokens() if token in added)
-            self._table = self._table.showing(dict.fromkeys(markers, ""))
+            self._table: TokenBytes | None = None
+            return
+        self._table = token_bytes(self._wrapper, scheme)
+        shown = {token: added[token].content for token in self._markers}
+        # Where no tools were given, what looks like a call is none, and its markers are no text;
+        # neither are those of thoughts in a text completion.
+        self._text_table = self._table.showing(dict.fromkeys(shown, ""))
+        self._chat_table = self._text_table.showing(
+            {token: text for token, text in shown.items() if token in thoughts}
+        )
+        self._call_table = self._table.showing(shown | self._calls)
 
     def _think_tokens(self) -> Iterator[int]:
         if self.thinks:
@@ -329,9 +348,10 @@ class Tokenizer:
         return {id: added[id].content for id in tokens if id in added and added[id].special}
 
     def _detokenizer(self, *, chat: bool, calls: bool) -> Detokenizer | DecodingDetokenizer:
-        table = self._call_table if calls else self._table
-        if table is None:
-            return DecodingDetokenizer(self._decoder, keep=self._calls if calls else self._thoughts)
+        if self._table is None:
+            keep = self._calls if calls else self._thoughts if chat else {}
+            return DecodingDetokenizer(self._decoder, keep=keep)
+        table = self._call_table if calls else self._chat_table if chat else self._text_table
         # In a completion the space belongs between the prompt and what follows it.
         return Detokenizer(table, strip_first_space=chat and self.strips_first_space)
 

@@ -14,6 +14,7 @@ from mlxsrv.events import (
     PromptRead,
     PromptScored,
     Token,
+    TokenScore,
 )
 from mlxsrv.service.outputs import Ended, Output, Text, ToolInput, ToolStarted
 from mlxsrv.service.scores import Scores
@@ -102,9 +103,11 @@ class Choice:
             cut = self.finish in ("length", "timeout")
             outputs += self._outputs(self.pipeline.flush(cut=cut))  # may complete a stop string
             if self._scores is not None and not self.pipeline.stopped:
-                outputs += self._read_rest(self._scores)
+                outputs += self._extra(self._scores.rest(self._end))
         if self.pipeline.stopped:
             self.finish, self._end_tokens = "stop", 0
+            if self._scores is not None:
+                outputs += self._extra(self._scores.cut())
         if self.finish is not None:
             self.ended = True
             outputs.append(Ended(self.index, self._reason(self.finish)))
@@ -116,12 +119,10 @@ class Choice:
     def _read_echo(self) -> list[Output]:
         if not self._echo or (self.job.scores is not None and not self._prompt):
             return []
-        scores = tuple(
-            self._scores.score_token(token, likelihood)
-            for token, likelihood in zip(self.job.prompt, self._prompt, strict=False)
-            if self._scores is not None
-        )
         echo, self._echo = self._echo, ""
+        scores: tuple[TokenScore, ...] = ()
+        if self._scores is not None:
+            scores = self._scores.of_prompt(echo, self.job.prompt, self._prompt)
         return [Text(self.index, "content", echo, scores)]
 
     def _read_scored(self, tokens: list[int], scores: Scores) -> list[Output]:
@@ -132,16 +133,16 @@ class Choice:
             inside = self.pipeline.aside
             pieces = self.pipeline.feed([token])
             if inside or self.pipeline.aside:
-                scores.leave(token, likelihood)
+                outputs += self._outputs(pieces)  # what waited may be the end of content
+                outputs += self._extra(scores.leave())
             else:
                 scores.take(token, likelihood)
-            outputs += self._outputs(pieces)
+                outputs += self._outputs(pieces)
         return outputs
 
-    def _read_rest(self, scores: Scores) -> list[Output]:
-        """The scores of tokens that are in no text."""
-        rest = scores.rest(self._end)
-        return [Text(self.index, "content", "", rest)] if rest else []
+    def _extra(self, scores: tuple[TokenScore, ...]) -> list[Output]:
+        """Scores that go with no text of their own."""
+        return [Text(self.index, "content", "", scores)] if scores else []
 
     def _outputs(self, pieces: list[Part]) -> list[Output]:
         return [self._output(piece) for piece in pieces]

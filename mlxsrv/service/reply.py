@@ -176,6 +176,7 @@ class Reply:
         if self.scored:
             scores = Scores(
                 tokenizer.token_bytes,
+                tokenizer.spelling,
                 strips_space=asked.chat and tokenizer.strips_first_space,
                 every=not asked.chat,
             )

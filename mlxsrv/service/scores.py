@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from mlxsrv.events import Likelihood, Token, TokenScore
 
 _NEWLINES = b"\r\n"
@@ -19,14 +21,21 @@ class Scores:
 
     Args:
         token_bytes: what a token writes.
+        spelling: the same, with special tokens by their names, as in a prompt.
         strips_space: whether the text lacks the space that its first token begins with.
-        every: whether tokens that are no text, or not whole, are told too: see `rest`.
+        every: whether tokens that end up in no text are told too: see `rest`.
     """
 
     def __init__(
-        self, token_bytes: Callable[[int], bytes], *, strips_space: bool, every: bool = False
+        self,
+        token_bytes: Callable[[int], bytes],
+        spelling: Callable[[int], bytes],
+        *,
+        strips_space: bool,
+        every: bool = False,
     ) -> None:
         self._token_bytes = token_bytes
+        self._spelling = spelling
         self._every = every
         self._strips_space = strips_space
         self._after_block = False  # leading newlines are dropped after a think block
@@ -40,7 +49,6 @@ class Scores:
         if self._after_block:
             data = data.lstrip(_NEWLINES)
             if not data:
-                self._set_aside([self.score_token(token, likelihood)])
                 return
             self._after_block = False
         if self._strips_space and data:
@@ -49,18 +57,23 @@ class Scores:
         self._seen += len(data)
         self._waiting.append((self._seen, self._score(data, likelihood)))
 
-    def leave(self, token: int, likelihood: Likelihood) -> None:
-        """What came last is no content after all: `token`, and what waited for it to tell."""
-        waiting = [score for _, score in self._waiting]
+    def leave(self) -> tuple[TokenScore, ...]:
+        """What came last is no content after all: a marker, a thought, a call. The score of the
+        token in which the content ended, if it did within one."""
+        self._after_block = True
+        return self.cut()
+
+    def cut(self) -> tuple[TokenScore, ...]:
+        """Forget what waits; but a token that the text has the beginning of is told with that."""
+        begun: tuple[TokenScore, ...] = ()
+        if self._waiting:
+            end, score = self._waiting[0]
+            written = self._sent - (end - len(score.token))
+            if written > 0:
+                begun = (msgspec.structs.replace(score, token=score.token[:written]),)
         self._waiting.clear()
         self._seen = self._sent
-        self._set_aside([*waiting, self.score_token(token, likelihood)])
-        self._after_block = True
-
-    def _set_aside(self, scores: Sequence[TokenScore]) -> None:
-        """Tokens that are in no text are told with the next that is, or never."""
-        if self._every:
-            self._waiting.extend((self._seen, score) for score in scores)
+        return begun
 
     def release(self, text: str) -> tuple[TokenScore, ...]:
         """The scores that go with `text`, the next of the content."""
@@ -71,19 +84,29 @@ class Scores:
         return tuple(scores)
 
     def rest(self, end: Token | None) -> tuple[TokenScore, ...]:
-        """What still waits at the end, half a character say or a special token, and the token that
-        ended the answer. Told only where `every` token is."""
+        """What still waits when an answer has ended by itself or at its limit. Where `every` token
+        is told: half a character, or a special token, and the token that ended the answer."""
         if not self._every:
-            return ()
+            return self.cut()
         waiting = [score for _, score in self._waiting]
         if end is not None and end.likelihood is not None:
-            waiting.append(self.score_token(end.id, end.likelihood))
+            waiting.append(self._score(b"", end.likelihood))
         return tuple(waiting)
 
-    def score_token(self, token: int, likelihood: Likelihood) -> TokenScore:
-        """The score of a token of the prompt, which waits for nothing."""
-        return self._score(self._token_bytes(token), likelihood)
+    def of_prompt(
+        self, text: str, tokens: Sequence[int], likelihoods: Sequence[Likelihood]
+    ) -> tuple[TokenScore, ...]:
+        """The scores of the tokens of a prompt, one for each, which is `text`. It may have special
+        tokens by their names, but not one that the tokenizer put before it."""
+        scores: list[TokenScore] = []
+        data, at = text.encode(), 0
+        for token, likelihood in zip(tokens, likelihoods, strict=True):
+            spelled = self._spelling(token)
+            written = spelled if data.startswith(spelled, at) else b""
+            at += len(written)
+            scores.append(self._score(written, likelihood))
+        return tuple(scores)
 
     def _score(self, data: bytes, likelihood: Likelihood) -> TokenScore:
-        top = tuple((self._token_bytes(token), logprob) for token, logprob in likelihood.top)
+        top = tuple((self._spelling(token), logprob) for token, logprob in likelihood.top)
         return TokenScore(data, likelihood.logprob, top)

@@ -14,7 +14,10 @@ TOKENS = [b"a", b"bc", b" d", b"\xe2\x82", b"\xac", b"\n", b"", "é".encode()]
 
 
 def scores(*, strips_space: bool = False, every: bool = False) -> Scores:
-    return Scores(lambda token: TOKENS[token], strips_space=strips_space, every=every)
+    def spelled(token: int) -> bytes:
+        return TOKENS[token] or b"<s>"
+
+    return Scores(lambda token: TOKENS[token], spelled, strips_space=strips_space, every=every)
 
 
 def likely(token: int) -> Likelihood:
@@ -41,16 +44,18 @@ def test_a_character_cut_between_tokens_comes_with_both() -> None:
     assert [score.token for score in stage.release("€")] == [b"\xe2\x82", b"\xac"]
 
 
-def test_what_a_stop_string_cuts_off_is_left_out() -> None:
+def test_of_what_a_stop_string_cuts_only_the_beginning_is_told() -> None:
     stage = scores()
     take(stage, [0, 1, 2])
     assert [score.token for score in stage.release("ab")] == [b"a"]
+    assert [score.token for score in stage.cut()] == [b"b"]
+    assert stage.cut() == ()
 
 
 def test_thoughts_and_markers_have_no_scores() -> None:
     stage = scores()
     take(stage, [1])  # the beginning of a marker, as it turns out
-    stage.leave(2, likely(2))
+    stage.leave()
     take(stage, [5, 0])  # a newline after the block is no content
     assert [score.token for score in stage.release("a")] == [b"a"]
 
@@ -63,6 +68,12 @@ def test_a_text_completion_tells_every_token() -> None:
     end = Token(1, 6, "stop", likely(6))
     assert [score.token for score in stage.rest(end)] == [b"\xe2\x82", b""]
     assert scores().rest(end) == ()
+
+
+def test_a_prompts_tokens_are_where_its_text_has_them() -> None:
+    tokens = [6, 0, 6, 1]  # the first was put there by the tokenizer
+    told = scores().of_prompt("a<s>bc", tokens, [likely(token) for token in tokens])
+    assert [score.token for score in told] == [b"", b"a", b"<s>", b"bc"]
 
 
 def test_a_space_that_the_text_lacks_is_not_in_the_bytes() -> None:
