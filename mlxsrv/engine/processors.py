@@ -17,6 +17,8 @@ import numpy as np
 from mlxsrv.engine.lanes import Row
 from mlxsrv.events import Constraint, Likelihood, Sampling
 
+_LEAST_REPETITION = 1e-3  # what is divided by less may overflow
+
 
 class Penalties:
     """Logit biases, and penalties for tokens that a row has had already.
@@ -44,7 +46,9 @@ class Penalties:
         # A fresh row is fed the last token of its prompt, which is no token of its own.
         self._own = mx.array([0.0 if row.fresh else 1.0 for row in rows])
         self._bias = _table([dict(each.logit_bias) for each in settings], vocabulary)
-        self._repetition = _column([each.repetition_penalty for each in settings])
+        self._repetition = _column(
+            [max(each.repetition_penalty, _LEAST_REPETITION) for each in settings]
+        )
         self._frequency = _column([each.frequency_penalty for each in settings])
         self._presence = _column([each.presence_penalty for each in settings])
         self._repeats = any(each.repetition_penalty != 1 for each in settings)

@@ -34,12 +34,13 @@ class Sampler:
     """
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int]) -> None:
-        self._greedy = all(row.temperature == 0 for row in rows)
+        cold = [row.temperature < _COLD for row in rows]
+        self._greedy = all(cold)
         if self._greedy:
             return
-        self._mixed = any(row.temperature == 0 for row in rows)
-        self._cold = mx.array([row.temperature == 0 for row in rows])
-        self._temperature = _column([row.temperature or 1.0 for row in rows])
+        self._mixed = any(cold)
+        self._cold = mx.array(cold)
+        self._temperature = _column([max(row.temperature, _COLD) for row in rows])
         self._cuts_mass = any(row.top_p < 1 or row.top_k > 0 for row in rows)
         self._tail = _column([(1 - row.top_p) * (1 + _ROUNDING) for row in rows])
         self._cuts_rank = any(row.top_k > 0 for row in rows)
@@ -97,6 +98,7 @@ class Sampler:
         return self._uniforms[:, self._step - 1 : self._step]
 
 
+_COLD = 1e-5  # a temperature below is greedy, for logits divided by less would overflow
 _ROUNDING = 1e-5  # of sums of weights: 0.07 + 0.03 is to be no more than 1 - 0.9
 _EVERY = 0x7FFFFFFF  # top_k of a row that has none
 
@@ -128,4 +130,6 @@ def _draw(weights: mx.array, uniform: mx.array) -> mx.array:
     """
     cumulative = mx.cumsum(weights, axis=-1)
     target = uniform * ((1 - 2**-20) * cumulative[:, -1:])
-    return (cumulative <= target).sum(axis=-1)
+    drawn = (cumulative <= target).sum(axis=-1)
+    # Of weights that are no numbers all entries may be below: an id too high would be read with.
+    return mx.minimum(drawn, weights.shape[-1] - 1)

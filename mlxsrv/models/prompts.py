@@ -88,11 +88,13 @@ def _tool_call(call: ToolCall, where: str, arguments: str = "function.arguments"
 class Plan(msgspec.Struct, frozen=True):
     """What a worker thread finds out before a request's jobs can be made.
 
+    `paths` says where in the request each prompt is.
     `dialect` is how the model calls the tools that it was given, `parallel` whether it may call
     more than one; `guide` is what the answers must follow.
     """
 
     prompts: list[Prompt]
+    paths: list[str]
     dialect: Dialect | None = None
     parallel: bool = True
     guide: Guide | None = None
@@ -133,6 +135,7 @@ def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer:
     )
     return Plan(
         [prompt],
+        ["messages"],
         dialect=dialect,
         parallel=request.parallel_tool_calls is not False,
         guide=_prepared(guide_chat(request, dialect), tokenizer),
@@ -162,12 +165,10 @@ def plan_completion(
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
     """
     _check_biases(request, tokenizer)
-    several = len(prompts) > 1 or not isinstance(request.prompt, str)
+    paths = [_prompt_path(request, i) for i in range(len(prompts))]
     return Plan(
-        [
-            _encode(prompt, _prompt_path(request, i) if several else "prompt", tokenizer)
-            for i, prompt in enumerate(prompts)
-        ],
+        [_encode(prompt, path, tokenizer) for prompt, path in zip(prompts, paths, strict=True)],
+        paths,
         guide=_prepared(guide_text(request), tokenizer),
     )
 

@@ -89,7 +89,9 @@ class Service:
             Asked(
                 request,
                 partial(plan_completion, request, prompts),
-                choices=self._choices(request.choices * len(prompts), "prompt"),
+                choices=self._choices(
+                    request.choices * len(prompts), "prompt" if len(prompts) > 1 else "n"
+                ),
                 limit=request.limit,
                 likeliest=request.likeliest,
                 chat=False,

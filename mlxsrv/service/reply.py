@@ -188,20 +188,24 @@ class Reply:
         )
         return Choice(
             index,
-            self._job(tokenizer, prompt, index % asked.request.choices),
+            self._job(tokenizer, plan, index),
             pipeline,
             constraint=constraint,
             scores=scores,
             echo=prompt.text if asked.echo else "",
         )
 
-    def _job(self, tokenizer: Tokenizer, prompt: Prompt, copy: int) -> Job:
+    def _job(self, tokenizer: Tokenizer, plan: Plan, index: int) -> Job:
         asked = self._asked
+        nth, copy = divmod(index, asked.request.choices)
+        prompt = plan.prompts[nth]
         return Job(
             id=self._home.next_job_id(),
             model=self.who.model,
             prompt=prompt.tokens,
-            max_tokens=self._max_tokens(tokenizer.context_length, len(prompt.tokens)),
+            max_tokens=self._max_tokens(
+                tokenizer.context_length, len(prompt.tokens), plan.paths[nth]
+            ),
             end_tokens=tokenizer.end_tokens,
             checkpoint=prompt.checkpoint,
             logprobs=asked.likeliest,
@@ -209,7 +213,7 @@ class Reply:
             sampling=_sampling(asked.request, tokenizer, copy),
         )
 
-    def _max_tokens(self, context: int | None, prompt_tokens: int) -> int:
+    def _max_tokens(self, context: int | None, prompt_tokens: int, param: str) -> int:
         """How many tokens may be drawn. Raises ContextLengthExceeded."""
         default, limit = self._home.settings.default_max_tokens, self._asked.limit
         if context is None:
@@ -220,7 +224,7 @@ class Reply:
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {context} tokens; the prompt has "
                 f"{prompt_tokens}{asked}, and {max(left, 0)} are left for the answer",
-                param="messages" if self._asked.chat else "prompt",
+                param=param,
             )
         return min(left, default) if limit is None else limit
 

@@ -56,10 +56,11 @@ class Channels:
                 return [(REASONING, text)]
         return self._split(self._held + text)
 
-    def flush(self) -> list[Piece]:
-        """What waited for a marker that never came."""
+    def flush(self, *, cut: bool = False) -> list[Piece]:
+        """What waited for a marker that never came. Of an answer that was `cut` off, more than one
+        character of a marker is taken for one."""
         pieces: list[Piece] = []
-        self._settle(self._held, pieces)
+        self._settle("" if cut and len(self._held) > 1 else self._held, pieces)
         if self._space:
             pieces.append((REASONING, self._space))
         self._held = self._space = ""

@@ -94,7 +94,7 @@ class TextPipeline:
         pieces: list[Part] = []
         text = self._detokenizer.flush()
         if self._channels is not None:
-            self._send([*self._channels.feed(text), *self._channels.flush()], pieces)
+            self._send([*self._channels.feed(text), *self._channels.flush(cut=cut)], pieces)
         else:
             self._send(_content(text), pieces)
         if self._tools is not None:

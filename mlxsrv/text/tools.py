@@ -7,8 +7,7 @@ its arguments as they come. Other dialects are read by a parser once the call is
 A call that is not what it should be:
 
 - As long as nothing of it was sent, the parser decides. What the parser cannot read, or gives no
-  name for, was no call: its text, markers and the whitespace before them included, is content, so
-  that it can be seen.
+  name for, was no call: its text, markers and the whitespace before them included, is content.
 - Once its name was sent it is a call, with the arguments as the model wrote them. A client must
   expect arguments that are no JSON, as it must of OpenAI's: they are not mended here, since a
   command or a path that was cut and then closed looks right and does something else. Arguments
@@ -150,9 +149,10 @@ class ToolCalls:
         parts: list[Part] = []
         while self.inside and not self.done:
             self._read(self._break_off(cut, parts), parts)
-        if self._after and (self._dialect.end or "").startswith(self._held):
-            self._held = ""  # right after a call: its end marker, unfinished
-        if not self.done and (rest := "".join([*self._space, self._held])):
+        ending = self._after and (self._dialect.end or "").startswith(self._held)
+        # The end marker right after a call, or a marker that the answer was cut off within.
+        held = "" if ending or (cut and len(self._held) > 1) else self._held
+        if not self.done and (rest := "".join([*self._space, held])):
             parts.append(rest)
         self._held = ""
         self._space.clear()

@@ -206,7 +206,9 @@ def test_an_answer_of_each_family_cut_off_anywhere(name: str) -> None:
         heard = run([text[:length]], dialect, end=True)
         assert heard == run(text[:length], dialect, end=True)
         if length < len(before) + len(dialect.start):  # no more than what may be content
-            assert heard == Heard([text[:length]] if length else [], 0, False)
+            # One character may be anything; more of a marker are taken for one.
+            shown = text[:length] if length <= len(before) + 1 else before
+            assert heard == Heard([shown] if length else [], 0, False)
             continue
         assert heard.content == "Let me see."
         if heard.broken:
