@@ -1,0 +1,229 @@
+"""The document of the API: it describes what is served, and the server keeps to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from starlette.applications import Starlette
+from starlette.routing import Mount, Route
+from starlette.testclient import TestClient
+
+import mlxsrv
+from tests.web.client import CHAT, COMPLETIONS, Body, read_stream
+from tests.web.conftest import Folders
+from tests.web.serving import PATIENCE, Server, serving
+
+DOCUMENT = "/openapi.json"
+MAX_CHOICES = 4
+EXAMPLES = 40
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
+"""All but the search for a smaller example, which with bodies like these takes minutes."""
+
+AnyCase = Case[Any]
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def described(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that soon has enough of a request."""
+    options = ["--max-choices", f"{MAX_CHOICES}"]
+    folder = tmp_path_factory.mktemp("described")
+    with serving(folder, "--model", f"t={folders.plain}", *options) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def document(described: Server) -> Body:
+    with described.client() as client:
+        return dict(client.get(DOCUMENT).json())
+
+
+# The document.
+
+
+def read_document(app: Any, prefix: str = "") -> Body:
+    response = TestClient(app).get(prefix + DOCUMENT)
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    return dict(response.json())
+
+
+def test_what_is_routed_is_what_is_described() -> None:
+    app = mlxsrv.create_app(mlxsrv.Settings())
+    routed = {
+        (method, re.sub(r":\w+}", "}", route.path))
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    assert len(app.routes) == len(routed)
+    paths = read_document(app)["paths"]
+    assert {(verb.upper(), path) for path, item in paths.items() for verb in item} == routed
+
+
+@pytest.mark.parametrize("prefix", ["/llm", "/a/b", "/with%20space"])
+def test_a_mounted_app_says_where_it_is(prefix: str) -> None:
+    app = mlxsrv.create_app(mlxsrv.Settings())
+    alone = read_document(app)
+    assert alone["servers"] == [{"url": "/"}]
+    parent = Starlette(routes=[Mount(httpx.URL(prefix).path, app=app)])
+    assert read_document(parent, prefix) == alone | {"servers": [{"url": prefix}]}
+
+
+def test_nested_mounts_are_told_together() -> None:
+    app = mlxsrv.create_app(mlxsrv.Settings())
+    inner = Starlette(routes=[Mount("/inner", app=app)])
+    outer = Starlette(routes=[Mount("/outer", app=inner)])
+    assert read_document(outer, "/outer/inner")["servers"] == [{"url": "/outer/inner"}]
+
+
+def test_a_proxys_prefix_is_told() -> None:
+    client = TestClient(mlxsrv.create_app(mlxsrv.Settings()), root_path="/behind")
+    assert client.get(DOCUMENT).json()["servers"] == [{"url": "/behind"}]
+
+
+# Whatever is asked, what is answered is as described.
+
+POSTS = [CHAT, COMPLETIONS, "/tokenize", "/detokenize"]
+GETS = ["/v1/models", "/v1/models/{id}", "/health", DOCUMENT]
+
+OF_THE_MODEL = re.compile(
+    r"maximum context length|is no token id of this model|are made for one request"
+    r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
+    r"|^(guided_(regex|grammar|json)|response_format)\b|cannot be combined with tools"
+)
+"""Why a body may be refused that the schemas allow: they do not know the model, nor the settings,
+and JSON Schema can hardly say that two fields agree or that a text is JSON or a grammar."""
+
+
+def attempt(
+    document: Body,
+    path: str,
+    check: Callable[[AnyCase], None],
+    *,
+    mode: GenerationMode = GenerationMode.POSITIVE,
+    method: str = "POST",
+) -> None:
+    """`check` requests that the document allows (or, in the negative mode, does not)."""
+    schema = schemathesis.openapi.from_dict(document)
+    # What a chat may be takes long to make up.
+    examples = EXAMPLES // 2 if path == CHAT else EXAMPLES
+
+    @given(case=schema[path][method].as_strategy(generation_mode=mode))
+    @settings(max_examples=examples, phases=PHASES, suppress_health_check=[*HealthCheck])
+    def run(case: AnyCase) -> None:
+        check(case)
+
+    run()
+
+
+def prepared(case: AnyCase, **fields: Any) -> AnyCase:
+    """The case as a question that the default model can answer briefly. An integer is written as
+    one, for a schema cannot tell 1 from 1.0."""
+    body = {**_integral(case.body), "model": None}
+    if case.path in (CHAT, COMPLETIONS):
+        body |= {"max_completion_tokens": None, **fields}
+        if body.get("max_tokens") != 0:
+            body["max_tokens"] = 2
+    case.body = body
+    return case
+
+
+def _integral(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _integral(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_integral(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_what_is_allowed_is_answered_as_described(
+    described: Server, document: Body, path: str
+) -> None:
+    def check(case: AnyCase) -> None:
+        response = prepared(case, stream=False).call(base_url=described.url, timeout=PATIENCE)
+        case.validate_response(response, checks=CHECKS)
+        if response.status_code != 200:
+            assert response.status_code == 400
+            assert OF_THE_MODEL.search(response.json()["error"]["message"]), response.text
+
+    attempt(document, path, check)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_what_is_allowed_is_streamed_as_described(
+    described: Server, document: Body, path: str
+) -> None:
+    kind = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    schema = {**kind["schema"], "components": document["components"]}
+    chunks = jsonschema.Draft202012Validator(schema)
+
+    with described.client() as client:
+
+        def check(case: AnyCase) -> None:
+            response = client.post(path, json=prepared(case, stream=True).body)
+            streamed = read_stream(response)
+            for chunk in streamed.chunks:
+                chunks.validate(chunk)
+            if response.status_code != 200:
+                assert response.status_code == 400
+                [chunk] = streamed.chunks
+                assert OF_THE_MODEL.search(chunk["error"]["message"]), chunk
+
+        attempt(document, path, check)
+
+
+@pytest.mark.parametrize("path", POSTS)
+def test_what_is_not_allowed_is_refused_as_described(
+    described: Server, document: Body, path: str
+) -> None:
+    # A body may ask for a stream; the checks take the description of a chunk for that of an event.
+    headers = {"Accept": "application/json"}
+
+    def check(case: AnyCase) -> None:
+        response = case.call(base_url=described.url, headers=headers, timeout=PATIENCE)
+        case.validate_response(response, checks=CHECKS)
+        assert response.status_code == 400, (case.body, response.text)
+
+    attempt(document, path, check, mode=GenerationMode.NEGATIVE)
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_what_is_read_is_as_described(described: Server, document: Body, path: str) -> None:
+    def check(case: AnyCase) -> None:
+        response = case.call(base_url=described.url, timeout=PATIENCE)
+        case.validate_response(response, checks=CHECKS)
+
+    attempt(document, path, check, method="GET")
+
+
+@pytest.mark.parametrize("id", ["t", "demo", "nobody", "no/body", "a b", "%2F", "é", "?", "#"])
+def test_any_model_can_be_asked_for(described: Server, document: Body, id: str) -> None:
+    case = schemathesis.openapi.from_dict(document)["/v1/models/{id}"]["GET"].Case(
+        path_parameters={"id": quote(id, safe="/")}
+    )
+    response = case.call(base_url=described.url, timeout=PATIENCE)
+    case.validate_response(response, checks=CHECKS)
+    assert response.status_code == (200 if id in ("t", "demo") else 404)
