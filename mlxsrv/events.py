@@ -57,6 +57,10 @@ class Job(msgspec.Struct, frozen=True):
 class Constraint(Protocol):
     """What a row may say: a grammar in some state. Used by the device thread once submitted."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot go on; its row fails then."""
+
     def fill(self, mask: Mask) -> None:
         """Leave only the bits of the tokens that may come next: 32 a word, the lowest first. The
         mask comes with all bits set."""

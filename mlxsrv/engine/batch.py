@@ -163,8 +163,12 @@ class Batch:
             row.drawn.append(token)
             finish = row.finish(token)
             events.append(Token(row.job.id, token, finish, likelihoods.get(row)))
-            if finish is None:
-                keep.append(i)
+            if finish is not None:
+                continue
+            if row.constraint is not None and row.constraint.failure is not None:
+                events.append(Failed(row.job.id, row.constraint.failure))
+                continue
+            keep.append(i)
         self._time_step()
         self._keep(keep)
         return events

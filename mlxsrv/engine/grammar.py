@@ -140,10 +140,12 @@ class _Vocabulary(msgspec.Struct, frozen=True):
     """A model's tokens, as masks say them, and what llguidance makes of them.
 
     `known` has the bits of tokens that exist, `ends` those that end a text, `breaks` those that
-    are one or two newlines and nothing else. `tokenizer` may have more tokens than the model.
+    are one or two newlines and nothing else. `added` are the tokens that are no part of the
+    vocabulary proper, by their text. `tokenizer` may have more tokens than the model.
     """
 
     tokenizer: LLTokenizer
+    added: tuple[str, ...]
     known: Mask
     ends: Mask
     breaks: Mask
@@ -224,6 +226,7 @@ class Grammars:
         breaks = [tokenizer.tokenize_str(text) for text in ("\n", "\n\n")]
         return _Vocabulary(
             tokenizer,
+            tuple(self._source.get_added_vocab()),
             known=_bits((i for i in ids if i < self._size), self._size),
             ends=_bits(self._ends, self._size),
             breaks=_bits((tokens[0] for tokens in breaks if len(tokens) == 1), self._size),
@@ -235,6 +238,8 @@ class Grammars:
         vocabulary = self._vocabulary
         assert vocabulary is not None  # compile() has seen to it
         grammar = _translate(spec, vocabulary.tokenizer)
+        if any(name in grammar.replace("\\", "") for name in vocabulary.added):
+            grammar = _unforced(grammar)
         # Not verbose: errors are logged, and what a model says is not for the log.
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
@@ -265,7 +270,7 @@ class Template:
 
 
 class _Grammar:
-    """A grammar in some state. One that cannot go on lets the text end and says so in the log."""
+    """A grammar in some state. One that cannot go on has a `failure`, and no more may come."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
         self._matcher = matcher
@@ -275,21 +280,21 @@ class _Grammar:
         self._full = np.zeros(words, dtype=np.int32)
         self._address = self._full.ctypes.data
         self._model = self._full[: len(vocabulary.known)]
-        self.error = ""
+        self.failure: str | None = None
 
     def fill(self, mask: Mask) -> None:
-        if not self.error:
+        if self.failure is None:
             self._matcher.unsafe_compute_mask_ptr(self._address, self._full.nbytes)
             np.bitwise_and(self._model, self._vocabulary.known, out=mask)
             if self._matcher.is_error():
                 self._fail(self._matcher.get_error())
             elif not mask.any():
                 self._fail("the grammar asks for tokens that the model does not have")
-        if self.error:
+        if self.failure is not None:
             mask[:] = self._vocabulary.ends
 
     def accept(self, token: int) -> None:
-        if self.error or _has(self._vocabulary.ends, token):
+        if self.failure is not None or _has(self._vocabulary.ends, token):
             return
         if not self._matcher.consume_token(token):
             self._fail(self._matcher.get_error())
@@ -298,8 +303,8 @@ class _Grammar:
         return self._matcher.validate_tokens([token]) == 1
 
     def _fail(self, reason: str) -> None:
-        self.error = _one_line(reason)
-        log(_log, logging.WARNING, "grammar abandoned", reason=self.error)
+        self.failure = _one_line(reason)
+        log(_log, logging.WARNING, "grammar abandoned", reason=self.failure)
 
 
 class _AfterThinking:
@@ -313,6 +318,10 @@ class _AfterThinking:
         self._vocabulary = vocabulary
         self._recent: tuple[int, ...] = ()
         self._state: Literal["thinking", "break", "text"] = "thinking"
+
+    @property
+    def failure(self) -> str | None:
+        return self._grammar.failure
 
     def fill(self, mask: Mask) -> None:
         if self._state == "thinking":
@@ -370,6 +379,14 @@ def _translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
 def _lark(text: str) -> str:
     # Not grammar_from_lark: it takes what begins with a brace for any grammar, as JSON.
     return json.dumps({"grammars": [{"lark_grammar": text}]})
+
+
+def _unforced(grammar: str) -> str:
+    """The grammar, without text that is forced being tokenized at once: what spells an added token
+    would become that token, which the grammar does not allow."""
+    [one] = json.loads(grammar)["grammars"]
+    text = one.get("lark_grammar") or "start: %json " + json.dumps(one["json_schema"])
+    return _lark('%llguidance {"no_forcing": true}\n' + text)
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -241,16 +241,22 @@ class Tokenizer:
         return [name for name in names if name in self._reserved]
 
     def pipeline(
-        self, *, stops: Sequence[str], chat: bool, thinking: bool, tools: ToolCalls | None = None
+        self,
+        *,
+        stops: Sequence[str],
+        chat: bool,
+        thinking: bool,
+        bound: bool = False,
+        tools: ToolCalls | None = None,
     ) -> TextPipeline:
-        """The stages from this model's token ids to text for one answer.
+        """The stages from this model's token ids to text for one answer, maybe `bound` by a grammar.
 
         A text completion is one text, with thoughts where they stand: it has no field for them.
         """
-        wrapper = self._wrapper
+        start, end = self._wrapper.think_start, self._wrapper.think_end
         return TextPipeline(
             self._detokenizer(chat=chat, calls=tools is not None),
-            Channels(wrapper.think_start, wrapper.think_end, thinking=thinking) if chat else None,
+            Channels(start, end, thinking=thinking, bound=bound) if chat else None,
             StopStrings(stops) if stops else None,
             tools,
         )

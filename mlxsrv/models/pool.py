@@ -29,18 +29,22 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlxsrv.models")
 
+_COMPILERS = 4
+
 
 class Model:
     """One entry of the catalogue and what is known of it here.
 
     `rows` lends as many tokens as the batch has rows: whoever holds one is decoded at once.
     `tokenizing` lends the tokenizer, which is not for concurrent use, to one thread at a time.
+    `compiling` bounds the threads, each with a process of its own, that compile grammars.
     """
 
     def __init__(self, entry: Entry, settings: Settings) -> None:
         self.entry = entry
         self.rows = anyio.CapacityLimiter(settings.max_concurrency)
         self.tokenizing = anyio.CapacityLimiter(1)
+        self.compiling = anyio.CapacityLimiter(_COMPILERS)
         self.most = settings.max_concurrency + settings.max_queue
         self.in_flight = 0
         self.tokenizer: Tokenizer | None = None  # set: the model is loaded

@@ -103,7 +103,8 @@ class Plan(msgspec.Struct, frozen=True):
         """A new stage for one answer's calls."""
         if self.dialect is None:
             return None
-        return ToolCalls(self.dialect, parallel=self.parallel)
+        bound = self.guide is not None
+        return ToolCalls(self.dialect, parallel=self.parallel, bound=bound)
 
 
 def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer: Tokenizer) -> Plan:

@@ -145,7 +145,9 @@ class Reply:
         if plan.guide is None:
             return None
         compile = partial(tokenizer.grammars.compile, plan.guide.spec, param=plan.guide.param)
-        return await anyio.to_thread.run_sync(compile, abandon_on_cancel=True)
+        return await anyio.to_thread.run_sync(
+            compile, abandon_on_cancel=True, limiter=self._lease.model.compiling
+        )
 
     @property
     def _over(self) -> bool:
@@ -184,6 +186,7 @@ class Reply:
             stops=asked.request.stops,
             chat=asked.chat,
             thinking=prompt.thinking,
+            bound=template is not None,
             tools=plan.tool_calls(),
         )
         return Choice(

@@ -11,6 +11,7 @@ CONTENT: Final = "content"
 REASONING: Final = "reasoning"
 
 _NEWLINES = "\r\n"
+_NO_MARKERS = Scanner([])
 
 
 class Channels:
@@ -26,15 +27,21 @@ class Channels:
     - An end marker outside a block is dropped too. What came before it has been sent as content
       and stays content; what follows is content that follows a block.
 
-    `thinking` says that the prompt itself opened a block. Without markers all text is content.
+    `thinking` says that the prompt itself opened a block. Without markers all text is content. An
+    answer that is `bound` by a grammar has no block but that one: what looks like a marker in it,
+    the grammar asked for.
     `reasoning` tells whether the text fed so far ends inside a block.
     """
 
-    __slots__ = ("_end", "_held", "_markers", "_space", "_trim", "reasoning")
+    __slots__ = ("_bound", "_end", "_held", "_markers", "_space", "_trim", "reasoning")
 
-    def __init__(self, start: str | None, end: str | None, *, thinking: bool) -> None:
-        self._markers = Scanner([marker for marker in (start, end) if marker is not None])
+    def __init__(
+        self, start: str | None, end: str | None, *, thinking: bool, bound: bool = False
+    ) -> None:
+        markers = [marker for marker in (start, end) if marker is not None]
+        self._markers = _NO_MARKERS if bound and not thinking else Scanner(markers)
         self._end = end
+        self._bound = bound
         self._held = ""  # may be the beginning of a marker
         self._space = ""  # whitespace that is dropped if the block ends here
         self.reasoning = thinking and (start is not None or end is not None)
@@ -83,6 +90,8 @@ class Channels:
         self._trim = True
         if not self.reasoning:
             self._space = ""
+            if self._bound:
+                self._markers = _NO_MARKERS
 
     def _settle(self, text: str, pieces: list[Piece]) -> None:
         """Append what `text`, which has no marker in it, adds to the channel that is open."""

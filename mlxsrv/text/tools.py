@@ -90,6 +90,8 @@ class ToolCalls:
     - In a call in JSON an end marker within a string belongs to the string if that closes before
       its line ends. If it does not, the model forgot to close it and the marker ended the call.
     - Without `parallel` nothing comes out after the first call.
+    - An answer that is `bound` by a grammar begins with a call or has none: what looks like a
+      marker in it, the grammar asked for.
 
     `inside` tells whether the text fed so far ends inside a call. `calls` counts those opened, and
     `opened` tells whether the last of them is still being written. `done` tells that the one call
@@ -97,26 +99,11 @@ class ToolCalls:
     after a flush, that the last call was cut off.
     """
 
-    __slots__ = (
-        "_after",
-        "_dialect",
-        "_ends",
-        "_held",
-        "_json",
-        "_markers",
-        "_parallel",
-        "_raw",
-        "_space",
-        "broken",
-        "calls",
-        "inside",
-        "opened",
-    )
-
-    def __init__(self, dialect: Dialect, *, parallel: bool = True) -> None:
+    def __init__(self, dialect: Dialect, *, parallel: bool = True, bound: bool = False) -> None:
         ends = [dialect.end] if dialect.end else []
         self._dialect = dialect
         self._parallel = parallel
+        self._undecided = bound  # whether it begins with a call
         self._markers = Scanner([dialect.start, *ends])
         self._ends = Scanner(ends)
         self._held = ""  # may be the beginning of a marker
@@ -137,6 +124,11 @@ class ToolCalls:
         """The parts that are settled, in order."""
         if not text:
             return []
+        if self._undecided:
+            self._undecided = False
+            start = self._dialect.start
+            if not (start.startswith(text) or text.startswith(start)):
+                self._markers = Scanner([])
         waiting = self._held or self._space or self._after or self.inside
         if not waiting and not self._markers.start(text) and not text[-1].isspace():
             return [text]

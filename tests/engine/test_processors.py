@@ -18,6 +18,7 @@ from mlxsrv.engine.prefill import Pace
 from mlxsrv.engine.prompt_cache import PromptCache
 from mlxsrv.events import (
     Event,
+    Failed,
     Finished,
     Job,
     Likelihood,
@@ -175,10 +176,15 @@ def test_penalties_and_biases_equal_openais_formula(models: Any, sampling: Sampl
 
 
 class OddThenEven:
-    """Allows odd tokens and even ones by turns."""
+    """Allows odd tokens and even ones by turns, and so many."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = 1000) -> None:
         self.accepted: list[int] = []
+        self.most = most
+
+    @property
+    def failure(self) -> str | None:
+        return "no more" if len(self.accepted) >= self.most else None
 
     def fill(self, mask: Mask) -> None:
         mask[:] = 0x55555555 if len(self.accepted) % 2 else 0x55555555 * 2 - 2**32
@@ -203,6 +209,17 @@ def test_a_constraint_binds_its_row_and_no_other(models: Any) -> None:
         assert constraint.accepted[: len(drawn)] == drawn
     assert ids_of(events, 1) == by_hand(model, prompt(1), 20, GREEDY)
     assert ids_of(events, 3) == by_hand(model, prompt(3), 6, GREEDY)
+
+
+def test_a_constraint_that_cannot_go_on_fails_its_row_and_no_other(models: Any) -> None:
+    model = models("qwen3")
+    batch = make(model)
+    batch.submit(job(0, prompt(0), 20), OddThenEven(most=5))
+    batch.submit(job(1, prompt(1), 20))
+    events = run(batch)
+    assert len(ids_of(events, 0)) == 5
+    assert [event for event in events if isinstance(event, Failed)] == [Failed(0, "no more")]
+    assert ids_of(events, 1) == by_hand(model, prompt(1), 20, GREEDY)
 
 
 def test_what_a_constraint_forbids_has_still_its_log_probability(models: Any) -> None:

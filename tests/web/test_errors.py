@@ -92,7 +92,7 @@ WRONG_COMPLETION: Table = {
     "logprobs": [21, -1, "5", True],
     "echo": ["yes", 1],
     "best_of": [0, "2"],
-    "prompt": [None, 5, True, {}, [], [1.5], [True], [None], [[[1]]], "", [[]], [""]]
+    "prompt": [None, 5, True, {}, [], [1.5], [True], [None], [[[1]]], "", [[]], [""]],
 }
 
 
