@@ -16,8 +16,9 @@ from typing import NoReturn
 import anyio
 import uvicorn
 
+from mlxsrv.commands import COMMANDS
 from mlxsrv.engine.device import require_backend
-from mlxsrv.errors import BackendMissing
+from mlxsrv.errors import BackendMissing, ServeError
 from mlxsrv.logs import configure, log
 from mlxsrv.settings import Settings, SettingsError, load_settings
 from mlxsrv.web.app import App, create_app
@@ -74,14 +75,29 @@ class Server(uvicorn.Server):
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Serve until a signal. Exit status: 0 after a shutdown, 1 if it could not start, 2 for a
-    wrong setting."""
-    gc.disable()  # until the model is there: imports make no garbage, and looking for it costs 6 %
+    """Run a command; without one, serve until a signal.
+
+    Exit status: 0 after a shutdown or when the command has done its work, 1 if it could not, 2 for
+    a wrong setting.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    command = COMMANDS.get(arguments[0]) if arguments else None
     try:
-        settings = load_settings(sys.argv[1:] if argv is None else argv)
-        app = create_app(settings)
+        if command is None:
+            _serve(arguments)
+        command(arguments[1:])
     except SettingsError as error:
         _fail(2, str(error))
+    except ServeError as error:
+        _fail(1, error.message)
+    sys.exit(0)
+
+
+def _serve(arguments: Sequence[str]) -> NoReturn:
+    """Serve until a signal. Raises SettingsError."""
+    gc.disable()  # until the model is there: imports make no garbage, and looking for it costs 6 %
+    settings = load_settings(arguments)
+    app = create_app(settings)
     try:
         require_backend()
         listener = _listen(settings)

@@ -13,6 +13,7 @@ ServeError                    500 server_error            internal_error
 ├─ Overloaded                 503 server_error            overloaded
 ├─ ModelNotLoaded             503 server_error            model_not_loaded
 │  └─ BackendMissing
+├─ InsufficientMemory         507 server_error            insufficient_memory
 ├─ EngineFailed               503 server_error            engine_failed
 ├─ ShuttingDown               503 server_error            shutting_down
 └─ DeadlineExceeded           504 server_error            timeout
@@ -96,6 +97,11 @@ class ModelNotLoaded(ServeError):
 
 class BackendMissing(ModelNotLoaded):
     """MLX is installed without a back end for this machine."""
+
+
+class InsufficientMemory(ServeError):
+    status = 507
+    code = "insufficient_memory"
 
 
 class EngineFailed(ServeError):

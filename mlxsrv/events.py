@@ -75,15 +75,25 @@ Mask = np.ndarray[tuple[int], np.dtype[np.int32]]
 # Commands: the event loop to the device thread.
 
 
-class Load(msgspec.Struct, frozen=True):
-    """Read the model in `path` and keep it as `model`."""
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Read the model in folder `path` and keep it as `model`.
+
+    `adapter` is the folder of a LoRA adapter to put on it, `draft` that of a small model with the
+    same vocabulary that proposes tokens. `prompt_cache_bytes` None: a share of the memory.
+    `kv_bits` quantizes the KV cache, `max_kv_size` bounds it to so many tokens.
+    """
 
     model: str
     path: str
+    adapter: str | None = None
+    draft: str | None = None
     max_rows: int
     prefill_chunk: int
     max_gap: float
-    prompt_cache_bytes: int | None
+    prompt_cache_bytes: int | None = None
+    kv_bits: int | None = None
+    max_kv_size: int | None = None
+    trust_remote_code: bool = False
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -110,13 +120,20 @@ Command = Load | Submit | Cancel | Unload
 
 
 class Loaded(msgspec.Struct, frozen=True):
-    """`batched` is false where the model's caches cannot be merged and rows run one by one; `cuts`
-    where a cache cannot be cut back to where two prompts part, so that jobs should say it."""
+    """A model is ready.
+
+    `batched` is false where its caches cannot be merged and rows run one by one; `cuts` where a
+    cache cannot be cut back to where two prompts part, so that jobs should say it. `bytes` are its
+    weights', adapter and draft model included; `shared` of them are also another loaded model's.
+    `notes` say which of the load's wishes could not be had, and why.
+    """
 
     model: str
     batched: bool
     cuts: bool
     bytes: int
+    shared: int = 0
+    notes: tuple[str, ...] = ()
 
 
 class LoadFailed(msgspec.Struct, frozen=True):
@@ -199,6 +216,16 @@ class Usage(msgspec.Struct, frozen=True):
     completion_tokens: int
     reasoning_tokens: int | None = None
     cached_tokens: int = 0
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the device holds: bytes in use, free bytes kept for reuse, the most bytes ever used;
+    and for each model of a port its rows, queue and prompt cache in numbers."""
+
+    active_bytes: int
+    cache_bytes: int
+    peak_bytes: int
+    models: dict[str, dict[str, int]]
 
 
 # What an answer is made of, between the service and the wire.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
@@ -18,6 +19,9 @@ import msgspec
 from msgspec import Meta
 
 ENV_PREFIX = "MLXSRV_"
+
+_BYTES = {"metavar": "BYTES", "bytes": True}  # may be written as 512MB, 12GB, 1.5GiB
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", re.IGNORECASE)
 
 
 class SettingsError(ValueError):
@@ -30,11 +34,85 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         tuple[str, ...],
         Meta(
-            description="Model to serve: a folder, a Hugging Face id, or NAME=either for an alias. "
-            "Repeatable; the first is the default model. None: the built-in demo.",
-            extra={"metavar": "ID_OR_PATH"},
+            description="Model to serve: a folder or a Hugging Face id; NAME=either gives it a "
+            "name, either+ADAPTER_DIR puts a LoRA adapter on it. Repeatable; the first is the "
+            "default model. None: the built-in demo.",
+            extra={"metavar": "[NAME=]ID_OR_PATH[+ADAPTER_DIR]"},
         ),
     ] = ()
+    models_dir: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Serve every model below this folder: DIR/NAME, DIR/ORG/NAME. Repeatable.",
+            extra={"metavar": "DIR"},
+        ),
+    ] = ()
+    hf_cache: Annotated[
+        bool, Meta(description="Serve the models in the Hugging Face cache as well.")
+    ] = True
+    allow_download: Annotated[
+        bool, Meta(description="Let a request for an unknown ORG/NAME fetch it from the hub.")
+    ] = False
+    preload: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Load this model at start, as the default model is. Repeatable.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ()
+    pin: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Never unload this model once it is loaded. Repeatable.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ()
+    max_models: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Models loaded at once; the least recently used idle one goes first."),
+    ] = None
+    memory_limit: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Memory for the weights of all loaded models. "
+            "Default: 80% of what MLX recommends, else of RAM.",
+            extra=_BYTES,
+        ),
+    ] = None
+    idle_timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(description="Unload a model that was not used for so many seconds."),
+    ] = None
+    max_context: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(description="Tokens of context that no model is to exceed, whatever its files say."),
+    ] = None
+    draft_model: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Small model that proposes tokens for MODEL (else for the default model), "
+            "which checks several at once. Used while few requests run, and if it helps. "
+            "Repeatable.",
+            extra={"metavar": "[MODEL=]ID_OR_PATH"},
+        ),
+    ] = ()
+    kv_bits: Annotated[
+        Literal[2, 3, 4, 5, 6, 8] | None,
+        Meta(
+            description="Quantize KV caches to so many bits. Such requests run one at a time.",
+            extra={"metavar": "BITS"},
+        ),
+    ] = None
+    max_kv_size: Annotated[
+        Annotated[int, Meta(ge=16)] | None,
+        Meta(
+            description="Tokens that a KV cache keeps: the first four and the last so many.",
+            extra={"metavar": "TOKENS"},
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, Meta(description="Run Python code that comes with a model's files.")
+    ] = False
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one.")] = 8000
     max_concurrency: Annotated[
@@ -57,7 +135,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float, Meta(gt=0, description="Seconds of silence before a stream gets a comment line.")
     ] = 15.0
     max_body: Annotated[
-        int, Meta(ge=1024, description="Largest request body, in bytes; beyond that: 413.")
+        int,
+        Meta(ge=1024, description="Largest request body; beyond that: 413.", extra=_BYTES),
     ] = 32 * 1024 * 1024
     prefill_chunk: Annotated[
         int, Meta(ge=16, description="Prompt tokens read between two decode steps.")
@@ -71,6 +150,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Memory per model for prompts read before; 0 keeps none. "
             "Default: an eighth of the device's.",
+            extra=_BYTES,
         ),
     ] = None
     shutdown_grace: Annotated[
@@ -100,6 +180,7 @@ class Option(msgspec.Struct, frozen=True):
     help: str
     metavar: str | None
     choices: tuple[str, ...] | None
+    bytes: bool
 
     @property
     def flag(self) -> str:
@@ -114,18 +195,26 @@ class Option(msgspec.Struct, frozen=True):
         return isinstance(self.default, tuple)
 
     @property
+    def switch(self) -> bool:
+        return isinstance(self.default, bool)
+
+    @property
     def shown_default(self) -> str:
         if self.repeatable or self.default is None:
             return ""
+        if self.switch:
+            return "on" if self.default else "off"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
     def parse(self, text: str) -> Any:
         """The value that `text`, from a flag or a variable, stands for."""
         if self.repeatable:
             return self.check([part for part in text.split(",") if part])
-        return self.check(text, strict=False)
+        return self.check(_in_bytes(text) if self.bytes else text, strict=False)
 
     def check(self, value: Any, *, strict: bool = True) -> Any:
+        if self.bytes and isinstance(value, str):
+            value, strict = _in_bytes(value), False
         try:
             return msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
@@ -141,13 +230,26 @@ def options() -> tuple[Option, ...]:
 
 def _option(field: msgspec.structs.FieldInfo, annotation: Any) -> Option:
     base, meta = get_args(annotation)
+    extra = meta.extra or {}
     return Option(
         name=field.name,
         type=annotation,
         default=field.default,
         help=meta.description,
-        metavar=(meta.extra or {}).get("metavar"),
+        metavar=extra.get("metavar"),
         choices=get_args(base) if get_origin(base) is Literal else None,
+        bytes=extra.get("bytes", False),
+    )
+
+
+def _in_bytes(text: str) -> str:
+    """`1.5GiB`, `12GB` or `12g` as a number; anything else as it is."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return text
+    number, prefix, binary = found.groups()
+    return str(
+        int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1))
     )
 
 
@@ -161,7 +263,11 @@ def load_settings(
     Raises:
         SettingsError: a value, a name or the file itself is wrong; one line that says where.
     """
-    flags = vars(_parser().parse_args(argv)) if argv is not None else {}
+    return settle(vars(option_parser().parse_args(argv)) if argv is not None else {}, environ)
+
+
+def settle(flags: dict[str, Any], environ: Mapping[str, str] = os.environ) -> Settings:
+    """As `load_settings`, of flags that `option_parser` has parsed. Raises SettingsError."""
     path = flags.pop("config", None) or environ.get(ENV_PREFIX + "CONFIG")
     values = _from_file(path) if path else {}
     values |= _from_environment(environ)
@@ -195,7 +301,11 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        option.name: _named(option.flag, option.check if option.repeatable else option.parse, value)
+        option.name: _named(
+            option.flag,
+            option.check if option.repeatable or option.switch else option.parse,
+            value,
+        )
         for option in options()
         if (value := flags.get(option.name)) is not None
     }
@@ -208,10 +318,15 @@ def _named(where: str, read: Callable[[Any], Any], value: Any) -> Any:
         raise SettingsError(f"{where}: {error}") from None
 
 
-def _parser() -> argparse.ArgumentParser:
+def option_parser(
+    command: str = "",
+    does: str = "Serve MLX language models over an OpenAI-compatible HTTP API.\n"
+    "Other commands: mlxsrv models (what would be served), mlxsrv pull (download a model).",
+) -> argparse.ArgumentParser:
+    """A parser of all options, for the server or for another command."""
     parser = argparse.ArgumentParser(
-        prog="mlxsrv",
-        description="Serve MLX language models over an OpenAI-compatible HTTP API.",
+        prog=f"mlxsrv {command}".rstrip(),
+        description=does,
         epilog=f"Each option is also a variable ({ENV_PREFIX}PORT=9000) and a key of the TOML file "
         "that --config names; a flag wins over a variable, a variable over the file.",
         allow_abbrev=False,
@@ -219,13 +334,23 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE.toml", help="Read options from a TOML file.")
     for option in options():
         shown = f" (default: {option.shown_default})" if option.shown_default else ""
+        # argparse expands % in help texts
+        text = (_choices(option) + option.help + shown).replace("%", "%%")
+        if option.switch:
+            parser.add_argument(
+                option.flag,
+                dest=option.name,
+                action=argparse.BooleanOptionalAction,
+                default=None,
+                help=text,
+            )
+            continue
         parser.add_argument(
             option.flag,
             dest=option.name,
             action="append" if option.repeatable else "store",
             metavar=option.metavar or option.name.rsplit("_", 1)[-1].upper(),
-            # argparse expands % in help texts
-            help=(_choices(option) + option.help + shown).replace("%", "%%"),
+            help=text,
         )
     return parser
 

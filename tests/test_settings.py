@@ -83,3 +83,41 @@ def test_a_struct_made_in_code_is_checked_too() -> None:
         Settings(max_concurrency=0)
     with pytest.raises(SettingsError, match="port"):
         Settings(port="8000")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("4096", 4096),
+        ("12GB", 12 * 10**9),
+        ("1.5GiB", 3 * 2**29),
+        ("512mb", 512 * 10**6),
+        ("2k", 2000),
+        ("1 TB", 10**12),
+    ],
+)
+def test_bytes_may_be_written_with_a_unit(text: str, number: int, tmp_path: Path) -> None:
+    file = tmp_path / "mlxsrv.toml"
+    file.write_text(f"memory-limit = {text!r}")
+    by_flag = load_settings(["--memory-limit", text], {})
+    by_variable = load_settings([], {"MLXSRV_MEMORY_LIMIT": text})
+    by_file = load_settings(["--config", str(file)], {})
+    assert {s.memory_limit for s in (by_flag, by_variable, by_file)} == {number}
+
+
+@pytest.mark.parametrize("text", ["12XB", "-1GB", "GB", "1.5", "12GBB", "0"])
+def test_bytes_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(SettingsError, match="--memory-limit"):
+        load_settings([f"--memory-limit={text}"], {})
+
+
+def test_a_switch_is_turned_by_flag_variable_and_file(tmp_path: Path) -> None:
+    file = tmp_path / "mlxsrv.toml"
+    file.write_text("allow-download = true\nhf-cache = false\n")
+    settings = load_settings(["--config", str(file)], {})
+    assert (settings.allow_download, settings.hf_cache) == (True, False)
+    assert load_settings(["--hf-cache"], {"MLXSRV_HF_CACHE": "0"}).hf_cache is True
+    assert load_settings(["--no-hf-cache"], {}).hf_cache is False
+    assert load_settings([], {"MLXSRV_HF_CACHE": "false"}).hf_cache is False
+    with pytest.raises(SettingsError, match="MLXSRV_HF_CACHE"):
+        load_settings([], {"MLXSRV_HF_CACHE": "perhaps"})

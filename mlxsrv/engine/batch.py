@@ -6,6 +6,7 @@
   works while Python looks at tokens. A row that ends has therefore drawn one token too many; it
   is dropped with the row.
 - Rows of very different lengths are decoded in lanes of their own: see `lanes`.
+- A row that is alone may be decoded in rounds of several tokens: see `speculative`.
 - Models whose caches cannot be merged run one row at a time through the same code, unmerged.
 
 Everything here is called on the device thread only.
@@ -22,12 +23,14 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxsrv.engine.caches import Caches
 from mlxsrv.engine.lanes import Lane, Row, close_lanes
 from mlxsrv.engine.prefill import Pace, Prefill, PrefillError
 from mlxsrv.engine.processors import Drawn, Likelihoods, Masks, Penalties
 from mlxsrv.engine.prompt_cache import Cache, PromptCache
 from mlxsrv.engine.sampling import Sampler
-from mlxsrv.events import Constraint, Event, Failed, Job, Started, Token
+from mlxsrv.engine.speculative import Round, Speculation, find_obstacle
+from mlxsrv.events import Constraint, Event, Failed, FinishReason, Job, Started, Token
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -74,8 +77,11 @@ class Batch:
         max_rows: rows decoded together, those being read included.
         pace: how much of a prompt is read between two steps.
         cached: prompts that have been read before; rows that end are kept there.
+        caches: makes the caches of rows; the model's own kind, unless given.
         padding: the most bytes of it for which rows share a pass; as many as the weights have,
             unless given.
+        draft: a small model that proposes tokens to a row that is alone. Unused where a cache
+            cannot be cut back; ValueError where its vocabulary is another.
     """
 
     def __init__(
@@ -85,12 +91,15 @@ class Batch:
         max_rows: int,
         pace: Pace,
         cached: PromptCache,
+        caches: Caches | None = None,
         padding: int | None = None,
+        draft: Any | None = None,
     ) -> None:
         self._model = model
         self._pace = pace
         self._cached = cached
-        self._prefill = Prefill(model, pace=pace, cached=cached)
+        caches = Caches(model) if caches is None else caches
+        self._prefill = Prefill(model, pace=pace, cached=cached, caches=caches)
         self.batched = self._prefill.batched
         self.cuts = self._prefill.cuts
         self._max_rows = max_rows if self.batched else 1
@@ -101,6 +110,9 @@ class Batch:
         self._step: Step | None = None  # None: rows have changed
         self._steps = 0
         self._stepped: float | None = None  # when the last step's tokens came, if rows are the same
+        usable = draft is not None and find_obstacle(model, draft) is None
+        self._speculation = Speculation(model, draft) if usable else None
+        self._round: Round | None = None  # what came of the last step, if it was one
 
     @property
     def _rows(self) -> list[Row]:
@@ -117,6 +129,7 @@ class Batch:
             "lanes": len(self._lanes),
             "reading": self._prefill.reading,
             "waiting": self._prefill.waiting,
+            **({} if self._speculation is None else self._speculation.statistics()),
         }
 
     def submit(self, job: Job, constraint: Constraint | None = None) -> list[Event]:
@@ -133,9 +146,14 @@ class Batch:
     # no stream waits for somebody else's prompt longer than it must.
 
     def decode(self) -> list[Event]:
-        """Launch a step for all rows; return the tokens of the step before."""
+        """Launch a step for all rows; return the tokens of the step before.
+
+        Or run a round: several tokens of the one row there is.
+        """
         if not self._lanes:
             return []
+        if proposals := self._count_proposals():
+            return self._run_round(proposals)
         assert self._inputs is not None
         inputs, drawn, rows = self._inputs, self._drawn, self._rows
         logits = self._forward(inputs)
@@ -173,6 +191,51 @@ class Batch:
         self._keep(keep)
         return events
 
+    # What holds between any two of the batch's methods, whether the last step was a plain one or
+    # a round: each row's cache holds `row.seen`; its input is the next token, drawn with the key
+    # of its place and neither fed nor delivered; the draft's cache holds a beginning of the seen
+    # tokens of some row, of whose end it may lack as much as it likes. So rounds give way to plain
+    # steps, rows join and leave, and a row's cache is filed, as if there were no rounds.
+
+    def _count_proposals(self) -> int:
+        """How many tokens to propose now; 0 for a plain step."""
+        lane = self._lone_lane()
+        if lane is None:
+            return 0
+        assert self._speculation is not None
+        if self._round is not None and self._round.following in lane.rows[0].job.end_tokens:
+            return 0
+        return self._speculation.choose(lane)
+
+    def _lone_lane(self) -> Lane | None:
+        """The lane of the only row, where there is a draft and no prompt to be read."""
+        if self._speculation is None or len(self._lanes) != 1 or len(self._lanes[0].rows) != 1:
+            return None
+        asked = self._prefill.reading or self._prefill.waiting
+        return None if asked and self._max_rows > 1 else self._lanes[0]
+
+    def _run_round(self, proposals: int) -> list[Event]:
+        """Several tokens of the only row: its input, and the proposals that hold."""
+        assert self._speculation is not None
+        assert self._inputs is not None
+        [lane] = self._lanes
+        [row] = lane.rows
+        came = self._speculation.run(self._model, lane, self._inputs, proposals, self._round)
+        self._inputs, self._drawn, self._round = came.inputs, None, came
+        self._step, self._stepped = None, None  # the step's sampler is behind, its clock too
+        self._count_step()
+        events: list[Event] = []
+        finish: FinishReason | None = None
+        for token in came.seen:
+            row.drawn.append(token)
+            finish = row.finish(token)
+            events.append(Token(row.job.id, token, finish))
+            if finish is not None:
+                break
+        self._speculation.settle(lane, proposals + 1 - len(events))
+        self._keep([0] if finish is None else [])
+        return events
+
     def _prepare(self, rows: Sequence[Row], vocabulary: int) -> Step:
         self._step = Step(rows, vocabulary)
         return self._step
@@ -184,8 +247,13 @@ class Batch:
 
     def _time_step(self) -> None:
         now = perf_counter()
-        self._pace.saw_step(None if self._stepped is None else now - self._stepped)
+        seconds = None if self._stepped is None else now - self._stepped
+        self._pace.saw_step(seconds)
+        if seconds is not None and (lane := self._lone_lane()) is not None:
+            assert self._speculation is not None
+            self._speculation.saw_step(lane, seconds)
         self._stepped = now
+        self._round = None
 
     def _forward(self, inputs: mx.array) -> mx.array:
         """The next logits of all rows."""
@@ -201,6 +269,7 @@ class Batch:
         """Read at most one slice of prompts. An error there fails the jobs read, no others."""
         free = self._max_rows - len(self._rows)
         if free <= 0 or not (self._prefill.reading or self._prefill.waiting):
+            self._prepare_draft()
             return []
         try:
             read = self._prefill.step(free, decoding=bool(self._lanes))
@@ -212,6 +281,17 @@ class Batch:
         if read.rows:
             self._join(read.rows, read.cache)
         return read.events
+
+    def _prepare_draft(self) -> None:
+        """Have the draft read a slice of what the only row has seen, if it lacks much of it."""
+        lane = self._lone_lane()
+        if lane is None:
+            return
+        assert self._speculation is not None
+        # The step that is under way is not the draft's to pay for; the next waits for both.
+        limit = self._pace.limit(decoding=True, long=True)
+        if self._speculation.read(lane, limit, self._inputs):
+            self._stepped, self._round = None, None
 
     def _join(self, group: list[Row], cache: Cache) -> None:
         inputs = mx.array([row.job.prompt[-1] for row in group], dtype=mx.uint32)
@@ -277,6 +357,9 @@ class Batch:
         jobs = [row.job for row in self._rows] + self._prefill.jobs
         self._prefill.clear()
         self._lanes, self._inputs, self._drawn = [], None, None
+        self._step, self._stepped, self._round = None, None, None
+        if self._speculation is not None:
+            self._speculation.forget()
         return [Failed(job.id, reason) for job in jobs]
 
 

@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import ctypes
 import logging
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
+from contextlib import suppress
+from itertools import count
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from mlxsrv.errors import BackendMissing, EngineFailed, ModelNotLoaded
+from mlxsrv.errors import BackendMissing, EngineFailed, ModelNotLoaded, ServeError
 from mlxsrv.events import (
     Cancel,
     Command,
@@ -39,6 +43,7 @@ from mlxsrv.events import (
     LoadFailed,
     PromptRead,
     PromptScored,
+    Report,
     Started,
     Submit,
     Token,
@@ -46,7 +51,7 @@ from mlxsrv.events import (
 )
 
 if TYPE_CHECKING:
-    from mlxsrv.engine.batch import Batch
+    from mlxsrv.engine.loading import Resident
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -69,6 +74,8 @@ class Port:
         self._loop = loop
         self._receivers: dict[int, Receiver] = {}
         self._loads: dict[str, asyncio.Future[Loaded]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = count(1)
         self.failure: str | None = None
 
     def submit(self, job: Job, receiver: Receiver, constraint: Constraint | None = None) -> None:
@@ -89,20 +96,50 @@ class Port:
         A caller that is cancelled leaves the load running; the model is then there unused.
         """
         self._require_alive()
+        if command.model in self._loads:
+            raise ModelNotLoaded("it is being loaded already")
         future: asyncio.Future[Loaded] = self._loop.create_future()
         self._loads[command.model] = future
         self._device.send(self, command)
         return await future
 
     def unload(self, model: str) -> None:
+        """Forget the model. Its rows fail, and so does its load, if that is not over."""
         self._device.send(self, Unload(model))
+
+    async def ready(self) -> int:
+        """Wait until the device thread has imported MLX; the bytes of memory that MLX recommends.
+
+        Raises:
+            BackendMissing: MLX has no back end here.
+            EngineFailed: the thread died.
+        """
+        memory: int = await self._ask(_Ready())
+        return memory
+
+    async def meet(self, path: str) -> None:
+        """Have the device thread import the code of the model in folder `path`, so that no other
+        thread is the first to. What is wrong with it, its load will say. Raises EngineFailed."""
+        await self._ask(_Meet(path))
+
+    async def report(self) -> Report:
+        """What the device's memory and this port's models hold. Raises EngineFailed."""
+        report: Report = await self._ask(_TakeStock())
+        return report
+
+    async def _ask(self, question: _Question) -> Any:
+        self._require_alive()
+        number = next(self._numbers)
+        future = self._asked[number] = self._loop.create_future()
+        self._device.send(self, _Ask(number, question))
+        return await future
 
     def close(self) -> None:
         """Drop all models and rows of this port. It must not be used afterwards."""
         self._receivers.clear()
         self._device.send(self, _Close())
 
-    def post(self, events: list[Event]) -> bool:
+    def post(self, events: Sequence[Event | _Answer]) -> bool:
         """Called by the device thread: deliver on the loop. False if the loop is closed."""
         try:
             self._loop.call_soon_threadsafe(self._receive, events)
@@ -110,7 +147,7 @@ class Port:
             return False
         return True
 
-    def _receive(self, events: list[Event]) -> None:
+    def _receive(self, events: Sequence[Event | _Answer]) -> None:
         for event in events:
             match event:
                 case Token() | Started() | PromptRead() | PromptScored():
@@ -124,25 +161,20 @@ class Port:
                     if receiver is not None:
                         receiver(event)
                 case Loaded():
-                    self._settle(event.model, event)
+                    _settle(self._loads.pop(event.model), event)
                 case LoadFailed():
-                    self._settle(event.model, ModelNotLoaded(event.reason))
+                    _settle(self._loads.pop(event.model), ModelNotLoaded(event.reason))
+                case _Answer(number, value):
+                    _settle(self._asked.pop(number), value)
                 case EngineStopped():
                     self._stopped(event.reason)
 
-    def _settle(self, model: str, outcome: Loaded | Exception) -> None:
-        future = self._loads.pop(model)
-        if future.done():  # whoever waited was cancelled
-            return
-        if isinstance(outcome, Loaded):
-            future.set_result(outcome)
-        else:
-            future.set_exception(outcome)
-
     def _stopped(self, reason: str) -> None:
         self.failure = reason
-        for model in list(self._loads):
-            self._settle(model, EngineFailed(reason))
+        futures = [*self._loads.values(), *self._asked.values()]
+        self._loads, self._asked = {}, {}
+        for future in futures:
+            _settle(future, EngineFailed(reason))
         receivers, self._receivers = self._receivers, {}
         for job_id, receiver in receivers.items():
             receiver(Failed(job_id, reason))
@@ -150,6 +182,15 @@ class Port:
     def _require_alive(self) -> None:
         if self.failure is not None:
             raise EngineFailed("the inference engine has failed; restart the server")
+
+
+def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
+    if future.done():  # whoever waited was cancelled
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
 
 
 class _Open(msgspec.Struct, frozen=True):
@@ -160,7 +201,39 @@ class _Close(msgspec.Struct, frozen=True):
     pass
 
 
-_Order = Command | _Open | _Close
+class _Ready(msgspec.Struct, frozen=True):
+    pass
+
+
+class _Meet(msgspec.Struct, frozen=True):
+    path: str
+
+
+class _TakeStock(msgspec.Struct, frozen=True):
+    pass
+
+
+_Question = _Ready | _Meet | _TakeStock
+
+
+class _Ask(msgspec.Struct, frozen=True):
+    number: int
+    question: _Question
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    """To the question of this number: a value, or the ServeError to raise."""
+
+    number: int
+    value: Any
+
+
+_Order = Command | _Open | _Close | _Ask
+
+
+class _Loading(msgspec.Struct, frozen=True):
+    command: Load
+    slices: Generator[None, None, None]
 
 
 class _Client:
@@ -168,38 +241,76 @@ class _Client:
 
     def __init__(self, port: Port) -> None:
         self.port = port
-        self.batches: dict[str, Batch] = {}
-        self.loading: dict[str, Iterator[None]] = {}
+        self.models: dict[str, Resident] = {}
+        self.loading: dict[str, _Loading] = {}
         self.cancelled: set[int] = set()
+        self.gone = False
 
     @property
     def idle(self) -> bool:
-        return not self.loading and all(batch.idle for batch in self.batches.values())
+        return not self.loading and all(model.batch.idle for model in self.models.values())
 
-    def obey(self, command: Command) -> None:
-        match command:
-            case Submit(job, constraint):
-                batch = self.batches.get(job.model)
-                if batch is None:
-                    self.deliver([Failed(job.id, "its model is not loaded")])
-                else:
-                    self.deliver(batch.submit(job, constraint))
-            case Cancel(job_id):
-                self.cancelled.add(job_id)
-            case Load():
-                self.loading[command.model] = _load(self, command)
-            case Unload(model):
-                batch = self.batches.pop(model, None)
-                if batch is not None:
-                    self.deliver(batch.fail("its model was unloaded"))
-                    del batch
+    def submit(self, job: Job, constraint: Constraint | None) -> None:
+        model = self.models.get(job.model)
+        if model is None:
+            self.deliver([Failed(job.id, "its model is not loaded")])
+        else:
+            self.deliver(model.batch.submit(job, constraint))
+
+    def cancel(self) -> None:
+        """Free the rows of all jobs cancelled: together, for each change copies the caches."""
+        cancelled, self.cancelled = self.cancelled, set()
+        for model in self.models.values() if cancelled else ():
+            model.batch.cancel(cancelled)
+
+    def load(self, command: Load, others: Callable[[], Sequence[Resident]]) -> None:
+        name = command.model
+        if name in self.models or name in self.loading:
+            self.deliver([LoadFailed(name, "there is a model of this name")])
+        else:
+            self.loading[name] = _Loading(command, _load(self, command, others))
+
+    def unload(self, name: str) -> None:
+        if (loading := self.loading.pop(name, None)) is not None:
+            loading.slices.close()
+            self.deliver([LoadFailed(name, "it was unloaded before it was there")])
+        if (model := self.models.pop(name, None)) is not None:
+            self.deliver(model.batch.fail("its model was unloaded"))
+
+    def step(self) -> None:
+        """One slice for each model."""
+        self._load()
+        for model in list(self.models.values()):
+            try:
+                self.deliver(model.decode())
+                self.deliver(model.batch.prefill())
+            except Exception as error:
+                # Which row is to blame is not known, so all of this batch's fail; other models'
+                # rows and the thread go on.
+                _log.exception("a step failed")
+                self.deliver(model.batch.fail(f"{type(error).__name__} in a decode step"))
+
+    def _load(self) -> None:
+        folders: set[str] = set()
+        for name, loading in list(self.loading.items()):
+            # The second of two with the same folder waits for the weights that it will share.
+            if loading.command.path in folders:
+                continue
+            folders.add(loading.command.path)
+            if next(loading.slices, _DONE) is _DONE:
+                self.loading.pop(name, None)
                 _release_memory()
 
-    def deliver(self, events: list[Event]) -> None:
+    def deliver(self, events: Sequence[Event | _Answer]) -> None:
         if events and not self.port.post(events):
             _log.debug("an event loop is gone; its work is dropped")
-            self.batches.clear()
-            self.loading.clear()
+            self.gone = True
+            self.drop()
+
+    def drop(self) -> None:
+        """Forget all models, loaded or not."""
+        self.models.clear()
+        self.loading.clear()
 
 
 class DeviceThread:
@@ -244,8 +355,7 @@ class DeviceThread:
     def _run(self) -> None:
         try:
             while self._drain():
-                for client in list(self._clients.values()):
-                    self._work(client)
+                self._work()
         except BaseException as error:
             _log.critical("the device thread died", exc_info=True)
             self._answer_dead(EngineStopped(f"the device thread died: {type(error).__name__}"))
@@ -271,66 +381,103 @@ class DeviceThread:
         except Empty:
             pass
         for client in self._clients.values():
-            if client.cancelled:
-                # Together: each change of a batch's rows copies its caches.
-                for batch in client.batches.values():
-                    batch.cancel(client.cancelled)
-                client.cancelled = set()
+            client.cancel()
         return True
 
+    # A method of its own: a name that stays bound between rounds would keep a client's models.
+    def _work(self) -> None:
+        """One slice for each model of each client."""
+        for client in list(self._clients.values()):
+            client.step()
+            if client.gone:
+                self._drop(client)
+
+    def _drop(self, client: _Client) -> None:
+        del self._clients[client.port]
+        client.drop()
+        _release_memory()
+
     def _obey(self, port: Port, order: _Order) -> None:
+        client = self._clients.get(port)
         match order:
             case _Open():
                 self._clients[port] = _Client(port)
+                # Here, by the thread that uses it; `ready` will tell what is wrong with it.
+                with suppress(Exception):
+                    import mlxsrv.engine.loading  # noqa: F401
+            case _ if client is None:
+                _log.debug("an order of a port that is closed")
             case _Close():
-                del self._clients[port]
+                self._drop(client)
+            case _Ask(number, question):
+                client.deliver([_Answer(number, _answer(client, question))])
+            case Submit(job, constraint):
+                client.submit(job, constraint)
+            case Cancel(job_id):
+                client.cancelled.add(job_id)
+            case Load():
+                client.load(order, self._residents)
+            case Unload(model):
+                client.unload(model)
                 _release_memory()
-            case _:
-                self._clients[port].obey(order)
 
-    def _work(self, client: _Client) -> None:
-        """One slice for each of the client's models."""
-        for model, load in list(client.loading.items()):
-            if next(load, _DONE) is _DONE:
-                del client.loading[model]
-        for batch in list(client.batches.values()):
-            try:
-                client.deliver(batch.decode())
-                client.deliver(batch.prefill())
-            except Exception as error:
-                # Which row is to blame is not known, so all of this batch's fail; other models'
-                # rows and the thread go on.
-                _log.exception("a step failed")
-                client.deliver(batch.fail(f"{type(error).__name__} in a decode step"))
+    def _residents(self) -> list[Resident]:
+        return [model for client in self._clients.values() for model in client.models.values()]
 
 
 _DONE = object()
 
 
-def _load(client: _Client, command: Load) -> Iterator[None]:
+def _load(
+    client: _Client, command: Load, others: Callable[[], Sequence[Resident]]
+) -> Generator[None, None, None]:
     """Load a model slice by slice and tell how it went."""
     # Imported here, by the thread that uses it: an app that is only imported, or asked for
     # --help, does not pay for MLX and transformers.
     try:
-        from mlxsrv.engine.loading import make_batch, read_model, warm_up
+        from mlxsrv.engine.loading import load
 
-        model, size = yield from read_model(command.path)
-        warm_up(model)
-        batch = make_batch(model, command)
+        resident = yield from load(command, others)
     except Exception as error:
         _log.debug("load failed", exc_info=True)
         reason = " ".join(str(error).split()) or type(error).__name__
         client.deliver([LoadFailed(command.model, reason)])
         return
-    client.batches[command.model] = batch
-    client.deliver([Loaded(command.model, batch.batched, batch.cuts, size)])
+    client.models[command.model] = resident
+    client.deliver([resident.loaded])
+
+
+def _answer(client: _Client, question: _Question) -> Any:
+    """What `question` asks, or the ServeError that tells why not."""
+    try:
+        require_backend()
+        from mlxsrv.engine import loading
+
+        match question:
+            case _Ready():
+                return loading.working_memory()
+            case _Meet(path):
+                return loading.meet(path)
+            case _TakeStock():
+                return loading.take_stock(client.models)
+    except ServeError as error:
+        return error
+    except Exception as error:
+        _log.error("a question failed", exc_info=True)
+        return EngineFailed(f"{type(error).__name__}: {error}")
 
 
 def _release_memory() -> None:
     """Give MLX's free buffers back to the system."""
-    import mlx.core as mx
-
+    mx = sys.modules.get("mlx.core")
+    if mx is None:  # there is no back end, so there are no buffers
+        return
+    mx.synchronize()  # a step under way holds on to its arrays
     mx.clear_cache()
+    if sys.platform == "linux":
+        # glibc keeps what is freed in pieces of up to 32 MB: on a CPU, that is all of a model.
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def require_backend() -> None:

@@ -58,6 +58,17 @@ class Lane:
         logits: mx.array = model(inputs[:, None], cache=self.cache)
         return logits[:, -1, :]
 
+    def check(self, model: Any, tokens: mx.array) -> mx.array:
+        """Feed the only row several tokens `(n,)`; the logits behind each `(n, vocabulary)`."""
+        logits: mx.array = model(tokens[None], cache=self.cache)
+        return logits[0]
+
+    def cut(self, tokens: int) -> None:
+        """Take back the last tokens that the rows were fed."""
+        if tokens:
+            for layer in self.cache:
+                layer.trim(tokens)
+
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all rows but those at `indices`, of which there is at least one."""
         chosen = mx.array(list(indices))

@@ -1,53 +1,252 @@
-"""Reading a model's weights, in slices short enough to fall between decode steps."""
+"""Loading a model: its weights, an adapter, a draft model, in slices between decode steps.
+
+- Weights are mapped, then brought into memory a slice at a time; how much a slice takes is learnt
+  from the slices before, so that streams of other models never wait long.
+- Models of the same files share their arrays, not copies: an adapter that stands beside the
+  weights costs its own bytes only, and a draft model that is also served costs nothing.
+- A model is warmed up before it is said to be there.
+
+Used on the device thread only.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx.nn.layers.linear import Linear
-from mlx_lm.utils import load_model, maybe_set_recommended_wired_limit
+from mlx.utils import tree_flatten
+from mlx_lm.utils import (
+    _get_classes,
+    load_adapters,
+    load_config,
+    load_model,
+    maybe_set_recommended_wired_limit,
+)
 
-from mlxsrv.engine.batch import Batch, weights
-from mlxsrv.engine.prefill import Pace
+from mlxsrv.engine.batch import Batch, describe, weights
+from mlxsrv.engine.caches import Caches, choose_caches
+from mlxsrv.engine.prefill import Pace, try_padding
 from mlxsrv.engine.prompt_cache import PromptCache
-from mlxsrv.events import Job, Load, Sampling
+from mlxsrv.engine.speculative import check_draft, find_obstacle
+from mlxsrv.events import Event, Failed, Job, Load, Loaded, Report, Sampling, Token
 
-_SLICE_BYTES = 256 * 1024 * 1024
+_log = logging.getLogger("mlxsrv.engine")
+
+Files = frozenset[tuple[str, int, int]]
+
+_FIRST_SLICE = 16 * 1024 * 1024  # bytes
+_LEAST_SLICE = 1024 * 1024
+_MOST_SLICE = 256 * 1024 * 1024
 
 
-def read_model(path: str) -> Generator[None, None, tuple[Any, int]]:
-    """Read the model in folder `path`, yielding between slices; returns `(model, bytes)`.
+class Base:
+    """Arrays as they come from a folder's files, which other models of these files may use."""
 
-    Weights are mapped lazily, then brought into memory `_SLICE_BYTES` at a time, so that other
-    models' streams go on beside the load. Raises what mlx-lm raises on files it cannot use.
+    def __init__(self, files: Files, model: Any) -> None:
+        self.files = files
+        self.arrays = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+
+    @property
+    def ids(self) -> set[int]:
+        return {id(array) for _, array in self.arrays}
+
+    def keep(self, ids: Container[int]) -> None:
+        """Forget all other arrays."""
+        self.arrays = [(name, array) for name, array in self.arrays if id(array) in ids]
+
+
+class Resident:
+    """A model that is loaded."""
+
+    def __init__(
+        self, batch: Batch, cached: PromptCache, bases: Sequence[Base], loaded: Loaded
+    ) -> None:
+        self.batch = batch
+        self.bases = bases
+        self.loaded = loaded
+        self._cached = cached
+        self._tokens = 0
+
+    def decode(self) -> list[Event]:
+        """One step of the batch."""
+        events = self.batch.decode()
+        self._tokens += sum(type(event) is Token for event in events)
+        return events
+
+    def statistics(self) -> dict[str, int]:
+        return self.batch.statistics() | {
+            "tokens": self._tokens,
+            "prompt_cache_bytes": self._cached.nbytes,
+            "prompt_cache_entries": len(self._cached),
+        }
+
+
+def load(
+    command: Load, others: Callable[[], Sequence[Resident]]
+) -> Generator[None, None, Resident]:
+    """Load a model, yielding between slices. `others` tells what is loaded at the moment.
+
+    Raises what mlx-lm raises on files that it cannot use.
     """
     # With nothing under way: the limit must not change during an asynchronous evaluation.
     mx.synchronize()
     maybe_set_recommended_wired_limit()
-    model, _ = load_model(Path(path), lazy=True)
-    yield
-    lay_out(model)
-    total = 0
-    pending: list[mx.array] = []
-    size = 0
-    for array in weights(model):
-        pending.append(array)
-        size += array.nbytes
-        if size >= _SLICE_BYTES:
-            mx.eval(pending)
-            total, pending, size = total + size, [], 0
+    reader = Reader(command.max_gap / 2, others, trust_remote_code=command.trust_remote_code)
+    mapped = yield from reader.map(command.path, command.adapter)
+    yield from reader.bring(mapped)
+    model = mapped.model
+    caches = yield from choose_caches(model, command.max_kv_size, command.kv_bits)
+    yield from warm_up(model, caches)
+    draft, notes = None, caches.notes
+    if command.draft is not None:
+        draft, obstacle = yield from _load_draft(command.draft, reader, model, caches)
+        notes += (f"draft_model: {obstacle}",) if obstacle is not None else ()
+    cached = PromptCache(_prompt_cache_bytes(command))
+    batch = Batch(
+        model,
+        max_rows=command.max_rows,
+        pace=Pace(command.prefill_chunk, command.max_gap),
+        cached=cached,
+        caches=caches,
+        draft=draft,
+    )
+    loaded = Loaded(
+        command.model,
+        batch.batched,
+        batch.cuts,
+        bytes=reader.bytes,
+        shared=reader.shared,
+        notes=notes,
+    )
+    return Resident(batch, cached, reader.bases, loaded)
+
+
+def _load_draft(
+    path: str, reader: Reader, model: Any, caches: Caches
+) -> Generator[None, None, tuple[Any, str | None]]:
+    """The draft model in folder `path`, or None and why it is not to be had.
+
+    Raises ValueError if its vocabulary is not the model's.
+    """
+    if caches.quantized or caches.bounded:
+        setting = "kv_bits" if caches.quantized else "max_kv_size"
+        return None, f"not with {setting}, so it is not used"
+    mapped = yield from reader.map(path)
+    check_draft(model, mapped.model)
+    if (obstacle := find_obstacle(model, mapped.model)) is not None:
+        return None, obstacle
+    yield from reader.bring(mapped)
+    yield from warm_up(mapped.model, Caches(mapped.model))
+    return mapped.model, None
+
+
+class Mapped(NamedTuple):
+    """A model whose arrays are not read yet, but for those that another has read."""
+
+    model: Any
+    base: Base
+    shared: set[int]  # ids
+
+
+class Reader:
+    """Reads the models of one load, in slices of about so many seconds.
+
+    `bytes` are those of all arrays that were brought, `shared` of those that were there.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        others: Callable[[], Sequence[Resident]],
+        *,
+        trust_remote_code: bool,
+    ) -> None:
+        self.bytes = 0
+        self.shared = 0
+        self.bases: list[Base] = []
+        self._seconds = seconds
+        self._slice = _FIRST_SLICE
+        self._others = others
+        self._trust_remote_code = trust_remote_code
+
+    def map(self, path: str, adapter: str | None = None) -> Generator[None, None, Mapped]:
+        """Build the model in folder `path`, with the adapter in folder `adapter` on it."""
+        folder = Path(path)
+        model, _ = load_model(folder, lazy=True, trust_remote_code=self._trust_remote_code)
+        yield
+        lay_out(model)
+        files = list_files(folder)
+        there = self._find(files)
+        model.load_weights(list(there.items()), strict=False)
+        base = Base(files, model)
+        if adapter is not None:
             yield
-    mx.eval(pending)
-    yield
-    return model, total + size
+            _put_on(adapter, model)
+            # A full fine-tune puts arrays of its own in the place of the base's.
+            lay_out(model, done=base.ids)
+            base.keep({id(array) for array in weights(model)})
+        return Mapped(model, base, {id(array) for array in there.values()})
+
+    def _find(self, files: Files) -> dict[str, mx.array]:
+        """Arrays of these files that are in memory, by name."""
+        bases = [base for other in self._others() for base in other.bases] + self.bases
+        return {name: array for base in bases if base.files == files for name, array in base.arrays}
+
+    def bring(self, mapped: Mapped) -> Generator[None, None, None]:
+        """Bring what is not there into memory."""
+        arrays = {id(array): array for array in weights(mapped.model)}
+        self.bases.append(mapped.base)
+        self.bytes += sum(array.nbytes for array in arrays.values())
+        self.shared += sum(array.nbytes for key, array in arrays.items() if key in mapped.shared)
+        yield from self._bring(array for key, array in arrays.items() if key not in mapped.shared)
+
+    def _bring(self, arrays: Iterable[mx.array]) -> Generator[None, None, None]:
+        """Bring arrays into memory, a slice at a time."""
+        pending: list[mx.array] = []
+        size = 0
+        for array in arrays:
+            pending.append(array)
+            size += array.nbytes
+            if size >= self._slice:
+                self._evaluate(pending, size)
+                pending, size = [], 0
+                yield
+        self._evaluate(pending, size)
+        yield
+
+    def _evaluate(self, arrays: Sequence[mx.array], size: int) -> None:
+        begun = perf_counter()
+        mx.eval(arrays)
+        fitting = size * self._seconds / max(perf_counter() - begun, 1e-6)
+        # At most doubled: what is in the system's file cache says little of what is not.
+        self._slice = max(_LEAST_SLICE, min(int(fitting), 2 * self._slice, _MOST_SLICE))
 
 
-def lay_out(model: Any) -> None:
-    """Keep float32 weights of linear layers by columns where the CPU is the device.
+def list_files(folder: Path) -> Files:
+    """The files that make a model, with size and time of change: another model's if they differ."""
+    files = [*folder.glob("model*.safetensors"), *folder.glob("*config.json")]
+    stats = [(file.resolve(), file.stat()) for file in files]
+    return frozenset((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+
+
+def _put_on(adapter: str, model: Any) -> None:
+    """Put the LoRA adapter in folder `adapter` on the model. Reads JSON and safetensors only."""
+    try:
+        load_adapters(model, adapter)
+    except Exception as error:
+        raise ValueError(f"its adapter cannot be used: {describe(error)}") from error
+    model.eval()  # without dropout
+
+
+def lay_out(model: Any, done: Container[int] = ()) -> None:
+    """Keep float32 weights of linear layers by columns where the CPU is the device, but for those
+    whose `id` is in `done`.
 
     Shapes and results stay as they are, to the bit. MLX multiplies by the transposed weight, and
     the reference BLAS of its Linux wheels does so 1.6 to 1.9 times as fast if that is contiguous:
@@ -56,41 +255,60 @@ def lay_out(model: Any) -> None:
     if mx.default_device() != mx.Device(mx.cpu):
         return
     for layer in model.modules():
-        if isinstance(layer, Linear) and layer.weight.dtype == mx.float32:
+        if not isinstance(layer, Linear) or layer.weight.dtype != mx.float32:
+            continue
+        if id(layer.weight) not in done:
             layer.weight = mx.contiguous(layer.weight.T).T
 
 
-def warm_up(model: Any) -> None:
-    """Run the model once for each shape of work.
+def warm_up(model: Any, caches: Caches) -> Generator[None, None, None]:
+    """Run the model once for each shape of work, yielding after each.
 
     MLX compiles parts of a model on first use, on the CPU back end with a C++ compiler: seconds
     that no request should pay for. It also finds out whether the weights compute at all.
+
+    Raises ValueError if they do not.
     """
-    batch = Batch(model, max_rows=2, pace=Pace(16, 1.0), cached=PromptCache(0))
+    caches.pads = (yield from try_padding(model)) if caches.batched else False
+    batch = Batch(model, max_rows=2, pace=Pace(16, 1.0), cached=PromptCache(0), caches=caches)
     for i, temperature in enumerate((0.0, 1.0)):
         sampling = Sampling(temperature=temperature, top_p=0.9)
         batch.submit(Job(i, "", (0, 1, 2), 2, frozenset(), sampling))
     while not batch.idle:
         batch.decode()
-        batch.prefill()
+        yield
+        for event in batch.prefill():
+            if isinstance(event, Failed):
+                raise ValueError(event.reason)
+        yield
 
 
-def make_batch(model: Any, command: Load) -> Batch:
-    """The batch of a model that was just read."""
-    return Batch(
-        model,
-        max_rows=command.max_rows,
-        pace=Pace(command.prefill_chunk, command.max_gap),
-        cached=PromptCache(_prompt_cache_bytes(command.prompt_cache_bytes)),
-    )
-
-
-def _prompt_cache_bytes(asked: int | None) -> int:
+def _prompt_cache_bytes(command: Load) -> int:
     """What was asked for, else an eighth of the memory that the device works in."""
-    if asked is not None:
-        return asked
+    asked = command.prompt_cache_bytes
+    return working_memory() // 8 if asked is None else asked
+
+
+def working_memory() -> int:
+    """The bytes of memory that MLX recommends to work in, else of all memory."""
     info = mx.device_info()
     memory = info.get("max_recommended_working_set_size") or info.get("memory_size")
-    if not memory:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(memory) // 8
+    return int(memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def meet(path: str) -> None:
+    """Import the code of the model in folder `path`, if there is one that can be."""
+    try:
+        _get_classes(load_config(Path(path)))
+    except Exception:
+        _log.debug("no code for the model in %s", path, exc_info=True)
+
+
+def take_stock(models: Mapping[str, Resident]) -> Report:
+    """What the device's memory and these models hold."""
+    return Report(
+        mx.get_active_memory(),
+        mx.get_cache_memory(),
+        mx.get_peak_memory(),
+        {name: model.statistics() for name, model in models.items()},
+    )

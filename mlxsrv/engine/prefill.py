@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList
 
+from mlxsrv.engine.caches import Caches
 from mlxsrv.engine.lanes import Row
 from mlxsrv.engine.processors import likelihoods, read_likelihoods
 from mlxsrv.engine.prompt_cache import Cache, PromptCache, Tokens, as_tokens, can_cut
@@ -205,12 +206,14 @@ class PrefillError(Exception):
 class Prefill:
     """The jobs of one model that are not decoded yet."""
 
-    def __init__(self, model: Any, *, pace: Pace, cached: PromptCache) -> None:
-        empty = make_prompt_cache(model)
-        self.batched = _mergeable(empty)
-        self.cuts = all(type(layer) is KVCache for layer in empty)
-        self._pads = self.batched and masks_padding(model)
+    def __init__(self, model: Any, *, pace: Pace, cached: PromptCache, caches: Caches) -> None:
+        self.batched = caches.batched
+        self.cuts = caches.cuts
+        if caches.pads is None:
+            caches.pads = self.batched and masks_padding(model)
+        self._pads = caches.pads
         self._model = model
+        self._caches = caches
         self._pace = pace
         self._cached = cached
         self._waiting: deque[Waiting] = deque()
@@ -319,7 +322,7 @@ class Prefill:
         jobs = [head, *self._take_twins(head, free - 1)]
         found = None if head.job.scores is not None else self._cached.take(head.body)
         if found is None:
-            return Reading(jobs, make_prompt_cache(self._model), 0)
+            return Reading(jobs, self._caches.make(), 0)
         return Reading(jobs, *found)
 
     def _take_twins(self, head: Waiting, most: int) -> list[Waiting]:
@@ -387,19 +390,32 @@ def read_together(model: Any, cache: Cache, prompts: Sequence[tuple[int, ...]]) 
 
 
 def masks_padding(model: Any) -> bool:
-    """Whether the model reads a padded prompt as it would the prompt alone.
+    """Whether the model reads a padded prompt as it would the prompt alone."""
+    trial = try_padding(model)
+    while True:
+        try:
+            next(trial)
+        except StopIteration as stop:
+            return bool(stop.value)
+
+
+def try_padding(model: Any) -> Generator[None, None, bool]:
+    """Find out what `masks_padding` tells, yielding between passes of the model.
 
     Attention caches leave padding out themselves. A recurrent layer has to mask it, and not all
     of mlx-lm's do, so models that have one are tried: a layer that swallows padding is off by as
     much as its logits vary, one that does not by rounding.
     """
-    if not any(_recurrent(layer) for layer in make_prompt_cache(model)):
+    caches = Caches(model)  # a model with a recurrent layer has no others
+    if not any(_recurrent(layer) for layer in caches.make()):
         return True
     short, long = (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11)
-    alone = merge([make_prompt_cache(model)])
+    alone = merge([caches.make()])
     read_together(model, alone, [short])
-    beside = merge([make_prompt_cache(model), make_prompt_cache(model)])
+    yield
+    beside = merge([caches.make(), caches.make()])
     read_together(model, beside, [short, long])
+    yield
     expected = model(mx.array([[0]]), cache=alone)[0, -1]
     difference = mx.abs(expected - model(mx.array([[0], [0]]), cache=beside)[0, -1]).mean()
     return bool((difference < _ROUNDING * mx.std(expected)).item())
@@ -414,10 +430,3 @@ def _recurrent(layer: Any) -> bool:
 def merge(caches: Sequence[Cache]) -> Cache:
     """Caches of single rows as one of a batch, layer by layer."""
     return [layers[0].merge(layers) for layers in map(list, zip(*caches, strict=True))]
-
-
-def _mergeable(cache: Cache) -> bool:
-    return all(
-        _mergeable(list(layer.caches)) if isinstance(layer, CacheList) else hasattr(layer, "merge")
-        for layer in cache
-    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,17 +69,6 @@ _INSIDE_CALLS = (
     "</longcat_arg_value>",
 )
 
-_CONTEXT_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "seq_length",
-    "seq_len",
-    "n_ctx",
-)
-
-
 if TYPE_CHECKING:
     from mlxsrv.engine.grammar import Grammars
 
@@ -109,21 +99,20 @@ class Tokenizer:
 
     Args:
         folder: the model's files.
+        trust_remote_code: run Python code that comes with them.
 
     Raises:
         OSError, ValueError: files that are missing or cannot be understood.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
         config = _read_json(folder / "config.json")
         generation = _read_json(folder / "generation_config.json")
-        self._wrapper: TokenizerWrapper = load_tokenizer(folder)
+        extra = {"trust_remote_code": True} if trust_remote_code else None
+        self._wrapper: TokenizerWrapper = load_tokenizer(folder, extra)
         self.end_tokens = _end_tokens(self._wrapper, config, generation)
-        self.defaults = msgspec.convert(
-            {key: generation.get(key) for key in Defaults.__struct_fields__}, Defaults
-        )
+        self.defaults = _defaults(generation)
         text_config = config.get("text_config") or {}
-        self.context_length = _first_int(_CONTEXT_KEYS, config, text_config)
         self.vocabulary = _first_int(("vocab_size",), config, text_config) or len(self._wrapper)
         self.thinks: bool = self._wrapper.has_thinking
         self.marks_checkpoints = False  # set by the pool, for models whose caches cannot be cut
@@ -249,7 +238,7 @@ class Tokenizer:
         bound: bool = False,
         tools: ToolCalls | None = None,
     ) -> TextPipeline:
-        """The stages from this model's token ids to text for one answer, maybe `bound` by a grammar.
+        """The stages from token ids to text for one answer, which a grammar may have `bound`.
 
         A text completion is one text, with thoughts where they stand: it has no field for them.
         """
@@ -363,10 +352,22 @@ class Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file, or nothing, as mlx-lm does with files that are missing or broken."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except FileNotFoundError:
+        # Not msgspec: configs of recurrent models hold Infinity, which is no JSON.
+        return msgspec.convert(json.loads(path.read_bytes()), dict[str, Any])
+    except (OSError, ValueError):  # msgspec's and json's errors are ValueErrors
         return {}
+
+
+def _defaults(generation: Mapping[str, Any]) -> Defaults:
+    """What the file gives, if all of it are numbers."""
+    try:
+        return msgspec.convert(
+            {key: generation.get(key) for key in Defaults.__struct_fields__}, Defaults
+        )
+    except msgspec.ValidationError:
+        return Defaults()
 
 
 def _first_int(keys: Sequence[str], *configs: Mapping[str, Any]) -> int | None:

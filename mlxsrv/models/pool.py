@@ -1,27 +1,44 @@
-"""Loaded models: each loaded once for all who wait, lent to requests by lease.
+"""Loaded models: each loaded once for all who wait, lent to requests by lease, evicted when idle.
 
-Used on the event loop only. A lease is one request's claim on one model, from before the model is
-loaded until the reply is over. It bounds how many requests may be there at all (the queue), makes
-them wait for a row (the limiter), and keeps the model in use.
+A lease is one request's claim on one model. It first waits for what the model's files give, its
+tokenizer, so that a prompt that does not fit is refused before anything is loaded. Then it enters:
+from there until its release the model stays.
+
+Models that are to be loaded take turns for room. What is idle makes room at once, the least
+recently used first. If that is not enough, models in use close: their users finish, new requests
+queue for the model's next turn, and when the last user has left it goes. So no request takes a
+model away from another, and none waits for ever while others keep coming.
+
+Used on the event loop only, which owns all of this; the device thread only does what it is sent.
+Its inbox is first in, first out, so an unload is done before the load that it makes room for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from mlxsrv.engine.device import DeviceThread, Port
-from mlxsrv.errors import ModelNotLoaded, Overloaded, ServeError, ShuttingDown
-from mlxsrv.events import Load
+from mlxsrv.errors import (
+    InsufficientMemory,
+    ModelNotLoaded,
+    Overloaded,
+    ServeError,
+    ShuttingDown,
+)
+from mlxsrv.events import Load, Loaded
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue import Catalogue, Entry
+from mlxsrv.models.model import Model, examine, make_tokenizer
+from mlxsrv.models.room import Limits, taken
 from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
@@ -29,30 +46,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlxsrv.models")
 
-_COMPILERS = 4
-
-
-class Model:
-    """One entry of the catalogue and what is known of it here.
-
-    `rows` lends as many tokens as the batch has rows: whoever holds one is decoded at once.
-    `tokenizing` lends the tokenizer, which is not for concurrent use, to one thread at a time.
-    `compiling` bounds the threads, each with a process of its own, that compile grammars.
-    """
-
-    def __init__(self, entry: Entry, settings: Settings) -> None:
-        self.entry = entry
-        self.rows = anyio.CapacityLimiter(settings.max_concurrency)
-        self.tokenizing = anyio.CapacityLimiter(1)
-        self.compiling = anyio.CapacityLimiter(_COMPILERS)
-        self.most = settings.max_concurrency + settings.max_queue
-        self.in_flight = 0
-        self.tokenizer: Tokenizer | None = None  # set: the model is loaded
-        self.loading: asyncio.Task[Tokenizer] | None = None
-
-    @property
-    def loaded(self) -> bool:
-        return self.tokenizer is not None
+_MEMORY_SHARE = 0.8  # of what MLX recommends; caches and activations need some, too
 
 
 class Lease:
@@ -61,13 +55,29 @@ class Lease:
     def __init__(self, pool: Pool, model: Model) -> None:
         self._pool = pool
         self.model = model
-        self._released = False
+        self.ticket: asyncio.Future[None] | None = None  # done when it may enter, or never can
+        self.entered = False
+        self.released = False
         self._rows: set[object] = set()
         model.in_flight += 1
 
     async def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, once the model is loaded. Raises ModelNotLoaded, EngineFailed."""
-        return self.model.tokenizer or await self._pool.load(self.model)
+        """The model's tokenizer, whether the model is loaded or not. Raises ServeError."""
+        return self.model.tokenizer or await self._pool.prepare(self.model)
+
+    @property
+    def context_length(self) -> int | None:
+        """Tokens of prompt and answer together; known with the tokenizer."""
+        return self.model.files.context_length if self.model.files is not None else None
+
+    async def enter(self) -> None:
+        """Wait until the model is loaded; it stays until `release`.
+
+        Raises:
+            ModelNotLoaded, InsufficientMemory, EngineFailed: it cannot be loaded.
+            Withdrawn: the claim has been ended meanwhile.
+        """
+        await self._pool.enter(self)
 
     async def borrow_row(self, borrower: object) -> None:
         """Wait for a row, first come, first served.
@@ -86,10 +96,11 @@ class Lease:
             self.model.rows.release_on_behalf_of(borrower)
 
     def release(self) -> None:
-        """End the claim. All rows have been returned."""
-        if not self._released:
-            self._released = True
+        """End the claim, also while it waits to enter. All rows have been returned."""
+        if not self.released:
+            self.released = True
             self.model.in_flight -= 1
+            self._pool.leave(self)
 
 
 class Pool:
@@ -98,7 +109,11 @@ class Pool:
     def __init__(self, catalogue: Catalogue, settings: Settings) -> None:
         self.catalogue = catalogue
         self._settings = settings
-        self._models = {entry.name: Model(entry, settings) for entry in catalogue}
+        pinned = frozenset(catalogue.name(name) for name in settings.pin)
+        self._limits = Limits(settings.max_models, settings.memory_limit or 0, pinned)
+        self._models: dict[str, Model] = {}  # those that are loaded or have leases
+        self._turns: deque[Model] = deque()  # those that wait for room
+        self._reading: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._port: Port | None = None
         self._closed = False
 
@@ -111,101 +126,384 @@ class Pool:
 
         Raises ShuttingDown after `close`.
         """
-        if self._closed:
-            raise ShuttingDown("the server is shutting down")
+        self._require_open()
         if self._port is None:
             self._port = DeviceThread.open()
         return self._port
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ShuttingDown("the server is shutting down")
 
     @property
     def failure(self) -> str | None:
         """Why the device thread is dead, if it is."""
         return self._port.failure if self._port is not None else None
 
-    def model(self, name: str | None) -> Model:
-        """The model that a request names. Raises ModelNotFound."""
-        return self._models[self.catalogue.find(name).name]
+    def model(self, name: str) -> Model | None:
+        """The model of the entry of this name, if it is loaded or wanted."""
+        return self._models.get(name)
 
-    def lease(self, name: str | None) -> Lease:
-        """Claim a model. Raises ModelNotFound, and Overloaded if its queue is full."""
-        model = self.model(name)
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The limit for all models, and what those that have room take of it; bytes."""
+        return self._limits.bytes, taken([model for model in self if model.placed])
+
+    def pinned(self, model: Model) -> bool:
+        return model.name in self._limits.pinned
+
+    # Claims.
+
+    def lease(self, entry: Entry) -> Lease:
+        """Claim a model. Raises Overloaded if its queue is full."""
+        model = self._models.get(entry.name)
+        if model is None:
+            model = self._models[entry.name] = Model(entry, self._settings)
         if model.in_flight >= model.most:
             raise Overloaded(
-                f"{model.entry.name} has {model.in_flight} requests already; try again shortly"
+                f"{model.name} has {model.in_flight} requests already; try again shortly"
             )
         return Lease(self, model)
 
-    async def load(self, model: Model) -> Tokenizer:
-        """Load the model, once however many wait for it; the next call after a failure retries.
+    async def preload(self, entry: Entry) -> None:
+        """Load a model that no request has asked for yet. Raises ServeError."""
+        lease = self.lease(entry)
+        try:
+            await lease.enter()
+        finally:
+            lease.release()
 
-        The load is a task of its own, so that the first of its waiters can go away without
-        taking it from the others.
-        """
+    async def enter(self, lease: Lease) -> None:
+        model = lease.model
+        if lease.released:
+            raise Withdrawn("its claim has ended")
+        if model.loaded is not None and not model.closing:
+            self._admit(lease)
+            return
+        lease.ticket = asyncio.get_running_loop().create_future()
+        model.waiting.append(lease)
         if model.loading is None:
-            model.loading = asyncio.create_task(self._load(model))
-            # Its waiters may all be gone by the time it fails; _load has logged why.
-            model.loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-        return await asyncio.shield(model.loading)
+            model.loading = self._start(self._load(model))
+        try:
+            await lease.ticket
+        except asyncio.CancelledError:
+            # If it was let in before it could know, its release tells.
+            self._withdraw(lease)
+            raise
+
+    def leave(self, lease: Lease) -> None:
+        model = lease.model
+        if lease.entered:
+            self._count_out(model)
+            return
+        self._withdraw(lease)
+        self._forget(model)
+
+    def _admit(self, lease: Lease) -> None:
+        model = lease.model
+        lease.entered = True
+        model.users += 1
+        model.used = asyncio.get_running_loop().time()
+        if model.timer is not None:
+            model.timer.cancel()
+            model.timer = None
+
+    def _count_out(self, model: Model) -> None:
+        model.users -= 1
+        if model.users == 0 and model.loaded is not None:
+            self._rest(model)
+            if self._turns:
+                self._arrange()
+
+    def _withdraw(self, lease: Lease) -> None:
+        """Wait no more. Nobody else may wait for this model, and then it needs no room."""
+        if lease in lease.model.waiting:
+            lease.model.waiting.remove(lease)
+            assert lease.ticket is not None
+            if not lease.ticket.done():
+                lease.ticket.set_exception(Withdrawn("its claim has ended"))
+            self._arrange()
+
+    def _let_in(self, model: Model) -> None:
+        """Admit all who wait, on their behalf: between a model's load, or reopening, and their
+        tasks' next turn nobody may find it idle."""
+        while model.waiting:
+            lease = model.waiting.popleft()
+            assert lease.ticket is not None
+            if not lease.ticket.done():
+                self._admit(lease)
+                lease.ticket.set_result(None)
+
+    def _rest(self, model: Model) -> None:
+        """Start the clock of a model that nobody uses."""
+        loop = asyncio.get_running_loop()
+        model.left = loop.time()
+        seconds = self._settings.idle_timeout
+        if seconds is not None and not self.pinned(model):
+            model.timer = loop.call_later(seconds, self._evict, model, "idle")
+
+    def _forget(self, model: Model) -> None:
+        """Drop what is known of a model that is neither loaded nor claimed, once no work on it is
+        left that the next claim would have to begin again."""
+        working = model.preparing is not None or model.loading is not None
+        if not working and model.loaded is None and model.in_flight == 0:
+            self._models.pop(model.name, None)
+
+    # Room.
+
+    def _arrange(self) -> None:
+        """Give room to those whose turn it is; close and reopen models for it.
+
+        Called whenever something has changed that room depends on. It decides everything anew, so
+        there is no state of a half-made decision: a model is closing only while the head of the
+        queue needs its room.
+        """
+        if self._closed:
+            return
+        for model in self:
+            model.closing = False
+        while self._turns:
+            head = self._turns[0]
+            if head.loaded is not None or not head.wanted:
+                # It was to go and did not have to, or its requests have left.
+                self._take_turn(head, _Unwanted())
+                continue
+            try:
+                victims = self._limits.victims(head, [model for model in self if model.placed])
+            except InsufficientMemory as error:
+                self._take_turn(head, error)
+                continue
+            if any(model.busy for model in victims):
+                for model in victims:
+                    model.closing = True
+                break
+            for model in victims:
+                self._evict(model, f"room for {head.name}")
+            head.placed = True
+            self._take_turn(head, victims)
+        for model in list(self):
+            if model.loaded is not None and not model.closing:
+                self._let_in(model)
+
+    def _take_turn(self, head: Model, outcome: list[Model] | Exception) -> None:
+        self._turns.popleft()
+        turn, head.turn = head.turn, None
+        if turn is None or turn.done():
+            return
+        if isinstance(outcome, list):
+            turn.set_result(outcome)
+        else:
+            turn.set_exception(outcome)
+
+    def _evict(self, model: Model, reason: str) -> None:
+        """Unload a model that nobody uses."""
+        assert model.users == 0
+        assert model.loaded is not None
+        log(
+            _log,
+            logging.INFO,
+            "model unloaded",
+            model=model.name,
+            reason=reason,
+            bytes=model.loaded.bytes,
+        )
+        if model.timer is not None:
+            model.timer.cancel()
+            model.timer = None
+        self.port.unload(model.name)
+        model.loaded = None
+        model.placed = model.closing = False
+        self._forget(model)
+
+    # Loading.
+
+    async def prepare(self, model: Model) -> Tokenizer:
+        """The tokenizer, made once however many wait for it; a failure is tried again."""
+        if model.tokenizer is not None:
+            return model.tokenizer
+        if model.preparing is None:
+            model.preparing = self._start(self._prepare(model))
+        return await asyncio.shield(model.preparing)
+
+    def _start(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Work of its own, so that the first who waits for it can go without taking it from the
+        others. By the time it fails they may all be gone; it has logged why."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
+
+    async def _prepare(self, model: Model) -> Tokenizer:
+        """Have the files here, and learn from them what is known without loading."""
+        source = model.entry.source
+        draft = self.catalogue.draft(model.entry)
+        try:
+            # The device thread is the first to import MLX, and the model's code, which making the
+            # tokenizer may import as well: what they make then stays bound to it.
+            memory = await self.port.ready()
+            if self._settings.memory_limit is None:
+                share = int(_MEMORY_SHARE * memory)
+                self._limits = msgspec.structs.replace(self._limits, bytes=share)
+            # Abandoned when the server closes: a download may last, and looks at that itself.
+            model.files = await anyio.to_thread.run_sync(
+                examine,
+                source,
+                draft,
+                self._settings,
+                model.name,
+                self._require_open,
+                abandon_on_cancel=True,
+            )
+            await self.port.meet(str(model.files.folder))
+            model.tokenizer = await anyio.to_thread.run_sync(
+                make_tokenizer, model.files.folder, self._settings.trust_remote_code
+            )
+        except Exception as error:
+            raise self._cannot_load(model, error) from error
+        finally:
+            model.preparing = None
+            self._forget(model)
+        return model.tokenizer
+
+    async def _load(self, model: Model) -> None:
+        """Bring a model into memory, and let in who waits for it."""
+        victims: list[Model] = []
+        loop = asyncio.get_running_loop()
+        begun = loop.time()
+        try:
+            tokenizer = await self.prepare(model)
+        except ServeError as error:
+            self._fail(model, error, victims)
+            return
+        try:
+            victims = await self._make_room(model)
+            placed = loop.time()
+            loaded = await self._read(model)
+        except _Unwanted:
+            model.loading = None
+            if model.waiting:  # again, since
+                model.loading = self._start(self._load(model))
+            self._forget(model)
+            return
+        except Exception as error:
+            self._fail(model, self._cannot_load(model, error), victims)
+            return
+        model.loading = None
+        model.loaded = loaded
+        tokenizer.marks_checkpoints = not loaded.cuts
+        model.rows.total_tokens = self._settings.max_concurrency if loaded.batched else 1
+        self._log_loaded(model, loaded, loop.time() - placed)
+        if victims:
+            log(
+                _log,
+                logging.INFO,
+                "models switched",
+                model=model.name,
+                evicted=",".join(victim.name for victim in victims),
+                waited=placed - begun,
+                seconds=loop.time() - begun,
+            )
+        self._let_in(model)
+        if model.users == 0:
+            self._rest(model)
+        self._arrange()
+
+    async def _make_room(self, model: Model) -> list[Model]:
+        """Wait for the model's turn; returns the models that have gone for it.
+
+        Raises:
+            InsufficientMemory: it cannot fit.
+            _Unwanted: it is loaded after all, or nobody waits for it any more.
+        """
+        turn: asyncio.Future[list[Model]] = asyncio.get_running_loop().create_future()
+        model.turn = turn
+        self._turns.append(model)
+        self._arrange()
+        return await turn
+
+    async def _read(self, model: Model) -> Loaded:
+        """Have the device thread load it; of two with the same weights one after the other, so
+        that the second finds the first's."""
+        settings, files = self._settings, model.files
+        assert files is not None
+        command = Load(
+            model=model.name,
+            path=str(files.folder),
+            adapter=None if files.adapter is None else str(files.adapter),
+            draft=None if files.draft is None else str(files.draft),
+            max_rows=settings.max_concurrency,
+            prefill_chunk=settings.prefill_chunk,
+            max_gap=settings.max_gap,
+            prompt_cache_bytes=settings.prompt_cache_bytes,
+            kv_bits=settings.kv_bits,
+            max_kv_size=settings.max_kv_size,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        async with self._reading[files.folder]:
+            return await self.port.load(command)
+
+    def _log_loaded(self, model: Model, loaded: Loaded, seconds: float) -> None:
+        for note in loaded.notes:
+            log(_log, logging.WARNING, "option not applied", model=model.name, reason=note)
+        log(
+            _log,
+            logging.INFO,
+            "model loaded",
+            model=model.name,
+            seconds=seconds,
+            bytes=loaded.bytes,
+            shared=loaded.shared,
+            batched=loaded.batched,
+        )
+
+    def _fail(self, model: Model, error: ServeError, victims: Sequence[Model]) -> None:
+        """Tell all who wait, and bring back what went to make room: nothing has come of it."""
+        model.loading = None
+        model.placed = False
+        while model.waiting:
+            ticket = model.waiting.popleft().ticket
+            assert ticket is not None
+            if not ticket.done():
+                ticket.set_exception(error)
+        for victim in victims:
+            self._start(self.preload(victim.entry))
+        self._forget(model)
+        self._arrange()
+
+    def _cannot_load(self, model: Model, error: Exception) -> ServeError:
+        """The error for those who wait, logged."""
+        log(_log, logging.ERROR, "load failed", model=model.name, reason=str(error))
+        if isinstance(error, ServeError):
+            return error
+        return ModelNotLoaded(f"cannot load {model.name}: {error}")
+
+    # The end.
 
     def abandon(self) -> None:
         """Leave the device thread without waiting for anything: the loop is gone."""
         self._closed = True
-        if self._port is not None:
-            self._port.close()
-            self._port = None
-            for model in self:
-                if model.loaded:
-                    log(_log, logging.INFO, "model unloaded", model=model.entry.name)
+        if self._port is None:
+            return
+        self._port.close()
+        self._port = None
+        for model in self:
+            if model.timer is not None:
+                model.timer.cancel()
+            if model.loaded is not None:
+                log(_log, logging.INFO, "model unloaded", model=model.name, reason="shutdown")
 
     async def close(self) -> None:
         """Drop all models and leave the device thread."""
-        tasks = [model.loading for model in self if model.loading is not None]
+        self._closed = True
+        tasks = [task for model in self for task in (model.loading, model.preparing) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.abandon()
 
-    async def _load(self, model: Model) -> Tokenizer:
-        name = model.entry.name
-        started = time.perf_counter()
-        try:
-            folder = await anyio.to_thread.run_sync(model.entry.fetch)
-            # The device thread goes first: what it imports stays bound to it.
-            loaded = await self.port.load(
-                Load(
-                    model=name,
-                    path=str(folder),
-                    max_rows=self._settings.max_concurrency,
-                    prefill_chunk=self._settings.prefill_chunk,
-                    max_gap=self._settings.max_gap,
-                    prompt_cache_bytes=self._settings.prompt_cache_bytes,
-                )
-            )
-            model.tokenizer = await anyio.to_thread.run_sync(_make_tokenizer, folder)
-        except Exception as error:
-            log(_log, logging.ERROR, "load failed", model=name, reason=str(error))
-            if isinstance(error, ServeError):
-                raise
-            raise ModelNotLoaded(f"cannot load {name}: {error}") from error
-        finally:
-            model.loading = None
-        model.tokenizer.marks_checkpoints = not loaded.cuts
-        if not loaded.batched:
-            model.rows.total_tokens = 1
-        log(
-            _log,
-            logging.INFO,
-            "model loaded",
-            model=name,
-            seconds=time.perf_counter() - started,
-            bytes=loaded.bytes,
-            batched=loaded.batched,
-        )
-        return model.tokenizer
+
+class Withdrawn(ServeError):
+    """To who waits to enter when its claim is ended; whoever ended it has told its client why."""
 
 
-def _make_tokenizer(folder: Path) -> Tokenizer:
-    # Imported on first use: transformers takes most of a second.
-    from mlxsrv.engine.tokenizer import Tokenizer
-
-    return Tokenizer(folder)
+class _Unwanted(Exception):
+    """A turn that nobody waits for any more."""

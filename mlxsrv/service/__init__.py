@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from itertools import count
@@ -18,11 +19,14 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
+import msgspec
 
 from mlxsrv.engine.device import Port
 from mlxsrv.errors import EngineFailed, InvalidRequest, ServeError, ShuttingDown
-from mlxsrv.models.catalogue import Catalogue
-from mlxsrv.models.pool import Model, Pool
+from mlxsrv.events import Report
+from mlxsrv.models.catalogue import Catalogue, Entry
+from mlxsrv.models.model import Model, capped
+from mlxsrv.models.pool import Lease, Pool
 from mlxsrv.models.prompts import (
     chat_messages,
     detokenize,
@@ -35,8 +39,12 @@ from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
 from mlxsrv.wire.openai import (
     DetokenizeResponse,
+    Health,
     HealthStatus,
+    MemoryState,
+    ModelDetails,
     ModelObject,
+    ModelState,
     TokenizeResponse,
 )
 from mlxsrv.wire.requests import (
@@ -57,7 +65,7 @@ class Service:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.pool = Pool(Catalogue(settings.model), settings)
+        self.pool = Pool(Catalogue(settings), settings)
         self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
         self._replies: set[Reply] = set()
         self._job_ids = count(1)
@@ -66,9 +74,9 @@ class Service:
 
     # Requests.
 
-    def chat(self, request: ChatRequest, request_id: str) -> Reply:
-        """Raises ServeError for all that can be known at once."""
-        return self._reply(
+    async def chat(self, request: ChatRequest, request_id: str) -> Reply:
+        """Raises ServeError for all that can be known before anything is waited for."""
+        return await self._reply(
             request.model,
             Asked(
                 request,
@@ -81,10 +89,10 @@ class Service:
             ),
         )
 
-    def complete(self, request: CompletionRequest, request_id: str) -> Reply:
-        """Raises ServeError for all that can be known at once."""
+    async def complete(self, request: CompletionRequest, request_id: str) -> Reply:
+        """Raises ServeError for all that can be known before anything is waited for."""
         prompts = request.prompts
-        return self._reply(
+        return await self._reply(
             request.model,
             Asked(
                 request,
@@ -110,11 +118,16 @@ class Service:
             )
         return asked
 
-    def _reply(self, model: str | None, asked: Asked) -> Reply:
-        self._require_serving()
-        reply = Reply(self, self.pool.lease(model), asked)
+    async def _reply(self, model: str | None, asked: Asked) -> Reply:
+        reply = Reply(self, await self._lease(model), asked)
         self._replies.add(reply)
         return reply
+
+    async def _lease(self, model: str | None) -> Lease:
+        """A claim on the model of this name, which may have to be looked for first."""
+        entry = await self.pool.catalogue.find(model)
+        self._require_serving()
+        return self.pool.lease(entry)
 
     def _require_serving(self) -> None:
         if self._draining:
@@ -132,8 +145,7 @@ class Service:
 
     async def _with_tokenizer(self, model: str | None, work: Callable[[Tokenizer], V]) -> V:
         """Do `work` in a worker thread, with the model's tokenizer to itself."""
-        self._require_serving()
-        lease = self.pool.lease(model)
+        lease = await self._lease(model)
         try:
             tokenizer = await lease.tokenizer()
             return await anyio.to_thread.run_sync(work, tokenizer, limiter=lease.model.tokenizing)
@@ -158,13 +170,42 @@ class Service:
 
     # The catalogue.
 
-    def models(self) -> list[ModelObject]:
+    async def models(self) -> list[ModelObject]:
         """Loaded models first, then by name."""
-        known = [_model_object(model) for model in self.pool]
+        catalogue = self.pool.catalogue
+        await catalogue.refresh()
+        known = [self._model_object(entry) for entry in catalogue if entry.problem is None]
         return sorted(known, key=lambda model: (not model.loaded, model.id))
 
-    def model(self, name: str) -> ModelObject:
-        return _model_object(self.pool.model(name))
+    async def model(self, name: str) -> ModelObject:
+        """Raises ModelNotFound."""
+        catalogue = self.pool.catalogue
+        await catalogue.refresh()
+        return self._model_object(await catalogue.find(name, download=False))
+
+    def _model_object(self, entry: Entry) -> ModelObject:
+        model = self.pool.model(entry.name)
+        shown = ModelObject(
+            id=entry.name,
+            created=entry.created,
+            owned_by=entry.name.rpartition("/")[0] or "mlxsrv",
+            loaded=model is not None and model.loaded is not None,
+            aliases=entry.aliases,
+        )
+        said = entry.description
+        if said is None:
+            return shown
+        return msgspec.structs.replace(
+            shown,
+            type=said.type,
+            context_length=capped(said.context_length, self.settings),
+            details=ModelDetails(
+                said.family, said.parameter_size, said.quantization_level, said.format
+            ),
+            size=said.size,
+            modified_at=datetime.fromtimestamp(said.modified_at, UTC),
+            capabilities=said.capabilities,
+        )
 
     # Life.
 
@@ -174,15 +215,51 @@ class Service:
             return "failed"
         if self._draining:
             return "draining"
-        default = self.pool.model(None)
-        return "loading" if default.loading is not None and not default.loaded else "ok"
+        default = self.pool.model(self.pool.catalogue.default)
+        loading = default is not None and default.loaded is None and default.wanted
+        return "loading" if loading else "ok"
+
+    async def state(self) -> Health:
+        """The health, with what every model and the memory are at. A device thread that is dead,
+        or in a step that lasts, has no part in it."""
+        report = None
+        with contextlib.suppress(ServeError), anyio.move_on_after(_REPORT_SECONDS):
+            report = await self.pool.port.report()
+        if report is None:
+            return Health(status=self.health)
+        limit, weights = self.pool.memory
+        return Health(
+            status=self.health,
+            models=[self._model_state(model, report) for model in self.pool],
+            memory=MemoryState(
+                limit=limit,
+                weights=weights,
+                active=report.active_bytes,
+                cached=report.cache_bytes,
+                peak=report.peak_bytes,
+            ),
+        )
+
+    def _model_state(self, model: Model, report: Report) -> ModelState:
+        idle = model.loaded is not None and model.users == 0
+        return ModelState(
+            id=model.name,
+            state=model.state,
+            pinned=self.pool.pinned(model),
+            requests=model.in_flight,
+            rows=model.rows.borrowed_tokens,
+            max_rows=int(model.rows.total_tokens),
+            bytes=model.loaded.bytes if model.loaded is not None else None,
+            idle_seconds=asyncio.get_running_loop().time() - model.left if idle else None,
+            engine=report.models.get(model.name, {}),
+        )
 
     async def preload(self) -> None:
-        """Have the default model loaded. A failure is logged; the next request tries again."""
-        model = self.pool.model(None)
-        if not model.loaded:
+        """Load the default model and those that `--preload` names. A failure is logged; the next
+        request tries again."""
+        for name in (None, *self.settings.preload):
             with contextlib.suppress(ServeError):
-                await self.pool.load(model)
+                await self.pool.preload(await self.pool.catalogue.find(name))
 
     async def drain(self) -> None:
         """Refuse new requests; let running ones finish for `shutdown_grace` seconds, then end them
@@ -209,14 +286,5 @@ class Service:
         await self.pool.close()
 
 
+_REPORT_SECONDS = 2.0
 _FAREWELL_SECONDS = 2.0  # for the last frames to reach clients that read them
-
-
-def _model_object(model: Model) -> ModelObject:
-    return ModelObject(
-        id=model.entry.name,
-        created=model.entry.created,
-        owned_by="mlxsrv",
-        loaded=model.loaded,
-        context_length=model.tokenizer.context_length if model.tokenizer is not None else None,
-    )

@@ -127,6 +127,7 @@ class Reply:
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self._thinks = tokenizer.thinks
         self._choices = self._make_choices(tokenizer, plan, await self._compile(tokenizer, plan))
+        await self._lease.enter()
         for choice in self._choices:
             await self._lease.borrow_row(choice)
             if self._over:
@@ -207,7 +208,7 @@ class Reply:
             model=self.who.model,
             prompt=prompt.tokens,
             max_tokens=self._max_tokens(
-                tokenizer.context_length, len(prompt.tokens), plan.paths[nth]
+                self._lease.context_length, len(prompt.tokens), plan.paths[nth]
             ),
             end_tokens=tokenizer.end_tokens,
             checkpoint=prompt.checkpoint,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 from urllib.parse import quote
 
@@ -47,7 +47,7 @@ class App(Starlette):
 
     def __init__(self, settings: Settings) -> None:
         # Made here so that a wrong model is told now, and not by the first request.
-        self.default_model = Catalogue(settings.model).default
+        self.default_model = Catalogue(settings).default
         super().__init__(
             routes=[
                 Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -129,7 +129,7 @@ class Form(msgspec.Struct, frozen=True):
     """What sets one kind of completion apart: how it is read, served and written."""
 
     requests: requests.RequestDecoder[Any]
-    serve: Callable[[Service, Any, str], Reply]
+    serve: Callable[[Service, Any, str], Awaitable[Reply]]
     stream: type[openai.Stream]
     fold: Fold
     id_prefix: str
@@ -162,7 +162,7 @@ async def _generate(request: Request, form: Form) -> Response:
     try:
         asked, ignored = form.requests.decode(body)
         headers = _ignored_header(ignored)
-        reply = form.serve(app.service, asked, request_id(request.scope))
+        reply = await form.serve(app.service, asked, request_id(request.scope))
     except ServeError as error:
         return _refuse(error, form, body, accept)
     if not asked.stream:
@@ -191,16 +191,18 @@ async def detokenize(request: Request) -> Response:
 
 
 async def list_models(request: Request) -> Response:
-    return JSONResponse(openai.ModelList(data=request.app.service.models()))
+    return JSONResponse(openai.ModelList(data=await request.app.service.models()))
 
 
 async def get_model(request: Request) -> Response:
-    return JSONResponse(request.app.service.model(request.path_params["id"]))
+    return JSONResponse(await request.app.service.model(request.path_params["id"]))
 
 
 async def health(request: Request) -> Response:
-    status = request.app.service.health
-    return JSONResponse(openai.Health(status), status_code=200 if status == "ok" else 503)
+    service: Service = request.app.service
+    verbose = request.query_params.get("verbose", "0") not in ("", "0", "false")
+    told = await service.state() if verbose else openai.Health(status=service.health)
+    return JSONResponse(told, status_code=200 if told.status == "ok" else 503)
 
 
 async def describe_api(request: Request) -> Response:

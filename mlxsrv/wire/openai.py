@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from datetime import datetime
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -413,13 +414,31 @@ class CompletionStream(Stream):
 # The catalogue.
 
 
+class ModelDetails(Struct, frozen=True):
+    """As Ollama has them."""
+
+    family: str
+    parameter_size: str
+    quantization_level: str
+    format: str
+
+
 class ModelObject(Struct, frozen=True, kw_only=True):
+    """OpenAI's fields, then what else is known. Nulls: the model's files are not here yet."""
+
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str
     loaded: bool
-    context_length: int | None
+    aliases: tuple[str, ...]
+    type: Literal["chat", "base", "embedding"] | None = None
+    context_length: int | None = None
+    details: ModelDetails | None = None
+    size: int | None = None
+    """Bytes of its weights' files."""
+    modified_at: datetime | None = None
+    capabilities: tuple[str, ...] = ()
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
@@ -458,5 +477,34 @@ class DetokenizeResponse(Struct, frozen=True):
 HealthStatus = Literal["ok", "loading", "draining", "failed"]
 
 
-class Health(Struct, frozen=True):
+class ModelState(Struct, frozen=True, kw_only=True):
+    """A model that is loaded or wanted. `engine` is the device thread's part, once it is loaded:
+    rows that decode, prompts that are read or wait, the prompt cache."""
+
+    id: str
+    state: Literal["loaded", "loading", "waiting for room", "unused"]
+    pinned: bool
+    requests: int
+    rows: int
+    """Answers that are being generated; others of the requests wait."""
+    max_rows: int
+    bytes: int | None
+    idle_seconds: float | None
+    engine: dict[str, int]
+
+
+class MemoryState(Struct, frozen=True, kw_only=True):
+    """In bytes: the limit for weights and what they take of it; what MLX has in use, keeps for
+    reuse, and has had at most."""
+
+    limit: int
+    weights: int
+    active: int
+    cached: int
+    peak: int
+
+
+class Health(Struct, frozen=True, kw_only=True):
     status: HealthStatus
+    models: list[ModelState] | UnsetType = UNSET
+    memory: MemoryState | UnsetType = UNSET

@@ -35,6 +35,7 @@ class Operation(Struct, frozen=True, kw_only=True):
 
 
 _ASKED = (400, 404, 405, 413, 500, 503, 504)
+_GENERATED = (*_ASKED, 507)
 _READ = (405, 500)
 
 OPERATIONS = (
@@ -47,7 +48,7 @@ OPERATIONS = (
         asks=requests.ChatRequest,
         answer=openai.ChatCompletion,
         chunk=openai.ChatChunk,
-        errors=_ASKED,
+        errors=_GENERATED,
     ),
     Operation(
         method="POST",
@@ -58,7 +59,7 @@ OPERATIONS = (
         asks=requests.CompletionRequest,
         answer=openai.TextCompletion,
         chunk=openai.TextCompletion,
-        errors=_ASKED,
+        errors=_GENERATED,
     ),
     Operation(
         method="GET",
@@ -100,6 +101,7 @@ OPERATIONS = (
         path="/health",
         id="getHealth",
         summary="Whether requests would be served",
+        description="With the query `verbose=1` also what the server holds and does.",
         answer=openai.Health,
         errors=_READ,
     ),
@@ -120,6 +122,7 @@ _STATUS = {
     500: "A bug; the log says more under the request id.",
     503: "The server is busy, cannot load the model, or is shutting down.",
     504: "The request's time was over before there was any text.",
+    507: "The model does not fit, and nothing idle can make room.",
 }
 
 

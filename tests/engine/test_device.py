@@ -7,7 +7,7 @@ import itertools
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ async def open_port() -> AsyncIterator[Port]:
 
 
 def load(folder: Path, name: str = "m", **more: Any) -> Load:
-    return Load(name, str(folder), more.get("max_rows", 4), 64, 0.2, 0)
+    settings = {"max_rows": 4, "prefill_chunk": 64, "max_gap": 0.2, "prompt_cache_bytes": 0} | more
+    return Load(model=name, path=str(folder), **settings)
 
 
 def job(max_tokens: int = 8, model: str = "m", prompt: tuple[int, ...] = (5, 6, 7)) -> Job:
@@ -105,7 +106,7 @@ def test_one_call_of_the_loop_brings_the_tokens_of_all_rows(model_folder: ModelF
             batches: list[int] = []
             receive = port._receive
 
-            def counted(events: list[Any]) -> None:
+            def counted(events: Sequence[Any]) -> None:
                 batches.append(sum(isinstance(event, Token) for event in events))
                 receive(events)
 
@@ -221,6 +222,135 @@ def test_a_closed_loop_does_not_stop_the_thread(model_folder: ModelFolder) -> No
     run(test)
 
 
+def test_a_port_tells_what_the_device_is_and_holds(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_port() as port:
+            assert await port.ready() > 1 << 20
+            await port.meet(str(model_folder("qwen3")))
+            await port.meet("/no/such/folder")  # its load will say so
+            before = await port.report()
+            assert before.models == {}
+            loaded = await port.load(load(model_folder("qwen3"), prompt_cache_bytes=1 << 20))
+            heard = Listener()
+            port.submit(job(100_000, prompt=tuple(range(5, 105))), heard)
+            await heard.began.wait()
+            report = await port.report()
+            assert report.active_bytes >= before.active_bytes + loaded.bytes
+            assert report.peak_bytes >= report.active_bytes
+            model = report.models["m"]
+            assert (model["rows"], model["reading"], model["waiting"]) == (1, 0, 0)
+            assert model["prompt_cache_entries"] == 1
+            assert model["prompt_cache_bytes"] > 100
+            assert model["tokens"] >= 1
+            port.unload("m")
+            after = await port.report()
+            assert (after.models, after.cache_bytes) == ({}, 0)
+            assert after.active_bytes - before.active_bytes < 4096
+
+    run(test)
+
+
+def test_a_port_that_is_closed_holds_nothing(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_port() as other:
+            before = (await other.report()).active_bytes
+            async with open_port() as port:
+                await port.load(load(model_folder("qwen3")))
+                port.submit(job(100_000), Listener())
+            port.unload("m")  # too late, and harmless
+            assert (await other.report()).active_bytes - before < 4096
+
+    run(test)
+
+
+def test_two_loads_of_the_same_files_share_them(model_folder: ModelFolder, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with open_port() as port, open_port() as app:
+            first, second, other = await asyncio.gather(
+                port.load(load(model_folder("qwen3"), "one")),
+                port.load(load(model_folder("qwen3"), "two")),
+                port.load(load(model_folder("llama"), "other")),
+            )
+            assert (first.shared, second.shared, other.shared) == (0, second.bytes, 0)
+            # Apps mounted side by side share as well.
+            assert (await app.load(load(model_folder("qwen3")))).shared == first.bytes
+            port.unload("one")
+            text = (await generate(port, job(20, "two"))).tokens
+            assert (await generate(app, job(20))).tokens == text
+
+    run(test)
+
+
+def test_a_model_may_be_unloaded_while_it_loads(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_port() as port:
+            before = (await port.report()).active_bytes
+            loading = asyncio.create_task(port.load(load(model_folder("qwen3"))))
+            await asyncio.sleep(0)
+            with pytest.raises(ModelNotLoaded, match="is being loaded"):
+                await port.load(load(model_folder("qwen3")))
+            port.unload("m")
+            with pytest.raises(ModelNotLoaded, match="was unloaded"):
+                await loading
+            assert (await port.report()).active_bytes - before < 4096
+            await port.load(load(model_folder("qwen3")))
+            with pytest.raises(ModelNotLoaded, match="there is a model of this name"):
+                await port.load(load(model_folder("llama")))
+            asked = job(100_000)
+            port.submit(asked, heard := Listener())
+            await heard.began.wait()
+            port.unload("m")
+            port.cancel(asked.id)  # of a row that is gone
+            await port.load(load(model_folder("llama")))
+            assert len((await generate(port, job(5))).tokens) == 5
+
+    run(test)
+
+
+NO_BACKEND = """
+import asyncio, sys
+from importlib.abc import MetaPathFinder
+from mlxsrv.engine.device import DeviceThread
+from mlxsrv.errors import BackendMissing, ModelNotLoaded
+from mlxsrv.events import Load
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "mlx.core":
+            raise ImportError("libmlx.so: cannot open shared object file")
+
+sys.meta_path.insert(0, Missing())
+
+async def main():
+    for _ in range(2):
+        port = DeviceThread.open()
+        for asked in (port.ready(), port.report()):
+            try:
+                await asyncio.wait_for(asked, 10)
+            except BackendMissing as error:
+                assert "mlxsrv[cpu]" in error.message
+            else:
+                raise AssertionError("there is no back end")
+        load = Load(model="m", path="m", max_rows=4, prefill_chunk=64, max_gap=0.2)
+        try:
+            await asyncio.wait_for(port.load(load), 10)
+        except ModelNotLoaded:
+            pass
+        assert port.failure is None
+        port.close()
+    print("told")
+
+asyncio.run(main())
+"""
+
+
+def test_without_a_back_end_the_thread_lives_and_says_so() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", NO_BACKEND], capture_output=True, text=True, timeout=60
+    )
+    assert (result.returncode, result.stdout) == (0, "told\n"), result.stderr
+
+
 DYING = """
 import asyncio, sys
 from mlxsrv.engine.device import DeviceThread
@@ -228,12 +358,17 @@ from mlxsrv.engine import device
 from mlxsrv.errors import EngineFailed
 from mlxsrv.events import Failed, Job, Load, Sampling
 
+def load(name):
+    return Load(
+        model=name, path=sys.argv[1], max_rows=4, prefill_chunk=64, max_gap=0.2
+    )
+
 def deadly(*_):
     raise SystemExit("killed")
 
 async def main():
     port = DeviceThread.open()
-    await port.load(Load("m", sys.argv[1], 4, 64, 0.2, 0))
+    await port.load(load("m"))
     heard = []
     ended = asyncio.Event()
     def receive(event):
@@ -242,7 +377,7 @@ async def main():
             ended.set()
     port.submit(Job(1, "m", (5, 6), 100_000, frozenset(), Sampling()), receive)
     await asyncio.sleep(0.2)
-    device.DeviceThread._work = deadly
+    device._Client.step = deadly
     await asyncio.wait_for(ended.wait(), 10)
     assert port.failure, port.failure
     try:
@@ -254,9 +389,16 @@ async def main():
     # a port opened afterwards hears it, too, instead of waiting for ever
     late = DeviceThread.open()
     try:
-        await asyncio.wait_for(late.load(Load("n", sys.argv[1], 4, 64, 0.2, 0)), 10)
+        await asyncio.wait_for(late.load(load("n")), 10)
     except EngineFailed:
-        print("told")
+        pass
+    for asked in (late.ready(), late.meet("m"), late.report(), port.report()):
+        try:
+            await asyncio.wait_for(asked, 10)
+        except EngineFailed:
+            continue
+        raise AssertionError("a dead engine answered")
+    print("told")
 
 asyncio.run(main())
 """
@@ -280,9 +422,14 @@ import asyncio, sys
 from mlxsrv.engine.device import DeviceThread
 from mlxsrv.events import Job, Load, Sampling
 
+def load(name):
+    return Load(
+        model=name, path=sys.argv[1], max_rows=4, prefill_chunk=64, max_gap=0.2
+    )
+
 async def main():
     port = DeviceThread.open()
-    await port.load(Load("m", sys.argv[1], 4, 64, 0.2, 0))
+    await port.load(load("m"))
     port.submit(Job(1, "m", (5, 6), 10**9, frozenset(), Sampling()), lambda event: None)
     await asyncio.sleep(0.2)
 

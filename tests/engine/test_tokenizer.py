@@ -63,18 +63,6 @@ def test_sampling_defaults_are_the_models_own(folder: Path) -> None:
     assert defaults.min_p is None
 
 
-def test_the_context_is_found_where_configs_keep_it(folder: Path) -> None:
-    assert Tokenizer(folder).context_length == 4096
-    config = json.loads((folder / "config.json").read_text())
-    del config["max_position_embeddings"]
-    (folder / "config.json").write_text(json.dumps(config | {"n_positions": 77}))
-    assert Tokenizer(folder).context_length == 77
-    (folder / "config.json").write_text(
-        json.dumps(config | {"text_config": {"max_position_embeddings": 99}})
-    )
-    assert Tokenizer(folder).context_length == 99
-
-
 def render(tokenizer: Tokenizer, **more: Any) -> Any:
     more.setdefault("variables", {})
     more.setdefault("continue_final", False)

@@ -18,8 +18,10 @@ def test_a_reply_that_failed_in_the_queue_takes_no_row(tmp_path: Path) -> None:
 
     async def test() -> None:
         service = Service(Settings(model=(f"m={folder}",), max_concurrency=1))
-        rows = service.pool.model("m").rows
-        running, queued, third = (service.chat(request, name) for name in "abc")
+        running, queued, third = [await service.chat(request, name) for name in "abc"]
+        model = service.pool.model("m")
+        assert model is not None
+        rows = model.rows
         await running.admit()
         admission = asyncio.create_task(queued.admit())
         while rows.statistics().tasks_waiting == 0:  # noqa: ASYNC110 - anyio tells no event of it

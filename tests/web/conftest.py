@@ -23,11 +23,13 @@ class Folders(msgspec.Struct, frozen=True):
     """Models on disk.
 
     - `plain`: says whole characters for ever; 4096 tokens of context.
+    - `other`: the same under other names.
     - `endless`: the same weights with more context than a test lasts.
     - `thinking`: may end its answer, and thinks if asked to.
     """
 
     plain: Path
+    other: Path
     endless: Path
     thinking: Path
 
@@ -37,6 +39,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("models")
     return Folders(
         plain=write_model(root / "plain", "qwen3", plain=True),
+        other=write_model(root / "other", "qwen3", plain=True),
         endless=write_model(root / "endless", "qwen3", plain=True, max_position_embeddings=10**6),
         thinking=write_model(root / "thinking", "qwen3"),
     )
@@ -45,7 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 @pytest.fixture(scope="session")
 def server(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An ordinary server: default options, several models."""
-    models = [f"t={folders.plain}", f"thinking={folders.thinking}", f"org/name={folders.plain}"]
+    models = [f"t={folders.plain}", f"thinking={folders.thinking}", f"org/name={folders.other}"]
     arguments = [argument for model in models for argument in ("--model", model)]
     with serving(tmp_path_factory.mktemp("server"), *arguments) as server:
         yield server

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import httpx
@@ -37,20 +38,27 @@ def wait_for(what: Callable[[], T | None], *, seconds: float = PATIENCE, why: st
 
 
 def environment() -> dict[str, str]:
-    """This process's, without options of the server."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("MLXSRV_")}
+    """This process's, without options of the server and without the developer's models."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MLXSRV_")}
+    return own | {"HF_HUB_CACHE": "/nonexistent"}
 
 
 class Server:
     """A running `python -m mlxsrv`; its log is read from what it writes to stderr."""
 
-    def __init__(self, arguments: tuple[str, ...], log: Path, log_format: str) -> None:
+    def __init__(
+        self,
+        arguments: tuple[str, ...],
+        log: Path,
+        log_format: str,
+        variables: Mapping[str, str],
+    ) -> None:
         self._log = log
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "mlxsrv", *arguments, "--log-format", log_format],
                 stderr=stderr,
-                env=environment(),
+                env={**environment(), **variables},
             )
 
     @cached_property
@@ -101,9 +109,14 @@ class Server:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str, log_format: str = "json") -> Iterator[Server]:
-    """A server on a free port; `folder` takes its log."""
-    server = Server(("--port", "0", *arguments), folder / "log", log_format)
+def serving(
+    folder: Path,
+    *arguments: str,
+    log_format: str = "json",
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Server]:
+    """A server on a free port; `folder` takes its log, `variables` are added to its environment."""
+    server = Server(("--port", "0", *arguments), folder / "log", log_format, variables)
     try:
         yield server
     finally:

@@ -15,6 +15,7 @@ from anyio import CapacityLimiter
 from starlette.types import Receive, Scope, Send
 
 import mlxsrv
+from mlxsrv.models.pool import Pool
 from tests.tiny import make_tokenizer
 from tests.web.client import (
     CHAT,
@@ -301,21 +302,27 @@ def test_leaving_gives_back_the_row_and_the_turns_of_answers_to_come(
 def test_leaving_gives_back_every_row(folders: Folders, rows: int, streaming: bool) -> None:
     settings = mlxsrv.Settings(model=(f"t={folders.endless}",), max_concurrency=rows)
     app = mlxsrv.create_app(settings)
-    seen: list[CapacityLimiter] = []
+    pools: list[Pool] = []
 
     async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(app.service.pool.model("t").rows)
+        pools.append(app.service.pool)
         await app(scope, receive, send)
+
+    def lent() -> CapacityLimiter | None:
+        model = pools[-1].model("t") if pools else None
+        return None if model is None else model.rows
 
     async def leave(url: str) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
             body = chat(n=4, max_tokens=FOR_EVER, stream=streaming)
             asking = asyncio.create_task(_read(client, body))
-            await _until(lambda: bool(seen) and seen[-1].borrowed_tokens == min(rows, 4))
+            await _until(lambda: (one := lent()) and one.borrowed_tokens == min(rows, 4))
             asking.cancel()
             await asyncio.gather(asking, return_exceptions=True)
-            await _until(lambda: seen[-1].borrowed_tokens == 0)
-            assert seen[-1].statistics().tasks_waiting == 0
+            await _until(lambda: (one := lent()) and one.borrowed_tokens == 0)
+            limiter = lent()
+            assert limiter is not None
+            assert limiter.statistics().tasks_waiting == 0
             answered = (await client.post(CHAT, json=chat(n=4))).json()
             assert len(texts(answered)) == 4
 
@@ -329,7 +336,7 @@ async def _read(client: httpx.AsyncClient, body: Body) -> None:
             pass
 
 
-async def _until(true: Callable[[], bool]) -> None:
+async def _until(true: Callable[[], object]) -> None:
     async with asyncio.timeout(PATIENCE):
         while not true():  # noqa: ASYNC110 - rows are another loop's, and tell no event
             await asyncio.sleep(0.01)

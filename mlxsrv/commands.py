@@ -1,0 +1,125 @@
+"""The commands beside serving: `mlxsrv models` and `mlxsrv pull`. Each takes its arguments, prints,
+and raises SettingsError or ServeError."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final
+
+import msgspec
+
+from mlxsrv.models import hub
+from mlxsrv.models.catalogue import Catalogue, Entry
+from mlxsrv.settings import SettingsError, option_parser, settle
+
+
+class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A model as `mlxsrv models --json` prints it; `problem` is why it cannot be served."""
+
+    id: str
+    aliases: tuple[str, ...]
+    default: bool
+    place: str
+    problem: str | None
+    type: str | None = None
+    context_length: int | None = None
+    parameter_size: str | None = None
+    quantization_level: str | None = None
+    size: int | None = None
+    capabilities: tuple[str, ...] = ()
+
+
+def models(arguments: Sequence[str]) -> None:
+    """Print what a server with these options would serve, and what it would not, with the reason.
+    Nothing is loaded."""
+    parser = option_parser(
+        "models",
+        "List the models that a server with the same options would serve, and why others "
+        "cannot be.",
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, one list of objects.")
+    flags = vars(parser.parse_args(arguments))
+    as_json = flags.pop("json")
+    catalogue = Catalogue(settle(flags))
+    catalogue.scan()
+    lines = [_line(entry, default=entry.name == catalogue.default) for entry in catalogue]
+    lines.sort(key=lambda line: (line.problem is not None, line.id))
+    print(msgspec.json.encode(lines).decode() if as_json else _table(lines))
+
+
+def _line(entry: Entry, *, default: bool) -> ModelLine:
+    line = ModelLine(
+        id=entry.name,
+        aliases=entry.aliases,
+        default=default,
+        place=str(entry.source),
+        problem=entry.problem,
+    )
+    said = entry.description
+    if said is None:
+        return line
+    return msgspec.structs.replace(
+        line,
+        type=said.type,
+        context_length=said.context_length,
+        parameter_size=said.parameter_size,
+        quantization_level=said.quantization_level,
+        size=said.size,
+        capabilities=said.capabilities,
+    )
+
+
+def _table(lines: Iterable[ModelLine]) -> str:
+    rows: list[tuple[str, ...]] = [
+        ("MODEL", "TYPE", "CONTEXT", "PARAMETERS", "WEIGHTS", "SIZE", "")
+    ]
+    for line in lines:
+        name = line.id + (" (default)" if line.default else "")
+        if line.aliases:
+            name += f" = {', '.join(line.aliases)}"
+        note = ""
+        if line.problem is not None:
+            note = f"cannot be served: {line.problem}"
+        elif line.type is None:
+            note = "is fetched on first use"
+        values = (line.type, line.context_length, line.parameter_size, line.quantization_level)
+        shown = ["-" if value is None else str(value) for value in values]
+        rows.append((name, *shown, "-" if line.size is None else _bytes(line.size), note))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.3g} TB"
+
+
+def pull(arguments: Sequence[str]) -> None:
+    """Download a model into the Hugging Face cache and print its folder."""
+    parser = argparse.ArgumentParser(
+        prog="mlxsrv pull",
+        description="Download a model of the Hugging Face hub into its cache, where a server finds "
+        "it. A download that was interrupted goes on where it stopped.",
+    )
+    parser.add_argument("repository", metavar="ORG/NAME[@REVISION]")
+    parser.add_argument("--quiet", action="store_true", help="Show no progress.")
+    asked = parser.parse_args(arguments)
+    try:
+        repository = hub.Repository.parse(asked.repository)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    print(hub.fetch(repository, progress=not asked.quiet and sys.stderr.isatty()))
+
+
+COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = MappingProxyType(
+    {"models": models, "pull": pull}
+)

@@ -1,0 +1,194 @@
+"""Bounded caches that keep the first tokens, for rows that are decoded together.
+
+A model attends to the first tokens of a text whatever they say, and falls apart when they are gone
+(Xiao et al. 2023, "attention sinks"). mlx-lm's bounded cache keeps four of them, but its batch
+cache drops them with the oldest. So here a batch has them apart, in front of its window of the
+last tokens, and rows see those that have left the window.
+
+Every token sees the first ones and the last before it, whether read or drawn. In mlx-lm, what a
+token of a long prompt sees depends on the chunks it is read in; here they follow its neighbours.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
+
+KEPT = 4
+
+
+class SinkCache(RotatingKVCache):  # type: ignore[misc]  # mlx-lm has no types
+    """One layer's cache of one row: the first `KEPT` tokens and the last, `max_size` in all."""
+
+    def __init__(self, max_size: int) -> None:
+        super().__init__(max_size, keep=KEPT)
+
+    def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        """`(N, cached + N)`: what each of the next N tokens may see."""
+        last = self.max_size - KEPT
+        if N == 1 or self.offset + N <= last:
+            return super().make_mask(N, window_size, return_array)
+        cached = min(self.offset, self.max_size - 1)
+        places = mx.arange(cached + N)
+        places = mx.where(places < KEPT, places, places + self.offset - cached)
+        own = mx.arange(self.offset, self.offset + N)[:, None]
+        return (places <= own) & ((places < KEPT) | (places > own - last))
+
+    @classmethod
+    def merge(cls, caches: Sequence[SinkCache]) -> BatchSinkCache:
+        return BatchSinkCache(caches)
+
+
+class BatchSinkCache:
+    """The same for the rows of a batch. All methods are those of mlx-lm's batch caches."""
+
+    def __init__(self, caches: Sequence[SinkCache]) -> None:
+        self._window = BatchRotatingKVCache.merge(list(map(_window, caches)))
+        # (rows, heads, KEPT, size of a head) each; None before any row has seen a token
+        self._keys: Any = None
+        self._values: Any = None
+        self._shortest = min(cache.offset for cache in caches)  # tokens of a row, at least
+        self._padding = 0  # of the prompts that are being read, at most
+        used = [cache for cache in caches if not cache.empty()]
+        if used:
+            self._keys = mx.concatenate([_first(c, c.keys, used[0].keys) for c in caches])
+            self._values = mx.concatenate([_first(c, c.values, used[0].values) for c in caches])
+
+    @property
+    def max_size(self) -> int:
+        return int(self._window.max_size) + KEPT
+
+    @property
+    def offset(self) -> mx.array:
+        """(rows,), the tokens that each has seen."""
+        offset: mx.array = self._window.offset
+        return offset
+
+    @property
+    def nbytes(self) -> int:
+        sinks = 0 if self._keys is None else self._keys.nbytes + self._values.nbytes
+        return int(self._window.nbytes) + sinks
+
+    @property
+    def state(self) -> Any:
+        return self._window.state, self._keys, self._values
+
+    def empty(self) -> bool:
+        return bool(self._window.empty())
+
+    def is_trimmable(self) -> bool:
+        return False
+
+    def size(self) -> int:
+        return int(self._window.size())
+
+    def prepare(
+        self, *, lengths: Sequence[int] | None = None, right_padding: Sequence[int] | None = None
+    ) -> None:
+        self._window.prepare(lengths=lengths, right_padding=right_padding)
+        self._padding = max(right_padding or (0,))
+
+    def finalize(self) -> None:
+        self._window.finalize()
+        self._shortest -= self._padding
+        self._padding = 0
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array:
+        """(rows, 1, N, KEPT + the window): what each of the next N tokens of a row may see."""
+        window: mx.array = self._window.make_mask(N, window_size, return_array)
+        positions = self.offset[:, None] + mx.arange(N)
+        sinks = mx.arange(KEPT) <= positions[:, None, :, None] - self._window.max_size
+        return mx.concatenate([sinks, window], axis=-1)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Take `(rows, heads, tokens, size of a head)` each; all that there is now."""
+        if self._keys is None:
+            self._keys, self._values = _zeros(keys), _zeros(values)
+        if self._shortest < KEPT:
+            self._keys = self._catch(self._keys, keys)
+            self._values = self._catch(self._values, values)
+        self._shortest += keys.shape[2]
+        keys, values = self._window.update_and_fetch(keys, values)
+        return (
+            mx.concatenate([self._keys, keys], axis=2),
+            mx.concatenate([self._values, values], axis=2),
+        )
+
+    def _catch(self, sinks: mx.array, new: mx.array) -> mx.array:
+        """The sinks with those of a row's first tokens that are among the new ones."""
+        # Padding that is caught is overwritten when the token of its place comes.
+        places = mx.arange(KEPT) - self.offset[:, None]
+        among = (places >= 0) & (places < new.shape[2])
+        places = mx.clip(places, 0, new.shape[2] - 1)[:, None, :, None]
+        return mx.where(among[:, None, :, None], mx.take_along_axis(new, places, axis=2), sinks)
+
+    def filter(self, batch_indices: mx.array) -> None:
+        self._window.filter(batch_indices)
+        if self._keys is not None:
+            self._keys, self._values = self._keys[batch_indices], self._values[batch_indices]
+
+    def extend(self, other: BatchSinkCache) -> None:
+        ours, theirs = self.offset.size, other.offset.size
+        self._window.extend(other._window)
+        self._keys = _stack(self._keys, ours, other._keys, theirs)
+        self._values = _stack(self._values, ours, other._values, theirs)
+        self._shortest = min(self._shortest, other._shortest)
+
+    def extract(self, idx: int) -> SinkCache:
+        row = SinkCache(self.max_size)
+        if self._keys is None:
+            return row
+        window = self._window.extract(idx)
+        gone = min(max(window.offset - window.keys.shape[2], 0), KEPT)  # sinks not in the window
+        row.keys = _join(self._keys[idx : idx + 1, :, :gone], window.keys)
+        row.values = _join(self._values[idx : idx + 1, :, :gone], window.values)
+        row.offset = window.offset
+        row._idx = row.keys.shape[2]
+        return row
+
+
+def _window(cache: SinkCache) -> RotatingKVCache:
+    """A row's last tokens."""
+    window = RotatingKVCache(cache.max_size - KEPT)
+    length = min(cache.offset, window.max_size)
+    if length:
+        window.keys = cache._temporal_order(cache.keys)[..., -length:, :]
+        window.values = cache._temporal_order(cache.values)[..., -length:, :]
+        window.offset = cache.offset
+        window._idx = length
+    return window
+
+
+def _first(cache: SinkCache, kept: Any, like: mx.array) -> mx.array:
+    """The first tokens' keys or values of one row, those that it lacks as zeros."""
+    if cache.offset == 0:
+        return _zeros(like[:1])
+    first = cache._temporal_order(kept)[..., : min(KEPT, cache.offset), :]
+    return mx.pad(first, [(0, 0), (0, 0), (0, KEPT - first.shape[2]), (0, 0)])
+
+
+def _zeros(like: mx.array) -> mx.array:
+    return mx.zeros((*like.shape[:2], KEPT, like.shape[3]), like.dtype)
+
+
+def _stack(ours: Any, rows: int, theirs: Any, joining: int) -> Any:
+    if ours is None and theirs is None:
+        return None
+    ours = _rows(theirs, rows) if ours is None else ours
+    theirs = _rows(ours, joining) if theirs is None else theirs
+    return mx.concatenate([ours, theirs])
+
+
+def _rows(like: mx.array, rows: int) -> mx.array:
+    return mx.zeros((rows, *like.shape[1:]), like.dtype)
+
+
+def _join(sinks: mx.array, window: mx.array) -> mx.array:
+    return mx.contiguous(mx.concatenate([sinks, window], axis=2))

@@ -1,0 +1,93 @@
+"""`mlxsrv models` and `mlxsrv pull`, as processes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import write_model
+from tests.web.serving import environment
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mlxsrv", *arguments],
+        env=environment() | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two models, one of which cannot be served."""
+    root = tmp_path_factory.mktemp("models")
+    good = write_model(root / "org" / "good", "qwen3")
+    shutil.copytree(good, root / "broken")
+    (root / "broken" / "model.safetensors").unlink()
+    return root
+
+
+def test_models_are_listed_with_what_their_files_say(folder: Path) -> None:
+    listed = run("models", "--models-dir", str(folder), "--model", f"x={folder / 'org/good'}")
+    assert listed.returncode == 0, listed.stderr
+    head, *lines = listed.stdout.splitlines()
+    assert head.split() == ["MODEL", "TYPE", "CONTEXT", "PARAMETERS", "WEIGHTS", "SIZE"]
+    assert [line.split()[0] for line in lines] == ["demo", "x", "broken"]
+    assert "x (default)" in lines[1]
+    assert "chat" in lines[1]
+    assert "4096" in lines[1]
+    assert "cannot be served" in lines[2]
+    assert "safetensors" in lines[2]
+
+
+def test_models_are_listed_as_json(folder: Path) -> None:
+    listed = run("models", "--json", MLXSRV_MODELS_DIR=str(folder))
+    models = {model["id"]: model for model in json.loads(listed.stdout)}
+    assert models.keys() == {"demo", "org/good", "broken"}
+    assert models["demo"]["default"] is True
+    assert models["org/good"]["problem"] is None
+    assert models["org/good"]["capabilities"] == ["completion", "chat", "tools", "thinking"]
+    assert models["broken"]["type"] is None
+
+
+def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
+    code = (
+        "import sys; from mlxsrv.commands import models;"
+        f"models(['--models-dir', {str(folder)!r}]); assert 'mlx.core' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "told"),
+    [
+        (("models", "--port", "x"), 2, "--port"),
+        (("models", "--pin", "nobody"), 2, "'nobody' is not served here"),
+        (("pull", "not-a-repository"), 2, "ORG/NAME"),
+        (("pull", "../x"), 2, "'../x'"),
+        (("pull", "org/name"), 1, "org/name"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    arguments: tuple[str, ...], status: int, told: str, tmp_path: Path
+) -> None:
+    # Nothing listens on port 9: a hub that cannot be reached.
+    done = run(*arguments, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_CACHE=str(tmp_path))
+    assert done.returncode == status, done.stderr
+    assert told in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("mlxsrv: ")
+
+
+@pytest.mark.parametrize("command", ["models", "pull"])
+def test_each_command_has_help(command: str) -> None:
+    shown = run(command, "--help")
+    assert shown.returncode == 0
+    assert shown.stdout.startswith(f"usage: mlxsrv {command}")
