@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlxsrv.engine")
 
+_REST_SECONDS = 0.3  # long enough for the next request of a busy server to find warm buffers
 _PARK_SECONDS = 10.0  # the longest slice that the end of the process waits for
 
 JobEvent = Started | PromptRead | PromptScored | Token | Finished | Failed
@@ -271,8 +272,7 @@ class _Client:
             self.loading[name] = _Loading(command, _load(self, command, others))
 
     def unload(self, name: str) -> None:
-        if (loading := self.loading.pop(name, None)) is not None:
-            loading.slices.close()
+        if self.loading.pop(name, None) is not None:
             self.deliver([LoadFailed(name, "it was unloaded before it was there")])
         if (model := self.models.pop(name, None)) is not None:
             self.deliver(model.batch.fail("its model was unloaded"))
@@ -329,6 +329,7 @@ class DeviceThread:
         self._inbox: SimpleQueue[tuple[Port, _Order] | None] = SimpleQueue()
         self._clients: dict[Port, _Client] = {}
         self._parked = threading.Event()
+        self._worked = False  # since memory was released
         threading.Thread(target=self._run, name="mlxsrv-device", daemon=True).start()
         atexit.register(self._park)
 
@@ -372,8 +373,9 @@ class DeviceThread:
     def _drain(self) -> bool:
         """Obey all orders that are there, waiting for one if there is no work; false to park."""
         idle = all(client.idle for client in self._clients.values())
+        self._worked |= not idle
         try:
-            item = self._inbox.get(block=idle)
+            item = self._wait() if idle else self._inbox.get_nowait()
             while item is not None:
                 self._obey(*item)
                 item = self._inbox.get_nowait()
@@ -383,6 +385,16 @@ class DeviceThread:
         for client in self._clients.values():
             client.cancel()
         return True
+
+    def _wait(self) -> tuple[Port, _Order] | None:
+        """The next order. If none comes for a moment after work, what that needed and nobody uses
+        now goes back to the system."""
+        if self._worked:
+            with suppress(Empty):
+                return self._inbox.get(timeout=_REST_SECONDS)
+            _release_memory()
+            self._worked = False
+        return self._inbox.get()
 
     # A method of its own: a name that stays bound between rounds would keep a client's models.
     def _work(self) -> None:
@@ -468,7 +480,7 @@ def _answer(client: _Client, question: _Question) -> Any:
 
 
 def _release_memory() -> None:
-    """Give MLX's free buffers back to the system."""
+    """Give free buffers back to the system: MLX's, and on Linux the allocator's."""
     mx = sys.modules.get("mlx.core")
     if mx is None:  # there is no back end, so there are no buffers
         return

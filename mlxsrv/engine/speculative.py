@@ -54,7 +54,7 @@ _SHARE = 0.03  # of the time of plain steps: what trials may lose
 _TRIAL_STEPS = 4  # steps' time that must be there for a trial, doubled by each that fails
 _FIRST_STEPS = 6  # steps' time to begin with: a trial, and reading a prompt for it
 _MOST_STEPS = 512  # steps' time of what rounds have gained, to read long prompts with
-_MOST_DOUBLINGS = 5
+_MOST_DOUBLINGS = 4
 _READING = 1 / 64  # of a step: what reading a token is taken to cost until it is known
 
 _PRIOR = 2.0, 1.4  # proposals tested and accepted before any was, lest one decides
@@ -187,11 +187,17 @@ class Gain:
 
 
 class Draft:
-    """The model that proposes, and a cache of the first tokens of the row that it follows."""
+    """The model that proposes, and a cache of the first tokens of the row that it follows.
+
+    Args:
+        model: the small one.
+        vocabulary: entries of the large one's logits: what may be proposed.
+    """
 
     def __init__(self, model: Any, vocabulary: int) -> None:
         self._model = model
         self._vocabulary = vocabulary
+        self._last = _count_vocabulary(model) - 1
         self.forget()
 
     def forget(self) -> None:
@@ -216,7 +222,7 @@ class Draft:
     def read(self, limit: int) -> int:
         """Read at most so many of the row's tokens, and wait for it; how many it was."""
         part = self._unread(limit)
-        self._model(mx.array(part)[None], cache=self._cache)
+        self._feed(mx.array(part, dtype=mx.uint32))
         mx.eval([layer.state for layer in self._cache])
         self._read += len(part)
         return len(part)
@@ -232,8 +238,8 @@ class Draft:
         sampler = Sampler([self._row.job.sampling], [len(self._row.drawn) + 1])
         proposals: list[mx.array] = []
         for _ in range(count):
-            logits = self._model(fed[None], cache=self._cache)
-            fed = sampler(logits[:, -1, : self._vocabulary]).astype(mx.uint32)
+            logits = self._feed(fed)[:, -1, : self._vocabulary]
+            fed = sampler(logits).astype(mx.uint32)
             mx.async_eval(fed)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
             proposals.append(fed)
         self._read += len(unread) + count
@@ -244,11 +250,21 @@ class Draft:
         assert self._row is not None
         self._cut(self._read - len(self._row.job.prompt) - len(self._row.drawn))
 
-    def _unread(self, limit: int | None = None) -> list[int]:
+    def _feed(self, tokens: mx.array) -> mx.array:
+        """Logits `(1, n, vocabulary)` behind each of the tokens `(n,)`.
+
+        MLX does not look whether an embedding is there, and the large model's padding may be more.
+        """
+        tokens = mx.minimum(tokens, self._last)
+        logits: mx.array = self._model(tokens[None], cache=self._cache)
+        return logits
+
+    def _unread(self, limit: int = _MOST_UNREAD) -> list[int]:
         assert self._row is not None
         prompt, drawn = self._row.job.prompt, self._row.drawn
-        tokens = [*prompt[self._read :], *drawn[max(self._read - len(prompt), 0) :]]
-        return tokens[:limit]
+        part = prompt[self._read : self._read + limit]
+        begin = max(self._read - len(prompt), 0)
+        return [*part, *drawn[begin : begin + limit - len(part)]]
 
     def _cut(self, tokens: int) -> None:
         if tokens > 0:

@@ -145,13 +145,14 @@ class Catalogue:
         if entry is not None and (entry.problem is None or self._given(entry)):
             return entry
         name = self.name(name)
+        repository = _repository(name)
+        missing = entry is None or isinstance(entry.source.place, hub.Repository)
+        if missing and repository is not None and download and self._settings.allow_download:
+            return Entry(name, Source(repository), int(time.time()))
         if entry is not None:
             raise ModelNotFound(
                 f"the model {name!r} cannot be served: {entry.problem}", param="model"
             )
-        repository = _repository(name)
-        if repository is not None and download and self._settings.allow_download:
-            return Entry(name, Source(repository), int(time.time()))
         raise ModelNotFound(self._unknown(name[:_LONGEST_NAME], repository), param="model")
 
     def _given(self, entry: Entry) -> bool:
@@ -181,11 +182,13 @@ class Catalogue:
         for folder, name in _folders(self._settings.models_dir):
             found.append(self._found(name, Source(folder)))
         for cached in hub.cached_models() if self._settings.hf_cache else ():
-            entry = self._found(cached.name, Source(cached.folder))
-            if cached.incomplete:
-                problem = "its download is not complete; run: mlxsrv pull " + cached.name
-                entry = msgspec.structs.replace(entry, description=None, problem=problem)
-            found.append(entry)
+            repository = _repository(cached.name)
+            if not cached.incomplete:
+                found.append(self._found(cached.name, Source(cached.folder)))
+            elif repository is not None:
+                problem = f"its download is not complete; run: python -m mlxsrv pull {cached.name}"
+                source = Source(repository)
+                found.append(Entry(cached.name, source, _created(source), problem=problem))
         return _list(named, found, state)
 
     def _state(self) -> Hashable:
@@ -224,6 +227,8 @@ class Catalogue:
 
     def _describe(self, folder: Path, name: str) -> Description | str:
         try:
+            # A revision is no part of what a name says.
+            name = name.partition("@")[0]
             return describe(folder, name=name, trust_remote_code=self._settings.trust_remote_code)
         except Unhealthy as error:
             return str(error)

@@ -21,6 +21,7 @@ import os
 import shutil
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
@@ -181,7 +182,7 @@ class _Download:
 
     def _describe(self, folder: Path) -> None:
         try:
-            describe(folder, name=str(self._repository))
+            describe(folder, name=self._repository.id)
         except Unhealthy as error:
             raise self._refuse(str(error)) from None
 
@@ -233,6 +234,7 @@ class _Download:
         waits = iter(_WAITS)
         with self._bar(file.path, file.size, _size(partial)) as bar:
             while (had := _size(partial)) < file.size:
+                self._check()
                 try:
                     self._append(url, partial, file.size, bar)
                 except errors.HTTPError as error:
@@ -305,10 +307,9 @@ class _Download:
         if commit in (ref, read_ref(path)):
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, new = tempfile.mkstemp(dir=root)
-        with open(descriptor, "w", encoding="ascii") as file:
-            file.write(commit)
-        os.replace(new, path)
+        new = root / f"{uuid.uuid4().hex}.ref"
+        new.write_text(commit, "ascii")
+        new.replace(path)
 
 
 class _NoBar(tqdm):  # type: ignore[misc]
@@ -349,7 +350,7 @@ def _explain(error: Exception, repository: Repository) -> ServeError:
         case errors.LocalEntryNotFoundError():
             reason = "the hub cannot be reached"
         case errors.HTTPError():
-            reason = f"the hub cannot be reached ({type(error).__name__})"
+            reason = f"the connection to the hub failed ({type(error).__name__})"
         case OSError():
             reason = error.strerror or type(error).__name__
         case _:

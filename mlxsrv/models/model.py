@@ -58,6 +58,7 @@ class Model:
         self.closing = False  # is to make room when its users have left
         self.used = 0.0  # when the last user entered
         self.left = 0.0  # when the last user left, or the load ended
+        self.fetching = False  # its files, or some of them, are being downloaded
         self.files: Files | None = None
         self.tokenizer: Tokenizer | None = None  # may be there before the model is
         self.placed = False  # has room, and is loaded or being loaded
@@ -87,6 +88,11 @@ class Model:
     @property
     def busy(self) -> bool:
         return self.users > 0 or (self.placed and self.loaded is None)
+
+
+def is_here(source: Source, draft: Source | None) -> bool:
+    """Whether `examine` will fetch nothing. Looks at the disk."""
+    return source.folder() is not None and (draft is None or draft.folder() is not None)
 
 
 def examine(

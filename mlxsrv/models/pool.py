@@ -37,7 +37,7 @@ from mlxsrv.errors import (
 from mlxsrv.events import Load, Loaded
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue import Catalogue, Entry
-from mlxsrv.models.model import Model, examine, make_tokenizer
+from mlxsrv.models.model import Model, examine, is_here, make_tokenizer
 from mlxsrv.models.room import Limits, taken
 from mlxsrv.settings import Settings
 
@@ -184,12 +184,8 @@ class Pool:
         model.waiting.append(lease)
         if model.loading is None:
             model.loading = self._start(self._load(model))
-        try:
-            await lease.ticket
-        except asyncio.CancelledError:
-            # If it was let in before it could know, its release tells.
-            self._withdraw(lease)
-            raise
+        # A wait that is cancelled may have been let in before it could know: its release tells.
+        await lease.ticket
 
     def leave(self, lease: Lease) -> None:
         model = lease.model
@@ -343,6 +339,7 @@ class Pool:
             if self._settings.memory_limit is None:
                 share = int(_MEMORY_SHARE * memory)
                 self._limits = msgspec.structs.replace(self._limits, bytes=share)
+            model.fetching = not await anyio.to_thread.run_sync(is_here, source, draft)
             # Abandoned when the server closes: a download may last, and looks at that itself.
             model.files = await anyio.to_thread.run_sync(
                 examine,
@@ -353,6 +350,7 @@ class Pool:
                 self._require_open,
                 abandon_on_cancel=True,
             )
+            model.fetching = False
             await self.port.meet(str(model.files.folder))
             model.tokenizer = await anyio.to_thread.run_sync(
                 make_tokenizer, model.files.folder, self._settings.trust_remote_code
@@ -361,6 +359,7 @@ class Pool:
             raise self._cannot_load(model, error) from error
         finally:
             model.preparing = None
+            model.fetching = False
             self._forget(model)
         return model.tokenizer
 
@@ -464,16 +463,29 @@ class Pool:
             assert ticket is not None
             if not ticket.done():
                 ticket.set_exception(error)
-        for victim in victims:
-            self._start(self.preload(victim.entry))
         self._forget(model)
         self._arrange()
+        for victim in victims:
+            self._start(self._bring_back(victim.entry))
+
+    async def _bring_back(self, entry: Entry) -> None:
+        """Load a model again that has gone for nothing, unless others have taken its room or wait
+        for it. Raises ServeError."""
+        lease = self.lease(entry)
+        try:
+            await lease.tokenizer()
+            placed = [model for model in self if model.placed]
+            if not self._turns and not self._limits.victims(lease.model, placed):
+                await lease.enter()
+        finally:
+            lease.release()
 
     def _cannot_load(self, model: Model, error: Exception) -> ServeError:
         """The error for those who wait, logged."""
         log(_log, logging.ERROR, "load failed", model=model.name, reason=str(error))
-        if isinstance(error, ServeError):
+        if isinstance(error, ServeError) and type(error) is not ModelNotLoaded:
             return error
+        # The device thread and the hub give the reason alone.
         return ModelNotLoaded(f"cannot load {model.name}: {error}")
 
     # The end.

@@ -279,7 +279,9 @@ class Reply:
         interval = self._home.settings.keepalive
         now = self._loop.time()
         if now >= self._last_read + interval:
-            self._silent = True
+            # A comment opens the stream with status 200. A prompt that does not fit is refused
+            # before that, unless a download has to tell what fits.
+            self._silent = bool(self._choices) or self._lease.model.fetching
             self._last_read = now
             self._wake()
         self._keepalive = self._loop.call_at(self._last_read + interval, self._check_silence)

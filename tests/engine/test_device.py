@@ -250,6 +250,19 @@ def test_a_port_tells_what_the_device_is_and_holds(model_folder: ModelFolder) ->
     run(test)
 
 
+def test_free_buffers_are_given_back_once_there_is_no_work(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_port() as port:
+            await port.load(load(model_folder("qwen3")))
+            await generate(port, job(max_tokens=50))
+            assert (await port.report()).cache_bytes > 0
+            await asyncio.sleep(1)
+            assert (await port.report()).cache_bytes == 0
+            assert len((await generate(port, job(max_tokens=50))).tokens) == 50
+
+    run(test)
+
+
 def test_a_port_that_is_closed_holds_nothing(model_folder: ModelFolder) -> None:
     async def test() -> None:
         async with open_port() as other:
@@ -258,7 +271,9 @@ def test_a_port_that_is_closed_holds_nothing(model_folder: ModelFolder) -> None:
                 await port.load(load(model_folder("qwen3")))
                 port.submit(job(100_000), Listener())
             port.unload("m")  # too late, and harmless
-            assert (await other.report()).active_bytes - before < 4096
+            after = await other.report()
+            assert after.active_bytes - before < 4096
+            assert after.cache_bytes == 0
 
     run(test)
 
@@ -354,7 +369,7 @@ def test_without_a_back_end_the_thread_lives_and_says_so() -> None:
 DYING = """
 import asyncio, sys
 from mlxsrv.engine.device import DeviceThread
-from mlxsrv.engine import device
+from mlxsrv.engine import loading
 from mlxsrv.errors import EngineFailed
 from mlxsrv.events import Failed, Job, Load, Sampling
 
@@ -377,7 +392,11 @@ async def main():
             ended.set()
     port.submit(Job(1, "m", (5, 6), 100_000, frozenset(), Sampling()), receive)
     await asyncio.sleep(0.2)
-    device._Client.step = deadly
+    loading.take_stock = deadly
+    try:
+        await asyncio.wait_for(port.report(), 10)
+    except EngineFailed:
+        pass
     await asyncio.wait_for(ended.wait(), 10)
     assert port.failure, port.failure
     try:
