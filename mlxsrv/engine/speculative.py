@@ -74,7 +74,8 @@ class Gain:
     The tokens of a round of k proposals, each accepted with probability p, are 1 + p + ... + p^k.
     Its time is the median of such rounds; of those not seen, that of a line through the two next
     ones that were, where a plain step is a round of none. The best k is that with most tokens a
-    second.
+    second. A trial doubles it while all proposals hold: what a round costs beyond its tokens may
+    be such that only long ones are worth it.
     """
 
     def __init__(self) -> None:
@@ -91,6 +92,7 @@ class Gain:
         self._rounds: deque[tuple[int, float]] = deque(maxlen=_ROUNDS_KEPT)
         self._known: dict[int, float] = {}  # seconds by the number of proposals
         self._tested, self._accepted = _PRIOR
+        self._bold = _FIRST  # proposals of the trial's next round, while all hold
         self._count = 0
         self._won = 0.0
 
@@ -113,8 +115,8 @@ class Gain:
         if not self.on:
             self.on = True
             self._begin()
-        if not self._known:
-            return min(_FIRST, most)
+        if self._bold:
+            return min(self._bold, most)
         best = max(range(1, self._widest + 1), key=self._speed)
         if self._count % _VARY_EVERY == 0:
             best += 1 if self._count // _VARY_EVERY % 2 else -1
@@ -142,6 +144,8 @@ class Gain:
         self._count += 1
         self._tested = _FADE * self._tested + min(accepted + 1, proposed)
         self._accepted = _FADE * self._accepted + accepted
+        held = accepted == proposed and self._count < _TRIAL
+        self._bold = min(2 * proposed, _MOST) if held else 0
         self._rounds.append((proposed, seconds))
         self._known = {
             size: median_low([each for count, each in self._rounds if count == size])

@@ -69,6 +69,7 @@ class Service:
         self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
         self._replies: set[Reply] = set()
         self._job_ids = count(1)
+        self._starting = False  # the default model is loaded for the first time
         self._draining = False
         self._idle = asyncio.Event()
 
@@ -215,9 +216,7 @@ class Service:
             return "failed"
         if self._draining:
             return "draining"
-        default = self.pool.model(self.pool.catalogue.default)
-        loading = default is not None and default.loaded is None and default.wanted
-        return "loading" if loading else "ok"
+        return "loading" if self._starting else "ok"
 
     async def state(self) -> Health:
         """The health, with what every model and the memory are at. A device thread that is dead,
@@ -257,9 +256,17 @@ class Service:
     async def preload(self) -> None:
         """Load the default model and those that `--preload` names. A failure is logged; the next
         request tries again."""
-        for name in (None, *self.settings.preload):
-            with contextlib.suppress(ServeError):
-                await self.pool.preload(await self.pool.catalogue.find(name))
+        self._starting = True
+        try:
+            await self._preload(None)
+        finally:
+            self._starting = False
+        for name in self.settings.preload:
+            await self._preload(name)
+
+    async def _preload(self, name: str | None) -> None:
+        with contextlib.suppress(ServeError):
+            await self.pool.preload(await self.pool.catalogue.find(name))
 
     async def drain(self) -> None:
         """Refuse new requests; let running ones finish for `shutdown_grace` seconds, then end them

@@ -447,13 +447,18 @@ def flat(tokens: int) -> float:
     return 1 + 0.02 * (tokens - 1)
 
 
+def dear(tokens: int) -> float:
+    """A pass over several tokens is another kind of work than one over a single token."""
+    return 1.0 if tokens == 1 else 1.5 + 0.15 * tokens
+
+
 def steep(tokens: int) -> float:
     """A pass of one that does not."""
     return 0.6 + 0.4 * tokens
 
 
 @pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("pass_of", [flat, steep])
+@pytest.mark.parametrize("pass_of", [flat, steep, dear])
 @pytest.mark.parametrize(("chance", "proposal"), [(0.0, 0.1), (0.0, 1.0), (0.9, 1.0), (0.2, 0.3)])
 def test_what_does_not_help_costs_little(
     chance: float, proposal: float, pass_of: Callable[[int], float], seed: int
@@ -489,7 +494,13 @@ def test_reading_prompts_is_paid_by_what_rounds_save() -> None:
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(
     ("chance", "pass_of", "proposal", "speed"),
-    [(0.9, flat, 0.1, 2.4), (0.7, flat, 0.1, 1.6), (0.95, steep, 0.1, 1.3), (0.5, flat, 0.05, 1.3)],
+    [
+        (0.9, flat, 0.1, 2.4),
+        (0.95, dear, 0.25, 1.2),
+        (0.7, flat, 0.1, 1.6),
+        (0.95, steep, 0.1, 1.3),
+        (0.5, flat, 0.05, 1.3),
+    ],
 )
 def test_what_helps_is_used(
     chance: float, pass_of: Callable[[int], float], proposal: float, speed: float, seed: int

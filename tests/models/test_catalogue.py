@@ -176,6 +176,28 @@ def test_what_cannot_be_served_is_told_once_and_refused_with_the_reason(
     assert find(models, "broken").problem is None
 
 
+def test_the_cache_of_the_hub_is_served_but_not_what_of_it_is_incomplete(
+    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    for name in ("whole", "part"):
+        root = tmp_path / f"models--org--{name}"
+        shutil.copytree(plain, root / "snapshots" / ("a" * 40))
+        (root / "refs").mkdir()
+        (root / "refs" / "main").write_text("a" * 40)
+    weights = root / "snapshots" / ("a" * 40) / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("nowhere")
+    entries = listed(catalogue(hf_cache=True))
+    assert entries["org/whole"].problem is None
+    assert "run: python -m mlxsrv pull org/part" in (entries["org/part"].problem or "")
+    with pytest.raises(ModelNotFound, match="not complete"):
+        find(catalogue(hf_cache=True), "org/part")
+    allowed = find(catalogue(hf_cache=True, allow_download=True), "org/part")
+    assert allowed.source.place == Repository("org/part")
+    assert "org/whole" not in listed(catalogue())
+
+
 def test_a_link_to_a_folder_that_is_named_is_no_second_model(plain: Path, tmp_path: Path) -> None:
     (tmp_path / "again").symlink_to(plain)
     assert list(listed(catalogue(f"t={plain}", models_dir=[str(tmp_path)]))) == ["t", "demo"]
