@@ -16,6 +16,8 @@ comma  := ,
 EXTRA   = $(if $(BACKEND),$(BACKEND)$(comma))
 
 ARGS ?=
+# Processes that run the tests; more than the machine has cores would starve the servers they start.
+JOBS ?= 2
 
 .PHONY: serve test test-clients check format bench demo clean
 
@@ -23,7 +25,7 @@ serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS
 	exec $(BIN)/python -m mlxsrv $(ARGS)
 
 test: check  ## lint, types, then every test (ARGS="-k stream")
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 CLIENTS     := .venv-clients
 CLIENT_TEST := tests/clients
@@ -55,6 +57,8 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.asking
+	$(BIN)/python -m benchmarks.speculative
+	$(BIN)/python -m benchmarks.swap
 	$(BIN)/python -m benchmarks.ratios $(ARGS)
 
 # MLX's CPU wheel for Linux multiplies with the reference BLAS, ten times slower than OpenBLAS.

@@ -48,6 +48,8 @@ _STEPS_KEPT = 32
 _LEAST_STEPS = 4  # plain steps to be seen before rounds are compared with them
 _ROUNDS_KEPT = 32
 _TRIAL = 4  # rounds before a trial is judged, if it can afford them
+_EARLY = 16  # rounds in which luck counts for much, so that only clear losses end a trial
+_CLEARLY = 0.8  # of the plain speed
 _COMPARE_EVERY = 64  # rounds, after which plain steps are timed anew
 
 _SHARE = 0.03  # of the time of plain steps: what trials may lose
@@ -153,8 +155,9 @@ class Gain:
         }
         # By the median: that something else held this round up does not count against it.
         self._win((accepted + 1) * self._plain - self._known[proposed])
-        best = max(map(self._speed, range(1, self._widest + 1)))
-        if cast(float, self._purse) < 0 or (self._count >= _TRIAL and best * self._plain < 1):
+        best = max(map(self._speed, range(1, self._widest + 1))) * self._plain
+        least = 0.0 if self._count < _TRIAL else _CLEARLY if self._count < _EARLY else 1.0
+        if cast(float, self._purse) < 0 or best < least:
             self._end()
         elif self._count % _COMPARE_EVERY == 0:
             self._steps.clear()

@@ -449,7 +449,7 @@ def flat(tokens: int) -> float:
 
 def dear(tokens: int) -> float:
     """A pass over several tokens is another kind of work than one over a single token."""
-    return 1.0 if tokens == 1 else 1.5 + 0.15 * tokens
+    return 1.0 if tokens == 1 else 2.2 + 0.15 * tokens
 
 
 def steep(tokens: int) -> float:
@@ -466,6 +466,19 @@ def test_what_does_not_help_costs_little(
     gain = Gain()
     taken = simulate(gain, 2000, chance=chance, pass_of=pass_of, proposal=proposal, seed=seed)
     assert taken < 2000 / 0.96
+
+
+def test_a_trial_goes_on_to_long_rounds_while_all_proposals_hold() -> None:
+    gain = Gain()
+    for _ in range(4):
+        gain.saw_step(1.0)
+    sizes: list[int] = []
+    while not sizes or sizes[-1] < 8:
+        assert gain.affords(0)
+        sizes.append(gain.choose(100))
+        gain.saw_round(sizes[-1], sizes[-1], 2.5 + 0.1 * sizes[-1])
+    assert sizes == [2, 4, 8]
+    assert gain.on
 
 
 def test_trials_that_fail_get_rarer() -> None:
@@ -496,7 +509,7 @@ def test_reading_prompts_is_paid_by_what_rounds_save() -> None:
     ("chance", "pass_of", "proposal", "speed"),
     [
         (0.9, flat, 0.1, 2.4),
-        (0.95, dear, 0.25, 1.2),
+        (0.95, dear, 0.1, 1.4),
         (0.7, flat, 0.1, 1.6),
         (0.95, steep, 0.1, 1.3),
         (0.5, flat, 0.05, 1.3),

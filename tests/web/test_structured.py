@@ -36,7 +36,7 @@ from tests.web.client import (
 from tests.web.conftest import Folders
 from tests.web.serving import Server, serving, wait_for
 from tests.web.test_choices import by_choice
-from tests.web.test_disconnect import KEEPALIVE, endless, left, started
+from tests.web.test_disconnect import endless, left, started
 from tests.web.test_tools import put_together
 
 FORMS: dict[str, Callable[..., Body]] = {CHAT: chat, COMPLETIONS: completion}
@@ -373,7 +373,7 @@ def test_leaving_while_a_grammar_compiles_leaves_nothing(narrow: Server) -> None
     with narrow.client() as client, RawClient(narrow, stuck) as stays:
         assert answer(ask(client, chat(guided_regex="[ab]{3}")))  # nothing else takes time now
         with RawClient(narrow, stuck) as whole, RawClient(narrow, stuck | STREAM) as streamed:
-            streamed.until(KEEPALIVE)
+            assert answer(ask(client, chat()))  # by now both have come
             whole.hang_up("fin")
             streamed.hang_up("rst")
         assert all(left(narrow, leaver) for leaver in (whole, streamed))
