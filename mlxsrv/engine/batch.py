@@ -120,6 +120,11 @@ class Batch:
         return [row for lane in self._lanes for row in lane.rows]
 
     @property
+    def streaming(self) -> bool:
+        """Whether rows are being decoded."""
+        return bool(self._lanes)
+
+    @property
     def idle(self) -> bool:
         return not (self._lanes or self._prefill.reading or self._prefill.waiting)
 
@@ -265,14 +270,15 @@ class Batch:
             [lane.decode(self._model, part) for lane, part in zip(self._lanes, parts, strict=True)]
         )
 
-    def prefill(self) -> list[Event]:
-        """Read at most one slice of prompts. An error there fails the jobs read, no others."""
+    def prefill(self, *, beside: bool = False) -> list[Event]:
+        """Read at most one slice of prompts, shorter if `beside` are streams of other models. An
+        error there fails the jobs read, no others."""
         free = self._max_rows - len(self._rows)
         if free <= 0 or not (self._prefill.reading or self._prefill.waiting):
             self._prepare_draft()
             return []
         try:
-            read = self._prefill.step(free, decoding=bool(self._lanes))
+            read = self._prefill.step(free, decoding=self.streaming, beside=beside)
         except PrefillError as error:
             _log.exception("prefill failed")
             return [Failed(job.id, describe(error.__cause__ or error)) for job in error.jobs]

@@ -280,10 +280,13 @@ class _Client:
     def step(self) -> None:
         """One slice for each model."""
         self._load()
-        for model in list(self.models.values()):
+        models = list(self.models.values())
+        streaming = [model for model in models if model.batch.streaming]
+        for model in models:
             try:
                 self.deliver(model.decode())
-                self.deliver(model.batch.prefill())
+                beside = any(other is not model for other in streaming)
+                self.deliver(model.batch.prefill(beside=beside))
             except Exception as error:
                 # Which row is to blame is not known, so all of this batch's fail; other models'
                 # rows and the thread go on.

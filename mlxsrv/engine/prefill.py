@@ -47,6 +47,8 @@ class Pace:
     What tokens take is learnt from the gaps that came of them, so that what the model of a gap
     leaves out is corrected by the next slice.
 
+    Where only other models have streams, a slice may fill their gap, `max_gap`, by itself.
+
     Args:
         chunk: the most tokens of a slice.
         max_gap: seconds.
@@ -59,7 +61,11 @@ class Pace:
         self._token: float | None = None  # seconds, beyond the two passes of a gap
         self._read = 0  # tokens since the last step
 
-    def limit(self, *, decoding: bool, long: bool) -> int:
+    def limit(self, *, decoding: bool, long: bool, beside: bool = False) -> int:
+        """Tokens of the next slice. `decoding`: the model has streams; `beside`: others have."""
+        if beside and not decoding:
+            fitting = _LEAST_CHUNK if self._token is None else int(self._max_gap / self._token)
+            return min(self._chunk, max(_LEAST_CHUNK, fitting))
         if not decoding or not self._steps or self._token is None:
             return self._chunk
         step = self._step
@@ -251,14 +257,14 @@ class Prefill:
         self._waiting.clear()
         self._long = None
 
-    def step(self, free: int, *, decoding: bool) -> Read | None:
+    def step(self, free: int, *, decoding: bool, beside: bool = False) -> Read | None:
         """Read one slice for at most `free` more rows; prompts that it completes.
 
         Raises:
             PrefillError: the model failed on the prompts of this slice.
         """
         readings = self._choose(
-            free - self.reading, self._pace.limit(decoding=decoding, long=False)
+            free - self.reading, self._pace.limit(decoding=decoding, long=False, beside=beside)
         )
         if not readings:
             return None
@@ -270,7 +276,8 @@ class Prefill:
             else:
                 [reading] = readings
                 long = reading is self._long
-                tokens = reading.read(self._model, self._pace.limit(decoding=decoding, long=long))
+                limit = self._pace.limit(decoding=decoding, long=long, beside=beside)
+                tokens = reading.read(self._model, limit)
                 self._keep_checkpoint(reading)
                 read = self._complete_alone(reading)
         except Exception as error:

@@ -348,3 +348,19 @@ def test_short_prompts_do_not_wait_for_a_long_one(models: Any) -> None:
     while not batch.idle:
         order += [e.job for e in batch.decode() + batch.prefill() if isinstance(e, PromptRead)]
     assert order == [1, 0]
+
+
+def test_prompts_are_read_in_shorter_slices_beside_other_models_streams(models: Any) -> None:
+    prompt = tuple(range(1, 200))
+    slices: list[int] = []
+    texts: list[list[int]] = []
+    for beside in (True, False):
+        batch = make(models("qwen3"), 4, 512)
+        batch.submit(job(0, prompt, 5))
+        slices.append(0)
+        while not batch.streaming:
+            batch.prefill(beside=beside)
+            slices[-1] += 1
+        texts.append(run(batch)[0])
+    assert slices[0] > slices[1] == 1
+    assert texts[0] == texts[1]

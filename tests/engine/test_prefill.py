@@ -156,3 +156,13 @@ def test_a_gap_in_which_rows_changed_is_not_learnt_from() -> None:
     pace.saw_step(None)
     pace.saw_step(0.010)
     assert pace.limit(decoding=True, long=True) == before
+
+
+def test_beside_streams_of_other_models_a_slice_fills_their_gap_and_no_more() -> None:
+    pace = Pace(512, 0.1)
+    assert pace.limit(decoding=False, long=True) == 512
+    assert pace.limit(decoding=False, long=True, beside=True) == 16, "nothing is known yet"
+    for _ in range(40):
+        pace.saw_chunk(100, 0.2, decoding=False)  # 2 ms a token
+    assert 40 <= pace.limit(decoding=False, long=True, beside=True) <= 60
+    assert pace.limit(decoding=False, long=True) == 512
