@@ -101,8 +101,18 @@ class Submit(msgspec.Struct, frozen=True):
     constraint: Constraint | None = None
 
 
+class Embed(msgspec.Struct, frozen=True):
+    """Texts of at least one token each, to make vectors of; or pairs of texts to judge, where the
+    model is a cross-encoder: `firsts` are then the numbers of tokens before each second text."""
+
+    id: int
+    model: str
+    texts: tuple[tuple[int, ...], ...]
+    firsts: tuple[int, ...] = ()
+
+
 class Cancel(msgspec.Struct, frozen=True):
-    """Free the row of `job`, wherever it is; unknown or ended jobs are ignored."""
+    """Forget `job` or free its row, wherever it is; unknown or ended jobs are ignored."""
 
     job: int
 
@@ -113,7 +123,7 @@ class Unload(msgspec.Struct, frozen=True):
     model: str
 
 
-Command = Load | Submit | Cancel | Unload
+Command = Load | Submit | Embed | Cancel | Unload
 
 
 # Events: the device thread to the event loop.
@@ -185,6 +195,17 @@ class Finished(msgspec.Struct, frozen=True):
     job: int
 
 
+Vectors = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+
+
+class Embedded(msgspec.Struct, frozen=True):
+    """What the texts of a job have become, in their order: `(texts, width)`; of pairs, the logits
+    of the model's labels."""
+
+    job: int
+    vectors: Vectors
+
+
 class Failed(msgspec.Struct, frozen=True):
     """The job ended because the engine could not go on with it."""
 
@@ -206,6 +227,7 @@ Event = (
     | PromptScored
     | Token
     | Finished
+    | Embedded
     | Failed
     | EngineStopped
 )

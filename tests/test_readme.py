@@ -78,6 +78,9 @@ def test_a_curl_line_answers(server: str, block: str) -> None:
             for chunk in [json.loads(line.removeprefix("data: "))]
         )
         assert "/v1/chat/completions" in text
+    elif "/v1/embeddings" in block:
+        data = json.loads(result.stdout)["data"]
+        assert [len(one["embedding"]) for one in data] == [64, 64]
     else:
         choice = json.loads(result.stdout)["choices"][0]
         message = choice.get("message", choice)

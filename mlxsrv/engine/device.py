@@ -22,6 +22,7 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -33,6 +34,8 @@ from mlxsrv.events import (
     Cancel,
     Command,
     Constraint,
+    Embed,
+    Embedded,
     EngineStopped,
     Event,
     Failed,
@@ -48,6 +51,7 @@ from mlxsrv.events import (
     Submit,
     Token,
     Unload,
+    Vectors,
 )
 
 if TYPE_CHECKING:
@@ -58,7 +62,7 @@ _log = logging.getLogger("mlxsrv.engine")
 _REST_SECONDS = 0.3  # long enough for the next request of a busy server to find warm buffers
 _PARK_SECONDS = 10.0  # the longest slice that the end of the process waits for
 
-JobEvent = Started | PromptRead | PromptScored | Token | Finished | Failed
+JobEvent = Started | PromptRead | PromptScored | Token | Finished | Embedded | Failed
 Receiver = Callable[[JobEvent], None]
 
 
@@ -67,7 +71,8 @@ class Port:
 
     A job's receiver hears Started, PromptRead, PromptScored if that was asked for, then Tokens, and
     exactly one end: a Token with `finish`, Finished, or Failed. After `cancel` it hears nothing:
-    events already on their way find no receiver and are dropped.
+    events already on their way find no receiver and are dropped. Texts to be embedded have no
+    receiver: `embed` waits for their vectors.
     """
 
     def __init__(self, device: DeviceThread, loop: asyncio.AbstractEventLoop) -> None:
@@ -90,6 +95,27 @@ class Port:
         """Free the job's row. Harmless for a job that has ended."""
         if self._receivers.pop(job_id, None) is not None:
             self._device.send(self, Cancel(job_id))
+
+    async def embed(self, command: Embed) -> Vectors:
+        """The vectors of texts. A caller that is cancelled takes back what is not computed yet.
+
+        Raises:
+            EngineFailed: the device thread died.
+            ServeError: the model cannot do it; the message says why.
+        """
+        self._require_alive()
+        future: asyncio.Future[JobEvent] = self._loop.create_future()
+        self._receivers[command.id] = partial(_settle, future)
+        self._device.send(self, command)
+        try:
+            event = await future
+        finally:
+            self.cancel(command.id)
+        if isinstance(event, Embedded):
+            return event.vectors
+        self._require_alive()
+        reason = event.reason if isinstance(event, Failed) else "no vectors came"
+        raise ServeError(f"the model failed while embedding: {reason}")
 
     async def load(self, command: Load) -> Loaded:
         """Load a model. Raises ModelNotLoaded with the reason, EngineFailed if the thread dies.
@@ -157,7 +183,7 @@ class Port:
                         receiver(event)
                         if isinstance(event, Token) and event.finish is not None:
                             self._receivers.pop(event.job, None)
-                case Finished() | Failed():
+                case Finished() | Embedded() | Failed():
                     receiver = self._receivers.pop(event.job, None)
                     if receiver is not None:
                         receiver(event)
@@ -249,20 +275,27 @@ class _Client:
 
     @property
     def idle(self) -> bool:
-        return not self.loading and all(model.batch.idle for model in self.models.values())
+        return not self.loading and all(model.idle for model in self.models.values())
 
     def submit(self, job: Job, constraint: Constraint | None) -> None:
         model = self.models.get(job.model)
         if model is None:
             self.deliver([Failed(job.id, "its model is not loaded")])
         else:
-            self.deliver(model.batch.submit(job, constraint))
+            self.deliver(model.submit(job, constraint))
+
+    def embed(self, command: Embed) -> None:
+        model = self.models.get(command.model)
+        if model is None:
+            self.deliver([Failed(command.id, "its model is not loaded")])
+        else:
+            self.deliver(model.embed(command))
 
     def cancel(self) -> None:
         """Free the rows of all jobs cancelled: together, for each change copies the caches."""
         cancelled, self.cancelled = self.cancelled, set()
         for model in self.models.values() if cancelled else ():
-            model.batch.cancel(cancelled)
+            model.cancel(cancelled)
 
     def load(self, command: Load, others: Callable[[], Sequence[Resident]]) -> None:
         name = command.model
@@ -275,23 +308,23 @@ class _Client:
         if self.loading.pop(name, None) is not None:
             self.deliver([LoadFailed(name, "it was unloaded before it was there")])
         if (model := self.models.pop(name, None)) is not None:
-            self.deliver(model.batch.fail("its model was unloaded"))
+            self.deliver(model.fail("its model was unloaded"))
 
     def step(self) -> None:
         """One slice for each model."""
         self._load()
         models = list(self.models.values())
-        streaming = [model for model in models if model.batch.streaming]
+        streaming = [model for model in models if model.streaming]
         for model in models:
             try:
                 self.deliver(model.decode())
                 beside = any(other is not model for other in streaming)
-                self.deliver(model.batch.prefill(beside=beside))
+                self.deliver(model.read(beside=beside))
             except Exception as error:
                 # Which row is to blame is not known, so all of this batch's fail; other models'
                 # rows and the thread go on.
                 _log.exception("a step failed")
-                self.deliver(model.batch.fail(f"{type(error).__name__} in a decode step"))
+                self.deliver(model.fail_batch(f"{type(error).__name__} in a decode step"))
 
     def _load(self) -> None:
         folders: set[str] = set()
@@ -428,6 +461,8 @@ class DeviceThread:
                 client.deliver([_Answer(number, _answer(client, question))])
             case Submit(job, constraint):
                 client.submit(job, constraint)
+            case Embed():
+                client.embed(order)
             case Cancel(job_id):
                 client.cancelled.add(job_id)
             case Load():

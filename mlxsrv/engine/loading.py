@@ -31,10 +31,24 @@ from mlx_lm.utils import (
 
 from mlxsrv.engine.batch import Batch, describe, weights
 from mlxsrv.engine.caches import Caches, choose_caches
+from mlxsrv.engine.embedding import DecoderRunner, Embedder, EncoderRunner, Runner
+from mlxsrv.engine.encoders import load_encoder
 from mlxsrv.engine.prefill import Pace, try_padding
 from mlxsrv.engine.prompt_cache import PromptCache
+from mlxsrv.engine.recipe import is_encoder, read_json
 from mlxsrv.engine.speculative import check_draft, find_obstacle
-from mlxsrv.events import Event, Failed, Job, Load, Loaded, Report, Sampling, Token
+from mlxsrv.events import (
+    Constraint,
+    Embed,
+    Event,
+    Failed,
+    Job,
+    Load,
+    Loaded,
+    Report,
+    Sampling,
+    Token,
+)
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -62,29 +76,97 @@ class Base:
 
 
 class Resident:
-    """A model that is loaded."""
+    """A model that is loaded: what embeds, and the batch where it generates text, too."""
 
     def __init__(
-        self, batch: Batch, cached: PromptCache, bases: Sequence[Base], loaded: Loaded
+        self,
+        embedder: Embedder,
+        bases: Sequence[Base],
+        loaded: Loaded,
+        batch: Batch | None = None,
+        cached: PromptCache | None = None,
     ) -> None:
-        self.batch = batch
+        self.embedder = embedder
         self.bases = bases
         self.loaded = loaded
+        self._batch = batch
         self._cached = cached
         self._tokens = 0
+        self._texts_turn = False
+
+    @property
+    def batch(self) -> Batch:
+        """Raises ValueError for an encoder."""
+        if self._batch is None:
+            raise ValueError("this model does not generate text")
+        return self._batch
+
+    @property
+    def idle(self) -> bool:
+        return self.embedder.idle and (self._batch is None or self._batch.idle)
+
+    @property
+    def streaming(self) -> bool:
+        return self._batch is not None and self._batch.streaming
+
+    def submit(self, job: Job, constraint: Constraint | None) -> list[Event]:
+        if self._batch is None:
+            return [Failed(job.id, "this model does not generate text")]
+        return self._batch.submit(job, constraint)
+
+    def embed(self, command: Embed) -> list[Event]:
+        return self.embedder.submit(command)
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        self.embedder.cancel(job_ids)
+        if self._batch is not None:
+            self._batch.cancel(job_ids)
+
+    def fail(self, reason: str) -> list[Event]:
+        """End all jobs."""
+        return self.fail_batch(reason) + self.embedder.fail(reason)
+
+    def fail_batch(self, reason: str) -> list[Event]:
+        return [] if self._batch is None else self._batch.fail(reason)
 
     def decode(self) -> list[Event]:
         """One step of the batch."""
-        events = self.batch.decode()
+        if self._batch is None:
+            return []
+        events = self._batch.decode()
         self._tokens += sum(type(event) is Token for event in events)
         return events
 
+    def read(self, *, beside: bool) -> list[Event]:
+        """One slice of prompts, and one of texts to embed; `beside`: other models have streams.
+
+        While there are streams the two take turns, for each may fill their gap.
+        """
+        if (beside or self.streaming) and self._asked and not self.embedder.idle:
+            self._texts_turn = not self._texts_turn
+            return self._embed(beside) if self._texts_turn else self._prefill(beside)
+        return self._prefill(beside) + self._embed(beside)
+
+    @property
+    def _asked(self) -> int:
+        """Prompts that wait or are being read."""
+        numbers = {} if self._batch is None else self._batch.statistics()
+        return numbers.get("reading", 0) + numbers.get("waiting", 0)
+
+    def _prefill(self, beside: bool) -> list[Event]:
+        return [] if self._batch is None else self._batch.prefill(beside=beside)
+
+    def _embed(self, beside: bool) -> list[Event]:
+        return self.embedder.step(decoding=self.streaming, beside=beside)
+
     def statistics(self) -> dict[str, int]:
-        return self.batch.statistics() | {
-            "tokens": self._tokens,
-            "prompt_cache_bytes": self._cached.nbytes,
-            "prompt_cache_entries": len(self._cached),
-        }
+        numbers = self.embedder.statistics()
+        if self._batch is not None:
+            numbers |= self._batch.statistics()
+        if self._cached is not None:
+            numbers["prompt_cache_bytes"] = self._cached.nbytes
+            numbers["prompt_cache_entries"] = len(self._cached)
+        return numbers | {"tokens": self._tokens}
 
 
 def load(
@@ -98,6 +180,8 @@ def load(
     mx.synchronize()
     maybe_set_recommended_wired_limit()
     reader = Reader(command.max_gap / 2, others, trust_remote_code=command.trust_remote_code)
+    if is_encoder(read_json(Path(command.path) / "config.json")):
+        return (yield from _load_encoder(command, reader))
     mapped = yield from reader.map(command.path, command.adapter)
     yield from reader.bring(mapped)
     model = mapped.model
@@ -108,10 +192,11 @@ def load(
         draft, obstacle = yield from _load_draft(command.draft, reader, model, caches)
         notes += (f"draft_model: {obstacle}",) if obstacle is not None else ()
     cached = PromptCache(_prompt_cache_bytes(command))
+    pace = Pace(command.prefill_chunk, command.max_gap)
     batch = Batch(
         model,
         max_rows=command.max_rows,
-        pace=Pace(command.prefill_chunk, command.max_gap),
+        pace=pace,
         cached=cached,
         caches=caches,
         draft=draft,
@@ -124,7 +209,27 @@ def load(
         shared=reader.shared,
         notes=notes,
     )
-    return Resident(batch, cached, reader.bases, loaded)
+    embedder = _make_embedder(command, DecoderRunner(model), pace)
+    return Resident(embedder, reader.bases, loaded, batch, cached)
+
+
+def _load_encoder(command: Load, reader: Reader) -> Generator[None, None, Resident]:
+    if command.adapter is not None:
+        raise ValueError("its adapter cannot be used: it is an encoder")
+    mapped = yield from reader.map(command.path, encoder=True)
+    yield from reader.bring(mapped)
+    runner = EncoderRunner(mapped.model)
+    yield from warm_up_encoder(runner)
+    notes = ("draft_model: not with an encoder, so it is not used",) if command.draft else ()
+    loaded = Loaded(
+        command.model, True, True, bytes=reader.bytes, shared=reader.shared, notes=notes
+    )
+    pace = Pace(command.prefill_chunk, command.max_gap)
+    return Resident(_make_embedder(command, runner, pace), reader.bases, loaded)
+
+
+def _make_embedder(command: Load, runner: Runner, pace: Pace) -> Embedder:
+    return Embedder(runner, Path(command.path), command.model, pace)
 
 
 def _load_draft(
@@ -175,10 +280,12 @@ class Reader:
         self._others = others
         self._trust_remote_code = trust_remote_code
 
-    def map(self, path: str, adapter: str | None = None) -> Generator[None, None, Mapped]:
+    def map(
+        self, path: str, adapter: str | None = None, *, encoder: bool = False
+    ) -> Generator[None, None, Mapped]:
         """Build the model in folder `path`, with the adapter in folder `adapter` on it."""
         folder = Path(path)
-        model, _ = load_model(folder, lazy=True, trust_remote_code=self._trust_remote_code)
+        model = load_encoder(folder) if encoder else self._map_decoder(folder)
         yield
         lay_out(model)
         files = list_files(folder)
@@ -192,6 +299,26 @@ class Reader:
             lay_out(model, done=base.ids)
             base.keep({id(array) for array in weights(model)})
         return Mapped(model, base, {id(array) for array in there.values()})
+
+    def _map_decoder(self, folder: Path) -> Any:
+        try:
+            return self._map_by(folder, _get_classes)
+        except ValueError as error:
+            if " parameters" not in str(error):
+                raise
+            try:
+                return self._map_by(folder, headless_classes)
+            except ValueError:
+                raise error from None
+
+    def _map_by(self, folder: Path, classes: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Any:
+        model, _ = load_model(
+            folder,
+            lazy=True,
+            get_model_classes=classes,
+            trust_remote_code=self._trust_remote_code,
+        )
+        return model
 
     def _find(self, files: Files) -> dict[str, mx.array]:
         """Arrays of these files that are in memory, by name."""
@@ -226,6 +353,34 @@ class Reader:
         fitting = size * self._seconds / max(perf_counter() - begun, 1e-6)
         # At most doubled: what is in the system's file cache says little of what is not.
         self._slice = max(_LEAST_SLICE, min(int(fitting), 2 * self._slice, _MOST_SLICE))
+
+
+def headless_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes for a decoder that was saved without its output head.
+
+    Embedding models are, Qwen3-Embedding for one: the names of their weights begin inside the
+    model, and where the config says that there is a head none comes. It is then the embedding's.
+    """
+    model_class, arguments = _get_classes(config)
+
+    class Headless(model_class):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            parts = ("model.", "lm_head.")
+            weights = {
+                name if name.startswith(parts) else f"model.{name}": array
+                for name, array in weights.items()
+            }
+            if hasattr(model_class, "sanitize"):
+                weights = super().sanitize(weights)
+            if "lm_head" in self and not any(name.startswith("lm_head.") for name in weights):
+                weights |= {
+                    name.replace("model.embed_tokens", "lm_head", 1): array
+                    for name, array in weights.items()
+                    if name.startswith("model.embed_tokens.")
+                }
+            return weights
+
+    return Headless, arguments
 
 
 def list_files(folder: Path) -> Files:
@@ -280,6 +435,16 @@ def warm_up(model: Any, caches: Caches) -> Generator[None, None, None]:
         for event in batch.prefill():
             if isinstance(event, Failed):
                 raise ValueError(event.reason)
+        yield
+
+
+def warm_up_encoder(runner: EncoderRunner) -> Generator[None, None, None]:
+    """As `warm_up`: a text alone, and one beside a longer one."""
+    tokens = mx.array([[0, 1, 2], [0, 0, 0]])
+    mask = mx.array([[True, True, True], [True, False, False]])
+    for rows in (1, 2):
+        hidden = runner.run(tokens[:rows], mask[:rows], [1] * rows if runner.labels else None)
+        mx.eval(runner.classify(hidden, mask[:rows]) if runner.labels else hidden)
         yield
 
 

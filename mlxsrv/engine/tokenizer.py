@@ -143,6 +143,20 @@ class Tokenizer:
         """The token ids of a text, with those that the tokenizer puts around one if `special`."""
         return list(self._wrapper.encode(text, add_special_tokens=special))
 
+    def pair(self, first: str, second: str) -> tuple[list[int], int]:
+        """Two texts as one, as a cross-encoder reads them; and how many tokens belong to the first,
+        if the model tells them apart."""
+        encoded = self._wrapper._tokenizer(first, second, return_token_type_ids=True)
+        types: list[int] = encoded["token_type_ids"]
+        return list(encoded["input_ids"]), types.index(1) if 1 in types else len(types)
+
+    def ensure_end(self, tokens: list[int]) -> list[int]:
+        """The tokens with an end token after them, where the tokenizer writes none."""
+        end = self._wrapper.eos_token_id
+        if end is None or (tokens and tokens[-1] in self.end_tokens):
+            return tokens
+        return [*tokens, end]
+
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special tokens included, nothing tidied up."""
         text: str = self._wrapper.decode(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from mlxsrv.engine.recipe import check_encoder, is_encoder
 from mlxsrv.models.files import Object, Unhealthy
 
 
@@ -30,10 +31,17 @@ class _Architecture(msgspec.Struct, frozen=True):
 
 
 def check_architecture(config: Object, *, trust_remote_code: bool) -> str:
-    """The `model_type` of a config, which there is code for. Raises Unhealthy."""
+    """The `model_type` of a config, which there is code for: an encoder's is here, all others are
+    mlx-lm's. Raises Unhealthy."""
     family = config.get("model_type")
     if not isinstance(family, str) or not re.fullmatch(r"[\w.-]{1,100}", family, re.ASCII):
         raise Unhealthy("'config.json' has no model_type")
+    if is_encoder(config):
+        try:
+            check_encoder(config)
+        except ValueError as error:
+            raise Unhealthy(str(error)) from None
+        return family
     if config.get("model_file") is not None:
         if not trust_remote_code:
             raise Unhealthy("it needs Python code of its own to be run: --trust-remote-code")

@@ -22,6 +22,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from mlxsrv.engine.recipe import ROBERTA, check_bare, is_classifier, is_encoder
 from mlxsrv.models.architectures import check_architecture, named_architectures, template_code
 from mlxsrv.models.files import (
     LONGEST_TEXT,
@@ -144,7 +145,10 @@ def describe(folder: Path, *, name: str = "", trust_remote_code: bool = False) -
         _check_tokenizer(folder, files)
         settings = read_object(folder / "tokenizer_config.json", files)
         template = _template(folder, files, config, settings)
-        embeds = _embeds(folder, files, config, name or folder.absolute().name)
+        encoder = is_encoder(config)
+        if encoder:
+            _check_bare(folder)
+        embeds = encoder or _embeds(folder, files, config, name or folder.absolute().name)
         own = read_object(folder / "sentence_bert_config.json", files) if embeds else None
         quantization = _quantization(config)
         tensors = weights.tensors
@@ -157,9 +161,9 @@ def describe(folder: Path, *, name: str = "", trust_remote_code: bool = False) -
             format="mlx" if weights.from_mlx or config.get("quantization") else "safetensors",
             size=weights.size,
             weights=sum(tensor.bytes for tensor in tensors.values()),
-            kv_block=_kv_block(config),
+            kv_block=0 if encoder else _kv_block(config),
             modified_at=_newest(folder, files),
-            capabilities=_capabilities(template, settings, embeds),
+            capabilities=_encodes(config) if encoder else _capabilities(template, settings, embeds),
         )
 
 
@@ -226,6 +230,9 @@ def _context_length(config: Object, settings: Object, sentences: Object | None) 
     # Cohere's configs have a model_max_length, too, and theirs is the true one.
     length = number(config, "model_max_length", *_CONTEXT_KEYS)
     length = length or number(_inner(config), *_CONTEXT_KEYS)
+    if length is not None and config.get("model_type") in ROBERTA:
+        # Positions begin behind the padding token's id.
+        length -= (number(config, "pad_token_id") or 1) + 1
     asked = number(settings, "model_max_length")
     if sentences is not None:
         limits = (length, asked, number(sentences, "max_seq_length"))
@@ -328,6 +335,17 @@ def _embeds(folder: Path, files: frozenset[str], config: Object, name: str) -> b
     card = read_start(folder / "README.md", files, 65536).replace("\r\n", "\n")
     front = card.partition("\n---")[0] if card.startswith("---\n") else ""
     return _EMBEDDING_TAG.search(front) is not None
+
+
+def _check_bare(folder: Path) -> None:
+    try:
+        check_bare(folder)
+    except ValueError as error:
+        raise Unhealthy(str(error)) from None
+
+
+def _encodes(config: Object) -> tuple[str, ...]:
+    return ("rerank",) if is_classifier(config) else ("embedding",)
 
 
 def _capabilities(template: str | None, settings: Object, embeds: bool) -> tuple[str, ...]:

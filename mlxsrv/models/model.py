@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import anyio
 import msgspec
 
+from mlxsrv.engine.recipe import Recipe, read_recipe
 from mlxsrv.events import Loaded
 from mlxsrv.models.catalogue import Entry, Source
 from mlxsrv.models.folder import adapter_bytes, describe
@@ -36,6 +37,9 @@ class Files(msgspec.Struct, frozen=True):
     base: int
     own: int
     context_length: int | None
+    capabilities: tuple[str, ...]
+    recipe: Recipe | str
+    """How texts become vectors, or why they cannot."""
 
 
 class Model:
@@ -123,7 +127,16 @@ def examine(
         base=described.weights,
         own=own,
         context_length=capped(described.context_length, settings),
+        capabilities=described.capabilities,
+        recipe=_recipe(folder, described.capabilities, name),
     )
+
+
+def _recipe(folder: Path, capabilities: Collection[str], name: str) -> Recipe | str:
+    try:
+        return read_recipe(folder, decoder="completion" in capabilities, name=name)
+    except ValueError as error:
+        return str(error)
 
 
 def capped(context_length: int | None, settings: Settings) -> int | None:

@@ -27,6 +27,7 @@ import anyio.to_thread
 import msgspec
 
 from mlxsrv.engine.device import DeviceThread, Port
+from mlxsrv.engine.recipe import Recipe
 from mlxsrv.errors import (
     InsufficientMemory,
     ModelNotLoaded,
@@ -69,6 +70,17 @@ class Lease:
     def context_length(self) -> int | None:
         """Tokens of prompt and answer together; known with the tokenizer."""
         return self.model.files.context_length if self.model.files is not None else None
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What the model can do; known with the tokenizer."""
+        return self.model.files.capabilities if self.model.files is not None else ()
+
+    @property
+    def recipe(self) -> Recipe | str:
+        """How its vectors are made, or why they cannot be; known with the tokenizer."""
+        assert self.model.files is not None
+        return self.model.files.recipe
 
     async def enter(self) -> None:
         """Wait until the model is loaded; it stays until `release`.

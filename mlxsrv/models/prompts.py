@@ -182,14 +182,14 @@ def _prompt_path(request: CompletionRequest, index: int) -> str:
 
 def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer) -> Prompt:
     if not isinstance(prompt, str):
-        _check_ids(prompt, path, tokenizer)
+        check_ids(prompt, path, tokenizer)
     encoded = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.given(prompt)
     if not encoded.tokens:
         raise InvalidRequest(f"{path}: must hold at least one token", param=path)
     return encoded
 
 
-def _check_ids(tokens: Sequence[int], path: str, tokenizer: Tokenizer) -> None:
+def check_ids(tokens: Sequence[int], path: str, tokenizer: Tokenizer) -> None:
     for i, token in enumerate(tokens):
         if token >= tokenizer.vocabulary:
             where = f"{path}[{i}]"
@@ -217,5 +217,5 @@ def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse
 
 def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeResponse:
     """Raises InvalidRequest for ids that the model does not have."""
-    _check_ids(request.tokens, "tokens", tokenizer)
+    check_ids(request.tokens, "tokens", tokenizer)
     return DetokenizeResponse(tokenizer.decode(request.tokens))

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -34,9 +35,16 @@ from mlxsrv.models.prompts import (
     plan_completion,
     tokenize,
 )
+from mlxsrv.service.embedding import Embedding
 from mlxsrv.service.reply import Asked, Reply
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
+from mlxsrv.wire.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    RerankRequest,
+    RerankResponse,
+)
 from mlxsrv.wire.openai import (
     DetokenizeResponse,
     Health,
@@ -68,6 +76,7 @@ class Service:
         self.pool = Pool(Catalogue(settings), settings)
         self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
         self._replies: set[Reply] = set()
+        self._embeddings: set[Embedding] = set()
         self._job_ids = count(1)
         self._starting = False  # the default model is loaded for the first time
         self._draining = False
@@ -124,6 +133,31 @@ class Service:
         self._replies.add(reply)
         return reply
 
+    async def embed(self, request: EmbeddingRequest, request_id: str) -> EmbeddingList:
+        """Raises ServeError."""
+        with await self._embedding(request.model, request_id) as embedding:
+            return await embedding.embed(request)
+
+    async def rerank(self, request: RerankRequest, request_id: str) -> RerankResponse:
+        """Raises ServeError."""
+        with await self._embedding(request.model, request_id) as embedding:
+            return await embedding.rerank(request)
+
+    async def _embedding(
+        self, model: str | None, request_id: str
+    ) -> AbstractContextManager[Embedding]:
+        return self._under_way(Embedding(self, await self._lease(model), request_id))
+
+    @contextlib.contextmanager
+    def _under_way(self, embedding: Embedding) -> Iterator[Embedding]:
+        self._embeddings.add(embedding)
+        try:
+            yield embedding
+        finally:
+            embedding.close()
+            self._embeddings.discard(embedding)
+            self._note_idle()
+
     async def _lease(self, model: str | None) -> Lease:
         """A claim on the model of this name, which may have to be looked for first."""
         entry = await self.pool.catalogue.find(model)
@@ -166,7 +200,10 @@ class Service:
 
     def forget(self, reply: Reply) -> None:
         self._replies.discard(reply)
-        if not self._replies:
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if not self._replies and not self._embeddings:
             self._idle.set()
 
     # The catalogue.
@@ -275,12 +312,11 @@ class Service:
         try:
             await self._wait_idle(self.settings.shutdown_grace)
         finally:
-            for reply in list(self._replies):
-                reply.fail(ShuttingDown("the server is shutting down"))
+            self._end_all()
         await self._wait_idle(_FAREWELL_SECONDS)
 
     async def _wait_idle(self, seconds: float) -> None:
-        if self._replies:
+        if self._replies or self._embeddings:
             self._idle.clear()
             with anyio.move_on_after(seconds):
                 await self._idle.wait()
@@ -288,9 +324,14 @@ class Service:
     async def close(self) -> None:
         """End what is still there and leave the device thread."""
         self._draining = True
+        self._end_all()
+        await self.pool.close()
+
+    def _end_all(self) -> None:
         for reply in list(self._replies):
             reply.fail(ShuttingDown("the server is shutting down"))
-        await self.pool.close()
+        for embedding in list(self._embeddings):
+            embedding.stop()
 
 
 _REPORT_SECONDS = 2.0

@@ -16,7 +16,13 @@ import anyio.to_thread
 import msgspec
 
 from mlxsrv.engine.device import JobEvent, Port
-from mlxsrv.errors import ContextLengthExceeded, DeadlineExceeded, EngineFailed, ServeError
+from mlxsrv.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    EngineFailed,
+    ServeError,
+    UnsupportedParameter,
+)
 from mlxsrv.events import Failed, Job, Sampling, Started, Usage
 from mlxsrv.logs import log
 from mlxsrv.models.pool import Lease
@@ -121,6 +127,10 @@ class Reply:
 
     async def _submit(self) -> None:
         tokenizer = await self._lease.tokenizer()
+        if "completion" not in self._lease.capabilities:
+            raise UnsupportedParameter(
+                "model: it writes no text, it only makes embeddings or judges texts", param="model"
+            )
         plan = await anyio.to_thread.run_sync(
             self._asked.prepare, tokenizer, limiter=self._lease.model.tokenizing
         )

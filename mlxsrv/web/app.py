@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 from urllib.parse import quote
 
+import anyio
+import anyio.to_thread
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -36,8 +38,11 @@ from mlxsrv.web.responses import (
     error_response,
     stream_error_response,
     unanswered,
+    unless_gone,
 )
 from mlxsrv.wire import openai, openapi, requests
+from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS
+from mlxsrv.wire.sse import encode_json
 
 _LONGEST_HEADER = 2048
 
@@ -52,6 +57,8 @@ class App(Starlette):
             routes=[
                 Route("/v1/chat/completions", chat_completions, methods=["POST"]),
                 Route("/v1/completions", completions, methods=["POST"]),
+                Route("/v1/embeddings", embed, methods=["POST"]),
+                Route("/v1/rerank", rerank, methods=["POST"]),
                 Route("/tokenize", tokenize, methods=["POST"]),
                 Route("/detokenize", detokenize, methods=["POST"]),
                 Route("/v1/models", list_models),
@@ -174,6 +181,29 @@ async def _generate(request: Request, form: Form) -> Response:
         scored=reply.scored,
     )
     return ReplyStream(reply, frames, accept=accept, headers=headers)
+
+
+async def embed(request: Request) -> Response:
+    return await _compute(request, EMBEDDING_REQUESTS, Service.embed)
+
+
+async def rerank(request: Request) -> Response:
+    return await _compute(request, RERANK_REQUESTS, Service.rerank)
+
+
+async def _compute(
+    request: Request,
+    requests: requests.RequestDecoder[Any],
+    serve: Callable[[Service, Any, str], Coroutine[Any, Any, Any]],
+) -> Response:
+    app: App = request.app
+    body = await _read_body(request, app.settings.max_body)
+    asked, ignored = requests.decode(body)
+    work = serve(app.service, asked, request_id(request.scope))
+    answer = await unless_gone(request.receive, work)
+    # Millions of numbers would hold up every stream.
+    text = await anyio.to_thread.run_sync(encode_json, answer)
+    return Response(text, headers=_ignored_header(ignored), media_type="application/json")
 
 
 async def tokenize(request: Request) -> Response:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, TypeVar
 
 import anyio
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +22,7 @@ from mlxsrv.wire.sse import KEEPALIVE, encode_json
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
+T = TypeVar("T")
 Fold = Callable[[openai.Identity, Sequence[Answer], Usage], object]
 
 
@@ -155,6 +158,23 @@ async def _answering(reply: Reply, receive: Receive) -> AsyncIterator[None]:
             group.cancel_scope.cancel()
     finally:
         reply.close()
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` gives. It is cancelled when the client goes away: ClientDisconnect then."""
+    outcome: T | Exception | None = None
+    async with anyio.create_task_group() as group:
+        group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
+        try:
+            outcome = await work
+        except Exception as error:  # raised outside, or the group would wrap it
+            outcome = error
+        group.cancel_scope.cancel()
+    if outcome is None:
+        raise ClientDisconnect
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.version import __version__
-from mlxsrv.wire import openai, requests
+from mlxsrv.wire import embeddings, openai, requests
 
 Schema = dict[str, Any]
 
@@ -77,6 +77,24 @@ OPERATIONS = (
         description="Slashes in the id stand as they are.",
         answer=openai.ModelObject,
         errors=(404, *_READ),
+    ),
+    Operation(
+        method="POST",
+        path="/v1/embeddings",
+        id="createEmbedding",
+        summary="Vectors of texts",
+        asks=embeddings.EmbeddingRequest,
+        answer=embeddings.EmbeddingList,
+        errors=_GENERATED,
+    ),
+    Operation(
+        method="POST",
+        path="/v1/rerank",
+        id="rerank",
+        summary="Documents by their relevance to a query",
+        asks=embeddings.RerankRequest,
+        answer=embeddings.RerankResponse,
+        errors=_GENERATED,
     ),
     Operation(
         method="POST",
@@ -266,6 +284,7 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     chat, text = schemas["ChatRequest"], schemas["CompletionRequest"]
     chat["allOf"], text["allOf"] = _CHAT_RULES, _TEXT_RULES
     text["properties"]["prompt"] = _PROMPT
+    schemas["EmbeddingRequest"]["properties"]["input"] = _INPUT
     schemas["ContentPart"]["properties"] |= {"type": {"const": "text"}, "text": _STRING}
     schemas["ContentPart"]["required"] = ["type", "text"]
     schemas["FunctionCall"]["properties"]["arguments"] |= {
@@ -279,6 +298,16 @@ _TOKENS: Schema = {
     "type": "array",
     "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
     "minItems": 1,
+}
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_INPUT: Schema = {
+    "anyOf": [
+        _TEXT,
+        *(
+            {"type": "array", "items": items, "minItems": 1, "maxItems": embeddings.MOST_TEXTS}
+            for items in (_TEXT, _TOKENS["items"], _TOKENS)
+        ),
+    ]
 }
 _PROMPT: Schema = {
     "anyOf": [

@@ -29,6 +29,9 @@ WEATHER = "sunny, 21 °C"
 
 JSON_QUESTION = "Please answer in JSON."
 
+PASSAGES = ["The weather in Paris is sunny, 21 °C.", "Hello!", "mlxsrv streams each token. " * 8]
+"""Texts to embed, of several lengths and not in their order."""
+
 
 class GetWeather(BaseModel):
     """Get the current weather in a city"""

@@ -9,8 +9,9 @@ import openai
 import pytest
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, ToolMessage
-from langchain_openai import ChatOpenAI
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
+from tests.clients.raw import embed
 from tests.clients.talk import (
     ANSWER,
     CARD,
@@ -18,6 +19,7 @@ from tests.clients.talk import (
     GREETING,
     JSON_QUESTION,
     MODEL,
+    PASSAGES,
     QUESTION,
     WEATHER,
     WEATHER_QUESTION,
@@ -164,6 +166,50 @@ def test_with_structured_output_streams(model: ChatOpenAI) -> None:
     parts: list[Any] = list(structured.stream(JSON_QUESTION, max_tokens=100))
     assert len(parts) > 1
     assert parts[-1] == CARD.model_dump()
+
+
+# Embeddings.
+
+
+@pytest.fixture
+def embeddings(base_url: str) -> OpenAIEmbeddings:
+    """Told to send texts: by default it sends the token ids that OpenAI's own models have."""
+    return OpenAIEmbeddings(
+        base_url=base_url,
+        api_key="none",
+        model=MODEL,
+        max_retries=0,
+        check_embedding_ctx_length=False,
+    )
+
+
+def test_embed_query_gives_the_vector_of_plain_http(
+    embeddings: OpenAIEmbeddings, base_url: str
+) -> None:
+    for text in PASSAGES:
+        assert [embeddings.embed_query(text)] == embed(base_url, text)
+    narrow = embeddings.model_copy(update={"dimensions": 8})
+    assert [narrow.embed_query(PASSAGES[0])] == embed(base_url, PASSAGES[0], dimensions=8)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_embed_documents_gives_a_vector_of_each_in_order(
+    embeddings: OpenAIEmbeddings, base_url: str, size: int
+) -> None:
+    """`size` is how many it sends in one request."""
+    found = embeddings.embed_documents(PASSAGES, chunk_size=size)
+    for vector, expected in zip(found, embed(base_url, PASSAGES), strict=True):
+        assert vector == pytest.approx(expected, abs=1e-5)
+
+
+def test_aembed_documents_does_the_same(embeddings: OpenAIEmbeddings, base_url: str) -> None:
+    async def talk() -> list[list[float]]:
+        found: list[list[float]] = await embeddings.aembed_documents(PASSAGES)
+        await embeddings.async_client._client.close()  # which nobody else does
+        return found
+
+    for vector, expected in zip(asyncio.run(talk()), embed(base_url, PASSAGES), strict=True):
+        assert vector == pytest.approx(expected, abs=1e-6)
 
 
 # Errors.

@@ -9,6 +9,7 @@ from typing import Any
 import litellm
 import pytest
 
+from tests.clients.raw import embed
 from tests.clients.talk import (
     ANSWER,
     CARD,
@@ -16,6 +17,7 @@ from tests.clients.talk import (
     GREETING,
     JSON_QUESTION,
     MODEL,
+    PASSAGES,
     QUESTION,
     WEATHER,
     WEATHER_QUESTION,
@@ -179,6 +181,30 @@ def test_a_response_format_shapes_the_answer(server: dict[str, Any]) -> None:
     assert Card.model_validate_json(ask(JSON_QUESTION, Card)) == CARD
     Mood.model_validate_json(ask(GREETING, Mood))
     assert json.loads(ask(JSON_QUESTION, {"type": "json_object"})) == CARD.model_dump()
+
+
+# Embeddings.
+
+
+def test_embedding_gives_the_vectors_of_plain_http(server: dict[str, Any], base_url: str) -> None:
+    for encoding in (None, "float"):
+        answer = litellm.embedding(input=PASSAGES, encoding_format=encoding, **server)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens > len(PASSAGES)
+        assert [one["index"] for one in answer.data] == list(range(len(PASSAGES)))
+        for one, expected in zip(answer.data, embed(base_url, PASSAGES), strict=True):
+            assert one["embedding"] == pytest.approx(expected, abs=1e-6)
+
+
+def test_embedding_takes_dimensions_where_they_are_let_through(
+    server: dict[str, Any], base_url: str
+) -> None:
+    """LiteLLM refuses them itself, but for models of OpenAI's own, unless told."""
+    text = PASSAGES[0]
+    let_through = ["dimensions"]
+    answer = litellm.embedding(
+        input=[text], dimensions=8, allowed_openai_params=let_through, **server
+    )
+    assert [answer.data[0]["embedding"]] == embed(base_url, text, dimensions=8)
 
 
 # Errors.

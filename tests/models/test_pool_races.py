@@ -276,7 +276,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         path = source.place
         if path.name == "unhealthy":
             raise Unhealthy("scripted")
-        return Files(path, None, None, base=SIZES[path.name], own=0, context_length=None)
+        size = SIZES[path.name]
+        return Files(
+            path, None, None, base=size, own=0, context_length=None, capabilities=(), recipe=""
+        )
 
     async def run_sync(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
         await turns(1)

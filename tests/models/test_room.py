@@ -17,7 +17,16 @@ def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = 
     """A loaded model of `size` bytes; one with a `base` has as many again of its own."""
     folder = Path("/" + (base or name))
     made = Model(Entry(name, Source(folder), 0), Settings())
-    made.files = Files(folder, None, None, base=size, own=size if base else 0, context_length=None)
+    made.files = Files(
+        folder,
+        None,
+        None,
+        base=size,
+        own=size if base else 0,
+        context_length=None,
+        capabilities=(),
+        recipe="",
+    )
     made.users, made.used = users, used
     return made
 

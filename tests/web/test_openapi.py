@@ -105,12 +105,13 @@ def test_a_proxys_prefix_is_told() -> None:
 
 # Whatever is asked, what is answered is as described.
 
-POSTS = [CHAT, COMPLETIONS, "/tokenize", "/detokenize"]
+POSTS = [CHAT, COMPLETIONS, "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"]
 GETS = ["/v1/models", "/v1/models/{id}", "/health", DOCUMENT]
 
 OF_THE_MODEL = re.compile(
     r"maximum context length|is no token id of this model|are made for one request"
     r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
+    r"|this model's vectors have|^instruction: this model's files|^model: this model does not judge"
     r"|^(guided_(regex|grammar|json)|response_format)\b|cannot be combined with tools"
 )
 """Why a body may be refused that the schemas allow: they do not know the model, nor the settings,

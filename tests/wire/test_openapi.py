@@ -23,6 +23,8 @@ ROUTES = [
     ("POST", "/v1/completions"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{id:path}"),
+    ("POST", "/v1/embeddings"),
+    ("POST", "/v1/rerank"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/health"),

@@ -7,6 +7,8 @@ import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import {
   APICallError,
   Output,
+  embed as embedText,
+  embedMany,
   generateObject,
   generateText,
   isStepCount,
@@ -25,12 +27,15 @@ import {
   JSON_QUESTION,
   MODEL,
   Mood,
+  PASSAGES,
   QUESTION,
   SET_LIGHT,
   SetLight,
   WEATHER,
   WEATHER_QUESTION,
   all,
+  distance,
+  embed,
 } from "./talk.mjs";
 
 // The provider says of every text completion that it knows no tool choice.
@@ -196,6 +201,18 @@ test("an object comes from JSON mode where the provider is not told of schemas",
     maxOutputTokens: 100,
   });
   assert.deepEqual(object, CARD);
+});
+
+test("embed and embedMany give the vectors of plain HTTP", async () => {
+  const embedder = mlxsrv.embeddingModel(MODEL);
+  const { embedding, usage } = await embedText({ model: embedder, value: PASSAGES[0] });
+  assert.deepEqual([embedding], await embed(server.url, PASSAGES[0]));
+  assert.ok(usage.tokens > 1);
+  const { embeddings } = await embedMany({ model: embedder, values: PASSAGES });
+  assert.ok(distance(embeddings, await embed(server.url, PASSAGES)) < 1e-6);
+  const providerOptions = { mlxsrv: { dimensions: 8 } };
+  const narrow = await embedText({ model: embedder, value: PASSAGES[0], providerOptions });
+  assert.deepEqual([narrow.embedding], await embed(server.url, PASSAGES[0], { dimensions: 8 }));
 });
 
 test("errors are APICallErrors with the server's own words", async () => {

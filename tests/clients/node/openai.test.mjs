@@ -18,12 +18,15 @@ import {
   JSON_QUESTION,
   MODEL,
   Mood,
+  PASSAGES,
   QUESTION,
   SET_LIGHT,
   SetLight,
   WEATHER,
   WEATHER_QUESTION,
   all,
+  distance,
+  embed,
   say,
 } from "./talk.mjs";
 
@@ -182,6 +185,31 @@ test("json_object gives an object", async () => {
     request(JSON_QUESTION, { response_format: { type: "json_object" }, max_tokens: 100 }),
   );
   assert.deepEqual(JSON.parse(answer.choices[0].message.content), CARD);
+});
+
+test("texts are embedded in their order, as they are over plain HTTP", async () => {
+  const expected = await embed(server.url, PASSAGES);
+  // The client asks for base64 unless it is told otherwise.
+  for (const encoding of [{}, { encoding_format: "float" }]) {
+    const answer = await client.embeddings.create({ model: MODEL, input: PASSAGES, ...encoding });
+    assert.deepEqual(answer.data.map((one) => one.index), [0, 1, 2]);
+    assert.ok(distance(answer.data.map((one) => one.embedding), expected) < 1e-6);
+    assert.equal(answer.usage.prompt_tokens, answer.usage.total_tokens);
+  }
+});
+
+test("a text and its token ids have one vector, also cut to the dimensions asked for", async () => {
+  const [text] = PASSAGES;
+  const body = JSON.stringify({ content: text });
+  const response = await fetch(`${server.url}/tokenize`, { method: "POST", body });
+  const { tokens } = await response.json();
+  for (const more of [{}, { dimensions: 8 }]) {
+    const expected = await embed(server.url, text, more);
+    for (const input of [text, tokens, [tokens]]) {
+      const answer = await client.embeddings.create({ model: MODEL, input, ...more });
+      assert.deepEqual(answer.data.map((one) => one.embedding), expected);
+    }
+  }
 });
 
 for (const stream of [false, true]) {

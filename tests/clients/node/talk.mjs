@@ -19,6 +19,13 @@ export const WEATHER = "sunny, 21 °C";
 
 export const JSON_QUESTION = "Please answer in JSON.";
 
+/** Texts to embed, of several lengths and not in their order. */
+export const PASSAGES = [
+  "The weather in Paris is sunny, 21 °C.",
+  "Hello!",
+  "mlxsrv streams each token. ".repeat(8),
+];
+
 /** An answer in many bytes a character. */
 export const EMOJI_QUESTION = "Reply with emoji";
 export const EMOJI = /🚀.*🐍/u;
@@ -47,4 +54,20 @@ export async function all(items) {
   const list = [];
   for await (const item of items) list.push(item);
   return list;
+}
+
+/** The vectors of texts over plain HTTP, as the JSON has them. */
+export async function embed(url, input, more = {}) {
+  const body = JSON.stringify({ model: MODEL, input, ...more });
+  const response = await fetch(`${url}/v1/embeddings`, { method: "POST", body });
+  return (await response.json()).data.map((one) => one.embedding);
+}
+
+/** The greatest difference between two lists of vectors; those of one size are compared. */
+export function distance(some, others) {
+  if (some.length !== others.length) return Infinity;
+  const one = some.flat();
+  const other = others.flat();
+  if (one.length !== other.length) return Infinity;
+  return Math.max(...one.map((value, i) => Math.abs(value - other[i])));
 }

@@ -1,0 +1,144 @@
+"""Requests whose answer is numbers: embeddings, and documents in the order of their relevance."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+import anyio
+import anyio.to_thread
+
+from mlxsrv.engine.device import Port
+from mlxsrv.engine.recipe import Recipe
+from mlxsrv.errors import DeadlineExceeded, ShuttingDown, UnsupportedParameter
+from mlxsrv.events import Embed, Vectors
+from mlxsrv.logs import log
+from mlxsrv.models.passages import Passages, plan_embedding, plan_rerank
+from mlxsrv.models.pool import Lease
+from mlxsrv.settings import Settings
+from mlxsrv.wire.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    RerankRequest,
+    RerankResponse,
+    embedding_list,
+    rerank_response,
+)
+
+if TYPE_CHECKING:
+    from mlxsrv.engine.tokenizer import Tokenizer
+
+_log = logging.getLogger("mlxsrv.service")
+
+
+class Home(Protocol):
+    """What an embedder needs of the service that made it."""
+
+    settings: Settings
+
+    @property
+    def port(self) -> Port: ...
+    def next_job_id(self) -> int: ...
+
+
+class Embedding:
+    """One request, from its claim on a model to its answer; whoever makes it must `close` it."""
+
+    def __init__(self, home: Home, lease: Lease, request_id: str) -> None:
+        self._home = home
+        self._lease = lease
+        self._request_id = request_id
+        self._scope = anyio.CancelScope()
+        self._stopped = False
+
+    async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
+        """Raises ServeError."""
+        with self._in_time():
+            passages, vectors = await self._compute(partial(self._plan_texts, request))
+        return await anyio.to_thread.run_sync(
+            embedding_list, request, self._lease.model.name, vectors, passages.tokens
+        )
+
+    async def rerank(self, request: RerankRequest) -> RerankResponse:
+        """Raises ServeError."""
+        with self._in_time():
+            passages, logits = await self._compute(partial(self._plan_pairs, request))
+        id = f"rerank-{uuid.uuid4().hex}"
+        return rerank_response(request, id, self._lease.model.name, logits, passages.tokens)
+
+    def stop(self) -> None:
+        """End it from outside: the server is shutting down."""
+        self._stopped = True
+        self._scope.cancel()
+
+    def close(self) -> None:
+        self._lease.return_row(self)
+        self._lease.release()
+
+    @contextmanager
+    def _in_time(self) -> Iterator[None]:
+        """Raises ShuttingDown and DeadlineExceeded, if the block was ended for that."""
+        seconds = self._home.settings.request_timeout
+        with self._scope, anyio.move_on_after(seconds) as deadline:
+            yield
+        if self._stopped:
+            raise ShuttingDown("the server is shutting down")
+        if deadline.cancelled_caught:
+            raise DeadlineExceeded(f"not within the {seconds:g} s a request may take")
+
+    async def _compute(self, plan: Callable[[Tokenizer], Passages]) -> tuple[Passages, Vectors]:
+        """The texts' vectors, from the model's batches that other requests are part of, too."""
+        begun = asyncio.get_running_loop().time()
+        lease = self._lease
+        tokenizer = await lease.tokenizer()
+        passages = await anyio.to_thread.run_sync(plan, tokenizer, limiter=lease.model.tokenizing)
+        await lease.enter()
+        await lease.borrow_row(self)
+        command = Embed(self._home.next_job_id(), lease.model.name, passages.texts, passages.firsts)
+        vectors = await self._home.port.embed(command)
+        lease.return_row(self)
+        log(
+            _log,
+            logging.INFO,
+            "embedded",
+            request=self._request_id,
+            model=lease.model.name,
+            texts=len(passages.texts),
+            tokens=passages.tokens,
+            seconds=asyncio.get_running_loop().time() - begun,
+        )
+        return passages, vectors
+
+    def _plan_texts(self, request: EmbeddingRequest, tokenizer: Tokenizer) -> Passages:
+        recipe = self._recipe
+        return plan_embedding(request, recipe, self._longest(recipe.max_length), tokenizer)
+
+    def _plan_pairs(self, request: RerankRequest, tokenizer: Tokenizer) -> Passages:
+        if "rerank" not in self._lease.capabilities:
+            raise UnsupportedParameter(
+                "model: this model does not judge pairs of texts; it is no cross-encoder with a "
+                "classification head",
+                param="model",
+            )
+        return plan_rerank(request, self._longest(None), tokenizer)
+
+    @property
+    def _recipe(self) -> Recipe:
+        """How the model makes vectors. Raises UnsupportedParameter."""
+        recipe = self._lease.recipe
+        if isinstance(recipe, str):
+            raise UnsupportedParameter(f"model: it makes no embeddings: {recipe}", param="model")
+        if "rerank" in self._lease.capabilities:
+            raise UnsupportedParameter(
+                "model: this is a cross-encoder; it answers at /v1/rerank", param="model"
+            )
+        return recipe
+
+    def _longest(self, own: int | None) -> int | None:
+        lengths = [length for length in (own, self._lease.context_length) if length is not None]
+        return min(lengths, default=None)

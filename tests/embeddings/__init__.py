@@ -1,0 +1,1 @@
+"""Vectors that PyTorch has made of known weights, and the weights."""
