@@ -39,6 +39,7 @@ _MOST_TOKENS = 16 * 1024  # of a slice, padding included; what the layers need g
 _MOST_WHOLE = 4096  # tokens of one text, for attention needs the square of it
 _BESIDE = 4  # the part of other models' gaps that many slices in a row may take: one in so many
 _LEAST = 16  # tokens; fewer would cost a pass each for next to nothing
+_CLEAR_EVERY = 64  # slices; their shapes differ, so buffers of one seldom serve the next
 _WASTE = 1.25  # padded tokens for each real one, at most
 _INNER = ("language_model", "model", "transformer", "backbone")
 """What mlx-lm's models call the part of them that is nearer to the layers."""
@@ -195,6 +196,7 @@ class Embedder:
         self._tokens = 0  # that wait
         self._long: _Long | None = None
         self._long_is_next = False
+        self._slices = 0
         self._second: float | None = None  # tokens that one takes, padding included
 
     @property
@@ -275,6 +277,9 @@ class Embedder:
             self._drop(numbers)
             return [Failed(job.id, f"{type(error).__name__}: {error}") for job in jobs]
         seconds = perf_counter() - begun
+        self._slices += 1
+        if self._slices % _CLEAR_EVERY == 0:
+            mx.clear_cache()
         self._pace.saw_chunk(tokens, seconds, decoding=decoding)
         if not (decoding or beside):
             self._second = tokens / max(seconds, 1e-6)
@@ -294,7 +299,8 @@ class Embedder:
             fitting = 0 if self._second is None else int(_SECONDS * self._second)
             most = max(chunk, min(fitting, _MOST_TOKENS))
             return max(chunk, min(most, _MOST_WHOLE)), most
-        if self._tokens > chunk:  # it takes many slices, and streams are not to crawl all the time
+        if self._long is not None or self._tokens > chunk:
+            # It takes many slices, and streams are not to crawl all the time.
             chunk = self._pace.limit(decoding=decoding, long=True, beside=beside)
             chunk = chunk if decoding else max(_LEAST, chunk // _BESIDE)
         return chunk, chunk
