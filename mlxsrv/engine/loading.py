@@ -214,6 +214,7 @@ def load(
 
 
 def _load_encoder(command: Load, reader: Reader) -> Generator[None, None, Resident]:
+    """Load an encoder. Raises ValueError where it is not run, or is to have an adapter."""
     if command.adapter is not None:
         raise ValueError("its adapter cannot be used: it is an encoder")
     mapped = yield from reader.map(command.path, encoder=True)

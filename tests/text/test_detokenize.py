@@ -61,7 +61,10 @@ def test_any_ids_agree_with_decode_but_for_a_cut_character(
     byte_level: Any, byte_table: TokenBytes, ids: list[int]
 ) -> None:
     text = "".join(run(Detokenizer(byte_table), ids))
-    assert decode(byte_level, ids) in (text, text + "\ufffd")
+    whole = decode(byte_level, ids)
+    assert whole.startswith(text)
+    # The beginning of a surrogate, which is no character, is two broken pieces to some decoders.
+    assert whole[len(text) :] in ("", "\ufffd", "\ufffd\ufffd")
 
 
 @given(TEXTS)

@@ -473,7 +473,7 @@ def test_a_model_name_without_end_is_not_repeated(client: httpx.Client) -> None:
         ("GET", "/nowhere"),
         ("GET", "/metrics"),
         ("GET", "/tokenize/x"),
-        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/embeddings/x"),
         ("GET", "/api"),
         ("GET", "/%00"),
         ("GET", "/%ff"),
