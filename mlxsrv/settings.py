@@ -34,8 +34,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         tuple[str, ...],
         Meta(
-            description="Model to serve: a folder or a Hugging Face id; NAME=either gives it a "
-            "name, either+ADAPTER_DIR puts a LoRA adapter on it. Repeatable; the first is the "
+            description="Model to serve: a folder, a Hugging Face id, or demo; NAME=MODEL gives it "
+            "a name, MODEL+ADAPTER_DIR puts a LoRA adapter on it. Repeatable; the first is the "
             "default model. None: the built-in demo.",
             extra={"metavar": "[NAME=]ID_OR_PATH[+ADAPTER_DIR]"},
         ),

@@ -142,7 +142,8 @@ class Resident:
 
         While there are streams the two take turns, for each may fill their gap.
         """
-        if (beside or self.streaming) and self._asked and not self.embedder.idle:
+        # The embedder first: it is idle nearly always, and this is asked at every step.
+        if not self.embedder.idle and (beside or self.streaming) and self._asked:
             self._texts_turn = not self._texts_turn
             return self._embed(beside) if self._texts_turn else self._prefill(beside)
         return self._prefill(beside) + self._embed(beside)

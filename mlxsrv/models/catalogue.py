@@ -306,6 +306,8 @@ def _place(text: str, option: str) -> Path | hub.Repository:
     folder = Path(text).expanduser()
     if text and os.path.isdir(folder):  # Path.is_dir raises on names that are too long
         return folder
+    if text == DEMO:
+        return _DEMO_FOLDER
     repository = _repository(text)
     if repository is None:
         raise SettingsError(f"{option}: there is no folder {text!r}")

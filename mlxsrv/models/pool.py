@@ -17,9 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -125,7 +124,6 @@ class Pool:
         self._limits = Limits(settings.max_models, settings.memory_limit or 0, pinned)
         self._models: dict[str, Model] = {}  # those that are loaded or have leases
         self._turns: deque[Model] = deque()  # those that wait for room
-        self._reading: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._port: Port | None = None
         self._closed = False
 
@@ -388,7 +386,7 @@ class Pool:
         try:
             victims = await self._make_room(model)
             placed = loop.time()
-            loaded = await self._read(model)
+            loaded = await self.port.load(self._command(model))
         except _Unwanted:
             model.loading = None
             if model.waiting:  # again, since
@@ -431,12 +429,10 @@ class Pool:
         self._arrange()
         return await turn
 
-    async def _read(self, model: Model) -> Loaded:
-        """Have the device thread load it; of two with the same weights one after the other, so
-        that the second finds the first's."""
+    def _command(self, model: Model) -> Load:
         settings, files = self._settings, model.files
         assert files is not None
-        command = Load(
+        return Load(
             model=model.name,
             path=str(files.folder),
             adapter=None if files.adapter is None else str(files.adapter),
@@ -449,8 +445,6 @@ class Pool:
             max_kv_size=settings.max_kv_size,
             trust_remote_code=settings.trust_remote_code,
         )
-        async with self._reading[files.folder]:
-            return await self.port.load(command)
 
     def _log_loaded(self, model: Model, loaded: Loaded, seconds: float) -> None:
         for note in loaded.notes:

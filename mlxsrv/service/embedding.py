@@ -15,7 +15,13 @@ import anyio.to_thread
 
 from mlxsrv.engine.device import Port
 from mlxsrv.engine.recipe import Recipe
-from mlxsrv.errors import DeadlineExceeded, ShuttingDown, UnsupportedParameter
+from mlxsrv.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    ServeError,
+    ShuttingDown,
+    UnsupportedParameter,
+)
 from mlxsrv.events import Embed, Vectors
 from mlxsrv.logs import log
 from mlxsrv.models.passages import Passages, plan_embedding, plan_rerank
@@ -100,7 +106,7 @@ class Embedding:
         await lease.enter()
         await lease.borrow_row(self)
         command = Embed(self._home.next_job_id(), lease.model.name, passages.texts, passages.firsts)
-        vectors = await self._home.port.embed(command)
+        vectors = await self._embed(command)
         lease.return_row(self)
         log(
             _log,
@@ -113,6 +119,26 @@ class Embedding:
             seconds=asyncio.get_running_loop().time() - begun,
         )
         return passages, vectors
+
+    async def _embed(self, command: Embed) -> Vectors:
+        try:
+            return await self._home.port.embed(command)
+        except EngineFailed:
+            raise
+        except ServeError as error:
+            # What went wrong inside is for the log.
+            log(
+                _log,
+                logging.ERROR,
+                "embedding failed",
+                request=self._request_id,
+                model=command.model,
+                reason=error.message,
+            )
+            raise ServeError(
+                "the server failed while embedding; its log says why under request id "
+                f"{self._request_id}"
+            ) from None
 
     def _plan_texts(self, request: EmbeddingRequest, tokenizer: Tokenizer) -> Passages:
         recipe = self._recipe

@@ -47,6 +47,12 @@ def test_without_models_the_demo_is_the_default() -> None:
     assert find(demo, None) == find(demo, "default") == find(demo, "demo")
 
 
+def test_the_demo_may_be_named_as_any_other(plain: Path) -> None:
+    models = catalogue("demo", f"t={plain}")
+    assert [entry.name for entry in models] == ["demo", "t"]
+    assert models.default == "demo"
+
+
 def test_a_folder_is_called_by_its_name_or_by_the_one_given(tmp_path: Path) -> None:
     for name in ("one", "two", "two=three"):
         (tmp_path / name).mkdir()

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
+import mlxsrv
 from tests.tiny import Array, make_tokenizer
 from tests.web.client import Body, RawClient, answer, ask, chat, refused, stream
 from tests.web.conftest import CONTEXT, Folders
-from tests.web.serving import Server, wait_for
+from tests.web.serving import Server, hosted, wait_for
 from tests.wire.schemas import check_schema
 
 EMBEDDINGS = "/v1/embeddings"
@@ -128,6 +129,24 @@ def test_chats_go_on_beside_embeddings_and_say_the_same(client: httpx.Client) ->
     worker.join()
     assert texts
     assert set(texts) == {alone}
+
+
+def test_a_failure_inside_is_told_to_the_log_and_not_to_the_client(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr("mlxsrv.engine.embedding.find_inner", broken)
+    settings = mlxsrv.Settings(model=(f"t={folders.plain}",), hf_cache=False)
+    with hosted(mlxsrv.create_app(settings)) as url, httpx.Client(base_url=url) as client:
+        headers = {"X-Request-ID": "wanted"}
+        response = client.post(EMBEDDINGS, json={"input": "x"}, headers=headers)
+        error = refused(response, 500, "internal_error")
+        assert "wanted" in error["message"]
+        assert "secret" not in error["message"]
+        assert answer(ask(client, chat(max_tokens=3))), "the model goes on"
+    assert "secret" in caplog.text
 
 
 def test_a_client_that_leaves_is_forgotten(narrow: Server) -> None:
