@@ -1,5 +1,5 @@
-# make serve | test | test-clients | check | bench | clean: each sets up what it needs first, in
-# .venv; the clients have .venv-clients to themselves.
+# make serve | test | test-clients | soak | check | fuzz | bench | clean: each sets up what it needs
+# first, in .venv; the clients have .venv-clients to themselves.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -19,7 +19,7 @@ ARGS ?=
 # Processes that run the tests; more than the machine has cores would starve the servers they start.
 JOBS ?= 2
 
-.PHONY: serve test test-clients check format bench demo clean
+.PHONY: serve test test-clients soak check format fuzz bench demo demo-sae clean
 
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
@@ -43,6 +43,9 @@ else
 	@echo 'make test-clients: there is no node with npm here, so the tests of the Node clients are skipped'
 endif
 
+soak: $(VENV)/.test  ## everything at once for minutes, then a count of what is left (ARGS="--minutes 120")
+	$(BIN)/python -m tests.soak $(ARGS)
+
 check: $(VENV)/.test  ## ruff, format, mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -52,6 +55,9 @@ format: $(VENV)/.test  ## let ruff rewrite what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+fuzz: $(VENV)/.fuzz  ## look for inputs that break a rule (ARGS="--seconds 600 tools")
+	$(BIN)/python -m tests.fuzz.run $(ARGS)
+
 bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server (ARGS=--quick for a look)
 	$(BIN)/python -m benchmarks.sse
 	$(BIN)/python -m benchmarks.text
@@ -59,7 +65,9 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.asking
 	$(BIN)/python -m benchmarks.embed
 	$(BIN)/python -m benchmarks.speculative
+	$(BIN)/python -m benchmarks.steer
 	$(BIN)/python -m benchmarks.swap
+	$(BIN)/python -m benchmarks.observe
 	$(BIN)/python -m benchmarks.ratios $(ARGS)
 
 # MLX's CPU wheel for Linux multiplies with the reference BLAS, ten times slower than OpenBLAS.
@@ -70,8 +78,11 @@ demo: $(VENV)/.serve  ## train the built-in demo model anew: a quarter of an hou
 	  { echo 'make demo: install OpenBLAS first (Debian: apt install libopenblas0-pthread)'; exit 1; }
 	$(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1) $(BIN)/python -m mlxsrv.models.demo.train $(ARGS)
 
+demo-sae: $(VENV)/.serve  ## train the demo model's sparse autoencoder anew (ARGS=--features to see what it does)
+	$(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1) $(BIN)/python -m mlxsrv.models.demo.train_sae $(ARGS)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz dist build
 	rm -rf $(CLIENTS) $(CLIENT_TEST)/node/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -92,6 +103,10 @@ $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q -e '.[$(EXTRA)test,bench]'
 	touch $@ $(VENV)/.serve $(VENV)/.test
+
+$(VENV)/.fuzz: pyproject.toml $(VENV)/.test
+	$(BIN)/python -m pip install -q -e '.[$(EXTRA)fuzz]'
+	touch $@
 
 # The extra's list without the package itself: the server and its needs stay out.
 $(CLIENTS)/.done: pyproject.toml $(CLIENT_TEST)/constraints.txt | $(VENV)/bin/python

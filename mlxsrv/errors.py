@@ -2,19 +2,35 @@
 
 ServeError                    500 server_error            internal_error
 ├─ InvalidRequest             400 invalid_request_error   invalid_value
+│  ├─ InvalidHTTP             400                         invalid_http
 │  ├─ InvalidJSON             400                         invalid_json
 │  ├─ MissingParameter        400                         missing_required_parameter
 │  ├─ UnsupportedParameter    400                         unsupported_parameter
 │  ├─ ContextLengthExceeded   400                         context_length_exceeded
+│  ├─ SAENotAttached          400                         sae_not_attached
+│  ├─ SAEIncompatible         400                         sae_incompatible
+│  ├─ InvalidFeatureIndex     400                         invalid_feature_index
 │  ├─ ModelNotFound           404                         model_not_found
+│  ├─ SAENotFound             404                         sae_not_found
+│  ├─ ProfileNotFound         404                         profile_not_found
+│  ├─ SAEAttached             409                         sae_attached
+│  ├─ SAEExists               409                         sae_exists
+│  ├─ ProfileExists           409                         profile_exists
 │  ├─ RouteNotFound           404                         not_found
 │  ├─ MethodNotAllowed        405                         method_not_allowed
-│  └─ RequestTooLarge         413                         request_too_large
+│  ├─ RequestTimeout          408                         request_timeout
+│  ├─ RequestTooLarge         413                         request_too_large
+│  └─ HeadersTooLarge         431                         headers_too_large
+├─ InvalidAPIKey              401 authentication_error    invalid_api_key
+├─ OriginNotAllowed           403 permission_error        origin_not_allowed
+├─ HostNotAllowed             403 permission_error        host_not_allowed
+├─ RateLimited                429 rate_limit_error        rate_limit_exceeded
 ├─ Overloaded                 503 server_error            overloaded
 ├─ ModelNotLoaded             503 server_error            model_not_loaded
 │  └─ BackendMissing
 ├─ InsufficientMemory         507 server_error            insufficient_memory
 ├─ EngineFailed               503 server_error            engine_failed
+├─ StoreFailed                503 server_error            store_failed
 ├─ ShuttingDown               503 server_error            shutting_down
 └─ DeadlineExceeded           504 server_error            timeout
 
@@ -47,6 +63,10 @@ class InvalidRequest(ServeError):
     code = "invalid_value"
 
 
+class InvalidHTTP(InvalidRequest):
+    code = "invalid_http"
+
+
 class InvalidJSON(InvalidRequest):
     code = "invalid_json"
 
@@ -68,6 +88,43 @@ class ModelNotFound(InvalidRequest):
     code = "model_not_found"
 
 
+class SAENotAttached(InvalidRequest):
+    code = "sae_not_attached"
+
+
+class SAEIncompatible(InvalidRequest):
+    code = "sae_incompatible"
+
+
+class InvalidFeatureIndex(InvalidRequest):
+    code = "invalid_feature_index"
+
+
+class SAENotFound(InvalidRequest):
+    status = 404
+    code = "sae_not_found"
+
+
+class ProfileNotFound(InvalidRequest):
+    status = 404
+    code = "profile_not_found"
+
+
+class SAEAttached(InvalidRequest):
+    status = 409
+    code = "sae_attached"
+
+
+class SAEExists(InvalidRequest):
+    status = 409
+    code = "sae_exists"
+
+
+class ProfileExists(InvalidRequest):
+    status = 409
+    code = "profile_exists"
+
+
 class RouteNotFound(InvalidRequest):
     status = 404
     code = "not_found"
@@ -78,9 +135,47 @@ class MethodNotAllowed(InvalidRequest):
     code = "method_not_allowed"
 
 
+class RequestTimeout(InvalidRequest):
+    """The request's own body did not arrive in time."""
+
+    status = 408
+    code = "request_timeout"
+
+
 class RequestTooLarge(InvalidRequest):
     status = 413
     code = "request_too_large"
+
+
+class HeadersTooLarge(InvalidRequest):
+    status = 431
+    code = "headers_too_large"
+
+
+class InvalidAPIKey(ServeError):
+    status = 401
+    type = "authentication_error"
+    code = "invalid_api_key"
+
+
+class OriginNotAllowed(ServeError):
+    status = 403
+    type = "permission_error"
+    code = "origin_not_allowed"
+
+
+class HostNotAllowed(ServeError):
+    status = 403
+    type = "permission_error"
+    code = "host_not_allowed"
+
+
+class RateLimited(ServeError):
+    """Who raises it says when to come back: it depends on the client's own past."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "rate_limit_exceeded"
 
 
 class Overloaded(ServeError):
@@ -107,6 +202,13 @@ class InsufficientMemory(ServeError):
 class EngineFailed(ServeError):
     status = 503
     code = "engine_failed"
+
+
+class StoreFailed(ServeError):
+    """The database under `--data-dir` cannot be used; the message says why and what helps."""
+
+    status = 503
+    code = "store_failed"
 
 
 class ShuttingDown(ServeError):

@@ -34,6 +34,23 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
+SteeringMode = Literal["additive", "clamp"]
+
+
+class Steering(msgspec.Struct, frozen=True):
+    """What is added to a row's hidden states, whatever its neighbours in the batch have.
+
+    `values` are (feature, strength) of the SAE of that attachment, sorted: `additive` adds each
+    feature's direction so many times, `clamp` as often as it takes to bring the feature's
+    activation to that value. `vectors` are (control vector, scale), sorted.
+    """
+
+    attachment: int = 0
+    mode: SteeringMode = "additive"
+    values: tuple[tuple[int, float], ...] = ()
+    vectors: tuple[tuple[str, float], ...] = ()
+
+
 class Job(msgspec.Struct, frozen=True):
     """One sequence to generate: a prompt of at least one token, and when to end.
 
@@ -52,6 +69,7 @@ class Job(msgspec.Struct, frozen=True):
     """Tokens at the beginning of the prompt, a system message say, that others will share."""
     logprobs: int | None = None
     scores: int | None = None
+    steering: Steering | None = None
 
 
 class Constraint(Protocol):
@@ -94,6 +112,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: int | None = None
     max_kv_size: int | None = None
     trust_remote_code: bool = False
+    vectors: tuple[tuple[str, str], ...] = ()
+    """Control vectors, (name, file); those that do not fit are left out, with a note."""
 
 
 class Submit(msgspec.Struct, frozen=True):
@@ -123,7 +143,35 @@ class Unload(msgspec.Struct, frozen=True):
     model: str
 
 
-Command = Load | Submit | Embed | Cancel | Unload
+class Attach(msgspec.Struct, frozen=True):
+    """Read the SAE at `path` and have it at one layer of `model`, at the layer's input if `before`.
+
+    Jobs name it by `number`, which no other attachment of the process has.
+    """
+
+    model: str
+    number: int
+    path: str
+    layer: int
+    before: bool = False
+
+
+class Detach(msgspec.Struct, frozen=True):
+    """Forget the SAE of `model`, and stop watching. Rows that it steers go on as they are."""
+
+    model: str
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """Tell the activations of these features of the SAE of `model`, and the `top` highest, for each
+    token of each row; with neither, no more."""
+
+    model: str
+    features: tuple[int, ...] = ()
+    top: int = 0
+
+
+Command = Load | Submit | Embed | Cancel | Unload | Detach | Watch
 
 
 # Events: the device thread to the event loop.
@@ -144,6 +192,15 @@ class Loaded(msgspec.Struct, frozen=True):
     bytes: int
     shared: int = 0
     notes: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
+    """Names of the control vectors that fit."""
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """The SAE of this number is there; `bytes` is what its arrays take."""
+
+    number: int
+    bytes: int
 
 
 class LoadFailed(msgspec.Struct, frozen=True):
@@ -189,6 +246,15 @@ class Token(msgspec.Struct, frozen=True):
     likelihood: Likelihood | None = None
 
 
+class Activations(msgspec.Struct, frozen=True):
+    """What the features that are watched made of one token, before any steering: (feature,
+    activation). `position` counts from the prompt's first token."""
+
+    job: int
+    position: int
+    values: tuple[tuple[int, float], ...]
+
+
 class Finished(msgspec.Struct, frozen=True):
     """A job that was to draw no tokens is over: its prompt is scored."""
 
@@ -207,10 +273,12 @@ class Embedded(msgspec.Struct, frozen=True):
 
 
 class Failed(msgspec.Struct, frozen=True):
-    """The job ended because the engine could not go on with it."""
+    """The job ended because the engine could not go on with it. `clear` is what a client may be
+    told of the reason, if anything."""
 
     job: int
     reason: str
+    clear: str | None = None
 
 
 class EngineStopped(msgspec.Struct, frozen=True):
@@ -226,6 +294,7 @@ Event = (
     | PromptRead
     | PromptScored
     | Token
+    | Activations
     | Finished
     | Embedded
     | Failed

@@ -16,21 +16,24 @@ import msgspec
 _FIELDS = "mlxsrv_fields"
 
 
-def log(logger: logging.Logger, level: int, event: str, **fields: Any) -> None:
-    """Log `event` with its fields; those that are None are left out."""
+def log(
+    logger: logging.Logger, level: int, event: str, *, traceback: bool = False, **fields: Any
+) -> None:
+    """Log `event` with its fields; those that are None are left out. `traceback`: with that of the
+    exception that is being handled."""
     if logger.isEnabledFor(level):
         present = {name: value for name, value in fields.items() if value is not None}
-        logger.log(level, event, extra={_FIELDS: present})
+        logger.log(level, event, exc_info=traceback, extra={_FIELDS: present})
 
 
 def configure(level: str, form: str) -> None:
-    """Send mlxsrv's and uvicorn's lines to stderr in one form."""
+    """Send all lines to stderr in one form: mlxsrv's from `level` on, warnings of others."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    for name in ("mlxsrv", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers = [handler]
-        logger.propagate = False
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel("WARNING")
+    logging.captureWarnings(True)
     logging.getLogger("mlxsrv").setLevel(level.upper())
     # uvicorn's own notes on starting and stopping say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel("WARNING")
@@ -59,7 +62,15 @@ class TextFormatter(logging.Formatter):
         fields = getattr(record, _FIELDS, {})
         text = " ".join(f"{name}={_plain(value)}" for name, value in fields.items())
         line = f"{time} {record.levelname.lower():<7} {record.getMessage()}  {text}".rstrip()
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        if not record.exc_info:
+            return line
+        # Set in, since what a client sent may be in the error's message, and have lines of its own.
+        traceback = self.formatException(record.exc_info).splitlines()
+        return "\n".join([line, *(f"    {_printable(text)}" for text in traceback)])
+
+
+def _printable(text: str) -> str:
+    return text if text.isprintable() else repr(text)
 
 
 def _plain(value: Any) -> str:

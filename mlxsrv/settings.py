@@ -21,6 +21,11 @@ from msgspec import Meta
 ENV_PREFIX = "MLXSRV_"
 
 _BYTES = {"metavar": "BYTES", "bytes": True}  # may be written as 512MB, 12GB, 1.5GiB
+# `$` alone would let a newline follow.
+Key = Annotated[str, Meta(pattern=r"^[!-~]+(?!\n)$")]
+Origin = Annotated[str, Meta(pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+/?)(?!\n)$")]
+HostName = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?!\n)$")]
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", re.IGNORECASE)
 
 
@@ -113,8 +118,80 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: Annotated[
         bool, Meta(description="Run Python code that comes with a model's files.")
     ] = False
+    sae_dir: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Offer every sparse autoencoder (SAE) below this folder to /api/saes. "
+            "Repeatable.",
+            extra={"metavar": "DIR"},
+        ),
+    ] = ()
+    attach_sae: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Attach this SAE at start, to MODEL (else to the default model) and at "
+            "LAYER (else at the one that it was trained on). Repeatable.",
+            extra={"metavar": "[MODEL=]SAE[@LAYER]"},
+        ),
+    ] = ()
+    control_vector: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Add this control vector, a .gguf or .safetensors file, to what the "
+            "default model generates, SCALE times (1); with 0 only requests that name it get it. "
+            "Repeatable.",
+            extra={"metavar": "[NAME=]FILE[:SCALE]"},
+        ),
+    ] = ()
+    data_dir: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Where steering profiles are kept; made on first use.",
+            extra={"metavar": "DIR"},
+        ),
+    ] = "~/.mlxsrv"
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one.")] = 8000
+    api_key: Annotated[
+        tuple[Key, ...],
+        Meta(
+            description="Key that every request must bring, but for /health, as Authorization: "
+            "Bearer KEY or x-api-key: KEY. Repeatable; each is as good as the others.",
+            extra={"metavar": "KEY", "secret": True},
+        ),
+    ] = ()
+    api_key_file: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="File of more such keys, one a line; # begins a comment. Read at start.",
+            extra={"metavar": "FILE"},
+        ),
+    ] = None
+    allowed_origin: Annotated[
+        tuple[Origin, ...],
+        Meta(
+            description="Origin of web pages that may use this server from a browser, as "
+            "https://app.example; * allows all, null those without one. Repeatable.",
+            extra={"metavar": "ORIGIN"},
+        ),
+    ] = ()
+    allowed_host: Annotated[
+        tuple[HostName, ...],
+        Meta(
+            description="Host name, without a port, that requests may ask for beside this "
+            "machine's own, which is checked when listening on loopback or if one is given; * "
+            "allows all. Repeatable.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ()
+    rate_limit: Annotated[
+        Annotated[int, Meta(ge=1)] | None,
+        Meta(
+            description="Requests a minute, per key or else per address; beyond that: 429.",
+            extra={"metavar": "REQUESTS"},
+        ),
+    ] = None
     max_concurrency: Annotated[
         int, Meta(ge=1, le=1024, description="Rows decoded together, per model.")
     ] = 32
@@ -138,6 +215,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=1024, description="Largest request body; beyond that: 413.", extra=_BYTES),
     ] = 32 * 1024 * 1024
+    body_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds in which a request's body must arrive, or else: 408; and "
+            "before it, its headers.",
+        ),
+    ] = 30.0
     prefill_chunk: Annotated[
         int, Meta(ge=16, description="Prompt tokens read between two decode steps.")
     ] = 512
@@ -153,6 +238,21 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             extra=_BYTES,
         ),
     ] = None
+    step_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds after which a step of the engine that is still under way is "
+            "reported: in the log and by /health?verbose=1.",
+        ),
+    ] = 60.0
+    exit_on_failure: Annotated[
+        bool,
+        Meta(
+            description="End the process with status 3 if the inference engine fails, so that "
+            "who started it can start it again; otherwise it stays and answers 503."
+        ),
+    ] = False
     shutdown_grace: Annotated[
         float, Meta(ge=0, description="Seconds that running requests have to finish at shutdown.")
     ] = 10.0
@@ -162,6 +262,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         Literal["text", "json"], Meta(description="Log lines as text or as JSON objects.")
     ] = "text"
+    metrics: Annotated[
+        bool, Meta(description="Serve Prometheus metrics at /metrics (extra metrics).")
+    ] = False
+    otel: Annotated[
+        bool,
+        Meta(
+            description="Trace requests with OpenTelemetry (extra otel); OTEL_* variables say how."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         for option in options():
@@ -169,6 +278,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.convert(getattr(self, option.name), option.type, strict=True)
             except msgspec.ValidationError as error:
                 raise SettingsError(f"{option.name}: {error}") from None
+
+    def __repr__(self) -> str:
+        """With secrets counted and not shown: a repr may end in a log or a traceback."""
+        return f"Settings({', '.join(f'{o.name}={o.shown(self)}' for o in options())})"
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -181,6 +294,7 @@ class Option(msgspec.Struct, frozen=True):
     metavar: str | None
     choices: tuple[str, ...] | None
     bytes: bool
+    secret: bool
 
     @property
     def flag(self) -> str:
@@ -206,6 +320,10 @@ class Option(msgspec.Struct, frozen=True):
             return "on" if self.default else "off"
         return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
 
+    def shown(self, settings: Settings) -> str:
+        value = getattr(settings, self.name)
+        return f"<{len(value)} secrets>" if self.secret else repr(value)
+
     def parse(self, text: str) -> Any:
         """The value that `text`, from a flag or a variable, stands for."""
         if self.repeatable:
@@ -218,7 +336,8 @@ class Option(msgspec.Struct, frozen=True):
         try:
             return msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
-            raise SettingsError(f"{error}, got {value!r}") from None
+            got = "" if self.secret else f", got {value!r}"
+            raise SettingsError(f"{error}{got}") from None
 
 
 @cache
@@ -239,6 +358,7 @@ def _option(field: msgspec.structs.FieldInfo, annotation: Any) -> Option:
         metavar=extra.get("metavar"),
         choices=get_args(base) if get_origin(base) is Literal else None,
         bytes=extra.get("bytes", False),
+        secret=extra.get("secret", False),
     )
 
 

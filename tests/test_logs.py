@@ -49,3 +49,14 @@ def test_a_traceback_is_part_of_the_object(caplog: pytest.LogCaptureFixture) -> 
         logging.getLogger("mlxsrv.test").exception("failed")
     fields = json.loads(JsonFormatter().format(caplog.records[0]))
     assert "ValueError: why" in fields["traceback"]
+
+
+def test_a_traceback_in_text_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    try:
+        raise ValueError("why\n12:00:00.000 info    forged\x1b[31m")
+    except ValueError:
+        logging.getLogger("mlxsrv.test").exception("failed")
+    first, *rest = TextFormatter().format(caplog.records[0]).split("\n")
+    assert first.endswith("error   failed")
+    assert len(rest) > 3
+    assert all(line.startswith("    ") and line.isprintable() for line in rest)

@@ -59,6 +59,7 @@ def server() -> Iterator[str]:
         yield url
 
 
+NAMED_FEATURES = README[README.index("| feature | value |") :].split("\n\n")[0]
 CURLS = [block for block in blocks("sh") if block.startswith("curl")]
 
 
@@ -68,6 +69,9 @@ def test_a_curl_line_answers(server: str, block: str) -> None:
         block.replace(URL, server), shell=True, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+    if "/api/" in block:
+        assert json.loads(result.stdout)["success"]
+        return
     assert '"error"' not in result.stdout
     if "curl -N" in block:
         assert result.stdout.endswith("data: [DONE]\n\n")
@@ -90,6 +94,9 @@ def test_a_curl_line_answers(server: str, block: str) -> None:
             return
         if "guided_choice" in block:
             assert message["text"] in ("yes", "no")
+            return
+        if '"steering"' in block:
+            assert message["content"] in NAMED_FEATURES
             return
         assert len((message.get("content") or message.get("text", "")).split()) > 3
         if "enable_thinking" in block:

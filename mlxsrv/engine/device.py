@@ -22,36 +22,47 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from mlxsrv.errors import BackendMissing, EngineFailed, ModelNotLoaded, ServeError
+from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.port import (
+    Answer,
+    Ask,
+    Close,
+    Meet,
+    Open,
+    Order,
+    Port,
+    Question,
+    Ready,
+    TakeStock,
+)
+from mlxsrv.engine.watch import Clock
+from mlxsrv.errors import (
+    BackendMissing,
+    EngineFailed,
+    ModelNotLoaded,
+    SAEIncompatible,
+    ServeError,
+)
 from mlxsrv.events import (
+    Attach,
     Cancel,
-    Command,
     Constraint,
+    Detach,
     Embed,
-    Embedded,
     EngineStopped,
     Event,
     Failed,
-    Finished,
     Job,
     Load,
-    Loaded,
     LoadFailed,
-    PromptRead,
-    PromptScored,
-    Report,
-    Started,
     Submit,
-    Token,
     Unload,
-    Vectors,
+    Watch,
 )
 
 if TYPE_CHECKING:
@@ -62,220 +73,35 @@ _log = logging.getLogger("mlxsrv.engine")
 _REST_SECONDS = 0.3  # long enough for the next request of a busy server to find warm buffers
 _PARK_SECONDS = 10.0  # the longest slice that the end of the process waits for
 
-JobEvent = Started | PromptRead | PromptScored | Token | Finished | Embedded | Failed
-Receiver = Callable[[JobEvent], None]
-
-
-class Port:
-    """The event loop's end of the device thread: one per app, used on its loop only.
-
-    A job's receiver hears Started, PromptRead, PromptScored if that was asked for, then Tokens, and
-    exactly one end: a Token with `finish`, Finished, or Failed. After `cancel` it hears nothing:
-    events already on their way find no receiver and are dropped. Texts to be embedded have no
-    receiver: `embed` waits for their vectors.
-    """
-
-    def __init__(self, device: DeviceThread, loop: asyncio.AbstractEventLoop) -> None:
-        self._device = device
-        self._loop = loop
-        self._receivers: dict[int, Receiver] = {}
-        self._loads: dict[str, asyncio.Future[Loaded]] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._numbers = count(1)
-        self.failure: str | None = None
-
-    def submit(self, job: Job, receiver: Receiver, constraint: Constraint | None = None) -> None:
-        """Hand `job` to the device thread, and its constraint, which is that thread's from then
-        on. Raises EngineFailed at once if it is dead."""
-        self._require_alive()
-        self._receivers[job.id] = receiver
-        self._device.send(self, Submit(job, constraint))
-
-    def cancel(self, job_id: int) -> None:
-        """Free the job's row. Harmless for a job that has ended."""
-        if self._receivers.pop(job_id, None) is not None:
-            self._device.send(self, Cancel(job_id))
-
-    async def embed(self, command: Embed) -> Vectors:
-        """The vectors of texts. A caller that is cancelled takes back what is not computed yet.
-
-        Raises:
-            EngineFailed: the device thread died.
-            ServeError: the model cannot do it; the message says why.
-        """
-        self._require_alive()
-        future: asyncio.Future[JobEvent] = self._loop.create_future()
-        self._receivers[command.id] = partial(_settle, future)
-        self._device.send(self, command)
-        try:
-            event = await future
-        finally:
-            self.cancel(command.id)
-        if isinstance(event, Embedded):
-            return event.vectors
-        self._require_alive()
-        reason = event.reason if isinstance(event, Failed) else "no vectors came"
-        raise ServeError(f"the model failed while embedding: {reason}")
-
-    async def load(self, command: Load) -> Loaded:
-        """Load a model. Raises ModelNotLoaded with the reason, EngineFailed if the thread dies.
-
-        A caller that is cancelled leaves the load running; the model is then there unused.
-        """
-        self._require_alive()
-        if command.model in self._loads:
-            raise ModelNotLoaded("it is being loaded already")
-        future: asyncio.Future[Loaded] = self._loop.create_future()
-        self._loads[command.model] = future
-        self._device.send(self, command)
-        return await future
-
-    def unload(self, model: str) -> None:
-        """Forget the model. Its rows fail, and so does its load, if that is not over."""
-        self._device.send(self, Unload(model))
-
-    async def ready(self) -> int:
-        """Wait until the device thread has imported MLX; the bytes of memory that MLX recommends.
-
-        Raises:
-            BackendMissing: MLX has no back end here.
-            EngineFailed: the thread died.
-        """
-        memory: int = await self._ask(_Ready())
-        return memory
-
-    async def meet(self, path: str) -> None:
-        """Have the device thread import the code of the model in folder `path`, so that no other
-        thread is the first to. What is wrong with it, its load will say. Raises EngineFailed."""
-        await self._ask(_Meet(path))
-
-    async def report(self) -> Report:
-        """What the device's memory and this port's models hold. Raises EngineFailed."""
-        report: Report = await self._ask(_TakeStock())
-        return report
-
-    async def _ask(self, question: _Question) -> Any:
-        self._require_alive()
-        number = next(self._numbers)
-        future = self._asked[number] = self._loop.create_future()
-        self._device.send(self, _Ask(number, question))
-        return await future
-
-    def close(self) -> None:
-        """Drop all models and rows of this port. It must not be used afterwards."""
-        self._receivers.clear()
-        self._device.send(self, _Close())
-
-    def post(self, events: Sequence[Event | _Answer]) -> bool:
-        """Called by the device thread: deliver on the loop. False if the loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(self._receive, events)
-        except RuntimeError:
-            return False
-        return True
-
-    def _receive(self, events: Sequence[Event | _Answer]) -> None:
-        for event in events:
-            match event:
-                case Token() | Started() | PromptRead() | PromptScored():
-                    receiver = self._receivers.get(event.job)
-                    if receiver is not None:
-                        receiver(event)
-                        if isinstance(event, Token) and event.finish is not None:
-                            self._receivers.pop(event.job, None)
-                case Finished() | Embedded() | Failed():
-                    receiver = self._receivers.pop(event.job, None)
-                    if receiver is not None:
-                        receiver(event)
-                case Loaded():
-                    _settle(self._loads.pop(event.model), event)
-                case LoadFailed():
-                    _settle(self._loads.pop(event.model), ModelNotLoaded(event.reason))
-                case _Answer(number, value):
-                    _settle(self._asked.pop(number), value)
-                case EngineStopped():
-                    self._stopped(event.reason)
-
-    def _stopped(self, reason: str) -> None:
-        self.failure = reason
-        futures = [*self._loads.values(), *self._asked.values()]
-        self._loads, self._asked = {}, {}
-        for future in futures:
-            _settle(future, EngineFailed(reason))
-        receivers, self._receivers = self._receivers, {}
-        for job_id, receiver in receivers.items():
-            receiver(Failed(job_id, reason))
-
-    def _require_alive(self) -> None:
-        if self.failure is not None:
-            raise EngineFailed("the inference engine has failed; restart the server")
-
-
-def _settle(future: asyncio.Future[Any], outcome: Any) -> None:
-    if future.done():  # whoever waited was cancelled
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
-
-
-class _Open(msgspec.Struct, frozen=True):
-    pass
-
-
-class _Close(msgspec.Struct, frozen=True):
-    pass
-
-
-class _Ready(msgspec.Struct, frozen=True):
-    pass
-
-
-class _Meet(msgspec.Struct, frozen=True):
-    path: str
-
-
-class _TakeStock(msgspec.Struct, frozen=True):
-    pass
-
-
-_Question = _Ready | _Meet | _TakeStock
-
-
-class _Ask(msgspec.Struct, frozen=True):
-    number: int
-    question: _Question
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    """To the question of this number: a value, or the ServeError to raise."""
-
-    number: int
-    value: Any
-
-
-_Order = Command | _Open | _Close | _Ask
-
 
 class _Loading(msgspec.Struct, frozen=True):
     command: Load
     slices: Generator[None, None, None]
 
 
+class _Attaching(msgspec.Struct, frozen=True):
+    number: int
+    """Of the question that this answers."""
+    slices: Generator[None, None, Any]
+
+
 class _Client:
     """The device thread's side of a port: its models and what they are doing."""
 
-    def __init__(self, port: Port) -> None:
+    def __init__(self, port: Port, clock: Clock) -> None:
         self.port = port
+        self._clock = clock
         self.models: dict[str, Resident] = {}
         self.loading: dict[str, _Loading] = {}
+        self.attaching: list[_Attaching] = []
         self.cancelled: set[int] = set()
         self.gone = False
 
     @property
     def idle(self) -> bool:
-        return not self.loading and all(model.idle for model in self.models.values())
+        return not (self.loading or self.attaching) and all(
+            model.idle for model in self.models.values()
+        )
 
     def submit(self, job: Job, constraint: Constraint | None) -> None:
         model = self.models.get(job.model)
@@ -310,21 +136,35 @@ class _Client:
         if (model := self.models.pop(name, None)) is not None:
             self.deliver(model.fail("its model was unloaded"))
 
+    def attach(self, number: int, command: Attach) -> None:
+        self.attaching.append(_Attaching(number, _attach(self, command)))
+
+    def detach(self, name: str) -> None:
+        if (model := self.models.get(name)) is not None:
+            model.detach()
+
+    def watch(self, command: Watch) -> None:
+        if (model := self.models.get(command.model)) is not None:
+            model.watch(command)
+
     def step(self) -> None:
-        """One slice for each model."""
+        """One slice for each model, and one of what is loaded."""
         self._load()
-        models = list(self.models.values())
-        streaming = [model for model in models if model.streaming]
-        for model in models:
+        self._attach()
+        models = list(self.models.items())
+        streaming = [model for _, model in models if model.streaming]
+        for name, model in models:
             try:
+                self._clock.begin("decoding", name)
                 self.deliver(model.decode())
                 beside = any(other is not model for other in streaming)
+                self._clock.begin("reading prompts", name)
                 self.deliver(model.read(beside=beside))
             except Exception as error:
-                # Which row is to blame is not known, so all of this batch's fail; other models'
-                # rows and the thread go on.
-                _log.exception("a step failed")
-                self.deliver(model.fail_batch(f"{type(error).__name__} in a decode step"))
+                # The batch finds out whose an error is. One that escapes it is its own, so all of
+                # its rows fail; other models' rows and the thread go on.
+                _log.exception("a batch failed")
+                self.deliver(model.fail_batch(f"{describe(error)} in a step"))
 
     def _load(self) -> None:
         folders: set[str] = set()
@@ -333,11 +173,29 @@ class _Client:
             if loading.command.path in folders:
                 continue
             folders.add(loading.command.path)
+            self._clock.begin("loading", name)
             if next(loading.slices, _DONE) is _DONE:
                 self.loading.pop(name, None)
                 _release_memory()
 
-    def deliver(self, events: Sequence[Event | _Answer]) -> None:
+    def _attach(self) -> None:
+        """One slice of each SAE; the answer when it is there, or why it cannot be."""
+        for attaching in list(self.attaching):
+            self._clock.begin("attaching an SAE")
+            try:
+                next(attaching.slices)
+                continue
+            except StopIteration as done:
+                answer = done.value
+            except ServeError as error:
+                answer = error
+            except Exception as error:
+                _log.debug("attaching an SAE failed", exc_info=True)
+                answer = SAEIncompatible(" ".join(str(error).split()) or type(error).__name__)
+            self.attaching.remove(attaching)
+            self.deliver([Answer(attaching.number, answer)])
+
+    def deliver(self, events: Sequence[Event | Answer]) -> None:
         if events and not self.port.post(events):
             _log.debug("an event loop is gone; its work is dropped")
             self.gone = True
@@ -347,6 +205,7 @@ class _Client:
         """Forget all models, loaded or not."""
         self.models.clear()
         self.loading.clear()
+        self.attaching.clear()
 
 
 class DeviceThread:
@@ -362,7 +221,8 @@ class DeviceThread:
     _shared: ClassVar[DeviceThread | None] = None
 
     def __init__(self) -> None:
-        self._inbox: SimpleQueue[tuple[Port, _Order] | None] = SimpleQueue()
+        self._inbox: SimpleQueue[tuple[Port, Order] | None] = SimpleQueue()
+        self.clock = Clock()
         self._clients: dict[Port, _Client] = {}
         self._parked = threading.Event()
         self._worked = False  # since memory was released
@@ -370,16 +230,17 @@ class DeviceThread:
         atexit.register(self._park)
 
     @classmethod
-    def open(cls) -> Port:
-        """A port for the running event loop, starting the thread if this is the first."""
+    def open(cls, step_timeout: float | None = None) -> Port:
+        """A port for the running event loop, starting the thread if this is the first. It reports
+        work that takes longer than `step_timeout` seconds at a stretch."""
         with cls._lock:
             if cls._shared is None:
                 cls._shared = cls()
-        port = Port(cls._shared, asyncio.get_running_loop())
-        cls._shared.send(port, _Open())
+        port = Port(cls._shared, asyncio.get_running_loop(), step_timeout)
+        cls._shared.send(port, Open())
         return port
 
-    def send(self, port: Port, order: _Order) -> None:
+    def send(self, port: Port, order: Order) -> None:
         self._inbox.put((port, order))
 
     def _park(self) -> None:
@@ -408,12 +269,13 @@ class DeviceThread:
 
     def _drain(self) -> bool:
         """Obey all orders that are there, waiting for one if there is no work; false to park."""
+        self.clock.stop()
         idle = all(client.idle for client in self._clients.values())
         self._worked |= not idle
         try:
             item = self._wait() if idle else self._inbox.get_nowait()
             while item is not None:
-                self._obey(*item)
+                self._serve(*item)
                 item = self._inbox.get_nowait()
             return False
         except Empty:
@@ -422,7 +284,29 @@ class DeviceThread:
             client.cancel()
         return True
 
-    def _wait(self) -> tuple[Port, _Order] | None:
+    def _serve(self, port: Port, order: Order) -> None:
+        """Obey an order. An error is an answer to who gave it, and nobody else's concern."""
+        self.clock.begin("an order")
+        try:
+            self._obey(port, order)
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            _log.exception("an order failed")
+            client, reason = self._clients.get(port), describe(error)
+            if client is None:
+                return
+            match order:
+                case Submit(job):
+                    client.deliver([Failed(job.id, reason)])
+                case Embed():
+                    client.deliver([Failed(order.id, reason)])
+                case Load():
+                    client.deliver([LoadFailed(order.model, reason)])
+                case Ask(number):
+                    client.deliver([Answer(number, EngineFailed(reason))])
+
+    def _wait(self) -> tuple[Port, Order] | None:
         """The next order. If none comes for a moment after work, what that needed and nobody uses
         now goes back to the system."""
         if self._worked:
@@ -445,20 +329,22 @@ class DeviceThread:
         client.drop()
         _release_memory()
 
-    def _obey(self, port: Port, order: _Order) -> None:
+    def _obey(self, port: Port, order: Order) -> None:
         client = self._clients.get(port)
         match order:
-            case _Open():
-                self._clients[port] = _Client(port)
+            case Open():
+                self._clients[port] = _Client(port, self.clock)
                 # Here, by the thread that uses it; `ready` will tell what is wrong with it.
                 with suppress(Exception):
                     import mlxsrv.engine.loading  # noqa: F401
             case _ if client is None:
                 _log.debug("an order of a port that is closed")
-            case _Close():
+            case Close():
                 self._drop(client)
-            case _Ask(number, question):
-                client.deliver([_Answer(number, _answer(client, question))])
+            case Ask(number, Attach() as command):
+                client.attach(number, command)
+            case Ask(number, question):
+                client.deliver([Answer(number, _answer(client, question))])
             case Submit(job, constraint):
                 client.submit(job, constraint)
             case Embed():
@@ -467,6 +353,11 @@ class DeviceThread:
                 client.cancelled.add(job_id)
             case Load():
                 client.load(order, self._residents)
+            case Detach(model):
+                client.detach(model)
+                _release_memory()
+            case Watch():
+                client.watch(order)
             case Unload(model):
                 client.unload(model)
                 _release_memory()
@@ -488,7 +379,9 @@ def _load(
         from mlxsrv.engine.loading import load
 
         resident = yield from load(command, others)
-    except Exception as error:
+    except BaseException as error:
+        if not survivable(error):
+            raise
         _log.debug("load failed", exc_info=True)
         reason = " ".join(str(error).split()) or type(error).__name__
         client.deliver([LoadFailed(command.model, reason)])
@@ -497,18 +390,29 @@ def _load(
     client.deliver([resident.loaded])
 
 
-def _answer(client: _Client, question: _Question) -> Any:
+def _attach(client: _Client, command: Attach) -> Generator[None, None, Any]:
+    """Put an SAE on a model slice by slice. Raises ModelNotLoaded, or what is wrong with it."""
+    model = client.models.get(command.model)
+    if model is None:
+        raise ModelNotLoaded("its model is not loaded")
+    attached = yield from model.attach(command)
+    if client.models.get(command.model) is not model:
+        raise ModelNotLoaded("its model was unloaded")
+    return attached
+
+
+def _answer(client: _Client, question: Question) -> Any:
     """What `question` asks, or the ServeError that tells why not."""
     try:
         require_backend()
         from mlxsrv.engine import loading
 
         match question:
-            case _Ready():
+            case Ready():
                 return loading.working_memory()
-            case _Meet(path):
+            case Meet(path):
                 return loading.meet(path)
-            case _TakeStock():
+            case TakeStock():
                 return loading.take_stock(client.models)
     except ServeError as error:
         return error

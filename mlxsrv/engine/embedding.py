@@ -27,8 +27,8 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxsrv.engine.batch import describe
 from mlxsrv.engine.encoders import Encoder, load_dense
+from mlxsrv.engine.faults import describe
 from mlxsrv.engine.prefill import Pace
 from mlxsrv.engine.recipe import Pooling, Recipe, read_recipe
 from mlxsrv.events import Embed, Embedded, Event, Failed, Vectors

@@ -17,25 +17,63 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxsrv.engine.faults import Fault
 from mlxsrv.engine.prompt_cache import Cache
+from mlxsrv.engine.steering.plan import Place, Plan, Steer, run
 from mlxsrv.events import Constraint, FinishReason, Job
 
 
 class Row:
-    """A job in the decode batch."""
+    """A job in the decode batch.
 
-    __slots__ = ("constraint", "drawn", "fresh", "job")
+    What it needs to be decoded from any token on is here, so that its cache can be made anew: what
+    it has seen, what may come next, and its seed, for a token's key is its place.
+    """
 
-    def __init__(self, job: Job, constraint: Constraint | None = None) -> None:
+    __slots__ = (
+        "accepted",
+        "constraint",
+        "drawn",
+        "ended",
+        "faults",
+        "fresh",
+        "job",
+        "lost",
+        "steer",
+        "told",
+        "trial",
+    )
+
+    def __init__(
+        self, job: Job, constraint: Constraint | None = None, steer: Steer | None = None
+    ) -> None:
         self.job = job
         self.constraint = constraint
+        self.steer = steer
         self.drawn: list[int] = []  # tokens delivered
-        self.fresh = True  # its pending input is still the prompt's last token
+        self.accepted = 0  # tokens of them that its constraint knows of
+        self.fresh = True  # its pending input is the last token that it has seen
+        self.told = False  # its prompt is read, and who asked knows
+        self.ended = False  # it is to be dropped
+        self.lost = False  # its cache is of no use
+        self.faults: list[Fault] = []  # slices that failed while it was in them
+        self.trial: int | None = None  # tokens that it is to draw alone before it joins others
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The tokens that the row's cache holds between two steps."""
-        return (*self.job.prompt, *self.drawn)
+        """The tokens that the row's cache holds between two steps; but for the last, while it is
+        fresh."""
+        return (*self.job.prompt, *self.drawn) if self.drawn else self.job.prompt
+
+    @property
+    def place(self) -> Place:
+        """Where in its text the row's pending input is."""
+        return Place((self.job.id,), len(self.job.prompt) + len(self.drawn) - self.fresh, 1)
+
+    def restart(self) -> None:
+        """Its cache is gone: it is to be read anew. The token that was drawn and not delivered is
+        drawn again, with the same key."""
+        self.fresh = self.told = True
 
     def finish(self, token: int) -> FinishReason | None:
         """Why the row ends with `token`, if it does."""
@@ -45,22 +83,26 @@ class Row:
 
 
 class Lane:
-    """Rows and their batch cache, or one row and its own cache where a model's cannot be merged."""
+    """Rows and their batch cache, or one row and its own cache where a model's cannot be merged.
 
-    __slots__ = ("cache", "rows")
+    `plan` is what passes add to them; to be made anew whenever the rows change.
+    """
+
+    __slots__ = ("cache", "plan", "rows")
 
     def __init__(self, rows: list[Row], cache: Cache) -> None:
         self.rows = rows
         self.cache = cache
+        self.plan: Plan | None = None
 
     def decode(self, model: Any, inputs: mx.array) -> mx.array:
         """Feed each row its input `(rows,)`; logits `(rows, vocabulary)`, not evaluated."""
-        logits: mx.array = model(inputs[:, None], cache=self.cache)
+        logits: mx.array = run(model, self.plan, inputs[:, None], self.cache)
         return logits[:, -1, :]
 
     def check(self, model: Any, tokens: mx.array) -> mx.array:
         """Feed the only row several tokens `(n,)`; the logits behind each `(n, vocabulary)`."""
-        logits: mx.array = model(tokens[None], cache=self.cache)
+        logits: mx.array = run(model, self.plan, tokens[None], self.cache)
         return logits[0]
 
     def cut(self, tokens: int) -> None:

@@ -29,15 +29,19 @@ from mlx_lm.utils import (
     maybe_set_recommended_wired_limit,
 )
 
-from mlxsrv.engine.batch import Batch, describe, weights
+from mlxsrv.engine.batch import Batch, weights
 from mlxsrv.engine.caches import Caches, choose_caches
 from mlxsrv.engine.embedding import DecoderRunner, Embedder, EncoderRunner, Runner
 from mlxsrv.engine.encoders import load_encoder
+from mlxsrv.engine.faults import describe
 from mlxsrv.engine.prefill import Pace, try_padding
 from mlxsrv.engine.prompt_cache import PromptCache
 from mlxsrv.engine.recipe import is_encoder, read_json
 from mlxsrv.engine.speculative import check_draft, find_obstacle
+from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.events import (
+    Attach,
+    Attached,
     Constraint,
     Embed,
     Event,
@@ -48,6 +52,7 @@ from mlxsrv.events import (
     Report,
     Sampling,
     Token,
+    Watch,
 )
 
 _log = logging.getLogger("mlxsrv.engine")
@@ -85,12 +90,14 @@ class Resident:
         loaded: Loaded,
         batch: Batch | None = None,
         cached: PromptCache | None = None,
+        steerer: Steerer | None = None,
     ) -> None:
         self.embedder = embedder
         self.bases = bases
         self.loaded = loaded
         self._batch = batch
         self._cached = cached
+        self._steerer = steerer
         self._tokens = 0
         self._texts_turn = False
 
@@ -116,6 +123,22 @@ class Resident:
 
     def embed(self, command: Embed) -> list[Event]:
         return self.embedder.submit(command)
+
+    def attach(self, command: Attach) -> Generator[None, None, Attached]:
+        """Raises ValueError with the reason why the SAE cannot be used."""
+        if self._steerer is None:
+            raise ValueError("this model does not generate text")
+        return (yield from self._steerer.attach(command))
+
+    def detach(self) -> None:
+        if self._steerer is not None and self._batch is not None:
+            self._steerer.detach()
+            self._batch.replan()
+
+    def watch(self, command: Watch) -> None:
+        if self._steerer is not None and self._batch is not None:
+            self._steerer.watch(command)
+            self._batch.replan()
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         self.embedder.cancel(job_ids)
@@ -194,6 +217,8 @@ def load(
         notes += (f"draft_model: {obstacle}",) if obstacle is not None else ()
     cached = PromptCache(_prompt_cache_bytes(command))
     pace = Pace(command.prefill_chunk, command.max_gap)
+    vectors, unfit = fit_vectors(model, command.vectors)
+    steerer = Steerer(model, vectors)
     batch = Batch(
         model,
         max_rows=command.max_rows,
@@ -201,6 +226,7 @@ def load(
         cached=cached,
         caches=caches,
         draft=draft,
+        steerer=steerer,
     )
     loaded = Loaded(
         command.model,
@@ -208,10 +234,11 @@ def load(
         batch.cuts,
         bytes=reader.bytes,
         shared=reader.shared,
-        notes=notes,
+        notes=notes + unfit,
+        vectors=tuple(vectors),
     )
     embedder = _make_embedder(command, DecoderRunner(model), pace)
-    return Resident(embedder, reader.bases, loaded, batch, cached)
+    return Resident(embedder, reader.bases, loaded, batch, cached, steerer)
 
 
 def _load_encoder(command: Load, reader: Reader) -> Generator[None, None, Resident]:
@@ -300,6 +327,9 @@ class Reader:
             # A full fine-tune puts arrays of its own in the place of the base's.
             lay_out(model, done=base.ids)
             base.keep({id(array) for array in weights(model)})
+        # Layers are made with random weights that nobody sees, each of a key split off the one
+        # before: unless somebody asks for the last, the chain of them grows with every load.
+        mx.eval(mx.random.state)
         return Mapped(model, base, {id(array) for array in there.values()})
 
     def _map_decoder(self, folder: Path) -> Any:

@@ -7,6 +7,8 @@
 - Short prompts are read together, right-padded. One that does not fit a slice is read alone, a
   chunk at a time, in turn with the short ones, so that neither waits for the other.
 - A slice is as long as running streams can bear: see Pace.
+- Prompts that were in a slice that failed are read again, each alone: who fails alone is to blame.
+- A row whose cache is lost is read like a prompt, all that it has seen: see `faults`.
 
 Used on the device thread only.
 """
@@ -17,21 +19,22 @@ import copy
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlxsrv.engine.caches import Caches
+from mlxsrv.engine.faults import MOST_FAULTS, Fault, blame, note, short
 from mlxsrv.engine.lanes import Row
-from mlxsrv.engine.processors import likelihoods, read_likelihoods
-from mlxsrv.engine.prompt_cache import Cache, PromptCache, Tokens, as_tokens, can_cut
-from mlxsrv.events import Constraint, Event, Finished, Job, Likelihood, PromptRead, PromptScored
+from mlxsrv.engine.prompt_cache import Cache, PromptCache, as_tokens, can_cut
+from mlxsrv.engine.reading import LEAST_CHUNK, Read, Reading, Waiting
+from mlxsrv.engine.steering.plan import Plan, run
+from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.events import Constraint, Job
 
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
 
-_LEAST_CHUNK = 16  # tokens; fewer would cost a forward pass each for next to nothing
-_MOST_LOGITS = 16 * 1024 * 1024  # numbers, of the chunk of a prompt that is scored
 _SMOOTHING = 0.2  # of the exponential average
 _STEPS_KEPT = 64
 
@@ -64,13 +67,13 @@ class Pace:
     def limit(self, *, decoding: bool, long: bool, beside: bool = False) -> int:
         """Tokens of the next slice. `decoding`: the model has streams; `beside`: others have."""
         if beside and not decoding:
-            fitting = _LEAST_CHUNK if self._token is None else int(self._max_gap / self._token)
-            return min(self._chunk, max(_LEAST_CHUNK, fitting))
+            fitting = LEAST_CHUNK if self._token is None else int(self._max_gap / self._token)
+            return min(self._chunk, max(LEAST_CHUNK, fitting))
         if not decoding or not self._steps or self._token is None:
             return self._chunk
         step = self._step
         own = step if long else max(self._max_gap - 2 * step, step)
-        return min(self._chunk, max(_LEAST_CHUNK, int(own / self._token)))
+        return min(self._chunk, max(LEAST_CHUNK, int(own / self._token)))
 
     def saw_step(self, seconds: float | None) -> None:
         """Streams had a gap of so long; None where it says nothing of the next."""
@@ -89,7 +92,7 @@ class Pace:
             self._learn(tokens, seconds, passes=1)
 
     def _learn(self, tokens: int, seconds: float, passes: int) -> None:
-        if tokens >= _LEAST_CHUNK:
+        if tokens >= LEAST_CHUNK:
             own = max(seconds - passes * self._step, 0.1 * seconds) / tokens
             known = own if self._token is None else self._token
             self._token = known + _SMOOTHING * (own - known)
@@ -101,118 +104,12 @@ class Pace:
         return sorted(self._steps)[len(self._steps) // 2] if self._steps else 0.0
 
 
-class Waiting(NamedTuple):
-    """A job in the queue and the part of its prompt that is to be read, as the cache compares it:
-    made once, since a long one takes milliseconds to convert."""
-
-    job: Job
-    body: Tokens
-    constraint: Constraint | None
-
-    def same_prompt(self, other: Waiting) -> bool:
-        return self.body.size == other.body.size and (
-            self.job.prompt is other.job.prompt or self.job.prompt == other.job.prompt
-        )
-
-
-class Reading:
-    """Jobs with one prompt and the cache that it goes into."""
-
-    def __init__(self, jobs: Sequence[Waiting], cache: Cache, cached: int) -> None:
-        self.jobs = [waiting.job for waiting in jobs]
-        self.rows = [
-            Row(waiting.job, waiting.constraint) for waiting in jobs if waiting.job.max_tokens > 0
-        ]
-        self.job = self.jobs[0]
-        self.scorer = next((Scorer(job) for job in self.jobs if job.scores is not None), None)
-        self.cache = cache
-        self.cached = cached  # tokens found in the prompt cache
-        self.done = cached
-        self.checkpoint = 0  # tokens after which to stop once, to keep the cache as it is there
-
-    def drop(self, job_ids: set[int]) -> bool:
-        """Forget these jobs; whether none is left."""
-        self.jobs = [job for job in self.jobs if job.id not in job_ids]
-        self.rows = [row for row in self.rows if row.job.id not in job_ids]
-        if self.scorer is not None and self.scorer.job_id in job_ids:
-            self.scorer = None
-        return not self.jobs
-
-    @property
-    def rest(self) -> tuple[int, ...]:
-        return self.job.prompt[self.done : -1]
-
-    def read(self, model: Any, limit: int) -> int:
-        """Read at most `limit` tokens, and no further than the checkpoint; how many it was."""
-        end = self.done + (limit if self.scorer is None else self.scorer.bound(limit))
-        if self.done < self.checkpoint < end:
-            end = self.checkpoint
-        part = self.job.prompt[self.done : min(end, len(self.job.prompt) - 1)]
-        if part:
-            logits = model(mx.array(part)[None], cache=self.cache)
-            if self.scorer is not None:
-                self.scorer.score(self.done, logits[0])
-            mx.eval([layer.state for layer in self.cache])
-        self.done += len(part)
-        return len(part)
-
-
-class Scorer:
-    """The likelihoods of one prompt's tokens, gathered chunk by chunk."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._top = job.scores or 0
-        self._vocabulary: int | None = None
-        self._scores = [Likelihood(None)]
-
-    def bound(self, limit: int) -> int:
-        """How many of `limit` tokens to read at once: each leaves a row of logits."""
-        if self._vocabulary is None:
-            return min(limit, _LEAST_CHUNK)
-        return min(limit, max(_LEAST_CHUNK, _MOST_LOGITS // self._vocabulary))
-
-    def score(self, first: int, logits: mx.array) -> None:
-        """Take the logits `(n, vocabulary)` at the prompt's tokens from `first` on."""
-        self._vocabulary = logits.shape[-1]
-        tokens = mx.array(self._job.prompt[first + 1 : first + 1 + logits.shape[0]])
-        self._scores += read_likelihoods(likelihoods(logits, tokens, self._top), self._top)
-
-    @property
-    def job_id(self) -> int:
-        return self._job.id
-
-    @property
-    def event(self) -> PromptScored:
-        return PromptScored(self._job.id, tuple(self._scores))
-
-
-class Read:
-    """Prompts that have been read, in one batch cache (or a row's own, for unmerged models)."""
-
-    def __init__(self, readings: Sequence[Reading], cache: Cache) -> None:
-        self.rows = [row for reading in readings for row in reading.rows]
-        self.cache = cache
-        self.events: list[Event] = []
-        for reading in readings:
-            self.events += [PromptRead(job.id, reading.cached) for job in reading.jobs]
-            if reading.scorer is not None:
-                self.events.append(reading.scorer.event)
-            self.events += [Finished(job.id) for job in reading.jobs if job.max_tokens == 0]
-
-
-class PrefillError(Exception):
-    """Reading failed; `jobs` are lost, others are not concerned."""
-
-    def __init__(self, jobs: Sequence[Job], reason: str) -> None:
-        super().__init__(reason)
-        self.jobs = jobs
-
-
 class Prefill:
-    """The jobs of one model that are not decoded yet."""
+    """The jobs of one model that are not decoded, or not decoded any more after a fault."""
 
-    def __init__(self, model: Any, *, pace: Pace, cached: PromptCache, caches: Caches) -> None:
+    def __init__(
+        self, model: Any, *, pace: Pace, cached: PromptCache, caches: Caches, steerer: Steerer
+    ) -> None:
         self.batched = caches.batched
         self.cuts = caches.cuts
         if caches.pads is None:
@@ -222,73 +119,146 @@ class Prefill:
         self._caches = caches
         self._pace = pace
         self._cached = cached
+        self._steerer = steerer
         self._waiting: deque[Waiting] = deque()
         self._long: Reading | None = None
         self._long_is_next = False
+        self._lost: deque[Waiting] = deque()  # rows of failed steps, to be tried one by one
+        self._trial: Reading | None = None  # of the first of them
 
     @property
     def jobs(self) -> list[Job]:
+        readings = [reading for reading in (self._long, self._trial) if reading is not None]
         return [
-            *(self._long.jobs if self._long else []),
-            *(waiting.job for waiting in self._waiting),
+            *(job for reading in readings for job in reading.jobs),
+            *(waiting.job for waiting in (*self._waiting, *self._lost)),
         ]
 
     @property
     def reading(self) -> int:
+        """Rows of prompts that take more than a slice."""
         return len(self._long.jobs) if self._long is not None else 0
 
     @property
     def waiting(self) -> int:
         return len(self._waiting)
 
+    @property
+    def asked(self) -> bool:
+        """Whether there is something to read."""
+        return bool(self._waiting or self._long or self._lost or self._trial)
+
+    @property
+    def lost(self) -> int:
+        """Rows that have lost their caches, one of them perhaps half read."""
+        return len(self._lost) + (self._trial is not None)
+
     def submit(self, job: Job, constraint: Constraint | None = None) -> None:
+        """Raises ValueError if what it is to be steered with is not there."""
         last = self._waiting[-1] if self._waiting else None
         known = last is not None and last.job.prompt is job.prompt
         body = last.body if last is not None and known else as_tokens(job.prompt[:-1])
-        self._waiting.append(Waiting(job, body, constraint))
+        steer = self._steerer.freeze(job.steering)
+        self._waiting.append(Waiting(Row(job, constraint, steer), body))
+
+    def recover(self, row: Row) -> None:
+        """Read anew what the row has seen; it comes out of `step` by itself, when it may."""
+        row.restart()
+        self._lost.append(Waiting(row, as_tokens(row.seen[:-1]), alone=True))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         gone = set(job_ids)
         self._waiting = deque(each for each in self._waiting if each.job.id not in gone)
+        self._lost = deque(each for each in self._lost if each.job.id not in gone)
         if self._long is not None and self._long.drop(gone):
             self._long = None
+        if self._trial is not None and self._trial.drop(gone):
+            self._trial = None
 
     def clear(self) -> None:
         self._waiting.clear()
-        self._long = None
+        self._lost.clear()
+        self._long = self._trial = None
 
-    def step(self, free: int, *, decoding: bool, beside: bool = False) -> Read | None:
-        """Read one slice for at most `free` more rows; prompts that it completes.
+    def step(
+        self, free: int, *, decoding: bool, beside: bool = False, trial: bool = False
+    ) -> Read | None:
+        """Read one slice for at most `free` more rows; prompts that it completes. `trial`: a row
+        that has lost its cache may be read, and comes alone.
 
-        Raises:
-            PrefillError: the model failed on the prompts of this slice.
+        An error ends the job that is to blame for it, as an event of what is read. Where that is
+        not known yet, it has none: the jobs are read again.
         """
         readings = self._choose(
-            free - self.reading, self._pace.limit(decoding=decoding, long=False, beside=beside)
+            free - self.reading,
+            self._pace.limit(decoding=decoding, long=False, beside=beside),
+            trial=trial,
         )
         if not readings:
             return None
         begun = perf_counter()
         try:
-            if len(readings) > 1:
-                tokens = sum(len(reading.rest) for reading in readings)
-                read: Read | None = self._complete(readings, self._read_together(readings))
-            else:
-                [reading] = readings
-                long = reading is self._long
-                limit = self._pace.limit(decoding=decoding, long=long, beside=beside)
-                tokens = reading.read(self._model, limit)
-                self._keep_checkpoint(reading)
-                read = self._complete_alone(reading)
+            tokens, read = self._read(readings, decoding=decoding, beside=beside)
         except Exception as error:
-            self._long = None if self._long in readings else self._long
-            jobs = [job for reading in readings for job in reading.jobs]
-            raise PrefillError(jobs, str(error)) from error
-        self._pace.saw_chunk(tokens, perf_counter() - begun, decoding=decoding)
-        return read
+            fault = note(error, "reading prompts failed")
+        else:
+            self._pace.saw_chunk(tokens, perf_counter() - begun, decoding=decoding)
+            return read
+        return self._recover(readings, fault)
 
-    def _choose(self, free: int, limit: int) -> list[Reading]:
-        """What to read in this slice: short prompts together, or the long one, in turn."""
+    def _read(self, readings: list[Reading], *, decoding: bool, beside: bool) -> tuple[int, Read]:
+        """How many tokens were read, and what is complete."""
+        plan = self._steerer.plan([reading.steer for reading in readings])
+        places = [reading.place for reading in readings]
+        if len(readings) > 1:
+            tokens = sum(len(reading.rest) for reading in readings)
+            read = self._complete(readings, self._read_together(readings, plan))
+        else:
+            [reading] = readings
+            limit = self._pace.limit(
+                decoding=decoding, long=reading in (self._long, self._trial), beside=beside
+            )
+            tokens = reading.read(self._model, limit, plan)
+            places = [places[0]._replace(tokens=tokens)]
+            self._keep_checkpoint(reading)
+            read = self._complete_alone(reading)
+        if plan is not None and plan.sight is not None:
+            seen = plan.sight.read(places)
+            read.events[:0] = readings[0].untold(seen) if len(readings) == 1 else seen
+        return tokens, read
+
+    def _recover(self, readings: list[Reading], fault: Fault) -> Read:
+        """Who failed alone is to blame; if that is not known, all are to be read again, alone.
+
+        Where memory was short, what can be spared is gone for the next attempt, and who is alone
+        has some.
+        """
+        queue = self._lost if self._trial in readings else self._waiting
+        self._long = None if self._long in readings else self._long
+        self._trial = None if self._trial in readings else self._trial
+        if fault.memory:
+            self.spare()
+        again = [each for reading in readings for each in reading.retry(fault)]
+        patient = fault.memory and all(short(each.row) < MOST_FAULTS for each in again)
+        failed = Read([], [])
+        if len(readings) > 1 or patient:
+            queue.extendleft(reversed(again))
+        else:
+            failed.events += [blame(each.row, fault) for each in again]
+        return failed
+
+    def spare(self) -> None:
+        """Give back the memory that nobody needs."""
+        self._cached.clear()
+        mx.clear_cache()
+
+    def _choose(self, free: int, limit: int, *, trial: bool) -> list[Reading]:
+        """What to read in this slice: a row to be tried, for its stream stands still; or short
+        prompts together, or the long one, in turn."""
+        if trial and self._lost and self._trial is None:
+            self._trial = self._begin(self._lost, 1)
+        if self._trial is not None:
+            return [self._trial]
         short = [] if self._long is not None and self._long_is_next else self._group(free, limit)
         self._long_is_next = bool(short)
         if short:
@@ -302,18 +272,21 @@ class Prefill:
         longest = 0
         while self._waiting and free > 0:
             head = self._waiting[0]
-            rest = head.body.size - self._cached.shared(head.body)
+            if head.alone and group:
+                break
+            rest = head.body.size - self._cached.shared(head.body, head.job.steering)
             if rest > limit or head.job.scores is not None:
                 if self._long is None and not group:
-                    self._long = self._begin(free)
+                    self._long = self._begin(self._waiting, free)
                     self._long.checkpoint = self._long.job.checkpoint
                 break
             if group and not self._fits(rest, longest, len(group), limit):
                 break
             longest = max(longest, rest)
-            group.append(self._begin(free))
+            group.append(self._begin(self._waiting, free))
             free -= len(group[-1].jobs)
-            if rest == 0 or not self.batched:  # nothing to read, so nothing to pad beside others
+            # With nothing to read there is nothing to pad beside others.
+            if rest == 0 or head.alone or not self.batched:
                 break
         return group
 
@@ -323,18 +296,27 @@ class Prefill:
             return False
         return max(rest, longest) * (rows + 1) <= limit
 
-    def _begin(self, free: int) -> Reading:
-        """Take the head of the queue, and with it those behind that have the same prompt."""
-        head = self._waiting.popleft()
-        jobs = [head, *self._take_twins(head, free - 1)]
-        found = None if head.job.scores is not None else self._cached.take(head.body)
-        if found is None:
-            return Reading(jobs, self._caches.make(), 0)
-        return Reading(jobs, *found)
+    def _begin(self, queue: deque[Waiting], free: int) -> Reading:
+        """Take the head of the queue, and with it those that wait and have the same prompt."""
+        head = queue[0]
+        opened = self._open(head)
+        queue.popleft()
+        return Reading([head, *self._take_twins(head, free - 1)], *opened)
+
+    def _open(self, head: Waiting) -> tuple[Cache, int]:
+        """The cache that its text is to go into, and how much of it is there."""
+        found = None
+        if head.job.scores is None or head.row.told:
+            try:
+                found = self._cached.take(head.body, head.job.steering)
+            except Exception as error:  # a copy of a cache may be all that memory has no room for
+                note(error, "a kept prompt could not be used")
+                self.spare()
+        return (self._caches.make(), 0) if found is None else found
 
     def _take_twins(self, head: Waiting, most: int) -> list[Waiting]:
         """At most so many of the waiting jobs that read the same and are not scored themselves."""
-        if not self.batched:
+        if not self.batched or head.alone or most <= 0:
             return []
         twins: list[Waiting] = []
         others: deque[Waiting] = deque()
@@ -344,25 +326,29 @@ class Prefill:
         self._waiting = others
         return twins
 
-    def _complete_alone(self, reading: Reading) -> Read | None:
+    def _complete_alone(self, reading: Reading) -> Read:
         if reading.rest:
-            return None
+            return Read([], [])
         if reading is self._long:
             self._long = None
+        if reading is self._trial:
+            self._trial = None
+        if reading.scorer is not None and reading.scorer.broken:
+            return Read([reading], [])
         if not self.batched:
             return Read([reading], reading.cache)
         merged = merge([reading.cache] * len(reading.rows)) if reading.rows else []
         # The batch has a copy, so the row's own can stay for prompts that begin alike.
-        self._cached.put(reading.job.prompt[:-1], reading.cache)
+        self._cached.put(reading.text[:-1], reading.cache, reading.job.steering)
         return Read([reading], merged)
 
     def _complete(self, readings: Sequence[Reading], cache: Cache) -> Read:
         # Attention caches are kept at the end of the answer and cut back then; others cannot be.
         if not can_cut(readings[0].cache):
             for i, reading in enumerate(readings):
-                if self._cached.wants(len(reading.job.prompt) - 1):
+                if self._cached.wants(len(reading.text) - 1):
                     row = [layer.extract(i) for layer in cache]
-                    self._cached.put(reading.job.prompt[:-1], row)
+                    self._cached.put(reading.text[:-1], row, reading.job.steering)
         if any(len(reading.rows) > 1 for reading in readings):
             copies = mx.array([i for i, reading in enumerate(readings) for _ in reading.rows])
             for layer in cache:
@@ -371,17 +357,20 @@ class Prefill:
 
     def _keep_checkpoint(self, reading: Reading) -> None:
         if reading.done == reading.checkpoint > 0:
-            self._cached.put(reading.job.prompt[: reading.done], copy.deepcopy(reading.cache))
+            text, cache = reading.text[: reading.done], copy.deepcopy(reading.cache)
+            self._cached.put(text, cache, reading.job.steering)
 
-    def _read_together(self, readings: Sequence[Reading]) -> Cache:
+    def _read_together(self, readings: Sequence[Reading], plan: Plan | None) -> Cache:
         cache = merge([reading.cache for reading in readings])
-        read_together(self._model, cache, [reading.rest for reading in readings])
+        read_together(self._model, cache, [reading.rest for reading in readings], plan)
         for reading in readings:
             reading.done += len(reading.rest)
         return cache
 
 
-def read_together(model: Any, cache: Cache, prompts: Sequence[tuple[int, ...]]) -> None:
+def read_together(
+    model: Any, cache: Cache, prompts: Sequence[tuple[int, ...]], plan: Plan | None = None
+) -> None:
     """Read one prompt into each row of the batch cache, in one pass, right-padded."""
     lengths = [len(prompt) for prompt in prompts]
     padding = [max(lengths) - length for length in lengths]
@@ -389,7 +378,7 @@ def read_together(model: Any, cache: Cache, prompts: Sequence[tuple[int, ...]]) 
         for layer in cache:
             layer.prepare(lengths=lengths, right_padding=padding)
     tokens = [prompt + (0,) * pad for prompt, pad in zip(prompts, padding, strict=True)]
-    model(mx.array(tokens), cache=cache)
+    run(model, plan, mx.array(tokens), cache)
     if any(padding):
         for layer in cache:
             layer.finalize()

@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
+from mlxsrv.engine.faults import describe, survivable
 from mlxsrv.engine.lanes import Row
 from mlxsrv.events import Constraint, Likelihood, Sampling
 
@@ -69,6 +70,26 @@ class Penalties:
             factor = mx.where(logits > 0, 1 / self._repetition, self._repetition)
             logits = mx.where(had | (self._prompts > 0), logits * factor, logits)
         return logits - self._frequency * self._counts - self._presence * had
+
+
+class Proof(NamedTuple):
+    """The numbers by which a step's tokens were chosen: see `Sampler.draw`."""
+
+    rows: tuple[Row, ...]
+    values: mx.array  # (rows, 1)
+    least: float
+
+    def holds(self) -> bool:
+        """Whether all tokens mean something. Waits for the step."""
+        values = cast(list[list[float]], self.values.tolist())
+        good = [value > self.least for [value] in values]  # false of NaN
+        return all(good)
+
+    def broken(self) -> set[Row]:
+        """Rows whose token means nothing."""
+        values = cast(list[list[float]], self.values.tolist())
+        pairs = zip(self.rows, values, strict=True)
+        return {row for row, [value] in pairs if not value > self.least}
 
 
 class Drawn(NamedTuple):
@@ -142,16 +163,23 @@ class Masks:
 
     def __init__(self, constraints: Sequence[Constraint | None], vocabulary: int) -> None:
         self._constraints = constraints
+        self.faults: dict[int, str] = {}  # rows whose constraint raised in the last call, and what
         self._words = np.full((len(constraints), -(-vocabulary // 32)), -1, dtype=np.int32)
         index = mx.arange(vocabulary, dtype=mx.uint32)
         self._word, self._bit = index // 32, index % 32
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Logits `(rows, vocabulary)` with what may not come now at minus infinity."""
-        for constraint, words in zip(self._constraints, self._words, strict=True):
+        self.faults = {}
+        for i, (constraint, words) in enumerate(zip(self._constraints, self._words, strict=True)):
             if constraint is not None:
                 words[:] = -1
-                constraint.fill(words)
+                try:
+                    constraint.fill(words)
+                except BaseException as error:
+                    if not survivable(error):
+                        raise
+                    self.faults[i] = describe(error)
         masks = mx.array(self._words.view(np.uint32))
         allowed = (mx.take(masks, self._word, axis=1) >> self._bit) & 1
         return mx.where(allowed > 0, logits, -mx.inf)

@@ -12,6 +12,7 @@ left, min-p relative to the likeliest token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 
 import mlx.core as mx
 
@@ -36,6 +37,7 @@ class Sampler:
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int]) -> None:
         cold = [row.temperature < _COLD for row in rows]
         self._greedy = all(cold)
+        self.least = -inf if self._greedy else 0.0
         if self._greedy:
             return
         self._mixed = any(cold)
@@ -54,8 +56,16 @@ class Sampler:
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Token ids `(rows,)` for logits `(rows, vocabulary)`; advances each row's stream."""
+        return self.draw(logits)[0]
+
+    def draw(self, logits: mx.array) -> tuple[mx.array, mx.array]:
+        """As a call, and the numbers `(rows, vocabulary)` by which the tokens were chosen.
+
+        A token's own number is more than `least`, unless one of its row's logits is NaN, or all
+        are minus infinity: then the token means nothing.
+        """
         if self._greedy:
-            return mx.argmax(logits, axis=-1)
+            return mx.argmax(logits, axis=-1), logits
         scaled = logits.astype(mx.float32) / self._temperature
         # The likeliest token weighs 1, so min_p is a weight as it stands.
         weights = mx.exp(scaled - scaled.max(axis=-1, keepdims=True))
@@ -64,7 +74,9 @@ class Sampler:
         if self._cuts_weight:
             weights = mx.where(weights >= self._min_p, weights, 0)
         drawn = _draw(weights, self._next_uniform())
-        return mx.where(self._cold, mx.argmax(logits, axis=-1), drawn) if self._mixed else drawn
+        if self._mixed:
+            drawn = mx.where(self._cold, mx.argmax(logits, axis=-1), drawn)
+        return drawn, weights
 
     def _least_weight(self, weights: mx.array) -> mx.array:
         """The smallest weight that top-k and top-p let pass, as a column.

@@ -32,7 +32,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlxsrv.engine.lanes import Lane, Row
-from mlxsrv.engine.processors import Penalties
+from mlxsrv.engine.processors import Penalties, Proof
 from mlxsrv.engine.prompt_cache import Cache, as_tokens, common_prefix
 from mlxsrv.engine.sampling import Sampler
 
@@ -286,6 +286,7 @@ class Round(NamedTuple):
     following: int  # drawn behind them
     inputs: mx.array  # (1,), the same on the device
     ended: float  # by perf_counter
+    broken: bool  # a token means nothing: the model computed NaN
 
 
 class Speculation:
@@ -352,8 +353,9 @@ class Speculation:
         fed = mx.concatenate([inputs, self._draft.propose(inputs, count)])
         first = len(row.drawn) + 1
         sampler = Sampler([row.job.sampling] * (count + 1), range(first, first + count + 1))
-        drawn = sampler(lane.check(model, fed))
-        mx.eval(drawn)
+        drawn, numbers = sampler.draw(lane.check(model, fed))
+        own = mx.take_along_axis(numbers, drawn[:, None], axis=-1)
+        mx.eval(drawn, own)
         tokens, expected = cast(list[int], fed.tolist()), cast(list[int], drawn.tolist())
         accepted = _count_equal(tokens[1:], expected)
         ended = perf_counter()
@@ -361,7 +363,11 @@ class Speculation:
         self._accepted += accepted
         self._gain.saw_round(count, accepted, ended - begun)
         return Round(
-            tokens[: accepted + 1], expected[accepted], drawn[accepted : accepted + 1], ended
+            tokens[: accepted + 1],
+            expected[accepted],
+            drawn[accepted : accepted + 1],
+            ended,
+            broken=not Proof((row,), own[: accepted + 1], sampler.least).holds(),
         )
 
     def settle(self, lane: Lane, surplus: int) -> None:

@@ -207,6 +207,7 @@ class Tokenizer:
             ValueError,
             TypeError,
             LookupError,
+            ArithmeticError,
             RecursionError,
             AttributeError,
         ) as error:

@@ -1,4 +1,4 @@
-"""Bringing a model from the Hugging Face hub into its cache.
+"""Bringing a model, or single files, from the Hugging Face hub into its cache.
 
 huggingface-hub signs the requests, names what is wrong with the answers, and makes the snapshot.
 Three things it does not do (2.4) are done here:
@@ -39,8 +39,11 @@ from msgspec import Meta
 
 from mlxsrv.errors import ModelNotFound, ModelNotLoaded, ServeError
 from mlxsrv.models.folder import Unhealthy, describe
-from mlxsrv.models.hub import Repository, matches, read_ref
+from mlxsrv.models.hub import Repository, cached, matches, read_ref
 from mlxsrv.version import __version__
+
+Choice = Callable[[Sequence[str]], Sequence[str]]
+"""Takes the paths on the hub, gives those that are to come; or raises."""
 
 _WEIGHTS = ("model*.safetensors", "?_Dense/model.safetensors")
 _FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", *_WEIGHTS)
@@ -90,19 +93,39 @@ class Commit(msgspec.Struct, frozen=True):
 
 def download(repository: Repository, progress: bool, check: Callable[[], None]) -> Path:
     """What `hub.fetch` promises."""
+    return _run(_Download(repository, progress, check, _choose_model))
+
+
+def download_files(repository: Repository, choose: Choice, check: Callable[[], None]) -> Path:
+    """What `hub.fetch_files` promises."""
+    return _run(_FilesDownload(repository, False, check, choose))
+
+
+def _run(download: _Download) -> Path:
     try:
-        return _Download(repository, progress, check).run()
+        return download.run()
     except (errors.HTTPError, OSError, ValueError) as error:
-        raise _explain(error, repository) from error
+        raise _explain(error, download.repository) from error
+
+
+def _choose_model(paths: Sequence[str]) -> Sequence[str]:
+    return [path for path in paths if matches(path, _FILES)]
 
 
 class _Download:
-    """One call's work."""
+    """One call's work. `choose` takes the files, of the paths on the hub."""
 
-    def __init__(self, repository: Repository, progress: bool, check: Callable[[], None]) -> None:
-        self._repository = repository
+    def __init__(
+        self,
+        repository: Repository,
+        progress: bool,
+        check: Callable[[], None],
+        choose: Choice,
+    ) -> None:
+        self.repository = repository
         self._progress = progress
         self._check = check
+        self._choose = choose
         self._blobs = repository.root / "blobs"
         self._brought: list[Path] = []  # blobs that were not here before
 
@@ -122,19 +145,21 @@ class _Download:
 
     def _ask(self) -> Commit:
         info = HfApi(**_CLIENT).model_info(
-            self._repository.id,
-            revision=self._repository.ref,
+            self.repository.id,
+            revision=self.repository.ref,
             files_metadata=True,
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
         )
+        siblings = info.siblings or ()
+        chosen = set(self._choose([found.rfilename for found in siblings]))
         listed = [
             {
                 "path": found.rfilename,
                 "size": found.size,
                 "checksum": found.lfs.sha256 if found.lfs else found.blob_id,
             }
-            for found in info.siblings or ()
-            if matches(found.rfilename, _FILES)
+            for found in siblings
+            if found.rfilename in chosen
         ]
         weights = [file for file in listed if matches(file["path"], _WEIGHTS)]
         others = [file for file in listed if file not in weights]
@@ -157,7 +182,7 @@ class _Download:
         free = shutil.disk_usage(there).free
         if missing > free:
             raise ModelNotLoaded(
-                f"{str(self._repository)!r} does not fit on the disk of the Hugging Face cache: "
+                f"{str(self.repository)!r} does not fit on the disk of the Hugging Face cache: "
                 f"{missing / 1e9:.1f} GB are to come, and {free / 1e9:.1f} GB are free"
             )
 
@@ -182,12 +207,12 @@ class _Download:
 
     def _describe(self, folder: Path) -> None:
         try:
-            describe(folder, name=self._repository.id)
+            describe(folder, name=self.repository.id)
         except Unhealthy as error:
             raise self._refuse(str(error)) from None
 
     def _refuse(self, reason: str) -> ModelNotFound:
-        name = str(self._repository)
+        name = str(self.repository)
         return ModelNotFound(f"{name!r} cannot be served: {reason}", param="model")
 
     def _discard(self) -> None:
@@ -196,7 +221,7 @@ class _Download:
             blob.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._blobs.rmdir()
-            self._repository.root.rmdir()
+            self.repository.root.rmdir()
 
     def _blob(self, file: File) -> Path:
         return self._blobs / file.checksum
@@ -207,7 +232,7 @@ class _Download:
     def _bring(self, file: File, commit: str) -> None:
         """Have the file among the blobs."""
         blob, partial = self._blob(file), self._partial(file)
-        root = self._repository.root
+        root = self.repository.root
         # huggingface-hub's own lock of this file
         lock = root.parent / ".locks" / root.name / f"{file.checksum}.lock"
         for path in (blob, lock):
@@ -219,7 +244,7 @@ class _Download:
             if not file.is_at(partial):
                 partial.unlink()
                 raise ModelNotLoaded(
-                    f"{file.path!r} of {str(self._repository)!r} arrived damaged: its checksum is "
+                    f"{file.path!r} of {str(self.repository)!r} arrived damaged: its checksum is "
                     "not the one that the hub says; it was removed"
                 )
             partial.replace(blob)
@@ -227,7 +252,7 @@ class _Download:
 
     def _receive(self, file: File, commit: str, partial: Path) -> None:
         """Download what is missing of a file, and try again as long as that brings more."""
-        url = hf_hub_url(self._repository.id, file.path, revision=commit)
+        url = hf_hub_url(self.repository.id, file.path, revision=commit)
         partial.touch()
         if _size(partial) > file.size:
             os.truncate(partial, 0)
@@ -291,10 +316,10 @@ class _Download:
         """The snapshot; what it links to is there."""
         files = (*commit.others, *commit.weights)
         folder = snapshot_download(
-            self._repository.id,
+            self.repository.id,
             revision=commit.hash,
             allow_patterns=[glob.escape(file.path) for file in files],
-            cache_dir=self._repository.root.parent,
+            cache_dir=self.repository.root.parent,
             tqdm_class=_NoBar,
             **_CLIENT,
         )
@@ -302,7 +327,7 @@ class _Download:
 
     def _write_ref(self, commit: str) -> None:
         """Say that the revision is this commit."""
-        root, ref = self._repository.root, self._repository.ref
+        root, ref = self.repository.root, self.repository.ref
         path = root / "refs" / ref
         if commit in (ref, read_ref(path)):
             return
@@ -310,6 +335,21 @@ class _Download:
         new = root / f"{uuid.uuid4().hex}.ref"
         new.write_text(commit, "ascii")
         new.replace(path)
+
+
+class _FilesDownload(_Download):
+    """Of files that need not make a model."""
+
+    def run(self) -> Path:
+        commit = self._ask()
+        files = [*commit.others, *commit.weights]
+        self._require_space(files)
+        for file in files:
+            self._bring(file, commit.hash)
+        folder = self._link(commit)
+        if cached(self.repository) is None:  # a model that is served from there stays
+            self._write_ref(commit.hash)
+        return folder
 
 
 class _NoBar(tqdm):  # type: ignore[misc]

@@ -107,6 +107,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
         weights: bytes of the tensors in them.
         kv_block: bytes of the first block of a KV cache for one row, recurrent state included;
             an estimate, 0 where the config does not say.
+        hidden_size: numbers of a hidden state; None where the config does not say.
+        layers: how many the model has; None where the config does not say.
         modified_at: Unix time, of the newest file.
         capabilities: of `completion`, `chat`, `tools`, `thinking`, `embedding`.
     """
@@ -120,6 +122,8 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     size: int
     weights: int
     kv_block: int
+    hidden_size: int | None
+    layers: int | None
     modified_at: float
     capabilities: tuple[str, ...]
 
@@ -162,6 +166,8 @@ def describe(folder: Path, *, name: str = "", trust_remote_code: bool = False) -
             size=weights.size,
             weights=sum(tensor.bytes for tensor in tensors.values()),
             kv_block=0 if encoder else _kv_block(config),
+            hidden_size=_width({**config, **_inner(config)}),
+            layers=_depth({**config, **_inner(config)}),
             modified_at=_newest(folder, files),
             capabilities=_encodes(config) if encoder else _capabilities(template, settings, embeds),
         )
@@ -270,11 +276,19 @@ def _layers(text: Object) -> tuple[int, int]:
     pattern = text.get("hybrid_override_pattern")
     if isinstance(pattern, (str, list)):
         return pattern.count("*"), pattern.count("M")
-    layers = number(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers") or 0
+    layers = _depth(text) or 0
     interval = number(text, "full_attention_interval", "attn_layer_period")
     if interval is not None:
         return layers // interval, layers - layers // interval
     return layers, layers
+
+
+def _depth(text: Object) -> int | None:
+    return number(text, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+def _width(text: Object) -> int | None:
+    return number(text, "hidden_size", "n_embd", "d_model")
 
 
 def _product(config: Object, keys: Iterable[str]) -> int:
@@ -305,7 +319,7 @@ def _kv_numbers(text: Object) -> int:
             nope, value = number(text, "qk_nope_head_dim") or 0, number(text, "v_head_dim")
             return heads * (nope + rope + (value or nope))
         return latent + rope + 2 * (number(text, "index_head_dim") or 0)
-    width = number(text, "hidden_size", "n_embd", "d_model") or 0
+    width = _width(text) or 0
     size = number(text, "head_dim") or (width // heads if heads else 0)
     kept = number(text, "num_key_value_heads", "num_kv_heads", "n_kv_heads") or heads
     return 2 * kept * size if heads else 0

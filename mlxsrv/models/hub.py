@@ -7,14 +7,14 @@ The cache is laid out as huggingface-hub lays it out, since other programs read 
     models--ORG--NAME/blobs/CHECKSUM          a file; CHECKSUM.incomplete while it is downloaded
     models--ORG--NAME/trees/COMMIT.json       all paths on the hub
 
-A server that has its models at hand asks nobody: only `fetch` uses the network.
+A server that has its models at hand asks nobody: only `fetch` and `fetch_files` use the network.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -32,6 +32,12 @@ _ESSENTIAL = (
     "tokenizer_config.json",
 )
 """What every program that downloads a whole model takes: without it, the download was cut short."""
+
+SAE_WEIGHTS = (
+    *("sae_weights.safetensors", "sae.safetensors"),
+    *("params.npz", "params.safetensors"),
+)
+"""Names of files that hold a sparse autoencoder."""
 
 _PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?")
 _REVISION = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.+/-]{0,198}[A-Za-z0-9_+-])?")
@@ -107,7 +113,16 @@ def _cached_in(root: Path) -> Iterator[Cached]:
     newest = max(snapshots, key=lambda commit: (_mtime(snapshots[commit]), commit))
     main = refs.pop(constants.DEFAULT_REVISION, newest)
     for name, commit in [(id, main), *((f"{id}@{ref}", refs[ref]) for ref in refs)]:
+        if _holds_saes(snapshots[commit]):
+            continue
         yield Cached(name, snapshots[commit], not is_complete(root, commit))
+
+
+def _holds_saes(snapshot: Path) -> bool:
+    """Whether it is one of sparse autoencoders, with no model beside."""
+    here = [path.relative_to(snapshot) for path in _files(snapshot)]
+    saes = any(path.name in SAE_WEIGHTS for path in here)
+    return saes and not any(matches(path.as_posix(), ("model*.safetensors",)) for path in here)
 
 
 def cache_state() -> Hashable:
@@ -120,15 +135,20 @@ def cache_state() -> Hashable:
 
 def cached(repository: Repository) -> Path | None:
     """The folder of a model that is in the cache as a whole. Never asks the hub."""
+    folder = snapshot(repository)
+    # Other programs fetch no more than a tokenizer, or a config, where they need no more.
+    if folder is None or not (folder / "config.json").exists():
+        return None
+    if not any(folder.glob("model*.safetensors")):
+        return None
+    return folder if is_complete(repository.root, folder.name) else None
+
+
+def snapshot(repository: Repository) -> Path | None:
+    """Where the cache has what it holds of the revision, be it little or nothing."""
     root, ref = repository.root, repository.ref
     commit = ref if _COMMIT.fullmatch(ref) else read_ref(root / "refs" / ref)
-    if commit is None:
-        return None
-    folder = root / "snapshots" / commit
-    # Other programs fetch no more than a tokenizer, or a config, where they need no more.
-    if not (folder / "config.json").exists() or not any(folder.glob("model*.safetensors")):
-        return None
-    return folder if is_complete(root, commit) else None
+    return None if commit is None else root / "snapshots" / commit
 
 
 def fetch(
@@ -147,6 +167,21 @@ def fetch(
     from mlxsrv.models.download import download
 
     return download(repository, progress, check or (lambda: None))
+
+
+def fetch_files(
+    repository: Repository,
+    choose: Callable[[Sequence[str]], Sequence[str]],
+    *,
+    check: Callable[[], None],
+) -> Path:
+    """As `fetch`, of those files only that `choose` takes of the paths on the hub.
+
+    It raises what `choose` raises, too. The folder need not be one of a model.
+    """
+    from mlxsrv.models.download import download_files
+
+    return download_files(repository, choose, check)
 
 
 def read_ref(file: Path) -> str | None:

@@ -12,14 +12,15 @@ import anyio
 import msgspec
 
 from mlxsrv.engine.recipe import Recipe, read_recipe
-from mlxsrv.events import Loaded
+from mlxsrv.engine.steering.files import SAEFile
+from mlxsrv.events import Attach, Loaded
 from mlxsrv.models.catalogue import Entry, Source
 from mlxsrv.models.folder import adapter_bytes, describe
 from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
     from mlxsrv.engine.tokenizer import Tokenizer
-    from mlxsrv.models.pool import Lease
+    from mlxsrv.models.lease import Lease
 
 _COMPILERS = 4
 
@@ -40,6 +41,26 @@ class Files(msgspec.Struct, frozen=True):
     capabilities: tuple[str, ...]
     recipe: Recipe | str
     """How texts become vectors, or why they cannot."""
+
+
+class Attachment(msgspec.Struct, frozen=True, kw_only=True):
+    """An SAE at one layer of a model; jobs name it by its number."""
+
+    number: int
+    model: str
+    sae_id: str
+    path: Path
+    file: SAEFile
+    layer: int
+    before: bool
+    bytes: int
+    since: float
+    """When it was attached; seconds since 1970."""
+    ready: bool = False
+
+    @property
+    def command(self) -> Attach:
+        return Attach(self.model, self.number, str(self.path), self.layer, self.before)
 
 
 class Model:
@@ -70,6 +91,7 @@ class Model:
         self.preparing: asyncio.Task[Tokenizer] | None = None
         self.loading: asyncio.Task[None] | None = None
         self.turn: asyncio.Future[list[Model]] | None = None
+        self.attachment: Attachment | None = None
         self.timer: asyncio.TimerHandle | None = None
 
     @property

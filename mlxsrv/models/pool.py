@@ -16,114 +16,61 @@ Its inbox is first in, first out, so an unload is done before the load that it m
 from __future__ import annotations
 
 import asyncio
-import logging
+import time
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
+from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.engine.device import DeviceThread, Port
-from mlxsrv.engine.recipe import Recipe
+from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.port import Port
+from mlxsrv.engine.steering.files import SAEFile
 from mlxsrv.errors import (
     InsufficientMemory,
     ModelNotLoaded,
     Overloaded,
+    SAEAttached,
+    SAENotAttached,
     ServeError,
     ShuttingDown,
 )
-from mlxsrv.events import Load, Loaded
-from mlxsrv.logs import log
+from mlxsrv.events import Load
 from mlxsrv.models.catalogue import Catalogue, Entry
-from mlxsrv.models.model import Model, examine, is_here, make_tokenizer
+from mlxsrv.models.lease import Lease, Withdrawn
+from mlxsrv.models.model import Attachment, Model, examine, is_here, make_tokenizer
+from mlxsrv.models.observing import Chronicle, ModelObserver
 from mlxsrv.models.room import Limits, taken
+from mlxsrv.models.vectors import control_vectors
 from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
     from mlxsrv.engine.tokenizer import Tokenizer
 
-_log = logging.getLogger("mlxsrv.models")
-
 _MEMORY_SHARE = 0.8  # of what MLX recommends; caches and activations need some, too
-
-
-class Lease:
-    """One request's claim on a model. Ends with `release`, which may be called more than once."""
-
-    def __init__(self, pool: Pool, model: Model) -> None:
-        self._pool = pool
-        self.model = model
-        self.ticket: asyncio.Future[None] | None = None  # done when it may enter, or never can
-        self.entered = False
-        self.released = False
-        self._rows: set[object] = set()
-        model.in_flight += 1
-
-    async def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer, whether the model is loaded or not. Raises ServeError."""
-        return self.model.tokenizer or await self._pool.prepare(self.model)
-
-    @property
-    def context_length(self) -> int | None:
-        """Tokens of prompt and answer together; known with the tokenizer."""
-        return self.model.files.context_length if self.model.files is not None else None
-
-    @property
-    def capabilities(self) -> tuple[str, ...]:
-        """What the model can do; known with the tokenizer."""
-        return self.model.files.capabilities if self.model.files is not None else ()
-
-    @property
-    def recipe(self) -> Recipe | str:
-        """How its vectors are made, or why they cannot be; known with the tokenizer."""
-        assert self.model.files is not None
-        return self.model.files.recipe
-
-    async def enter(self) -> None:
-        """Wait until the model is loaded; it stays until `release`.
-
-        Raises:
-            ModelNotLoaded, InsufficientMemory, EngineFailed: it cannot be loaded.
-            Withdrawn: the claim has been ended meanwhile.
-        """
-        await self._pool.enter(self)
-
-    async def borrow_row(self, borrower: object) -> None:
-        """Wait for a row, first come, first served.
-
-        On behalf of the borrower, not of the task: a reply is answered by one task and may be ended
-        by another.
-        """
-        await self.model.rows.acquire_on_behalf_of(borrower)
-        # A borrow that is cancelled holds nothing: anyio gives the token back before it raises.
-        self._rows.add(borrower)
-
-    def return_row(self, borrower: object) -> None:
-        """Give the row back, if the borrower has one."""
-        if borrower in self._rows:
-            self._rows.remove(borrower)
-            self.model.rows.release_on_behalf_of(borrower)
-
-    def release(self) -> None:
-        """End the claim, also while it waits to enter. All rows have been returned."""
-        if not self.released:
-            self.released = True
-            self.model.in_flight -= 1
-            self._pool.leave(self)
 
 
 class Pool:
     """The models of one app."""
 
-    def __init__(self, catalogue: Catalogue, settings: Settings) -> None:
+    def __init__(
+        self, catalogue: Catalogue, settings: Settings, observers: Sequence[ModelObserver] = ()
+    ) -> None:
         self.catalogue = catalogue
+        self._chronicle = Chronicle(observers)
         self._settings = settings
         pinned = frozenset(catalogue.name(name) for name in settings.pin)
         self._limits = Limits(settings.max_models, settings.memory_limit or 0, pinned)
+        vectors = control_vectors(settings)
+        self._vectors = tuple((each.name, str(each.file.path)) for each in vectors)
         self._models: dict[str, Model] = {}  # those that are loaded or have leases
         self._turns: deque[Model] = deque()  # those that wait for room
+        self._attachment_numbers = count(1)
         self._port: Port | None = None
         self._closed = False
 
@@ -138,7 +85,7 @@ class Pool:
         """
         self._require_open()
         if self._port is None:
-            self._port = DeviceThread.open()
+            self._port = DeviceThread.open(self._settings.step_timeout)
         return self._port
 
     def _require_open(self) -> None:
@@ -150,6 +97,11 @@ class Pool:
         """Why the device thread is dead, if it is."""
         return self._port.failure if self._port is not None else None
 
+    @property
+    def stalled(self) -> float:
+        """Seconds that the device thread has been in a slice that takes too long; else 0."""
+        return self._port.stalled if self._port is not None else 0.0
+
     def model(self, name: str) -> Model | None:
         """The model of the entry of this name, if it is loaded or wanted."""
         return self._models.get(name)
@@ -160,7 +112,77 @@ class Pool:
         return self._limits.bytes, taken([model for model in self if model.placed])
 
     def pinned(self, model: Model) -> bool:
-        return model.name in self._limits.pinned
+        return self._limits.stays(model)
+
+    # Attachments.
+
+    @property
+    def attachments(self) -> dict[str, Attachment]:
+        """The SAEs that are attached, by the model's name."""
+        found = {model.name: model.attachment for model in self}
+        return {name: each for name, each in found.items() if each is not None and each.ready}
+
+    async def attach(
+        self, entry: Entry, sae_id: str, path: Path, file: SAEFile, layer: int, before: bool
+    ) -> Attachment:
+        """Attach an SAE to a model, loading that if need be. Both stay until `detach`.
+
+        A caller that is cancelled does not stop it.
+
+        Raises:
+            SAEAttached: the model has one.
+            SAEIncompatible: it does not fit; the message says why.
+            InsufficientMemory, ModelNotLoaded, Overloaded, EngineFailed: one cannot be loaded.
+        """
+        wanted = Attachment(
+            number=next(self._attachment_numbers),
+            model=entry.name,
+            sae_id=sae_id,
+            path=path,
+            file=file,
+            layer=layer,
+            before=before,
+            bytes=file.bytes,
+            since=time.time(),
+        )
+        return await asyncio.shield(self._start(self._attach(self.lease(entry), wanted)))
+
+    async def _attach(self, lease: Lease, wanted: Attachment) -> Attachment:
+        model = lease.model
+        try:
+            await lease.enter()
+            if model.attachment is not None:
+                raise SAEAttached(f"{model.name} has an SAE already; detach it first")
+            limit, used = self.memory
+            if used + wanted.bytes > limit:
+                raise InsufficientMemory(
+                    f"the SAE needs {wanted.bytes} bytes; the limit for all models is {limit}, "
+                    f"of which {used} are taken (--memory-limit)"
+                )
+            # From here on nobody else attaches one, and its memory counts.
+            model.attachment = wanted
+            try:
+                attached = await self.port.attach(wanted.command)
+            except BaseException:
+                model.attachment = None
+                raise
+            model.attachment = msgspec.structs.replace(wanted, bytes=attached.bytes, ready=True)
+            return model.attachment
+        finally:
+            lease.release()
+
+    def detach(self, name: str) -> Attachment:
+        """Take the SAE off a model, which may then go. Raises SAENotAttached."""
+        attachment = self.attachments.get(name)
+        if attachment is None:
+            raise SAENotAttached(f"{name} has no SAE attached")
+        model = self._models[name]
+        model.attachment = None
+        self.port.detach(name)
+        if model.users == 0 and model.loaded is not None:
+            self._rest(model)
+        self._arrange()
+        return attachment
 
     # Claims.
 
@@ -305,14 +327,7 @@ class Pool:
         """Unload a model that nobody uses."""
         assert model.users == 0
         assert model.loaded is not None
-        log(
-            _log,
-            logging.INFO,
-            "model unloaded",
-            model=model.name,
-            reason=reason,
-            bytes=model.loaded.bytes,
-        )
+        self._chronicle.evicted(model.loaded, reason)
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
@@ -365,8 +380,11 @@ class Pool:
             model.tokenizer = await anyio.to_thread.run_sync(
                 make_tokenizer, model.files.folder, self._settings.trust_remote_code
             )
-        except Exception as error:
-            raise self._cannot_load(model, error) from error
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            told = error if isinstance(error, Exception) else RuntimeError(describe(error))
+            raise self._cannot_load(model, told) from error
         finally:
             model.preparing = None
             model.fetching = False
@@ -400,14 +418,11 @@ class Pool:
         model.loaded = loaded
         tokenizer.marks_checkpoints = not loaded.cuts
         model.rows.total_tokens = self._settings.max_concurrency if loaded.batched else 1
-        self._log_loaded(model, loaded, loop.time() - placed)
+        self._chronicle.loaded(loaded, loop.time() - placed)
         if victims:
-            log(
-                _log,
-                logging.INFO,
-                "models switched",
-                model=model.name,
-                evicted=",".join(victim.name for victim in victims),
+            self._chronicle.switched(
+                model.name,
+                [victim.name for victim in victims],
                 waited=placed - begun,
                 seconds=loop.time() - begun,
             )
@@ -444,20 +459,7 @@ class Pool:
             kv_bits=settings.kv_bits,
             max_kv_size=settings.max_kv_size,
             trust_remote_code=settings.trust_remote_code,
-        )
-
-    def _log_loaded(self, model: Model, loaded: Loaded, seconds: float) -> None:
-        for note in loaded.notes:
-            log(_log, logging.WARNING, "option not applied", model=model.name, reason=note)
-        log(
-            _log,
-            logging.INFO,
-            "model loaded",
-            model=model.name,
-            seconds=seconds,
-            bytes=loaded.bytes,
-            shared=loaded.shared,
-            batched=loaded.batched,
+            vectors=self._vectors,
         )
 
     def _fail(self, model: Model, error: ServeError, victims: Sequence[Model]) -> None:
@@ -488,7 +490,8 @@ class Pool:
 
     def _cannot_load(self, model: Model, error: Exception) -> ServeError:
         """The error for those who wait, logged."""
-        log(_log, logging.ERROR, "load failed", model=model.name, reason=str(error))
+        known = self.catalogue.known(model.name) is not None
+        self._chronicle.failed(model.name, error, known=known)
         if isinstance(error, ServeError) and type(error) is not ModelNotLoaded:
             return error
         # The device thread and the hub give the reason alone.
@@ -507,7 +510,7 @@ class Pool:
             if model.timer is not None:
                 model.timer.cancel()
             if model.loaded is not None:
-                log(_log, logging.INFO, "model unloaded", model=model.name, reason="shutdown")
+                self._chronicle.dropped(model.name)
 
     async def close(self) -> None:
         """Drop all models and leave the device thread."""
@@ -517,10 +520,6 @@ class Pool:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self.abandon()
-
-
-class Withdrawn(ServeError):
-    """To who waits to enter when its claim is ended; whoever ended it has told its client why."""
 
 
 class _Unwanted(Exception):

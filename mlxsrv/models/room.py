@@ -12,7 +12,8 @@ from mlxsrv.models.model import Model
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """What may be loaded together: so many models, and bytes. Those `pinned` never go."""
+    """What may be loaded together: so many models, and bytes. Those `pinned`, and those that an
+    SAE is attached to, never go."""
 
     models: int | None
     bytes: int
@@ -29,8 +30,8 @@ class Limits(msgspec.Struct, frozen=True):
             InsufficientMemory: not even all of them would do; the message has the numbers.
         """
         placed = [model for model in models if model is not head]
-        movable = [model for model in placed if model.name not in self.pinned]
-        pinned = [model for model in placed if model.name in self.pinned]
+        movable = [model for model in placed if not self.stays(model)]
+        pinned = [model for model in placed if self.stays(model)]
         if not self._fit([*pinned, head]):
             raise InsufficientMemory(self._too_large(head, pinned))
         victims: list[Model] = []
@@ -43,6 +44,9 @@ class Limits(msgspec.Struct, frozen=True):
             if self._fit([*_without(placed, spared), head]):
                 victims = spared
         return victims
+
+    def stays(self, model: Model) -> bool:
+        return model.name in self.pinned or model.attachment is not None
 
     def _fit(self, models: Sequence[Model]) -> bool:
         few = self.models is None or len(models) <= self.models
@@ -68,6 +72,7 @@ def taken(models: Collection[Model]) -> int:
     bases: dict[Path, int] = {}
     own = 0
     for model in models:
+        own += 0 if model.attachment is None else model.attachment.bytes
         if model.files is not None:
             bases[model.files.folder] = model.files.base
             own += model.files.own

@@ -10,24 +10,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.engine.device import Port
+from mlxsrv.engine.port import Port
 from mlxsrv.errors import EngineFailed, InvalidRequest, ServeError, ShuttingDown
 from mlxsrv.events import Report
 from mlxsrv.models.catalogue import Catalogue, Entry
+from mlxsrv.models.lease import Lease
 from mlxsrv.models.model import Model, capped
-from mlxsrv.models.pool import Lease, Pool
+from mlxsrv.models.pool import Pool
 from mlxsrv.models.prompts import (
     chat_messages,
     detokenize,
@@ -35,8 +37,13 @@ from mlxsrv.models.prompts import (
     plan_completion,
     tokenize,
 )
+from mlxsrv.models.store import Store
 from mlxsrv.service.embedding import Embedding
+from mlxsrv.service.observing import Observer
+from mlxsrv.service.profiles import Profiles
 from mlxsrv.service.reply import Asked, Reply
+from mlxsrv.service.saes import SAEs
+from mlxsrv.service.steering import SteeringDesk
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
 from mlxsrv.wire.embeddings import (
@@ -47,6 +54,7 @@ from mlxsrv.wire.embeddings import (
 )
 from mlxsrv.wire.openai import (
     DetokenizeResponse,
+    EngineState,
     Health,
     HealthStatus,
     MemoryState,
@@ -71,9 +79,14 @@ V = TypeVar("V")
 class Service:
     """All that one app serves: its models and the replies that are under way."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, observers: Sequence[Observer] = ()) -> None:
         self.settings = settings
-        self.pool = Pool(Catalogue(settings), settings)
+        self.observers = observers
+        self.pool = Pool(Catalogue(settings), settings, observers)
+        self.saes = SAEs(self.pool, settings)
+        store = Store(Path(settings.data_dir))
+        self.steering = SteeringDesk(self.pool, self.saes, store, settings)
+        self.profiles = Profiles(self.steering, store)
         self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
         self._replies: set[Reply] = set()
         self._embeddings: set[Embedding] = set()
@@ -258,14 +271,15 @@ class Service:
     async def state(self) -> Health:
         """The health, with what every model and the memory are at. A device thread that is dead,
         or in a step that lasts, has no part in it."""
-        report = None
+        report, engine = None, EngineState(stalled_seconds=self.pool.stalled)
         with contextlib.suppress(ServeError), anyio.move_on_after(_REPORT_SECONDS):
             report = await self.pool.port.report()
         if report is None:
-            return Health(status=self.health)
+            return Health(status=self.health, engine=engine)
         limit, weights = self.pool.memory
         return Health(
             status=self.health,
+            engine=engine,
             models=[self._model_state(model, report) for model in self.pool],
             memory=MemoryState(
                 limit=limit,
@@ -291,8 +305,8 @@ class Service:
         )
 
     async def preload(self) -> None:
-        """Load the default model and those that `--preload` names. A failure is logged; the next
-        request tries again."""
+        """Load the default model and those that `--preload` names, then attach SAEs. A failure is
+        logged; the next request tries again to load its model."""
         self._starting = True
         try:
             await self._preload(None)
@@ -300,6 +314,7 @@ class Service:
             self._starting = False
         for name in self.settings.preload:
             await self._preload(name)
+        await self.saes.begin()
 
     async def _preload(self, name: str | None) -> None:
         with contextlib.suppress(ServeError):
@@ -325,6 +340,7 @@ class Service:
         """End what is still there and leave the device thread."""
         self._draining = True
         self._end_all()
+        await self.saes.close()
         await self.pool.close()
 
     def _end_all(self) -> None:

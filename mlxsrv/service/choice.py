@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from mlxsrv.engine.device import JobEvent
+from mlxsrv.engine.port import JobEvent
 from mlxsrv.events import (
     Constraint,
     Finished,
@@ -71,6 +71,11 @@ class Choice:
         """Tokens sampled for the answer, the end token included."""
         return self.pipeline.tokens + self._end_tokens
 
+    @property
+    def waiting_tokens(self) -> int:
+        """Those that have arrived and were not read yet."""
+        return len(self._tokens)
+
     def receive(self, event: JobEvent) -> None:
         match event:
             case Token():
@@ -110,10 +115,13 @@ class Choice:
                 outputs += self._extra(self._scores.cut())
         if self.finish is not None:
             self.ended = True
-            outputs.append(Ended(self.index, self._reason(self.finish)))
+            outputs.append(Ended(self.index, self.reason))
         return outputs
 
-    def _reason(self, finish: FinishReason) -> FinishReason:
+    @property
+    def reason(self) -> FinishReason:
+        """Why it has ended, in its client's words."""
+        finish = self.finish or "stop"
         return "tool_calls" if finish == "stop" and self.pipeline.calls else finish
 
     def _read_echo(self) -> list[Output]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import anyio.to_thread
 
-from mlxsrv.engine.device import Port
+from mlxsrv.engine.port import Port
 from mlxsrv.engine.recipe import Recipe
 from mlxsrv.errors import (
     DeadlineExceeded,
@@ -24,8 +24,8 @@ from mlxsrv.errors import (
 )
 from mlxsrv.events import Embed, Vectors
 from mlxsrv.logs import log
+from mlxsrv.models.lease import Lease
 from mlxsrv.models.passages import Passages, plan_embedding, plan_rerank
-from mlxsrv.models.pool import Lease
 from mlxsrv.settings import Settings
 from mlxsrv.wire.embeddings import (
     EmbeddingList,

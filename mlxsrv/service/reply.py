@@ -7,7 +7,7 @@ import logging
 import random
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -15,7 +15,8 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.engine.device import JobEvent, Port
+from mlxsrv.engine.faults import survivable
+from mlxsrv.engine.port import JobEvent, Port, Receiver
 from mlxsrv.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -23,11 +24,12 @@ from mlxsrv.errors import (
     ServeError,
     UnsupportedParameter,
 )
-from mlxsrv.events import Failed, Job, Sampling, Started, Usage
+from mlxsrv.events import Activations, Failed, Job, Sampling, Started, Steering, Usage
 from mlxsrv.logs import log
-from mlxsrv.models.pool import Lease
+from mlxsrv.models.lease import Lease
 from mlxsrv.models.prompts import Plan
 from mlxsrv.service.choice import Choice
+from mlxsrv.service.observing import Generated, Observer, Timing
 from mlxsrv.service.outputs import Ended, Opened, Output
 from mlxsrv.service.scores import Scores
 from mlxsrv.settings import Settings
@@ -46,13 +48,31 @@ class Home(Protocol):
 
     settings: Settings
     fingerprint: str
+    observers: Sequence[Observer]
 
+    @property
+    def steering(self) -> SteeringDesk: ...
     @property
     def port(self) -> Port: ...
     @property
     def failure(self) -> str | None: ...
     def next_job_id(self) -> int: ...
     def forget(self, reply: Reply, /) -> None: ...
+
+
+class SteeringDesk(Protocol):
+    """What it needs of who knows what is attached."""
+
+    async def resolve(self, request: GenerationRequest, model: str) -> Steering | None:
+        """What a request's rows have added. Raises ServeError."""
+
+    def confirm(
+        self, request: GenerationRequest, steering: Steering | None, model: str
+    ) -> Steering | None:
+        """What of it is there still. Raises ServeError."""
+
+    def record(self, model: str, completion: str, event: Activations) -> None:
+        """Activations of one token of a completion."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -105,6 +125,7 @@ class Reply:
         self._prompt_tokens = 0
         self._thinks = False
         self._first_text: float | None = None
+        self._timing = Timing(home.observers, self.who.model) if home.observers else None
 
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -121,9 +142,11 @@ class Reply:
             await self._submit()
         except ServeError as error:
             self.fail(error)
-        except Exception:
-            _log.exception("admission failed")
-            self.fail(ServeError(self._internal("could not take this request")))
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            log(_log, logging.ERROR, "admission failed", traceback=True, **self._fields())
+            self.fail(ServeError(self._internal("could not take this request")), cause=repr(error))
 
     async def _submit(self) -> None:
         tokenizer = await self._lease.tokenizer()
@@ -134,9 +157,11 @@ class Reply:
         plan = await anyio.to_thread.run_sync(
             self._asked.prepare, tokenizer, limiter=self._lease.model.tokenizing
         )
+        steering = await self._home.steering.resolve(self._asked.request, self.who.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self._thinks = tokenizer.thinks
-        self._choices = self._make_choices(tokenizer, plan, await self._compile(tokenizer, plan))
+        template = await self._compile(tokenizer, plan)
+        self._choices = self._make_choices(tokenizer, plan, template, steering)
         await self._lease.enter()
         for choice in self._choices:
             await self._lease.borrow_row(choice)
@@ -145,11 +170,24 @@ class Reply:
                 self._lease.return_row(choice)
                 return
             # No await from here on: a cancellation finds the row either not borrowed or the job
-            # submitted, and close() undoes both.
+            # submitted, and close() undoes both. Nor can the SAE be detached: the order to do so
+            # would be behind the job in the device thread's inbox.
+            choice.job = self._confirm_steering(choice.job)
             self._port = self._home.port
-            self._port.submit(choice.job, partial(self._receive, choice), choice.constraint)
+            receive: Receiver = partial(self._receive, choice)
+            if self._timing is not None:
+                receive = self._timing.watch(receive)
+            self._port.submit(choice.job, receive, choice.constraint)
             choice.submitted = True
         log(_log, logging.INFO, "stream start", **self._fields(), prompt_tokens=self._prompt_tokens)
+
+    def _confirm_steering(self, job: Job) -> Job:
+        """Raises SAENotAttached if the SAE that was asked for has gone."""
+        if job.steering is None:
+            return job
+        desk = self._home.steering
+        steering = desk.confirm(self._asked.request, job.steering, self.who.model)
+        return msgspec.structs.replace(job, steering=steering)
 
     async def _compile(self, tokenizer: Tokenizer, plan: Plan) -> Template | None:
         """The grammar of the answers. Takes up to seconds, so not while holding the tokenizer."""
@@ -165,11 +203,15 @@ class Reply:
         return self._error is not None or self._expired
 
     def _make_choices(
-        self, tokenizer: Tokenizer, plan: Plan, template: Template | None
+        self,
+        tokenizer: Tokenizer,
+        plan: Plan,
+        template: Template | None,
+        steering: Steering | None,
     ) -> list[Choice]:
         copies = self._asked.request.choices
         return [
-            self._make_choice(tokenizer, plan, template, prompt, i * copies + k)
+            self._make_choice(tokenizer, plan, template, steering, prompt, i * copies + k)
             for i, prompt in enumerate(plan.prompts)
             for k in range(copies)
         ]
@@ -179,6 +221,7 @@ class Reply:
         tokenizer: Tokenizer,
         plan: Plan,
         template: Template | None,
+        steering: Steering | None,
         prompt: Prompt,
         index: int,
     ) -> Choice:
@@ -202,14 +245,14 @@ class Reply:
         )
         return Choice(
             index,
-            self._job(tokenizer, plan, index),
+            self._job(tokenizer, plan, steering, index),
             pipeline,
             constraint=constraint,
             scores=scores,
             echo=prompt.text if asked.echo else "",
         )
 
-    def _job(self, tokenizer: Tokenizer, plan: Plan, index: int) -> Job:
+    def _job(self, tokenizer: Tokenizer, plan: Plan, steering: Steering | None, index: int) -> Job:
         asked = self._asked
         nth, copy = divmod(index, asked.request.choices)
         prompt = plan.prompts[nth]
@@ -225,6 +268,7 @@ class Reply:
             logprobs=asked.likeliest,
             scores=asked.likeliest if asked.echo else None,
             sampling=_sampling(asked.request, tokenizer, copy),
+            steering=steering,
         )
 
     def _max_tokens(self, context: int | None, prompt_tokens: int, param: str) -> int:
@@ -244,10 +288,13 @@ class Reply:
 
     # What arrives, from the device thread and from timers; all on the loop.
 
-    def fail(self, error: ServeError) -> None:
-        """End the reply with `error`. What was generated before is given first."""
+    def fail(self, error: ServeError, *, cause: str | None = None) -> None:
+        """End the reply with `error`. What was generated before is given first. `cause` is for the
+        log, where a client is not to know it."""
         if not self._over and not self._finished:
             self._error = error
+            level = logging.ERROR if error.status >= 500 else logging.INFO
+            self._log_failure(level, error.code, cause or error.message)
             self._free_rows(self._choices)
             self._wake()
 
@@ -260,25 +307,31 @@ class Reply:
         match event:
             case Started():
                 self._started = True
+            case Activations():
+                self._home.steering.record(self.who.model, self.who.id, event)
+                return
             case Failed():
-                log(_log, logging.ERROR, "stream error", **self._fields(), reason=event.reason)
                 self.fail(
                     EngineFailed("the inference engine has failed; restart the server")
                     if self._home.failure
-                    else ServeError(self._internal("failed while generating"))
+                    else ServeError(self._internal(_failing(event))),
+                    cause=event.reason,
                 )
             case _:
                 choice.receive(event)
+                if choice.finish is not None:
+                    self._return_rows([choice])
         self._wake()
 
     def _expire(self) -> None:
         if self._over or self._finished:
             return
+        seconds = self._home.settings.request_timeout
         if self._first_text is None:
-            seconds = self._home.settings.request_timeout
             self.fail(DeadlineExceeded(f"no text within the {seconds:g} s a request may take"))
             return
         self._expired = True
+        self._log_failure(logging.WARNING, "timeout", f"the {seconds:g} s it may take are over")
         for choice in self._choices:
             choice.submitted = True  # or it would never be read
             choice.finish = choice.finish or "timeout"
@@ -367,13 +420,20 @@ class Reply:
         self._keepalive.cancel()
         self._free_rows(self._choices)
         self._home.forget(self)
+        if self._disconnected:
+            self._log_failure(logging.INFO, "disconnected", "its client went away")
         self._log_end()
 
     def _free_rows(self, choices: list[Choice]) -> None:
-        """These jobs are over. Their client may read slowly, or never: others need not wait."""
+        """These jobs are to end."""
         for choice in choices:
             if self._port is not None and choice.submitted:
                 self._port.cancel(choice.job.id)
+        self._return_rows(choices)
+
+    def _return_rows(self, choices: list[Choice]) -> None:
+        """These jobs are over. Their client may read slowly, or never: others need not wait."""
+        for choice in choices:
             self._lease.return_row(choice)
         if self._closed or self._over or self._finished:
             self._lease.release()
@@ -400,12 +460,38 @@ class Reply:
             seconds=now - self._begun,
         )
 
+    def _log_failure(self, level: int, code: str, cause: str) -> None:
+        tokens = sum(choice.tokens + choice.waiting_tokens for choice in self._choices)
+        log(_log, level, "stream error", **self._fields(), code=code, cause=cause, tokens=tokens)
+
     def _outcome(self) -> str:
         if self._error is not None:
-            return self._error.code or self._error.type
-        if not self._choices or not self._all_ended:
-            return "disconnected"
-        return self._choices[0].finish or "stop"
+            return self._error.code
+        return "disconnected" if self._disconnected else self._choices[0].finish or "stop"
+
+    @property
+    def _disconnected(self) -> bool:
+        """Of a reply that is closed: whether that was before its end."""
+        return self._error is None and not (self._choices and self._all_ended)
+
+    @property
+    def generated(self) -> Generated | None:
+        """What came of a reply that is closed, if it was observed."""
+        timing = self._timing
+        if timing is None:
+            return None
+        ended = self._error is None and not self._disconnected
+        return Generated(
+            id=self.who.id,
+            model=self.who.model,
+            usage=self._usage(),
+            reasons=tuple(choice.reason for choice in self._choices) if ended else (),
+            begun=timing.begun,
+            submitted=timing.submitted,
+            first_token=timing.first_token,
+            last_token=timing.last_token,
+            error=None if self._error is None else self._error.code,
+        )
 
     def _fields(self) -> dict[str, Any]:
         return {
@@ -416,6 +502,10 @@ class Reply:
 
     def _internal(self, what: str) -> str:
         return f"the server {what}; its log says why under request id {self._asked.request_id}"
+
+
+def _failing(event: Failed) -> str:
+    return f"failed while generating: {event.clear}" if event.clear else "failed while generating"
 
 
 def _sampling(request: GenerationRequest, tokenizer: Tokenizer, copy: int) -> Sampling:

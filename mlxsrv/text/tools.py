@@ -125,9 +125,14 @@ class ToolCalls:
         if not text:
             return []
         if self._undecided:
-            self._undecided = False
+            text = self._held + text
             start = self._dialect.start
-            if not (start.startswith(text) or text.startswith(start)):
+            if len(text) < len(start) and start.startswith(text):
+                self._held = text
+                return []
+            self._held = ""
+            self._undecided = False
+            if not text.startswith(start):
                 self._markers = Scanner([])
         waiting = self._held or self._space or self._after or self.inside
         if not waiting and not self._markers.start(text) and not text[-1].isspace():

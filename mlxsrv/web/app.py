@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
-from urllib.parse import quote
 
 import anyio
 import anyio.to_thread
@@ -24,35 +23,45 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from mlxsrv.errors import MethodNotAllowed, RequestTooLarge, RouteNotFound, ServeError
+from mlxsrv.errors import MethodNotAllowed, RouteNotFound, ServeError
 from mlxsrv.models.catalogue import Catalogue
 from mlxsrv.service import Service
+from mlxsrv.service.observing import Operation
 from mlxsrv.service.reply import Reply
+from mlxsrv.service.saes import check_steering
 from mlxsrv.settings import Settings, load_settings
+from mlxsrv.web import management
+from mlxsrv.web.bodies import ignored_header, read_body
 from mlxsrv.web.middleware import RequestLog, request_id
+from mlxsrv.web.observing import account_of, label, make_watchers
 from mlxsrv.web.responses import (
     Fold,
     JSONResponse,
     ReplyBody,
     ReplyStream,
     error_response,
+    refusal,
     stream_error_response,
     unanswered,
     unless_gone,
 )
+from mlxsrv.web.security import Cors, Guard, load_keys
 from mlxsrv.wire import openai, openapi, requests
 from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS
 from mlxsrv.wire.sse import encode_json
-
-_LONGEST_HEADER = 2048
 
 
 class App(Starlette):
     """The ASGI app. Use `create_app`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, local: bool) -> None:
         # Made here so that a wrong model is told now, and not by the first request.
-        self.default_model = Catalogue(settings).default
+        catalogue = Catalogue(settings)
+        check_steering(settings, catalogue)
+        self.default_model = catalogue.default
+        keys = load_keys(settings)
+        self.keys = len(keys)
+        watchers = make_watchers(settings)
         super().__init__(
             routes=[
                 Route("/v1/chat/completions", chat_completions, methods=["POST"]),
@@ -63,15 +72,22 @@ class App(Starlette):
                 Route("/detokenize", detokenize, methods=["POST"]),
                 Route("/v1/models", list_models),
                 Route("/v1/models/{id:path}", get_model),
+                *management.ROUTES,
                 Route("/health", health),
+                *watchers.routes,
                 Route("/openapi.json", describe_api),
             ],
-            middleware=[Middleware(RequestLog)],
+            middleware=[
+                *([Middleware(Cors, settings)] if settings.allowed_origin else []),
+                Middleware(RequestLog, watchers.observers),
+                Middleware(Guard, settings, keys, local=local),
+            ],
             exception_handlers={ServeError: _serve_error, HTTPException: _http_error},
             lifespan=type(self).lifespan,
         )
         self.router.redirect_slashes = False  # a wrong path is a 404 in our shape
         self.settings = settings
+        self._observers = watchers.observers
         self._service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -92,7 +108,7 @@ class App(Starlette):
         if self._service is None or self._loop is not loop:
             if self._service is not None:
                 self._service.pool.abandon()
-            self._service, self._loop = Service(self.settings), loop
+            self._service, self._loop = Service(self.settings, self._observers), loop
         return self._service
 
     @contextlib.asynccontextmanager
@@ -109,7 +125,14 @@ class App(Starlette):
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
             await service.close()
+            for observer in self._observers:
+                await observer.close()
             self._service = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the inference engine has failed, which only a new process can mend."""
+        return self._service is not None and self._service.failure is not None
 
     async def drain(self) -> None:
         """Refuse new requests and wait for running ones, at most `shutdown_grace` seconds."""
@@ -117,16 +140,17 @@ class App(Starlette):
             await self._service.drain()
 
 
-def create_app(settings: Settings | None = None) -> App:
+def create_app(settings: Settings | None = None, *, local: bool = False) -> App:
     """The server as an ASGI app, to run or to mount.
 
     Args:
         settings: None reads `MLXSRV_*` variables, as for `uvicorn --factory mlxsrv:create_app`.
+        local: whether who serves it listens on loopback only; Host must name this machine then.
 
     Raises:
         SettingsError: a setting is wrong; the message names it.
     """
-    return App(load_settings() if settings is None else settings)
+    return App(load_settings() if settings is None else settings, local=local)
 
 
 # Routes.
@@ -140,10 +164,16 @@ class Form(msgspec.Struct, frozen=True):
     stream: type[openai.Stream]
     fold: Fold
     id_prefix: str
+    operation: Operation
 
 
 CHAT = Form(
-    requests.CHAT_REQUESTS, Service.chat, openai.ChatStream, openai.chat_completion, "chatcmpl"
+    requests.CHAT_REQUESTS,
+    Service.chat,
+    openai.ChatStream,
+    openai.chat_completion,
+    "chatcmpl",
+    "chat",
 )
 TEXT = Form(
     requests.COMPLETION_REQUESTS,
@@ -151,6 +181,7 @@ TEXT = Form(
     openai.CompletionStream,
     openai.text_completion,
     "cmpl",
+    "text_completion",
 )
 
 
@@ -164,13 +195,17 @@ async def completions(request: Request) -> Response:
 
 async def _generate(request: Request, form: Form) -> Response:
     app: App = request.app
-    body = await _read_body(request, app.settings.max_body)
+    body = await read_body(request, app.settings.max_body)
     accept = request.headers.get("accept", "")
+    account = account_of(request.scope)
+    account.operation = form.operation
     try:
         asked, ignored = form.requests.decode(body)
-        headers = _ignored_header(ignored)
-        reply = await form.serve(app.service, asked, request_id(request.scope))
+        account.asked, account.model = asked, label(app.service.pool.catalogue, asked.model)
+        headers = ignored_header(ignored)
+        reply = account.reply = await form.serve(app.service, asked, request_id(request.scope))
     except ServeError as error:
+        account.error = error.code
         return _refuse(error, form, body, accept)
     if not asked.stream:
         return ReplyBody(reply, form.fold, headers=headers)
@@ -184,40 +219,45 @@ async def _generate(request: Request, form: Form) -> Response:
 
 
 async def embed(request: Request) -> Response:
-    return await _compute(request, EMBEDDING_REQUESTS, Service.embed)
+    return await _compute(request, EMBEDDING_REQUESTS, Service.embed, "embeddings")
 
 
 async def rerank(request: Request) -> Response:
-    return await _compute(request, RERANK_REQUESTS, Service.rerank)
+    return await _compute(request, RERANK_REQUESTS, Service.rerank, "rerank")
 
 
 async def _compute(
     request: Request,
     requests: requests.RequestDecoder[Any],
     serve: Callable[[Service, Any, str], Coroutine[Any, Any, Any]],
+    operation: Operation,
 ) -> Response:
     app: App = request.app
-    body = await _read_body(request, app.settings.max_body)
+    account = account_of(request.scope)
+    account.operation = operation
+    body = await read_body(request, app.settings.max_body)
     asked, ignored = requests.decode(body)
+    account.asked, account.model = asked, label(app.service.pool.catalogue, asked.model)
     work = serve(app.service, asked, request_id(request.scope))
     answer = await unless_gone(request.receive, work)
+    account.model, account.tokens = answer.model, answer.usage.prompt_tokens
     # Millions of numbers would hold up every stream.
     text = await anyio.to_thread.run_sync(encode_json, answer)
-    return Response(text, headers=_ignored_header(ignored), media_type="application/json")
+    return Response(text, headers=ignored_header(ignored), media_type="application/json")
 
 
 async def tokenize(request: Request) -> Response:
     app: App = request.app
-    body = await _read_body(request, app.settings.max_body)
+    body = await read_body(request, app.settings.max_body)
     asked, ignored = requests.TOKENIZE_REQUESTS.decode(body)
-    return JSONResponse(await app.service.tokenize(asked), headers=_ignored_header(ignored))
+    return JSONResponse(await app.service.tokenize(asked), headers=ignored_header(ignored))
 
 
 async def detokenize(request: Request) -> Response:
     app: App = request.app
-    body = await _read_body(request, app.settings.max_body)
+    body = await read_body(request, app.settings.max_body)
     asked, ignored = requests.DETOKENIZE_REQUESTS.decode(body)
-    return JSONResponse(await app.service.detokenize(asked), headers=_ignored_header(ignored))
+    return JSONResponse(await app.service.detokenize(asked), headers=ignored_header(ignored))
 
 
 async def list_models(request: Request) -> Response:
@@ -248,28 +288,6 @@ async def describe_api(request: Request) -> Response:
 # What routes share.
 
 
-async def _read_body(request: Request, limit: int) -> bytes:
-    """The body, refused as soon as it is known to be over `limit` bytes."""
-    too_large = RequestTooLarge(f"the body is larger than {limit} bytes")
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > limit:
-        raise too_large
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise too_large
-    return bytes(body)
-
-
-def _ignored_header(names: list[str]) -> dict[str, str]:
-    """The header that names ignored fields, whose names may be anything and any number."""
-    if not names:
-        return {}
-    text = ", ".join(quote(name, safe=" ") for name in names)
-    return {"X-Ignored-Params": text[:_LONGEST_HEADER]}
-
-
 class _Peek(msgspec.Struct):
     stream: Any = None
     model: Any = None
@@ -292,15 +310,15 @@ def _refuse(error: ServeError, form: Form, body: bytes, accept: str) -> Response
 
 async def _serve_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ServeError)
-    return error_response(error)
+    return refusal(request.scope, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own refusals, in our shape."""
+    """Starlette's own refusals, in our shapes."""
     assert isinstance(error, HTTPException)
     path, method = request.url.path, request.method
     if error.status_code == 405:
-        refusal: ServeError = MethodNotAllowed(f"{path} does not answer {method}")
+        why: ServeError = MethodNotAllowed(f"{path} does not answer {method}")
     else:
-        refusal = RouteNotFound(f"there is no {method} {path} here")
-    return error_response(refusal, error.headers)
+        why = RouteNotFound(f"there is no {method} {path} here")
+    return refusal(request.scope, why, error.headers)

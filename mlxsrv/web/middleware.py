@@ -9,14 +9,18 @@ from __future__ import annotations
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlxsrv.engine.faults import survivable
 from mlxsrv.errors import ServeError
 from mlxsrv.logs import log
-from mlxsrv.web.responses import error_response
+from mlxsrv.service.observing import Observer, RequestEnded
+from mlxsrv.web.observing import open_account
+from mlxsrv.web.responses import refusal
 
 _log = logging.getLogger("mlxsrv.access")
 
@@ -30,17 +34,19 @@ def request_id(scope: Scope) -> str:
 
 
 class RequestLog:
-    """Gives each request its id, logs one line at its end, and turns a bug into a 500."""
+    """Gives each request its id, logs one line at its end, tells who watches, and turns a bug into
+    a 500."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer] = ()) -> None:
         self._app = app
+        self._observers = observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         identity = scope["mlxsrv.request_id"] = _accepted(Headers(scope=scope).get("x-request-id"))
-        started = time.perf_counter()
+        account = open_account(scope)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -54,11 +60,14 @@ class RequestLog:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             pass  # it left while sending its body: there is nobody to answer
-        except Exception:
-            _log.exception("a bug: request %s failed", identity)
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            account.error = ServeError.code
+            log(_log, logging.ERROR, "bug", traceback=True, request=identity)
             if status == 0:
                 message = f"the server failed; its log says why under request id {identity}"
-                await error_response(ServeError(message))(scope, receive, send_with_id)
+                await refusal(scope, ServeError(message))(scope, receive, send_with_id)
         finally:
             log(
                 _log,
@@ -67,9 +76,18 @@ class RequestLog:
                 method=scope["method"],
                 path=scope["path"],
                 status=status or None,
-                seconds=time.perf_counter() - started,
+                seconds=time.monotonic() - account.begun,
                 request=identity,
             )
+            if self._observers:
+                self._tell(account.end(scope, status, identity))
+
+    def _tell(self, ended: RequestEnded) -> None:
+        for observer in self._observers:
+            try:
+                observer.ended(ended)
+            except Exception:  # of a sampler, say, that is not ours: the request is answered
+                log(_log, logging.ERROR, "observer failed", traceback=True, request=ended.id)
 
 
 def _accepted(given: str | None) -> str:

@@ -13,11 +13,12 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mlxsrv.errors import ServeError
+from mlxsrv.errors import RequestTimeout, ServeError
 from mlxsrv.events import Answer, Usage
 from mlxsrv.service.outputs import Answers, Ended, Opened, Output, Text, ToolInput, ToolStarted
 from mlxsrv.service.reply import Reply
-from mlxsrv.wire import openai
+from mlxsrv.web.observing import account_of
+from mlxsrv.wire import management, openai
 from mlxsrv.wire.sse import KEEPALIVE, encode_json
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -40,8 +41,26 @@ def error_response(error: ServeError, headers: Mapping[str, str] | None = None) 
     return JSONResponse(
         openai.error_response(error),
         status_code=error.status,
-        headers={**_retry(error), **(headers or {})},
+        headers={**_advice(error), **(headers or {})},
     )
+
+
+def refusal(scope: Scope, error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
+    """An error in the shape of what was asked: the management's has an envelope."""
+    account_of(scope).error = error.code
+    if not _is_management(scope):
+        return error_response(error, headers)
+    return JSONResponse(
+        management.failure(error),
+        status_code=error.status,
+        headers={**_advice(error), **(headers or {})},
+    )
+
+
+def _is_management(scope: Scope) -> bool:
+    """Whether the path, below where the app is mounted, is one of the management's."""
+    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+    return path.startswith("/api/")
 
 
 def stream_error_response(error: ServeError, stream: openai.Stream, accept: str) -> Response:
@@ -52,12 +71,14 @@ def stream_error_response(error: ServeError, stream: openai.Stream, accept: str)
     return Response(
         stream.error(error),
         status_code=error.status,
-        headers={**_STREAM_HEADERS, **_retry(error)},
+        headers={**_STREAM_HEADERS, **_advice(error)},
         media_type="text/event-stream",
     )
 
 
-def _retry(error: ServeError) -> dict[str, str]:
+def _advice(error: ServeError) -> dict[str, str]:
+    if isinstance(error, RequestTimeout):
+        return {"Connection": "close"}  # or the rest of the body would be waited for
     return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
 
 

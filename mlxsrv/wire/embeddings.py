@@ -10,7 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.events import Vectors
-from mlxsrv.wire.requests import NotEmpty, PositiveInt, RequestDecoder, TokenId
+from mlxsrv.wire.requests import NotEmpty, PositiveInt, RequestDecoder, TokenId, User
 
 MOST_TEXTS = 2048
 
@@ -28,7 +28,7 @@ class EmbeddingRequest(Struct, frozen=True, kw_only=True):
     dimensions: PositiveInt | None = None
     input_type: Literal["query", "document"] | None = None
     instruction: NotEmpty | None = None
-    user: str | None = None
+    user: User | None = None
 
     @property
     def texts(self) -> list[str | list[int]]:
@@ -55,7 +55,7 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
     top_n: PositiveInt | None = None
     return_documents: bool | None = None
-    user: str | None = None
+    user: User | None = None
 
     @property
     def texts(self) -> list[str]:

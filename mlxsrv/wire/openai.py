@@ -504,7 +504,15 @@ class MemoryState(Struct, frozen=True, kw_only=True):
     peak: int
 
 
+class EngineState(Struct, frozen=True, kw_only=True):
+    """`stalled_seconds`: how long a step has taken that is still under way, if that is more than
+    `--step-timeout`; else 0."""
+
+    stalled_seconds: float
+
+
 class Health(Struct, frozen=True, kw_only=True):
     status: HealthStatus
+    engine: EngineState | UnsetType = UNSET
     models: list[ModelState] | UnsetType = UNSET
     memory: MemoryState | UnsetType = UNSET

@@ -16,127 +16,23 @@ from msgspec import Struct
 
 from mlxsrv.version import __version__
 from mlxsrv.wire import embeddings, openai, requests
+from mlxsrv.wire.management import Problem
+from mlxsrv.wire.operations import OPERATIONS, Operation
 
 Schema = dict[str, Any]
 
 
-class Operation(Struct, frozen=True, kw_only=True):
-    """One endpoint. `chunk` is what it streams; `errors` are the statuses of refusals."""
-
-    method: str
-    path: str
-    id: str
-    summary: str
-    description: str = ""
-    asks: type[Struct] | None = None
-    answer: type[Struct] | None = None
-    chunk: type[Struct] | None = None
-    errors: tuple[int, ...] = ()
-
-
-_ASKED = (400, 404, 405, 413, 500, 503, 504)
-_GENERATED = (*_ASKED, 507)
-_READ = (405, 500)
-
-OPERATIONS = (
-    Operation(
-        method="POST",
-        path="/v1/chat/completions",
-        id="createChatCompletion",
-        summary="Answer a chat",
-        description="With `stream`, as server-sent events that end with `data: [DONE]`.",
-        asks=requests.ChatRequest,
-        answer=openai.ChatCompletion,
-        chunk=openai.ChatChunk,
-        errors=_GENERATED,
-    ),
-    Operation(
-        method="POST",
-        path="/v1/completions",
-        id="createCompletion",
-        summary="Go on with a text",
-        description="With `stream`, as server-sent events that end with `data: [DONE]`.",
-        asks=requests.CompletionRequest,
-        answer=openai.TextCompletion,
-        chunk=openai.TextCompletion,
-        errors=_GENERATED,
-    ),
-    Operation(
-        method="GET",
-        path="/v1/models",
-        id="listModels",
-        summary="The models that can be asked",
-        answer=openai.ModelList,
-        errors=_READ,
-    ),
-    Operation(
-        method="GET",
-        path="/v1/models/{id}",
-        id="getModel",
-        summary="One model",
-        description="Slashes in the id stand as they are.",
-        answer=openai.ModelObject,
-        errors=(404, *_READ),
-    ),
-    Operation(
-        method="POST",
-        path="/v1/embeddings",
-        id="createEmbedding",
-        summary="Vectors of texts",
-        asks=embeddings.EmbeddingRequest,
-        answer=embeddings.EmbeddingList,
-        errors=_GENERATED,
-    ),
-    Operation(
-        method="POST",
-        path="/v1/rerank",
-        id="rerank",
-        summary="Documents by their relevance to a query",
-        asks=embeddings.RerankRequest,
-        answer=embeddings.RerankResponse,
-        errors=_GENERATED,
-    ),
-    Operation(
-        method="POST",
-        path="/tokenize",
-        id="tokenize",
-        summary="The tokens of a text",
-        asks=requests.TokenizeRequest,
-        answer=openai.TokenizeResponse,
-        errors=_ASKED,
-    ),
-    Operation(
-        method="POST",
-        path="/detokenize",
-        id="detokenize",
-        summary="The text of tokens",
-        asks=requests.DetokenizeRequest,
-        answer=openai.DetokenizeResponse,
-        errors=_ASKED,
-    ),
-    Operation(
-        method="GET",
-        path="/health",
-        id="getHealth",
-        summary="Whether requests would be served",
-        description="With the query `verbose=1` also what the server holds and does.",
-        answer=openai.Health,
-        errors=_READ,
-    ),
-    Operation(
-        method="GET",
-        path="/openapi.json",
-        id="getDescription",
-        summary="This document",
-        errors=_READ,
-    ),
-)
-
 _STATUS = {
     400: "The request is wrong; `param` says where.",
-    404: "There is no such model, or no such path.",
+    401: "The key is missing or wrong.",
+    403: "Web pages of other origins, and hosts of other names, are not answered.",
+    404: "There is no such model, no such thing, or no such path.",
     405: "The path does not answer this method.",
+    408: "The body did not arrive in time.",
+    409: "What is there stands against it.",
     413: "The body is too large.",
+    429: "More requests than the server allows one client.",
+    431: "The headers are too large.",
     500: "A bug; the log says more under the request id.",
     503: "The server is busy, cannot load the model, or is shutting down.",
     504: "The request's time was over before there was any text.",
@@ -170,7 +66,14 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
         },
         "servers": [{"url": quote(prefix) or "/"}],
         "paths": paths,
-        "components": {"schemas": _schemas(), "headers": _HEADERS},
+        "components": {
+            "schemas": _schemas(),
+            "headers": _HEADERS,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer"},
+                "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
+        },
     }
 
 
@@ -196,39 +99,85 @@ def _operation(operation: Operation) -> Schema:
     described: Schema = {"operationId": operation.id, "summary": operation.summary}
     if operation.description:
         described["description"] = operation.description
-    if "{id}" in operation.path:
-        parameter = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
-        described["parameters"] = [parameter]
+    parameters = [*_path_parameters(operation.path), *_query_parameters(operation.query)]
+    if parameters:
+        described["parameters"] = parameters
+    if not operation.open:  # a server without keys asks for none
+        described["security"] = [{}, {"bearer": []}, {"key": []}]
     if operation.asks is not None:
         described["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": _reference(operation.asks)}},
+            "required": any(field.required for field in msgspec.structs.fields(operation.asks)),
+            "content": {"application/json": {"schema": _schema(operation.asks)}},
         }
-    described["responses"] = {"200": _answer(operation)} | {
-        str(status): _error(status, operation.chunk) for status in sorted(operation.errors)
+    described["responses"] = {str(operation.status): _answer(operation)} | {
+        str(status): _error(status, operation)
+        for status in sorted({*operation.errors, *_guarding(operation)})
     }
     if operation.answer is openai.Health:  # answers in its own form when it is not well, too
         described["responses"]["503"] = _answer(operation, "Requests would not be served now.")
     return described
 
 
+def _guarding(operation: Operation) -> list[int]:
+    """What stands before every endpoint may answer in its place."""
+    refusals = [400, 403, 431] if operation.open else [400, 401, 403, 429, 431]
+    return refusals if operation.asks is None else [*refusals, 408]
+
+
+def _path_parameters(path: str) -> list[Schema]:
+    return [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)}", path)
+    ]
+
+
+def _query_parameters(query: type[Struct] | None) -> list[Schema]:
+    if query is None:
+        return []
+    described = msgspec.json.schema(query)["$defs"][query.__name__]["properties"]
+    return [
+        {"name": name, "in": "query", "schema": _without_null(schema)}
+        for name, schema in described.items()
+    ]
+
+
+def _without_null(schema: Schema) -> Schema:
+    """A query cannot say null."""
+    kinds = [kind for kind in schema.get("anyOf", [schema]) if kind != {"type": "null"}]
+    return {name: value for name, value in kinds[0].items() if value is not None}
+
+
 def _answer(operation: Operation, description: str = "The answer.") -> Schema:
-    schema = {"type": "object"} if operation.answer is None else _reference(operation.answer)
+    schema = {"type": "object"} if operation.answer is None else _schema(operation.answer)
+    if operation.enveloped:
+        schema = _envelope(success=True, data=schema, error={"type": "null"})
     headers = ["X-Request-ID"] + (["X-Ignored-Params"] if operation.asks is not None else [])
-    return _response(description, schema, operation.chunk, headers)
+    return _response(description, schema, operation.chunk, headers, operation.media)
 
 
-def _error(status: int, chunk: type[Struct] | None) -> Schema:
-    headers = ["X-Request-ID"] + (["Retry-After"] if status == 503 else [])
-    return _response(_STATUS[status], _reference(openai.ErrorResponse), chunk, headers)
+def _error(status: int, operation: Operation) -> Schema:
+    schema = _schema(openai.ErrorResponse)
+    if operation.enveloped:
+        schema = _envelope(success=False, data={"type": "null"}, error=_schema(Problem))
+    headers = ["X-Request-ID"] + (["Retry-After"] if status in (429, 503) else [])
+    return _response(_STATUS[status], schema, operation.chunk, headers)
+
+
+def _envelope(*, success: bool, data: Schema, error: Schema) -> Schema:
+    properties = {"success": {"const": success}, "data": data, "error": error}
+    return {"type": "object", "properties": properties, "required": [*properties]}
 
 
 def _response(
-    description: str, schema: Schema, chunk: type[Struct] | None, headers: list[str]
+    description: str,
+    schema: Schema,
+    chunk: type[Struct] | None,
+    headers: list[str],
+    media: str = "application/json",
 ) -> Schema:
-    content = {"application/json": {"schema": schema}}
+    content = {media: {"schema": schema}}
     if chunk is not None:
-        content["text/event-stream"] = {"schema": _reference(chunk)}
+        content["text/event-stream"] = {"schema": _schema(chunk)}
     return {
         "description": description,
         "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in headers},
@@ -236,18 +185,23 @@ def _response(
     }
 
 
-def _reference(kind: type[Struct]) -> Schema:
-    return {"$ref": f"#/components/schemas/{kind.__name__}"}
+def _schema(kind: Any) -> Schema:
+    """A type's schema; a Struct's is a reference."""
+    [schema], _ = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
+    return schema
+
+
+_TEMPLATE = "#/components/schemas/{name}"
 
 
 # Schemas.
 
 
 def _schemas() -> dict[str, Schema]:
-    asked = _components({operation.asks for operation in OPERATIONS})
-    answered = {operation.answer for operation in OPERATIONS}
-    chunks = {operation.chunk for operation in OPERATIONS}
-    told = _components(answered | chunks | {openai.ErrorResponse})
+    asked = _components([operation.asks for operation in OPERATIONS])
+    answered = [operation.answer for operation in OPERATIONS]
+    chunks = [operation.chunk for operation in OPERATIONS]
+    told = _components([*answered, *chunks, openai.ErrorResponse, Problem])
     assert not asked.keys() & told.keys()  # a schema has one name, and a name one schema
     _tighten(asked)
     for schema in told.values():
@@ -255,10 +209,9 @@ def _schemas() -> dict[str, Schema]:
     return dict(sorted((asked | told).items()))
 
 
-def _components(kinds: Iterable[type[Struct] | None]) -> dict[str, Schema]:
+def _components(kinds: Iterable[Any]) -> dict[str, Schema]:
     _, components = msgspec.json.schema_components(
-        [kind for kind in kinds if kind is not None],
-        ref_template="#/components/schemas/{name}",
+        [kind for kind in kinds if kind is not None], ref_template=_TEMPLATE
     )
     return components
 
@@ -280,9 +233,15 @@ def _tighten(schemas: dict[str, Schema]) -> None:
             if name not in properties:
                 properties[name] = {"enum": list(values), "description": "No other is supported."}
         properties["logit_bias"]["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
+        properties["steering"]["propertyNames"] = _FEATURE
+        # More such rules than there are, and tools that make up bodies give up.
+        properties["steering"]["description"] = "Not with `profile`."
+        properties["steering_mode"]["description"] = "Only with `steering`."
         schema["oneOf"] = _at_most_one(_constraints(properties))
     chat, text = schemas["ChatRequest"], schemas["CompletionRequest"]
     chat["allOf"], text["allOf"] = _CHAT_RULES, _TEXT_RULES
+    for name in ("FeaturesRequest", "ProfileRequest", "ProfileUpdate"):
+        schemas[name]["properties"]["steering"]["propertyNames"] = _FEATURE
     text["properties"]["prompt"] = _PROMPT
     schemas["EmbeddingRequest"]["properties"]["input"] = _INPUT
     schemas["ContentPart"]["properties"] |= {"type": {"const": "text"}, "text": _STRING}
@@ -293,6 +252,7 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     }
 
 
+_FEATURE: Schema = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
 _STRING: Schema = {"type": "string"}
 _TOKENS: Schema = {
     "type": "array",

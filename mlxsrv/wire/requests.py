@@ -17,15 +17,22 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.events import SteeringMode
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 NotEmpty = Annotated[str, Meta(min_length=1)]
+# Where only the size of the body would be a bound, there is one that no honest request meets.
+StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
+User = Annotated[str, Meta(max_length=1000)]
 TokenId = Int32
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Likeliest = Annotated[int, Meta(ge=0, le=20)]
+# Which indices there are is for the SAE to say; so many directions are some megabytes a request.
+Features = Annotated[dict[int, Annotated[float, Meta(ge=-200, le=200)]], Meta(max_length=1000)]
+Scale = Annotated[float, Meta(ge=-100, le=100)]
 # `$` alone would let a newline follow.
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(?!\n)$")]
 Regex = Annotated[str, Meta(min_length=1, extra_json_schema={"format": "regex"})]
@@ -55,9 +62,9 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    logit_bias: dict[TokenId, Bias] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=4096)] | None = None
     seed: Int64 | None = None
-    stop: NotEmpty | Annotated[list[NotEmpty], Meta(max_length=16)] | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     max_tokens: PositiveInt | None = None
     max_completion_tokens: PositiveInt | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -65,9 +72,13 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
     guided_grammar: NotEmpty | None = None
     guided_json: dict[str, Any] | SchemaText | None = None
+    profile: NotEmpty | None = None
+    steering: Features | None = None
+    steering_mode: SteeringMode | None = None
+    control_vector: NotEmpty | Annotated[dict[NotEmpty, Scale], Meta(max_length=100)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = None
+    user: User | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -127,9 +138,9 @@ class Message(Struct, frozen=True):
     client's call is in `function_call`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[ContentPart] | None = None
+    content: str | Annotated[list[ContentPart], Meta(max_length=10_000)] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Meta(max_length=1000)] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None
     reasoning_content: str | None = None
@@ -185,14 +196,14 @@ class JSONSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema")
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
-    messages: Annotated[list[Message], Meta(min_length=1)]
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1000)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: TextFormat | JSONObjectFormat | JSONSchemaFormat | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
 
@@ -260,7 +271,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     model: str | None = None
 
 
@@ -278,8 +289,21 @@ def _check_constraints(request: GenerationRequest) -> None:
         _ = request.guided_schema
 
 
+def _check_steering(request: GenerationRequest) -> None:
+    if request.profile is not None and request.steering is not None:
+        raise InvalidRequest(
+            "steering: cannot be combined with profile, which says it all", param="steering"
+        )
+    if request.steering_mode is not None and request.steering is None:
+        raise InvalidRequest(
+            "steering_mode: there is no steering that it could be the mode of",
+            param="steering_mode",
+        )
+
+
 def _check_chat(request: ChatRequest) -> None:
     _check_constraints(request)
+    _check_steering(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
     choice = request.tool_choice
@@ -298,6 +322,7 @@ def _check_chat(request: ChatRequest) -> None:
 
 def _check_completion(request: CompletionRequest) -> None:
     _check_constraints(request)
+    _check_steering(request)
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest(
             "max_tokens: expected `int` >= 1; 0 needs echo, to score the prompt",
@@ -326,8 +351,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (None,),
     "moderation": (None,),
     "verbosity": (None, "medium"),
-    "profile": (None,),
-    "steering": (None,),
     "suffix": (None, ""),
     # Honoured by one kind of request and unknown to the other.
     "best_of": (None, 1),
@@ -399,6 +422,18 @@ class RequestDecoder(Generic[T]):
             raise UnsupportedParameter(
                 f"{name} is not supported ({reason}); leave it out", param=name
             )
+
+
+def read_query(kind: type[T], values: Mapping[str, str]) -> T:
+    """A URL's query as one kind of Struct; what it has no field for is ignored.
+
+    Raises:
+        InvalidRequest: `param` is the name.
+    """
+    try:
+        return msgspec.convert(values, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
 
 
 def _has_idle_options(request: Struct) -> bool:

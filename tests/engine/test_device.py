@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.engine.device import DeviceThread, JobEvent, Port
+from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.port import JobEvent, Port
 from mlxsrv.errors import ModelNotLoaded
 from mlxsrv.events import Failed, Job, Load, PromptRead, Sampling, Started, Token
 from tests.engine.conftest import ModelFolder

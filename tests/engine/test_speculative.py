@@ -375,20 +375,21 @@ def test_a_vocabulary_that_is_padded_differently_is_the_same(models: Any, size: 
     assert draft.highest == min(size - 1, 511)
 
 
-def test_after_an_error_the_draft_begins_anew(models: Any) -> None:
+def test_an_error_of_the_draft_costs_nobody_a_token(models: Any) -> None:
     model, draft = models("qwen3"), Counting(models("qwen3", "perturbed"))
     first, second = prompts(2, seed=11)
     batch = make(model, draft)
     batch.submit(job(0, first))
-    for _ in range(5):
-        step(batch)
+    drawn = [event.id for _ in range(5) for event in tokens_of(step(batch))]
     draft.failing = True
-    with pytest.raises(RuntimeError, match="refused"):
-        batch.decode()
-    batch.fail("refused")
+    fed = len(draft.fed)
+    drawn += run(batch, [job(1, second)])[0]
+    assert drawn == solo(model, first)
+    assert len(draft.fed) == fed
     draft.failing = False
-    batch.submit(job(1, second))
-    assert run(batch)[1] == solo(model, second)
+    batch.submit(job(2, second))
+    assert run(batch)[2] == solo(model, second)
+    assert len(draft.fed) == fed, "it is not used any more"
 
 
 def test_the_first_trial_is_soon(models: Any) -> None:

@@ -90,6 +90,8 @@ def test_all_that_a_chat_model_says(original: Path) -> None:
         size=(original / "model.safetensors").stat().st_size,
         weights=sum(value.nbytes for value in weights.values()),
         kv_block=256 * 2 * 2 * 16 * 2 * 2,
+        hidden_size=64,
+        layers=2,
         modified_at=max(path.stat().st_mtime for path in original.iterdir()),
         capabilities=("completion", "chat", "tools", "thinking"),
     )

@@ -21,7 +21,8 @@ import pytest
 
 from mlxsrv.errors import InsufficientMemory, ModelNotLoaded, Overloaded, ShuttingDown
 from mlxsrv.models.catalogue import Catalogue, Entry
-from mlxsrv.models.pool import Lease, Pool
+from mlxsrv.models.lease import Lease
+from mlxsrv.models.pool import Pool
 from mlxsrv.settings import Settings
 from tests.tiny import write_model
 

@@ -26,8 +26,9 @@ from mlxsrv.events import Load, Loaded
 from mlxsrv.models import pool as module
 from mlxsrv.models.catalogue import Catalogue
 from mlxsrv.models.folder import Unhealthy
+from mlxsrv.models.lease import Lease
 from mlxsrv.models.model import Files
-from mlxsrv.models.pool import Lease, Pool
+from mlxsrv.models.pool import Pool
 from mlxsrv.settings import Settings
 
 SIZES = {"a": 10, "b": 20, "c": 30, "broken": 10, "unhealthy": 10}

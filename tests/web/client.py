@@ -162,7 +162,7 @@ class RawClient:
         content = json.dumps(body).encode()
         head = [
             f"POST {path} HTTP/1.1",
-            "Host: test",
+            "Host: localhost",
             f"Content-Length: {len(content)}",
             f"X-Request-ID: {self.request}",
         ]

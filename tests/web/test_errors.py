@@ -74,6 +74,10 @@ WRONG: Table = {
     "guided_choice": ["a", [], [5]],
     "guided_grammar": [5, "", "no grammar"],
     "guided_json": [5, "{", [1]],
+    "profile": [5, ""],
+    "steering": [[], {"a": 1}, {"5": 201}, {"5": "1"}],
+    "steering_mode": ["sum", "clamp"],
+    "control_vector": [5, "", "nothing", {"nothing": 1}, {"nothing": 101}],
 }
 WRONG_CHAT: Table = {
     "logprobs": [1, "true", []],
@@ -260,10 +264,6 @@ def test_a_template_variable_nested_deeply_is_the_clients_fault(client: httpx.Cl
 
 # What is known and cannot be honoured yet.
 
-UNSUPPORTED: Table = {
-    "profile": ["kind"],
-    "steering": [{"5": 1.0}],
-}
 UNSUPPORTED_CHAT: Table = {
     "functions": [[{"name": "f"}]],
     "function_call": [{"name": "f"}],
@@ -303,7 +303,7 @@ NEUTRAL_COMPLETION: Table = {
 
 @pytest.mark.parametrize(
     ("path", "field", "value"),
-    _cases(UNSUPPORTED, UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION),
+    _cases({}, UNSUPPORTED_CHAT, UNSUPPORTED_COMPLETION),
 )
 def test_what_would_change_the_output_is_not_dropped(
     client: httpx.Client, path: str, field: str, value: Any
@@ -620,7 +620,7 @@ MESSAGE = st.fixed_dictionaries(
 FEW = st.integers(1, 4) | JSON.filter(
     lambda value: value is not None and not isinstance(value, int)
 )
-NAMES = sorted({*WRONG, *WRONG_CHAT, *UNSUPPORTED, *UNSUPPORTED_CHAT, *UNSUPPORTED_COMPLETION})
+NAMES = sorted({*WRONG, *WRONG_CHAT, *UNSUPPORTED_CHAT, *UNSUPPORTED_COMPLETION})
 BODIES = st.builds(
     lambda base, wild, unknown, limits: base | wild | unknown | limits,
     st.fixed_dictionaries(

@@ -107,6 +107,11 @@ def test_a_proxys_prefix_is_told() -> None:
 
 POSTS = [CHAT, COMPLETIONS, "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"]
 GETS = ["/v1/models", "/v1/models/{id}", "/health", DOCUMENT]
+MANAGED = [
+    *("/api/saes", "/api/saes/attachment", "/api/saes/{id}", "/api/saes/{id}/compatibility"),
+    *("/api/saes/steering", "/api/profiles", "/api/profiles/{id}", "/api/monitoring/history"),
+]
+"""Tests of the management hold all that it tells against its description."""
 
 OF_THE_MODEL = re.compile(
     r"maximum context length|is no token id of this model|are made for one request"
@@ -144,6 +149,8 @@ def prepared(case: AnyCase, **fields: Any) -> AnyCase:
     one, for a schema cannot tell 1 from 1.0."""
     body = {**_integral(case.body), "model": None}
     if case.path in (CHAT, COMPLETIONS):
+        # There is no SAE here, nor a profile or a control vector.
+        body |= dict.fromkeys(("profile", "steering", "steering_mode", "control_vector"))
         body |= {"max_completion_tokens": None, **fields}
         if body.get("max_tokens") != 0:
             body["max_tokens"] = 2
@@ -211,7 +218,7 @@ def test_what_is_not_allowed_is_refused_as_described(
     attempt(document, path, check, mode=GenerationMode.NEGATIVE)
 
 
-@pytest.mark.parametrize("path", GETS)
+@pytest.mark.parametrize("path", GETS + MANAGED)
 def test_what_is_read_is_as_described(described: Server, document: Body, path: str) -> None:
     def check(case: AnyCase) -> None:
         response = case.call(base_url=described.url, timeout=PATIENCE)

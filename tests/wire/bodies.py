@@ -57,6 +57,14 @@ WRONG: Table = {
     "guided_choice": [[], "a", 5, {}, True],
     "guided_grammar": ["", 5, ["start: x"], {}],
     "guided_json": [5, True, []],
+    "profile": ["", 5, True, [], {}],
+    "steering": [
+        *([], "5", 5, True, {"a": 1}, {"1.0": 1}, {"": 1}, {"05": 1}, {" 5": 1}, {"5": "1"}),
+        *({"5": True}, {"5": None}, {"5": 200.1}, {"5": -201}, {"5": []}, {"5": 1, "x": 1}),
+        {str(feature): 1 for feature in range(1001)},
+    ],
+    "steering_mode": ["add", "", 5, True, []],
+    "control_vector": ["", 5, True, [], {"": 1}, {"a": "1"}, {"a": 100.1}, {"a": -101}],
     "stream": ["true", 1, 0, []],
     "stream_options": [True, "x", []],
     "user": [5, {}, []],
@@ -184,8 +192,15 @@ WRONG_WITHIN_DETOKENIZE: Elsewhere = [
     ({"tokens": [2**31]}, "tokens[0]"),
 ]
 
-# Wrong in a way that a schema cannot say.
+# Wrong in a way that a schema cannot say, or that no tool would understand.
 
+WRONG_UNSAID: Elsewhere = [
+    ({"profile": "mine", "steering": {"5": 1}}, "steering"),
+    ({"profile": "mine", "steering": {}}, "steering"),
+    ({"steering_mode": "additive"}, "steering_mode"),
+    ({"profile": "mine", "steering_mode": "clamp"}, "steering_mode"),
+    ({"steering": None, "steering_mode": "clamp"}, "steering_mode"),
+]
 WRONG_UNSAID_CHAT: Elsewhere = [
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": "[]"}, "guided_json"),
@@ -231,8 +246,6 @@ UNSUPPORTED: Table = {
     "web_search_options": [{}],
     "moderation": [{"model": "m"}],
     "verbosity": ["low", "high", 5],
-    "profile": ["mine"],
-    "steering": [{"5": 1.0}],
     "suffix": ["the end", 5],
 }
 UNSUPPORTED_CHAT: Table = {"best_of": [2, 0, True, "1"], "echo": [True, 0]}
@@ -264,6 +277,9 @@ FINE: Table = {
     "guided_choice": [["yes", "no"], [""]],
     "guided_grammar": ['start: "x"'],
     "guided_json": [JSON_SCHEMA, '{"type": "object"}', {}],
+    "profile": ["mine", "a b é"],
+    "steering": [{}, {"5": 1}, {"0": -200, "16383": 200.0}],
+    "control_vector": ["calm", {}, {"calm": 1, "a/b c": -0.5}],
     "stream": [True, False],
     "stream_options": [{}, {"include_usage": True}, {"include_usage": None}],
     "user": ["ada"],
@@ -300,6 +316,11 @@ FINE_COMPLETION: Table = {
     "tools": [[]],
     "tool_choice": ["none", "auto"],
 }
+FINE_TOGETHER: list[Body] = [
+    {"steering": {"5": 0}, "steering_mode": "clamp"},
+    {"steering": {}, "steering_mode": "additive", "control_vector": "calm"},
+    {"profile": "mine", "steering": None, "steering_mode": None, "control_vector": {}},
+]
 FINE_TOGETHER_CHAT: list[Body] = [
     {"logprobs": True, "top_logprobs": 20},
     {"tools": [tool()], "tool_choice": "required"},
@@ -376,11 +397,11 @@ KINDS = {
         chat(),
         wrong=_merge(WRONG, WRONG_CHAT),
         within=WRONG_WITHIN + WRONG_WITHIN_CHAT,
-        unsaid=WRONG_UNSAID_CHAT,
+        unsaid=WRONG_UNSAID + WRONG_UNSAID_CHAT,
         missing=MISSING_CHAT,
         unsupported=_merge(UNSUPPORTED, UNSUPPORTED_CHAT),
         fine=_merge(FINE, FINE_CHAT),
-        together=FINE_TOGETHER_CHAT,
+        together=FINE_TOGETHER + FINE_TOGETHER_CHAT,
     ),
     "completion": Kind(
         requests.COMPLETION_REQUESTS,
@@ -388,9 +409,10 @@ KINDS = {
         completion(),
         wrong=_merge(WRONG, WRONG_COMPLETION),
         within=WRONG_WITHIN + WRONG_WITHIN_COMPLETION,
+        unsaid=WRONG_UNSAID,
         unsupported=_merge(UNSUPPORTED, UNSUPPORTED_COMPLETION),
         fine=_merge(FINE, FINE_COMPLETION),
-        together=FINE_TOGETHER_COMPLETION,
+        together=FINE_TOGETHER + FINE_TOGETHER_COMPLETION,
     ),
     "tokenize": Kind(
         requests.TOKENIZE_REQUESTS,

@@ -14,11 +14,12 @@ import pytest
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.events import Answer, TokenScore, ToolUse, Usage
 from mlxsrv.wire import openai
-from mlxsrv.wire.openapi import OPERATIONS, document
+from mlxsrv.wire.openapi import document
+from mlxsrv.wire.operations import OPERATIONS
 from tests.wire.bodies import KINDS, Kind
 from tests.wire.schemas import Body, as_sent, read_chunks
 
-ROUTES = [
+OPENAI = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("GET", "/v1/models"),
@@ -28,8 +29,13 @@ ROUTES = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/health"),
+    ("GET", "/metrics"),
     ("GET", "/openapi.json"),
 ]
+MANAGED = [(each.method, each.path) for each in OPERATIONS if each.path.startswith("/api/")]
+BODILESS = ("/activate", "{id}/deactivate")
+"""Ends of paths that are posted to, and say all."""
+ROUTES = OPENAI + MANAGED
 DOCUMENT: Body = json.loads(json.dumps(document(ROUTES)))
 
 
@@ -95,16 +101,17 @@ def test_the_document_has_what_openapi_requires() -> None:
     assert DOCUMENT["openapi"] == "3.1.0"
     assert DOCUMENT["info"].keys() >= {"title", "version"}
     assert DOCUMENT["servers"] == [{"url": "/"}]
-    assert len(DOCUMENT["paths"]) == len(ROUTES)
+    assert len(DOCUMENT["paths"]) == len({path for _, path in ROUTES})
     ids = [operation(*route)["operationId"] for route in ROUTES]
     assert len({*ids}) == len(ROUTES)
     for method, path in ROUTES:
         described = operation(method, path)
         assert described["summary"]
-        assert ("requestBody" in described) == (method == "POST")
+        sends = method in ("POST", "PATCH") and not path.endswith(BODILESS)
+        assert ("requestBody" in described) == sends
         for response in described["responses"].values():
             assert response["description"]
-            assert response["content"]["application/json"]["schema"]
+            assert all(content["schema"] for content in response["content"].values())
 
 
 def test_only_what_is_served_is_described() -> None:
@@ -123,16 +130,25 @@ def test_a_mounted_app_says_where() -> None:
     assert document(ROUTES, prefix="/llm")["servers"] == [{"url": "/llm"}]
 
 
-@pytest.mark.parametrize(("method", "path"), ROUTES)
+@pytest.mark.parametrize(("method", "path"), OPENAI)
 def test_refusals_have_the_one_shape(method: str, path: str) -> None:
     errors = operation(method, path)["responses"].keys() - {"200"}
     if method == "POST":
         generates = {"507"} if path.startswith("/v1/") else set()
-        assert errors == {"400", "404", "405", "413", "500", "503", "504"} | generates
+        guarding = {"400", "401", "403", "408", "429", "431"}
+        assert errors == guarding | {"404", "405", "413", "500", "503", "504"} | generates
     assert errors >= {"405", "500"}
     body = as_sent(openai.error_response(InvalidRequest("no")))
     for status in errors - ({"503"} if path == "/health" else set()):
         answers(method, path, int(status)).validate(body)
+
+
+def test_only_health_never_needs_a_key() -> None:
+    for method, path in ROUTES:
+        described = operation(method, path.replace(":path", ""))
+        needs = path != "/health"
+        assert ("security" in described) == needs
+        assert ("401" in described["responses"]) == needs
 
 
 # Requests: the schema and the decoder are of one mind.

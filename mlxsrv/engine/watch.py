@@ -1,0 +1,104 @@
+"""The watchdog: what the device thread is at, and whether it has been at it for too long.
+
+The thread stores what each slice of work is, and when it began: one store, no lock. The event loop
+looks at that from time to time while it waits for something, so the watchdog needs no thread, and
+no timer when there is no work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from time import monotonic
+from typing import NamedTuple
+
+from mlxsrv.logs import log
+
+_log = logging.getLogger("mlxsrv.engine")
+
+_LOOKS = 4  # in the time that a slice may take
+_LONGEST = 1.0  # seconds between two looks at a slice that takes too long
+
+
+class Slice(NamedTuple):
+    """A piece of work that nothing interrupts."""
+
+    since: float  # by monotonic
+    what: str
+    model: str
+
+
+class Clock:
+    """Set by the device thread, read by anybody."""
+
+    def __init__(self) -> None:
+        self.slice: Slice | None = None
+
+    def begin(self, what: str, model: str = "") -> None:
+        self.slice = Slice(monotonic(), what, model)
+
+    def stop(self) -> None:
+        self.slice = None
+
+
+class Watchdog:
+    """Tells of slices that take longer than `timeout` seconds, once each. Lives on a loop.
+
+    Args:
+        waiting: whether the loop still waits for the device thread.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        loop: asyncio.AbstractEventLoop,
+        timeout: float | None,
+        waiting: Callable[[], bool],
+    ) -> None:
+        self._clock = clock
+        self._loop = loop
+        self._timeout = timeout
+        self._waiting = waiting
+        self._timer: asyncio.TimerHandle | None = None
+        self.reported: Slice | None = None
+
+    @property
+    def stalled(self) -> float:
+        """Seconds that the slice under way has taken, if it is too many; else 0."""
+        current = self._clock.slice
+        seconds = 0.0 if current is None else monotonic() - current.since
+        return seconds if self._timeout is not None and seconds > self._timeout else 0.0
+
+    def wake(self) -> None:
+        """The loop waits for something from now on."""
+        if self._timer is None and self._timeout is not None:
+            self._timer = self._loop.call_later(self._interval(self._timeout), self._look)
+
+    def _interval(self, timeout: float) -> float:
+        return min(timeout / _LOOKS, _LONGEST) if self.reported else timeout / _LOOKS
+
+    def _look(self) -> None:
+        self._timer = None
+        self.look()
+        if self._waiting() or self.reported is not None:
+            self.wake()
+
+    def look(self) -> None:
+        """Report a slice that takes too long, and that one has come to its end."""
+        current = self._clock.slice
+        if self.reported is not None and self.reported is not current:
+            self._tell("slow step ended", self.reported)
+            self.reported = None
+        if self.reported is None and current is not None and self.stalled:
+            self._tell("slow step", current)
+            self.reported = current
+
+    def _tell(self, event: str, slow: Slice) -> None:
+        seconds = monotonic() - slow.since
+        log(_log, logging.WARNING, event, model=slow.model or None, what=slow.what, seconds=seconds)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

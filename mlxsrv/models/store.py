@@ -1,0 +1,272 @@
+"""Steering profiles, kept in one SQLite file under `--data-dir`.
+
+The rules of the file:
+
+- It is made, with its folder, before the first write. Where it is not there, or a process was
+  killed while it made it, there are no profiles.
+- Before SQLite may change it, it is known to be ours: its header names the program
+  (`application_id`) and the schema (`user_version`). Whatever else is there is left as it is.
+- That look at the header is SQLite's too, with `immutable`, which writes and locks nothing. Opening
+  the file beside SQLite would not do: closing it drops the locks of every thread of this process.
+  It may come in the middle of a write; but what it looks for is there from the first page on.
+- A connection lasts for one call, so threads and processes share nothing but the file. A write
+  begins with the lock (`BEGIN IMMEDIATE`); who finds it taken waits.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import sqlite3
+import stat
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from mlxsrv.errors import ProfileExists, ProfileNotFound, StoreFailed
+from mlxsrv.events import SteeringMode
+
+_NAME = "profiles.sqlite3"
+_APPLICATION = int.from_bytes(b"mlxs")
+_VERSION = 1
+_SMALLEST = 512  # bytes of a page, which the header is in
+_BUSY = 10.0  # seconds that a call waits for the others
+
+_SCHEMA = """\
+CREATE TABLE profiles (
+    id TEXT NOT NULL PRIMARY KEY,
+    name TEXT NOT NULL UNIQUE,
+    description TEXT NOT NULL,
+    steering TEXT NOT NULL,  -- JSON: from features to values
+    mode TEXT NOT NULL,
+    model_id TEXT NOT NULL,
+    sae_id TEXT NOT NULL,
+    layer INTEGER NOT NULL,
+    created_at REAL NOT NULL,  -- seconds since 1970
+    updated_at REAL NOT NULL
+)"""
+
+_DAMAGED = "it is damaged, or no database; put a sound copy in its place, or move it away"
+_FORBIDDEN = "it cannot be opened or written; see who may write there, or choose another --data-dir"
+_TAKEN = "another process keeps it locked; try again"
+_REASONS = {
+    sqlite3.SQLITE_FULL: "the disk is full; free some space",
+    sqlite3.SQLITE_IOERR: "the disk failed to read or write it; see its free space and its health",
+    **dict.fromkeys((sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB), _DAMAGED),
+    **dict.fromkeys((sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL), _TAKEN),
+    **dict.fromkeys(
+        (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM), _FORBIDDEN
+    ),
+}
+"""What is wrong and what helps, by SQLite's primary result code."""
+
+
+def new_id() -> str:
+    return f"prof_{secrets.token_hex(6)}"
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """A steering under a name, and the model and SAE that it was made for. Times are Unix's."""
+
+    id: str = msgspec.field(default_factory=new_id)
+    name: str
+    description: str = ""
+    steering: dict[int, float]
+    mode: SteeringMode = "additive"
+    model_id: str
+    sae_id: str
+    layer: int
+    created_at: float
+    updated_at: float
+
+
+_STEERING = msgspec.json.Decoder(dict[int, float])
+_COLUMNS = tuple(field.name for field in msgspec.structs.fields(Profile))
+_SELECT = f"SELECT {', '.join(_COLUMNS)} FROM profiles"
+_INSERT = f"INSERT INTO profiles ({', '.join(_COLUMNS)}) VALUES (:{', :'.join(_COLUMNS)})"
+_UPDATE = f"UPDATE profiles SET {', '.join(f'{c} = :{c}' for c in _COLUMNS[1:])} WHERE id = :id"
+
+
+class Store:
+    """All profiles. Each method blocks and may be called in any thread.
+
+    Raises:
+        StoreFailed: by any method, if the file cannot be used; the message says what helps.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def profiles(self) -> list[Profile]:
+        """All, by name."""
+        return self._select(f"{_SELECT} ORDER BY name")
+
+    def profile(self, id: str) -> Profile:
+        """Raises ProfileNotFound."""
+        return self._one(self._select(f"{_SELECT} WHERE id = ?", id), id)
+
+    def named(self, name: str) -> Profile:
+        """Raises ProfileNotFound."""
+        return self._one(self._select(f"{_SELECT} WHERE name = ?", name), name)
+
+    def add(self, profile: Profile) -> None:
+        """Raises ProfileExists: the name is taken, or the id."""
+        with self._transaction() as connection, _unique(profile):
+            connection.execute(_INSERT, _row(profile))
+
+    def replace(self, profile: Profile) -> None:
+        """Put this in the place of the one with its id. Raises ProfileNotFound, ProfileExists."""
+        self.profile(profile.id)  # else the transaction would make a file, for nothing
+        with self._transaction() as connection, _unique(profile):
+            if connection.execute(_UPDATE, _row(profile)).rowcount == 0:
+                raise _unknown(profile.id)
+
+    def remove(self, id: str) -> None:
+        """Raises ProfileNotFound."""
+        self.profile(id)
+        with self._transaction() as connection:
+            if connection.execute("DELETE FROM profiles WHERE id = ?", (id,)).rowcount == 0:
+                raise _unknown(id)
+
+    def _one(self, found: list[Profile], asked: str) -> Profile:
+        if not found:
+            raise _unknown(asked)
+        return found[0]
+
+    def _select(self, query: str, *values: str) -> list[Profile]:
+        with _explained():
+            path = self._path()
+            if not _is_ours(path):
+                return []
+            with closing(_connect(path, "mode=rw")) as connection:
+                connection.execute("BEGIN")
+                if not _has_schema(connection):
+                    return []
+                return [_profile(row) for row in connection.execute(query, values)]
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """A write: all of it or, if the block raises, nothing."""
+        with _explained():
+            path = self._path()
+            _is_ours(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with closing(_connect(path, "mode=rwc")) as connection:
+                _prepare(connection)
+                connection.execute("BEGIN IMMEDIATE")
+                yield connection
+                connection.execute("COMMIT")
+
+    def _path(self) -> Path:
+        try:
+            return self._folder.expanduser() / _NAME
+        except RuntimeError:
+            reason = "this user has no home directory; choose another --data-dir"
+            raise _failed(reason) from None
+
+
+def _connect(path: Path, options: str) -> sqlite3.Connection:
+    address = f"{path.absolute().as_uri()}?{options}"
+    return sqlite3.connect(address, uri=True, timeout=_BUSY, isolation_level=None)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether the file is there and holds something, which then is ours. Changes nothing."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    if not stat.S_ISREG(found.st_mode):  # opening a pipe would wait for a writer
+        raise _failed("it is not a file; move it away, or choose another --data-dir")
+    if found.st_size == 0:
+        return False
+    if found.st_size < _SMALLEST:  # SQLite would take it for an empty one
+        raise _failed(_DAMAGED)
+    with closing(_connect(path, "immutable=1")) as connection:
+        # While it is written to, the file may be shorter than its header says: that is no damage.
+        connection.execute("PRAGMA writable_schema = ON")
+        return _has_schema(connection)
+
+
+def _has_schema(connection: sqlite3.Connection) -> bool:
+    """Whether there are profiles; if not, there is nothing. Raises StoreFailed for all else."""
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    if (application, version) == (_APPLICATION, _VERSION):
+        return True
+    if application == _APPLICATION:
+        raise _failed(
+            f"it is a newer mlxsrv's (schema {version}; known here is {_VERSION}); "
+            "use that one, or choose another --data-dir"
+        )
+    marked = (application, version) != (0, 0)
+    if marked or connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone():
+        raise _failed("it is another program's database; choose another --data-dir")
+    return False
+
+
+def _prepare(connection: sqlite3.Connection) -> None:
+    """Have the table. In a transaction so small that its pages are written in their order."""
+    connection.execute("BEGIN IMMEDIATE")
+    if not _has_schema(connection):
+        connection.execute(_SCHEMA)
+        connection.execute(f"PRAGMA application_id = {_APPLICATION}")
+        connection.execute(f"PRAGMA user_version = {_VERSION}")
+    connection.execute("COMMIT")
+    # Readers then go on beside a writer. If others are at the file now, the next write will do it.
+    with suppress(sqlite3.OperationalError):
+        connection.execute("PRAGMA journal_mode = WAL")
+
+
+def _row(profile: Profile) -> dict[str, object]:
+    steering = msgspec.json.encode(profile.steering).decode()
+    return msgspec.structs.asdict(profile) | {"steering": steering}
+
+
+def _profile(row: tuple[object, ...]) -> Profile:
+    values = dict(zip(_COLUMNS, row, strict=True))
+    try:
+        values["steering"] = _STEERING.decode(str(values["steering"]))
+        return msgspec.convert(values, Profile)
+    except msgspec.MsgspecError:
+        raise _failed(_DAMAGED) from None
+
+
+@contextmanager
+def _unique(profile: Profile) -> Iterator[None]:
+    try:
+        yield
+    except sqlite3.IntegrityError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_CONSTRAINT_PRIMARYKEY:
+            raise ProfileExists(f"there is a profile {profile.id!r}", param="id") from None
+        if error.sqlite_errorcode == sqlite3.SQLITE_CONSTRAINT_UNIQUE:
+            text = f"there is a profile named {profile.name!r}"
+            raise ProfileExists(text, param="name") from None
+        raise
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Around all work on the file: what SQLite and the file system refuse is a StoreFailed."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
+        # The lowest byte is the primary code, what is above it says more.
+        reason = _REASONS.get(code & 0xFF, f"SQLite says {str(error)!r}")
+        raise _failed(reason) from error
+    except PermissionError as error:
+        raise _failed(_FORBIDDEN) from error
+    except OSError as error:
+        reason = f"{os.strerror(error.errno or 0)}; see what is there, or choose another --data-dir"
+        raise _failed(reason) from error
+
+
+def _failed(reason: str) -> StoreFailed:
+    return StoreFailed(f"{_NAME!r} under --data-dir cannot be used: {reason}")
+
+
+def _unknown(asked: str) -> ProfileNotFound:
+    return ProfileNotFound(f"there is no profile {asked!r:.200}")

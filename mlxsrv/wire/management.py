@@ -1,0 +1,298 @@
+"""What is asked and told under `/api`: SAEs, default steering, profiles, monitoring.
+
+Every answer is an Envelope: `success`, then `data` or `error`, the other null. What is not said of
+a request has its default; in an update it stays as it is. Features are numbers of an SAE's rows;
+as keys of JSON objects they are strings.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from mlxsrv.errors import ServeError
+from mlxsrv.events import SteeringMode
+from mlxsrv.wire.requests import Features, NotEmpty, RequestDecoder
+
+Layer = Annotated[int, Meta(ge=0, le=9999)]
+Value = Annotated[float, Meta(ge=-200, le=200)]
+ProfileName = Annotated[str, Meta(min_length=1, max_length=100)]
+ProfileText = Annotated[str, Meta(max_length=500)]
+HistorySize = Annotated[int, Meta(ge=1, le=1000)]
+Numbers = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(,[0-9]{1,9})*(?!\n)$", max_length=5000)]
+Metric = Literal["mean", "max", "active_ratio", "count"]
+
+# Around everything.
+
+
+class Details(Struct, frozen=True):
+    """`param` is the field, or the path to it, that is wrong."""
+
+    param: str | UnsetType = UNSET
+
+
+class Problem(Struct, frozen=True):
+    code: str
+    message: str
+    details: Details
+
+
+class Envelope(Struct, frozen=True, kw_only=True):
+    success: bool
+    data: Any = None
+    error: Problem | None = None
+
+
+def success(data: object) -> Envelope:
+    return Envelope(success=True, data=data)
+
+
+def failure(error: ServeError) -> Envelope:
+    details = Details() if error.param is None else Details(error.param)
+    return Envelope(success=False, error=Problem(error.code, error.message, details))
+
+
+# What is asked. `model` names the model whose attachment is meant; none: the default model.
+
+
+class ModelRequest(Struct, frozen=True, kw_only=True):
+    model: str | None = None
+
+
+class RegisterRequest(Struct, frozen=True, kw_only=True):
+    """An SAE to know from now on: in a repository of the hub, or below an `--sae-dir`.
+
+    `file_path` is the SAE's folder, or its file, within the repository. The id is made of what is
+    given where none is.
+    """
+
+    repository_id: NotEmpty | None = None
+    path: NotEmpty | None = None
+    revision: NotEmpty | None = None
+    file_path: NotEmpty | None = None
+    id: NotEmpty | None = None
+
+
+class AttachRequest(ModelRequest, frozen=True, kw_only=True):
+    """`layer` None: the one that the SAE was trained on."""
+
+    layer: Layer | None = None
+
+
+class FeatureRequest(ModelRequest, frozen=True, kw_only=True):
+    """One feature of the default steering, set. `mode` None: as it is."""
+
+    feature_idx: int
+    value: Value
+    mode: SteeringMode | None = None
+
+
+class FeaturesRequest(ModelRequest, frozen=True, kw_only=True):
+    """Several features of the default steering, all set or none; others stay."""
+
+    steering: Features
+    mode: SteeringMode | None = None
+
+
+class ProfileRequest(Struct, frozen=True, kw_only=True):
+    """A new profile: steering for one SAE at one layer of one model."""
+
+    name: ProfileName
+    description: ProfileText | None = None
+    steering: Features
+    mode: SteeringMode | None = None
+    model_id: NotEmpty
+    sae_id: NotEmpty
+    layer: Layer
+
+
+class ProfileUpdate(Struct, frozen=True, kw_only=True):
+    name: ProfileName | None = None
+    description: ProfileText | None = None
+    steering: Features | None = None
+    mode: SteeringMode | None = None
+    model_id: NotEmpty | None = None
+    sae_id: NotEmpty | None = None
+    layer: Layer | None = None
+
+
+class ImportRequest(Struct, frozen=True, kw_only=True):
+    """What an export has given."""
+
+    format: Literal["mlxsrv-profile"]
+    version: Literal[1]
+    profile: ProfileRequest
+
+
+class MonitorRequest(ModelRequest, frozen=True, kw_only=True):
+    """What to watch from now on: `features`, and for each token the `top_k` highest, which is 10
+    where no features are named and it was never said."""
+
+    enabled: bool | None = None
+    features: Annotated[list[int], Meta(max_length=256)] | None = None
+    top_k: Annotated[int, Meta(ge=0, le=100)] | None = None
+    history_size: HistorySize | None = None
+
+
+class TopRequest(ModelRequest, frozen=True, kw_only=True):
+    k: Annotated[int, Meta(ge=1, le=100)] = 10
+    metric: Metric = "mean"
+
+
+MODEL_REQUESTS = RequestDecoder(ModelRequest)
+REGISTER_REQUESTS = RequestDecoder(RegisterRequest)
+ATTACH_REQUESTS = RequestDecoder(AttachRequest)
+FEATURE_REQUESTS = RequestDecoder(FeatureRequest)
+FEATURES_REQUESTS = RequestDecoder(FeaturesRequest)
+PROFILE_REQUESTS = RequestDecoder(ProfileRequest)
+PROFILE_UPDATES = RequestDecoder(ProfileUpdate)
+IMPORT_REQUESTS = RequestDecoder(ImportRequest)
+MONITOR_REQUESTS = RequestDecoder(MonitorRequest)
+TOP_REQUESTS = RequestDecoder(TopRequest)
+
+# Queries.
+
+
+class ModelQuery(Struct, frozen=True, kw_only=True):
+    model: str | None = None
+
+
+class CompatibilityQuery(ModelQuery, frozen=True, kw_only=True):
+    layer: Layer | None = None
+
+
+class HistoryQuery(ModelQuery, frozen=True, kw_only=True):
+    limit: Annotated[int, Meta(ge=1, le=1000)] = 100
+    request_id: str | None = None
+
+
+class ForgetQuery(ModelQuery, frozen=True, kw_only=True):
+    request_id: str | None = None
+
+
+class StatisticsQuery(ModelQuery, frozen=True, kw_only=True):
+    """`features`: numbers with commas between them; none: all that there are."""
+
+    features: Numbers | None = None
+
+    @property
+    def chosen(self) -> frozenset[int] | None:
+        return None if self.features is None else frozenset(map(int, self.features.split(",")))
+
+
+# What is told. Times are Unix seconds.
+
+
+class SAEObject(Struct, frozen=True, kw_only=True):
+    """Nulls: what its files do not say, or all of it while they are not here."""
+
+    id: str
+    state: Literal["downloading", "ready", "attached", "failed"]
+    origin: str
+    architecture: str | None = None
+    d_in: int | None = None
+    d_sae: int | None = None
+    layer: int | None = None
+    hook_name: str | None = None
+    model_name: str | None = None
+    bytes: int | None = None
+    warnings: tuple[str, ...] = ()
+    problem: str | None
+    attached_to: tuple[str, ...]
+
+
+class Compatibility(Struct, frozen=True, kw_only=True):
+    """`reasons` say why it cannot be attached, `warnings` why it may not do what it should."""
+
+    compatible: bool
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+class AttachmentObject(Struct, frozen=True, kw_only=True):
+    """The SAE that a model has, or that it has none. `bytes` is what its arrays take."""
+
+    attached: bool
+    model: str
+    sae_id: str | None = None
+    layer: int | None = None
+    hook: Literal["resid_pre", "resid_post"] | None = None
+    d_in: int | None = None
+    d_sae: int | None = None
+    architecture: str | None = None
+    bytes: int | None = None
+    since: float | None = None
+
+
+class SteeringObject(Struct, frozen=True, kw_only=True):
+    """The default steering, for requests that name none."""
+
+    enabled: bool
+    mode: SteeringMode
+    values: dict[int, float]
+
+
+class ProfileObject(Struct, frozen=True, kw_only=True):
+    id: str
+    name: str
+    description: str
+    steering: dict[int, float]
+    mode: SteeringMode
+    model_id: str
+    sae_id: str
+    layer: int
+    created_at: float
+    updated_at: float
+
+
+class ProfileContent(Struct, frozen=True, kw_only=True):
+    name: str
+    description: str
+    steering: dict[int, float]
+    mode: SteeringMode
+    model_id: str
+    sae_id: str
+    layer: int
+
+
+class ProfileExport(Struct, frozen=True, kw_only=True):
+    format: Literal["mlxsrv-profile"] = "mlxsrv-profile"
+    version: Literal[1] = 1
+    profile: ProfileContent
+
+
+class MonitorObject(Struct, frozen=True, kw_only=True):
+    """What is watched, and how much of it is kept: tokens in the history, features in the
+    statistics."""
+
+    enabled: bool
+    features: tuple[int, ...]
+    top_k: int
+    history_size: int
+    history_entries: int
+    features_seen: int
+
+
+class HistoryEntry(Struct, frozen=True, kw_only=True):
+    """One token. `request_id` is the id of the completion; positions count from its prompt's first
+    token."""
+
+    timestamp: float
+    request_id: str
+    token_position: int
+    activations: dict[int, float]
+
+
+class FeatureStatistics(Struct, frozen=True, kw_only=True):
+    """Of one feature over the `count` tokens in which it was reported: every token if it was named,
+    else those in which it was among the highest. It is active where it is above 0; `std` is the
+    sample standard deviation, null of a single token."""
+
+    feature_idx: int
+    count: int
+    mean: float
+    std: float | None
+    min: float
+    max: float
+    active_ratio: float

@@ -1,0 +1,651 @@
+"""Who may use the server: keys, web pages, host names, and how often; what a log or a template may
+be made to do by a request."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+import mlxsrv
+from mlxsrv.settings import Settings, SettingsError, load_settings
+from mlxsrv.web.rates import RateLimit
+from tests.tiny import write_model
+from tests.web.client import CHAT, Body, ask, chat, check_schema, refused
+from tests.web.conftest import Folders
+from tests.web.serving import PATIENCE, Server, hosted, serving, wait_for
+
+MODELS = "/v1/models"
+PAGE = "https://app.example"
+OTHER_PAGE = "chrome-extension://abcdefgh"
+
+KEY, SECOND, FILED = "first-key", "second+key/=", "key-of-a-file"
+
+
+def told(response: httpx.Response, status: int, kind: str, code: str) -> str:
+    """The message of a refusal by the guard."""
+    assert response.status_code == status, response.text
+    check_schema(response.json(), "ErrorResponse")
+    error = response.json()["error"]
+    assert (error["type"], error["code"], error["param"]) == (kind, code, None)
+    assert response.headers["x-request-id"]
+    return str(error["message"])
+
+
+def told_401(response: httpx.Response) -> str:
+    assert response.headers["www-authenticate"] == "Bearer"
+    return told(response, 401, "authentication_error", "invalid_api_key")
+
+
+def raw(**headers: str) -> list[tuple[bytes, bytes]]:
+    """Headers with any byte in them."""
+    return [
+        (name.replace("_", "-").encode(), value.encode("latin-1"))
+        for name, value in headers.items()
+    ]
+
+
+@contextmanager
+def served(folders: Folders, *, local: bool = True, **options: Any) -> Iterator[httpx.Client]:
+    app = mlxsrv.create_app(Settings(model=(f"t={folders.plain}",), **options), local=local)
+    with hosted(app) as url, httpx.Client(base_url=url, timeout=PATIENCE) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def plain(folders: Folders) -> Iterator[httpx.Client]:
+    """Of a server as it is on a desk: no keys, nothing allowed, on loopback."""
+    with served(folders) as client:
+        yield client
+
+
+# Keys.
+
+
+@pytest.fixture(scope="module")
+def guarded(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with keys by flags and by a file, on all addresses, open to one page."""
+    folder = tmp_path_factory.mktemp("guarded")
+    keys = folder / "keys"
+    keys.write_text(f"# of the team\n\n{FILED}  # Ada's\n")
+    keys.chmod(0o644)
+    flags = ["--api-key", KEY, "--api-key", SECOND, "--api-key-file", str(keys)]
+    with serving(folder, "--model", f"t={folders.plain}", *flags, "--allowed-origin", PAGE) as one:
+        yield one
+
+
+@pytest.mark.parametrize("key", [KEY, SECOND, FILED])
+@pytest.mark.parametrize(
+    "header", ["Authorization: Bearer {}", "authorization: bearer  {}", "X-API-Key: {}"]
+)
+def test_each_key_opens_in_each_header(keyless: httpx.Client, header: str, key: str) -> None:
+    name, _, value = header.format(key).partition(": ")
+    assert keyless.get(MODELS, headers={name: value}).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def keyless(guarded: Server) -> Iterator[httpx.Client]:
+    with guarded.client() as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("Authorization", ""),
+        ("Authorization", "Bearer"),
+        ("Authorization", "Bearer " + KEY + "x"),
+        ("Authorization", "Bearer " + KEY[:-1]),
+        ("Authorization", "Bearer " + KEY.upper()),
+        ("Authorization", KEY),
+        ("Authorization", "Basic " + KEY),
+        ("Authorization", f"Bearer {KEY},{SECOND}"),
+        ("X-API-Key", "#"),
+        ("X-API-Key", "Ada's"),
+        ("X-API-Key", "\xe9"),
+        ("Cookie", "api_key=" + KEY),
+    ],
+)
+def test_a_wrong_key_opens_nothing(keyless: httpx.Client, name: str, value: str) -> None:
+    message = told_401(keyless.get(MODELS, headers=raw(**{name: value})))
+    assert KEY not in message
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", MODELS),
+        ("POST", CHAT),
+        ("GET", CHAT),
+        ("GET", "/nowhere"),
+        ("GET", "/metrics"),
+        ("GET", "/openapi.json"),
+        ("GET", f"{MODELS}?api_key={KEY}&key={KEY}"),
+        ("GET", "/Health"),
+        ("GET", "/health%0a"),
+        ("GET", "/v1/models/health"),
+        ("GET", "//health"),
+        ("OPTIONS", MODELS),
+    ],
+)
+def test_without_a_key_nothing_is_answered(keyless: httpx.Client, method: str, path: str) -> None:
+    told_401(keyless.request(method, str(keyless.base_url).rstrip("/") + path))
+
+
+@pytest.mark.parametrize("path", ["/health", "/health/", "/health?verbose=1"])
+def test_health_needs_no_key(keyless: httpx.Client, path: str) -> None:
+    assert keyless.get(path).status_code in (200, 503)
+
+
+def test_the_managements_refusals_keep_their_envelope(keyless: httpx.Client) -> None:
+    response = keyless.get("/api/saes")
+    assert response.status_code == 401
+    body = response.json()
+    assert (body["success"], body["error"]["code"]) == (False, "invalid_api_key")
+
+
+def test_keys_are_in_no_log(guarded: Server) -> None:
+    headers = {"Authorization": f"Bearer {KEY}", "X-Request-ID": "with a key"}
+    with guarded.client(headers=headers) as client:
+        ask(client, chat())
+    guarded.logged("request", request="with a key")
+    assert guarded.logged("listening")["keys"] == 3
+    assert "keys" in guarded.logged("api key file can be read by every user")["path"]
+    for key in (KEY, SECOND, FILED):
+        assert key not in guarded.log_text()
+    assert KEY not in repr(Settings(api_key=(KEY,)))
+
+
+def test_a_variable_brings_keys(folders: Folders) -> None:
+    variables = {"MLXSRV_MODEL": f"t={folders.plain}", "MLXSRV_API_KEY": f"{KEY},{FILED}"}
+    parent = Starlette(
+        routes=[Mount("/llm", app=mlxsrv.create_app(load_settings(None, variables)))]
+    )
+    with hosted(parent) as url, httpx.Client(base_url=url + "/llm", timeout=PATIENCE) as client:
+        for key in (KEY, FILED):
+            assert client.get(MODELS, headers={"X-API-Key": key}).status_code == 200
+        assert client.get("/health").status_code == 200, "as open as without a mount"
+        told_401(client.get(MODELS))
+        assert client.get("/api/saes").json()["error"]["code"] == "invalid_api_key"
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file"),
+        (b"", "no key"),
+        (b"# x\n", "no key"),
+        (b"a b\n", "line 1"),
+        ("kéy\n".encode(), "line 1"),
+        (b"ok\n\xff\n", "UTF-8"),
+    ],
+)
+def test_a_file_without_good_keys_is_refused(
+    tmp_path: Path, content: bytes | None, why: str
+) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(SettingsError, match=why) as refusal:
+        mlxsrv.create_app(Settings(api_key_file=str(file)))
+    assert "a b" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("key", ["", "a b", "a\nb", "é", "x\n"])
+def test_a_setting_that_is_no_key_is_refused_and_not_told(key: str) -> None:
+    with pytest.raises(SettingsError, match="--api-key") as refusal:
+        load_settings(["--api-key", key], {})
+    assert not key.strip() or key not in str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def public(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server on all addresses, without keys, whose log is for people."""
+    options = ["--model", f"t={folders.plain}", "--host", "0.0.0.0"]
+    with serving(tmp_path_factory.mktemp("public"), *options, log_format="text") as server:
+        yield server
+
+
+def test_a_public_address_without_a_key_is_warned_of(public: Server) -> None:
+    url = public.url.replace("0.0.0.0", "127.0.0.1")
+    assert re.search(r" warning no api key  why='.*--api-key-file", public.log_text())
+    # Its names are not known, so whatever is asked for is fine.
+    response = httpx.get(f"{url}/health", headers={"Host": "models.example:8000"})
+    assert response.status_code in (200, 503)
+
+
+def test_loopback_and_keys_are_not_warned_of(server: Server, guarded: Server) -> None:
+    for one in (server, guarded):
+        one.logged("listening")
+        assert one.log("no api key") == []
+
+
+# Web pages.
+
+
+def host_of(client: httpx.Client) -> str:
+    return client.base_url.netloc.decode()
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        "null",
+        "https://evil.example",
+        "http://localhost",
+        "http://localhost:3000",
+        "http://127.0.0.1",
+        "http://{host}.evil.example",
+        "http://evil.example#{host}",
+        "http://user@{host}",
+        "http://127.0.0.1:8{port}",
+        "file://",
+        "{host}",
+        "",
+        "\xe9",
+        "*",
+    ],
+)
+@pytest.mark.parametrize("method", ["POST", "GET", "OPTIONS"])
+def test_a_foreign_page_is_refused(plain: httpx.Client, origin: str, method: str) -> None:
+    host = host_of(plain)
+    given = origin.format(host=host, port=host.rpartition(":")[2])
+    # What a form can send without the browser asking first.
+    headers = raw(Origin=given, Content_Type="text/plain")
+    path = MODELS if method == "GET" else CHAT
+    if method == "OPTIONS":
+        headers += raw(Access_Control_Request_Method="POST")
+    response = plain.request(method, path, content=json.dumps(chat()), headers=headers)
+    told(response, 403, "permission_error", "origin_not_allowed")
+    assert not [name for name in response.headers if name.startswith("access-control")]
+
+
+def test_the_servers_own_page_is_welcome(plain: httpx.Client) -> None:
+    for scheme in ("http", "https"):  # TLS may end before us
+        response = plain.post(CHAT, json=chat(), headers={"Origin": f"{scheme}://{host_of(plain)}"})
+        assert response.status_code == 200
+        assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "same"),
+    [
+        ("http://localhost", "localhost", True),
+        ("http://localhost", "localhost:80", True),
+        ("https://localhost", "localhost:443", True),
+        ("http://LOCALHOST", "localhost", True),
+        ("http://localhost", "localhost:443", False),
+        ("http://localhost:80", "localhost", False),
+        ("http://localhost", "127.0.0.1", False),
+        ("http://[::1]:8000", "[::1]:8000", True),
+    ],
+)
+def test_the_port_is_part_of_an_origin(
+    plain: httpx.Client, origin: str, host: str, same: bool
+) -> None:
+    response = plain.get(MODELS, headers={"Origin": origin, "Host": host})
+    assert response.status_code == (200 if same else 403)
+
+
+@pytest.mark.parametrize(
+    ("site", "mode", "dest", "status"),
+    [
+        ("cross-site", "no-cors", "image", 403),
+        ("cross-site", "no-cors", "script", 403),
+        ("cross-site", "navigate", "iframe", 403),
+        ("same-site", "no-cors", "image", 403),
+        ("cross-site", "navigate", "document", 200),
+        ("same-origin", "cors", "empty", 200),
+        ("none", "navigate", "document", 200),
+    ],
+)
+def test_what_pages_load_without_an_origin(
+    plain: httpx.Client, site: str, mode: str, dest: str, status: int
+) -> None:
+    headers = {"Sec-Fetch-Site": site, "Sec-Fetch-Mode": mode, "Sec-Fetch-Dest": dest}
+    assert plain.get(MODELS, headers=headers).status_code == status
+    if status == 403:
+        told(plain.get("/health", headers=headers), 403, "permission_error", "origin_not_allowed")
+
+
+def exposed(response: httpx.Response) -> set[str]:
+    return set(re.split(", *", response.headers["access-control-expose-headers"].lower()))
+
+
+def test_an_allowed_page_reads_answers_and_refusals(guarded: Server) -> None:
+    page = {"Origin": PAGE}
+    with guarded.client(headers=page) as client:
+        key = {"Authorization": f"Bearer {KEY}"}
+        told_401(refusal := client.get(MODELS))
+        for response in (client.get(MODELS, headers=key), refusal, client.get("/health")):
+            assert response.headers["access-control-allow-origin"] == PAGE
+            assert response.headers["vary"] == "Origin"
+            assert "access-control-allow-credentials" not in response.headers
+            assert {"x-request-id", "retry-after", "x-ignored-params"} <= exposed(response)
+        other = client.get(MODELS, headers={**key, "Origin": "https://evil.example"})
+    told(other, 403, "permission_error", "origin_not_allowed")
+    assert "access-control-allow-origin" not in other.headers
+    assert other.headers["vary"] == "Origin"
+
+
+def test_an_allowed_page_may_ask_before_it_asks(guarded: Server) -> None:
+    wanted = "authorization,content-type,x-stainless-os"
+    headers = {
+        "Origin": PAGE,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": wanted,
+        "Access-Control-Request-Private-Network": "true",
+    }
+    with guarded.client() as client:
+        response = client.options(CHAT, headers=headers)
+        assert (response.status_code, response.content) == (204, b"")
+        assert response.headers["access-control-allow-origin"] == PAGE
+        assert "POST" in response.headers["access-control-allow-methods"]
+        assert response.headers["access-control-allow-headers"] == wanted
+        assert response.headers["access-control-allow-private-network"] == "true"
+        assert response.headers["x-request-id"]
+        told_401(client.options(CHAT, headers={"Origin": PAGE}))
+
+
+def test_pages_by_their_names(folders: Folders) -> None:
+    allowed = (PAGE + "/", OTHER_PAGE, "null")
+    with served(folders, allowed_origin=allowed) as client:
+        for origin in (PAGE, PAGE.upper(), OTHER_PAGE, "null"):
+            response = client.get(MODELS, headers={"Origin": origin})
+            assert response.headers["access-control-allow-origin"] == origin
+        for origin in (PAGE + ":444", PAGE + ".evil.example", "http://app.example"):
+            told(
+                client.get(MODELS, headers={"Origin": origin}),
+                *(403, "permission_error", "origin_not_allowed"),
+            )
+
+
+def test_all_pages(folders: Folders) -> None:
+    with served(folders, allowed_origin=("*",)) as client:
+        for headers in ({"Origin": "https://any.example"}, {"Sec-Fetch-Site": "cross-site"}):
+            response = client.get(MODELS, headers=headers)
+            assert response.status_code == 200
+            assert response.headers["access-control-allow-origin"] == "*"
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/path", "", "https://a b"])
+def test_a_setting_that_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(SettingsError, match="allowed_origin"):
+        Settings(allowed_origin=(origin,))
+
+
+# Host names.
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost",
+        "LOCALHOST.:1",
+        "127.0.0.1:9",
+        "[::1]:8",
+        "10.0.0.7",
+        "me.localhost:80",
+        "host.docker.internal:8000",
+    ],
+)
+def test_names_of_this_machine_are_answered(plain: httpx.Client, host: str) -> None:
+    assert plain.get(MODELS, headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:8000",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "",
+        "evillocalhost",
+        "0x7f.1",
+        "[::1].evil.example",
+        "127.0.0.1:8000@evil.example",
+        "\xe9",
+    ],
+)
+def test_a_name_pointed_at_this_machine_is_not(plain: httpx.Client, host: str) -> None:
+    # Such a page is of the same origin: its own name is what gives it away.
+    headers = raw(Host=host, Origin=f"http://{host}")
+    for path in (MODELS, "/health"):
+        response = plain.get(path, headers=headers)
+        message = told(response, 403, "permission_error", "host_not_allowed")
+        assert "evil" not in message
+
+
+def test_who_mounts_it_looks_after_names_or_says_which(folders: Folders) -> None:
+    evil = {"Host": "evil.example"}
+    with served(folders, local=False) as client:
+        assert client.get(MODELS, headers=evil).status_code == 200
+    with served(folders, local=False, allowed_host=("Models.example",)) as client:
+        assert client.get(MODELS, headers={"Host": "models.EXAMPLE:8000"}).status_code == 200
+        assert client.get(MODELS).status_code == 200
+        assert client.get(MODELS, headers=evil).status_code == 403
+    with served(folders, allowed_host=("*",)) as client:
+        assert client.get(MODELS, headers=evil).status_code == 200
+
+
+# How often.
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize("limit", [1, 3, 7, 60, 1000])
+def test_a_bucket_holds_a_minutes_requests_and_fills_evenly(limit: int) -> None:
+    clock = Clock()
+    rates = RateLimit(limit, clock=clock)
+    for left in reversed(range(limit)):
+        granted = rates.take("a")
+        assert (granted.wait, granted.remaining) == (None, left)
+    assert rates.take("b").wait is None, "each has a bucket of its own"
+    for _ in range(3):
+        refusal = rates.take("a")
+        assert refusal.wait == pytest.approx(60 / limit)
+        assert refusal.reset == pytest.approx(60)
+        clock.now += refusal.wait or 0
+        assert rates.take("a").wait is None
+        assert rates.take("a").wait is not None
+    clock.now += 60
+    assert [rates.take("a").wait is None for _ in range(limit + 1)] == [True] * limit + [False]
+
+
+def test_retry_after_is_never_too_early() -> None:
+    clock = Clock()
+    rates = RateLimit(7, clock=clock)
+    while (refused := rates.take("a")).wait is None:
+        clock.now += 0.1
+    clock.now += int(refused.headers["Retry-After"]) - 1
+    assert rates.take("a").wait is not None
+    clock.now += 1
+    assert rates.take("a").wait is None
+
+
+def test_buckets_are_only_so_many() -> None:
+    rates = RateLimit(1, clock=Clock(), most=100)
+    for client in range(1000):
+        rates.take("known" if client % 2 else client)
+    assert len(rates) == 100
+    assert rates.take("known").wait is not None, "who is there stays"
+
+
+@pytest.mark.parametrize(
+    ("limit", "told"), [(6000, "10ms"), (60, "1s"), (30, "2s"), (7, "8.571s"), (1, "1m0s")]
+)
+def test_the_reset_is_told_as_openai_tells_it(limit: int, told: str) -> None:
+    granted = RateLimit(limit, clock=Clock()).take("a")
+    assert granted.headers["X-RateLimit-Reset-Requests"] == told
+
+
+def test_over_the_limit_is_a_429_for_that_client_alone(folders: Folders) -> None:
+    with served(folders, rate_limit=2, api_key=(KEY, SECOND)) as client:
+        one, other = {"X-API-Key": KEY}, {"X-API-Key": SECOND}
+        left = [
+            client.get(MODELS, headers=one).headers["x-ratelimit-remaining-requests"]
+            for _ in range(2)
+        ]
+        assert left == ["1", "0"]
+        response = client.post(CHAT, json=chat(), headers=one)
+        told(response, 429, "rate_limit_error", "rate_limit_exceeded")
+        assert 0 < int(response.headers["retry-after"]) <= 30
+        assert response.headers["x-ratelimit-limit-requests"] == "2"
+        assert client.get(MODELS, headers=other).status_code == 200
+        for _ in range(3):
+            assert "x-ratelimit-limit-requests" not in client.get("/health").headers
+        for _ in range(2):
+            told_401(client.get(MODELS, headers={"X-API-Key": "guess"}))
+        guess = client.get(MODELS, headers={"X-API-Key": "guess again"})
+        told(guess, 429, "rate_limit_error", "rate_limit_exceeded")
+
+
+def test_without_keys_the_address_counts(folders: Folders) -> None:
+    with served(folders, rate_limit=1) as client:
+        # uvicorn takes the word of a proxy on this machine.
+        def status(address: str) -> int:
+            return client.get(MODELS, headers={"X-Forwarded-For": address}).status_code
+
+        assert [status("10.0.0.1"), status("10.0.0.1"), status("10.0.0.2")] == [200, 429, 200]
+        # Who has one address of IPv6 has all of its network.
+        assert [status("2001:db8::1"), status("2001:db8::2"), status("2001:db9::")] == [
+            *(200, 429, 200)
+        ]
+
+
+# Templates.
+
+ATTACKS = {
+    "mro": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "attr": "{{ ''|attr('__class__')|attr('__mro__') }}",
+    "globals": "{{ cycler.__init__.__globals__.os.popen('id').read() }}",
+    "lipsum": "{{ lipsum.__globals__['os'] }}",
+    "self": "{{ self.__init__.__globals__ }}",
+    "namespace": "{{ namespace.__init__.__globals__ }}",
+    "raise": "{{ raise_exception.__globals__ }}",
+    "code": "{{ raise_exception.__code__.co_filename }}",
+    "format": "{{ '{0.__class__.__mro__}'.format('x') }}",
+    "format_map": "{{ '{a.__class__}'.format_map({'a': 1}) }}",
+    "append": "{{ messages.append({}) }}",
+    "pop": "{{ messages[0].pop('role') }}",
+    "include": "{% include '/etc/passwd' %}",
+    "range": "{{ range(10 ** 9)|length }}",
+    "divide": "{{ 1 / nothing|default(0) }}",
+    "client": "{{ given.__class__ }}",
+    "client_format": "{{ given.format(messages) }}",
+}
+
+
+@pytest.fixture(scope="module")
+def hostile(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """Of a model whose template tries what the message names."""
+    folder = write_model(tmp_path_factory.mktemp("hostile") / "m", "qwen3", plain=True)
+    path = folder / "tokenizer_config.json"
+    attacks = "".join(f"{{% elif what == '{name}' %}}{attack}" for name, attack in ATTACKS.items())
+    template = "{% set what = messages[0].content %}{% if false %}" + attacks + "{% endif %}fine"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    with served(Folders(folder, folder, folder, folder)) as client:
+        yield client
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_template_gets_nowhere(hostile: httpx.Client, name: str) -> None:
+    body = chat(name, chat_template_kwargs={"given": "{0.__class__.__init__.__globals__}"})
+    response = hostile.post(CHAT, json=body)
+    if response.status_code == 200:  # nothing came of it: an undefined value is empty
+        assert response.json()["usage"]["prompt_tokens"] < 12
+        return
+    message = refused(response, 400, "invalid_value", param="messages")["message"]
+    assert "Traceback" not in message
+    assert "root:" not in message
+
+
+def test_a_template_is_served_otherwise(hostile: httpx.Client) -> None:
+    assert ask(hostile, chat("none of them"))
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "documents", "self"])
+def test_variables_do_not_shadow_what_is_rendered(client: httpx.Client, name: str) -> None:
+    expected = ask(client, chat())["usage"]["prompt_tokens"]
+    response = client.post(CHAT, json=chat(chat_template_kwargs={name: "{{ 1 }}" * 50}))
+    if response.status_code == 200:
+        assert response.json()["usage"]["prompt_tokens"] == expected
+    else:
+        assert response.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "name", ["raise_exception", "strftime_now", "namespace", "range", "add_generation_prompt"]
+)
+def test_variables_are_data_and_call_nothing(client: httpx.Client, name: str) -> None:
+    body = chat(chat_template_kwargs={name: {"__class__": "x", "__call__": "y"}})
+    assert client.post(CHAT, json=body).status_code in (200, 400)
+
+
+# What a request says stays where it belongs.
+
+NASTY = "x\n12:00:00.000 info    forged  a=b\r\x1b[31mred\u2028\u202e\x00"
+
+
+def test_nothing_in_a_request_forges_a_line_of_the_log(public: Server) -> None:
+    with httpx.Client(
+        base_url=public.url.replace("0.0.0.0", "127.0.0.1"), timeout=PATIENCE
+    ) as client:
+        ask(client, chat(user=NASTY))
+        for given in (b"a\x1b[31mb", b"tab\there", b"\xe2\x80\xa8", b"x" * 200):
+            response = client.get("/health", headers={b"X-Request-ID": given})
+            assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+        client.get(f"/{httpx.QueryParams({'': NASTY})}")
+        client.get("/%0a12:00:00.000%20info%20%20%20%20forged%1b[31m")
+        client.get("/v1/models/%0aforged")
+        client.get(MODELS, params={NASTY: NASTY})
+        assert client.post(CHAT, json=chat(model=NASTY)).status_code == 404
+        assert client.post(CHAT, json=chat(**{NASTY: 1})).status_code == 200
+        assert client.get(MODELS, headers={"Origin": "http://forged"}).status_code == 403
+        client.get("/the-last-one")
+    wait_for(lambda: "/the-last-one" in public.log_text(), why="the last request is logged")
+    lines = public.log_text().rpartition("\n")[0].split("\n")
+    assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} \w+ ", line) for line in lines)
+    assert all(line.isprintable() for line in lines)
+    # It is there, but as a part of other lines.
+    assert not [line for line in lines if re.match(r"\S+ \w+ +forged", line)]
+    assert [line for line in lines if "stream end" in line and "forged" in line]
+
+
+PATHS = ["../t", "../../etc/passwd", "/etc/passwd", "..", "t/../t", "t\x00", "~", "file:///etc"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_name_is_a_path(client: httpx.Client, folders: Folders, path: str) -> None:
+    for name in (path, f"{folders.plain}", f"t+{folders.plain}", f"x={folders.plain}"):
+        refused(client.post(CHAT, json=chat(model=name)), 404, "model_not_found", param="model")
+    quoted = quote(path, safe="")
+    for one in (quoted, quoted.replace(".", "%2e")):
+        response = client.get(f"/v1/models/{one}")
+        assert response.status_code == 404
+        assert "root:" not in response.text
+
+
+@pytest.mark.parametrize("name", ["a\r\nX-Evil: 1", "a\nX-Evil: 1", "a\x00b", "é\r\n\r\n<html>"])
+def test_no_name_writes_a_header(client: httpx.Client, name: str) -> None:
+    body: Body = chat(**{name: 1})
+    response = client.post(CHAT, json=body)
+    assert response.status_code == 200
+    assert "x-evil" not in response.headers
+    assert response.headers["x-ignored-params"].isascii()
