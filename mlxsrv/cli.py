@@ -121,6 +121,8 @@ class Connection(Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        # uvicorn leaves it where the client has reset the connection, and it would hold on to this.
+        self._unset_keepalive_if_required()
         self._relax()
         self._end_stall()
 

@@ -302,7 +302,9 @@ async def leave_mid_stream(world: World) -> str:
     async with world.visit() as visit:
         body = world.chat(stream=True, max_tokens=_MANY)
         await visit.send(visit.written("POST", CHAT, body))
-        for _ in range(world.dice.randint(1, 20)):
+        if not (await visit.until(rb"\r\n\r\n")).startswith(b"HTTP/1.1 200 "):
+            return told(world.note(await visit.hear()))
+        for _ in range(world.dice.randrange(20)):
             await visit.some()
         visit.leave(_how(world))
     return "left"
@@ -420,7 +422,7 @@ DEEDS = {
     "no HTTP": Row(2, speak_no_http, ("refused",)),
     "leaves while asking": Row(5, leave_before_asking, ("left",)),
     "leaves waiting": Row(9, leave_while_waiting, ("left",)),
-    "leaves a stream": Row(9, leave_mid_stream, ("left",)),
+    "leaves a stream": Row(9, leave_mid_stream, ("left", FULL)),
     "leaves embeddings": Row(3, leave_an_embedding, ("left",)),
     "reads slowly": Row(4, read_slowly, ("answered", FULL)),
     "reads nothing": Row(4, read_nothing, ("answered", "left", FULL)),

@@ -81,7 +81,6 @@ def test_a_thousand_at_once_are_served_in_their_order(folders: Folders, tmp_path
         # They are sent in this order, a moment apart; the server may take up some of them first.
         order = sorted(range(CROWD), key=lambda i: samples[i].arrivals[0])
         moved = [abs(rank - i) for rank, i in enumerate(order)]
-        print("moved", max(moved), "time", max(s.arrivals[-1] for s in samples) - samples[0].sent)
         assert max(moved) <= 2 * ROWS, "nobody waits for more than came before, and two batches"
         assert idle(client)
 
@@ -109,7 +108,6 @@ def test_those_who_read_nothing_slow_nobody_and_hold_little(
         assert server.log("stream end", finish="length", tokens=str(MANY)) == []
         time.sleep(0.5)  # what idle buffers there are go back to the system
         grown = resident(server) - before
-        print("grown", grown / 1e6)
         assert grown < STALLED * MOST_HELD
 
         # Their answers are there for those who read after all.
