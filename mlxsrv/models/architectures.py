@@ -16,8 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from mlxsrv.engine.headers import Object, Unhealthy
 from mlxsrv.engine.recipe import check_encoder, is_encoder
-from mlxsrv.models.files import Object, Unhealthy
 
 
 class _Architecture(msgspec.Struct, frozen=True):

@@ -23,6 +23,7 @@ import msgspec
 from mlxsrv.errors import ModelNotFound
 from mlxsrv.logs import log
 from mlxsrv.models import hub
+from mlxsrv.models.files import signature
 from mlxsrv.models.folder import Description, Unhealthy, adapter_bytes, describe
 from mlxsrv.settings import Settings, SettingsError
 
@@ -199,7 +200,7 @@ class Catalogue:
         ]
         adapters = [entry.source.adapter for entry in self._named if entry.source.adapter]
         cache = hub.cache_state() if self._settings.hf_cache else None
-        return (cache, tuple((folder, _signature(folder)) for folder in [*folders, *adapters]))
+        return (cache, tuple((folder, signature(folder)) for folder in [*folders, *adapters]))
 
     def _found(self, name: str, source: Source) -> Entry:
         entry = Entry(name, source, int(time.time()))
@@ -210,10 +211,10 @@ class Catalogue:
         folder = entry.source.folder()
         if folder is None:
             return {}
-        signature = _signature(folder)
+        stamp = signature(folder)
         seen = self._seen.get(folder)
-        if seen is None or seen[0] != signature:
-            seen = (signature, self._describe(folder, entry.name))
+        if seen is None or seen[0] != stamp:
+            seen = (stamp, self._describe(folder, entry.name))
             self._seen[folder] = seen
         said = seen[1]
         if isinstance(said, Description) and entry.source.adapter is not None:
@@ -370,20 +371,3 @@ def _subfolders(folder: Path) -> list[Path]:
         return sorted(path for path in folder.iterdir() if path.is_dir())
     except OSError:
         return []
-
-
-def _signature(folder: Path) -> Hashable:
-    """Changes when a file in the folder does, through links too."""
-    try:
-        with os.scandir(folder) as files:
-            return tuple(sorted((file.name, *_stamp(file)) for file in files))
-    except OSError:
-        return ()
-
-
-def _stamp(file: os.DirEntry[str]) -> tuple[int, int]:
-    try:
-        stat = file.stat()
-    except OSError:  # a link to nothing
-        return 0, 0
-    return stat.st_size, stat.st_mtime_ns

@@ -1,4 +1,4 @@
-"""The files of a model's folder: what the file system refuses, and where a text begins.
+"""The files of a folder: what the file system refuses, when they change, where a text begins.
 
 What is in them is read as all files are that come from anywhere: `mlxsrv.engine.headers`.
 """
@@ -6,18 +6,11 @@ What is in them is read as all files are that come from anywhere: `mlxsrv.engine
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mlxsrv.engine.headers import LONGEST_TEXT as LONGEST_TEXT
-from mlxsrv.engine.headers import Object as Object
-from mlxsrv.engine.headers import Tensor as Tensor
-from mlxsrv.engine.headers import Unhealthy as Unhealthy
-from mlxsrv.engine.headers import check_content as check_content
-from mlxsrv.engine.headers import number as number
-from mlxsrv.engine.headers import read_header as read_header
-from mlxsrv.engine.headers import read_object as read_object
+from mlxsrv.engine.headers import Unhealthy
 
 
 @contextmanager
@@ -40,3 +33,20 @@ def read_start(path: Path, files: Iterable[str], limit: int) -> str:
         return ""
     with path.open("rb") as file:
         return file.read(limit).decode(errors="replace")
+
+
+def signature(folder: Path) -> Hashable:
+    """Changes when a file in the folder does, through links too."""
+    try:
+        with os.scandir(folder) as files:
+            return tuple(sorted((file.name, *_stamp(file)) for file in files))
+    except OSError:
+        return ()
+
+
+def _stamp(file: os.DirEntry[str]) -> tuple[int, int]:
+    try:
+        stat = file.stat()
+    except OSError:  # a link to nothing
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns

@@ -22,9 +22,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
-from mlxsrv.engine.recipe import ROBERTA, check_bare, is_classifier, is_encoder
-from mlxsrv.models.architectures import check_architecture, named_architectures, template_code
-from mlxsrv.models.files import (
+from mlxsrv.engine.headers import (
     LONGEST_TEXT,
     Object,
     Tensor,
@@ -32,10 +30,11 @@ from mlxsrv.models.files import (
     number,
     read_header,
     read_object,
-    read_start,
-    reading,
 )
-from mlxsrv.models.files import Unhealthy as Unhealthy
+from mlxsrv.engine.headers import Unhealthy as Unhealthy
+from mlxsrv.engine.recipe import ROBERTA, check_bare, is_classifier, is_encoder
+from mlxsrv.models.architectures import check_architecture, named_architectures, template_code
+from mlxsrv.models.files import read_start, reading
 
 Type: TypeAlias = Literal["chat", "base", "embedding"]
 

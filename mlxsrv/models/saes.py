@@ -31,6 +31,7 @@ from mlxsrv.engine.steering.files import SAEFile, find_saes, read_sae
 from mlxsrv.errors import InvalidRequest, SAEExists, SAENotFound, ServeError, ShuttingDown
 from mlxsrv.logs import log
 from mlxsrv.models import hub
+from mlxsrv.models.files import signature
 from mlxsrv.settings import Settings, SettingsError
 
 _log = logging.getLogger("mlxsrv.models")
@@ -265,10 +266,10 @@ class Library:
 
     def _look(self, folder: Path) -> SAEFile | str:
         """What its files say, or what is wrong with them."""
-        signature = _signature(folder)
+        stamp = signature(folder)
         seen = self._seen.get(folder)
-        if seen is None or seen[0] != signature:
-            seen = self._seen[folder] = (signature, _read(folder))
+        if seen is None or seen[0] != stamp:
+            seen = self._seen[folder] = (stamp, _read(folder))
         return seen[1]
 
     def _report(self, known: Known) -> None:
@@ -384,23 +385,6 @@ def _read(folder: Path) -> SAEFile | str:
         return read_sae(folder)
     except (ValueError, OSError) as error:
         return str(error)
-
-
-def _signature(folder: Path) -> Hashable:
-    """Changes when a file in the folder does, through links too."""
-    try:
-        with os.scandir(folder) as files:
-            return tuple(sorted((file.name, *_stamp(file)) for file in files))
-    except OSError:
-        return ()
-
-
-def _stamp(file: os.DirEntry[str]) -> tuple[int, int]:
-    try:
-        stat = file.stat()
-    except OSError:  # a link to nothing
-        return 0, 0
-    return stat.st_size, stat.st_mtime_ns
 
 
 # What a repository is to give. These are called in the thread of a download.

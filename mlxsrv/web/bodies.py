@@ -29,5 +29,6 @@ def ignored_header(names: list[str]) -> dict[str, str]:
     """The header that names ignored fields, whose names may be anything and any number."""
     if not names:
         return {}
-    text = ", ".join(quote(name, safe=" ") for name in names)
-    return {"X-Ignored-Params": text[:_LONGEST_HEADER]}
+    text = ", ".join(quote(name, safe="") for name in names)
+    # A value must not begin or end with a space, which is where one may be cut.
+    return {"X-Ignored-Params": text[:_LONGEST_HEADER].strip()}

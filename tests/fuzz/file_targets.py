@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
+from mlxsrv.engine.headers import Unhealthy
 from mlxsrv.engine.steering.arrays import PIECE
 from mlxsrv.engine.steering.files import SAEFile, read_sae
 from mlxsrv.engine.steering.sae import SAE, load_sae
 from mlxsrv.engine.steering.vector_files import VectorFile, read_directions, read_vector
-from mlxsrv.models.files import Unhealthy
 from mlxsrv.models.folder import Description, describe
 from tests.saes import make_arrays, write_sae, write_safetensors
 

@@ -22,9 +22,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
+from mlxsrv.engine.headers import Object
 from mlxsrv.engine.tokenizer import Tokenizer
 from mlxsrv.models import architectures
-from mlxsrv.models.files import Object
 from mlxsrv.models.folder import (
     Description,
     Unhealthy,

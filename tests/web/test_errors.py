@@ -372,6 +372,14 @@ def test_a_field_name_cannot_write_headers(client: httpx.Client) -> None:
     assert "x-evil" not in response.headers
 
 
+def test_the_header_is_one_whatever_the_names_are(client: httpx.Client) -> None:
+    """h11 sends no value that begins or ends with a space, and a long one may be cut anywhere."""
+    for names in ([" a"], ["a "], [" "], [""], ["x" * n + " " for n in range(1000, 1060)]):
+        response = client.post(CHAT, json=chat(max_tokens=1, **dict.fromkeys(names, 1)))
+        assert response.status_code == 200
+        assert "x-ignored-params" in response.headers
+
+
 def test_many_ignored_fields_fit_the_header(client: httpx.Client) -> None:
     response = client.post(CHAT, json=chat(**{f"field_number_{i}": i for i in range(5000)}))
     assert response.status_code == 200, response.text
