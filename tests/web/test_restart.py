@@ -228,7 +228,11 @@ def test_after_sigkill_all_is_as_it_was(folders: Folders, tmp_path: Path, second
             for writer in writers:
                 writer.start()
             wait_for(lambda: all(len(w.acknowledged) > 3 for w in writers), why="they write")
-            wait_for(lambda: partial_bytes(tmp_path), why="the download has begun")
+            # Of the weights, which come last: a smaller file might be there before the server ends.
+            wait_for(
+                lambda: any(sent.path == WEIGHTS for sent in hub.sent) and partial_bytes(tmp_path),
+                why="the download of the weights has begun",
+            )
             time.sleep(seconds)  # another moment of a write
             server.signal(signal.SIGKILL)
             for writer in writers:
