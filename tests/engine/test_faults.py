@@ -604,7 +604,8 @@ def test_a_load_that_fails_in_any_slice_leaves_nothing(
                 with pytest.raises(ModelNotLoaded, match=str(error)):
                     await port.load(load_command(folder))
                 after = await port.report()
-                assert (after.active_bytes - before, after.cache_bytes) == (0, 0), number
+                assert after.active_bytes <= before, number
+                assert after.cache_bytes == 0, number
             counter["slice"] = -1
             await port.load(load_command(folder))
         finally:
