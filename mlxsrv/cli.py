@@ -33,6 +33,7 @@ from mlxsrv.wire.sse import encode_json
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
 except ImportError:
+    # Two classes of one shape, of which mypy knows the first.
     from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol  # type: ignore[assignment]
 
 _log = logging.getLogger("mlxsrv.server")

@@ -66,8 +66,7 @@ class Pool:
         self._settings = settings
         pinned = frozenset(catalogue.name(name) for name in settings.pin)
         self._limits = Limits(settings.max_models, settings.memory_limit or 0, pinned)
-        vectors = control_vectors(settings)
-        self._vectors = tuple((each.name, str(each.file.path)) for each in vectors)
+        self.vectors = control_vectors(settings)
         self._models: dict[str, Model] = {}  # those that are loaded or have leases
         self._turns: deque[Model] = deque()  # those that wait for room
         self._attachment_numbers = count(1)
@@ -459,7 +458,7 @@ class Pool:
             kv_bits=settings.kv_bits,
             max_kv_size=settings.max_kv_size,
             trust_remote_code=settings.trust_remote_code,
-            vectors=self._vectors,
+            vectors=tuple((each.name, str(each.file.path)) for each in self.vectors),
         )
 
     def _fail(self, model: Model, error: ServeError, victims: Sequence[Model]) -> None:

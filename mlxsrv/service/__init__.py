@@ -85,7 +85,7 @@ class Service:
         self.pool = Pool(Catalogue(settings), settings, observers)
         self.saes = SAEs(self.pool, settings)
         store = Store(Path(settings.data_dir))
-        self.steering = SteeringDesk(self.pool, self.saes, store, settings)
+        self.steering = SteeringDesk(self.pool, self.saes, store)
         self.profiles = Profiles(self.steering, store)
         self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
         self._replies: set[Reply] = set()

@@ -16,10 +16,8 @@ from mlxsrv.events import Activations, Steering, SteeringMode, Watch
 from mlxsrv.models.model import Attachment
 from mlxsrv.models.pool import Pool
 from mlxsrv.models.store import Profile, Store
-from mlxsrv.models.vectors import control_vectors
 from mlxsrv.service.monitor import Monitor
 from mlxsrv.service.saes import SAEs
-from mlxsrv.settings import Settings
 from mlxsrv.wire.management import MonitorObject, MonitorRequest, SteeringObject
 from mlxsrv.wire.requests import GenerationRequest
 
@@ -82,11 +80,11 @@ class Held:
 class SteeringDesk:
     """What is steered and watched, of all models of one app."""
 
-    def __init__(self, pool: Pool, saes: SAEs, store: Store, settings: Settings) -> None:
+    def __init__(self, pool: Pool, saes: SAEs, store: Store) -> None:
         self._pool = pool
         self._saes = saes
         self._store = store
-        self._vectors = control_vectors(settings)
+        self._vectors = pool.vectors
         self._held: dict[str, Held] = {}
 
     # Attachments.
