@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
+from mlxsrv.engine import blas, imports
 from mlxsrv.engine.faults import describe, survivable
 from mlxsrv.engine.port import (
     Answer,
@@ -336,7 +337,10 @@ class DeviceThread:
                 self._clients[port] = _Client(port, self.clock)
                 # Here, by the thread that uses it; `ready` will tell what is wrong with it.
                 with suppress(Exception):
+                    imports.quicken()
                     import mlxsrv.engine.loading  # noqa: F401
+
+                    blas.bind()
             case _ if client is None:
                 _log.debug("an order of a port that is closed")
             case Close():
