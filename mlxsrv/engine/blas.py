@@ -4,8 +4,8 @@ MLX's wheel for Linux multiplies float32 matrices with the reference BLAS, plain
 OpenBLAS does it some ten times as fast. The wheel cannot be told to use another, and the OpenBLAS
 that PyPI has (scipy-openblas32, the extra `blas`) has a prefix before its names, so preloading it
 would not help. But a library calls another's functions through a table of addresses, its global
-offset table, which the dynamic linker fills in and leaves writable: `bind` puts OpenBLAS's
-functions there. What is not as expected is left as it is.
+offset table, which the dynamic linker fills in and leaves writable: `bind_openblas` puts
+OpenBLAS's functions there. What is not as expected is left as it is.
 
 Sums are then rounded in another order, which may depend on the number of rows, as on GPUs.
 
@@ -57,10 +57,12 @@ class _Section(NamedTuple):
     place: slice
     """In the file."""
     link: int
-    """The number of another section, which this one's entries refer to."""
+    """The section that this one's entries refer to."""
+    subject: int
+    """The section that these relocations change; 0 where there are several."""
 
 
-def bind() -> bool:
+def bind_openblas() -> bool:
     """Have MLX multiply with OpenBLAS where both are there; whether it does.
 
     It holds for the process, for whoever uses MLX in it. An address is written in one piece, so a
@@ -104,6 +106,8 @@ def _bind() -> None:
         getattr(library, _PREFIX + "openblas_set_num_threads")(max(1, cores // 2))
     for slot, address in changes:
         slot.value = address
+    if changes:
+        _log.info("MLX multiplies with OpenBLAS")
 
 
 def _read_mappings() -> Iterator[_Mapping]:
@@ -130,7 +134,8 @@ def _find_calls(path: Path) -> list[tuple[str, int]]:
         calls = [
             (name, offset)
             for section in sections
-            if section.kind == _RELOCATIONS
+            # Calls have a table of their own; the rest was made read-only when it was filled in.
+            if section.kind == _RELOCATIONS and section.subject
             for names in [_find_names(content, sections, section.link)]
             for offset, info, _ in _RELOCATION.iter_unpack(content[section.place])
             if (name := names.get(info >> 32)) is not None
@@ -157,6 +162,6 @@ def _read_sections(file: mmap) -> list[_Section]:
     size, count = struct.unpack_from("<HH", file, 0x3A)  # e_shentsize, e_shnum
     sections: list[_Section] = []
     for entry in range(table, table + size * count, size):
-        _, kind, _, _, offset, length, link, *_ = _SECTION.unpack_from(file, entry)
-        sections.append(_Section(kind, slice(offset, offset + length), link))
+        _, kind, _, _, offset, length, link, subject, _, _ = _SECTION.unpack_from(file, entry)
+        sections.append(_Section(kind, slice(offset, offset + length), link, subject))
     return sections

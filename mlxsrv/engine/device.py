@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from mlxsrv.engine import blas, imports
+from mlxsrv.engine import imports
 from mlxsrv.engine.faults import describe, survivable
 from mlxsrv.engine.port import (
     Answer,
@@ -339,8 +339,6 @@ class DeviceThread:
                 with suppress(Exception):
                     imports.quicken()
                     import mlxsrv.engine.loading  # noqa: F401
-
-                    blas.bind()
             case _ if client is None:
                 _log.debug("an order of a port that is closed")
             case Close():

@@ -30,6 +30,7 @@ from mlx_lm.utils import (
 )
 
 from mlxsrv.engine.batch import Batch, weights
+from mlxsrv.engine.blas import bind_openblas
 from mlxsrv.engine.caches import Caches, choose_caches
 from mlxsrv.engine.embedding import DecoderRunner, Embedder, EncoderRunner, Runner
 from mlxsrv.engine.encoders import load_encoder
@@ -432,14 +433,16 @@ def _put_on(adapter: str, model: Any) -> None:
 
 
 def lay_out(model: Any, done: Container[int] = ()) -> None:
-    """Keep float32 weights of linear layers by columns where the CPU is the device, but for those
-    whose `id` is in `done`.
+    """Have the CPU, where it is the device, multiply by the model's float32 weights as fast as it
+    can: with OpenBLAS if that is installed. If not, weights of linear layers are kept by columns,
+    but for those whose `id` is in `done`.
 
-    Shapes and results stay as they are, to the bit. MLX multiplies by the transposed weight, and
-    the reference BLAS of its Linux wheels does so 1.6 to 1.9 times as fast if that is contiguous:
-    it can then add up columns, many at a time, instead of one dot product after the other.
+    With columns shapes and results stay as they are, to the bit. MLX multiplies by the transposed
+    weight, and the reference BLAS of its Linux wheels does so 1.6 to 1.9 times as fast if that is
+    contiguous: it can then add up columns, many at a time, instead of one dot product after the
+    other. OpenBLAS is slower with them.
     """
-    if mx.default_device() != mx.Device(mx.cpu):
+    if mx.default_device() != mx.Device(mx.cpu) or bind_openblas():
         return
     for layer in model.modules():
         if not isinstance(layer, Linear) or layer.weight.dtype != mx.float32:

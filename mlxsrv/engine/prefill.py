@@ -24,7 +24,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
-from mlxsrv.engine.caches import Caches
+from mlxsrv.engine.caches import Caches, merge
 from mlxsrv.engine.faults import MOST_FAULTS, Fault, blame, note, short
 from mlxsrv.engine.lanes import Row
 from mlxsrv.engine.prompt_cache import Cache, PromptCache, as_tokens, can_cut
@@ -421,8 +421,3 @@ def _recurrent(layer: Any) -> bool:
     if isinstance(layer, CacheList):
         return any(map(_recurrent, layer.caches))
     return isinstance(layer, ArraysCache)
-
-
-def merge(caches: Sequence[Cache]) -> Cache:
-    """Caches of single rows as one of a batch, layer by layer."""
-    return [layers[0].merge(layers) for layers in map(list, zip(*caches, strict=True))]

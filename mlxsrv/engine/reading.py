@@ -27,7 +27,7 @@ from mlxsrv.events import (
     PromptScored,
 )
 
-LEAST_CHUNK = 16  # tokens; fewer would cost a forward pass each for next to nothing
+LEAST_CHUNK = 8  # tokens; fewer would cost a forward pass each for next to nothing
 _MOST_LOGITS = 16 * 1024 * 1024  # numbers, of the chunk of a prompt that is scored
 
 

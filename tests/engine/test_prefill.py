@@ -128,7 +128,7 @@ def test_a_slice_never_reads_next_to_nothing() -> None:
     pace.saw_step(0.010)
     pace.saw_chunk(100, 0.5, decoding=True)
     pace.saw_step(0.5)
-    assert pace.limit(decoding=True, long=True) == 16
+    assert pace.limit(decoding=True, long=True) == 8
 
 
 def test_what_a_gap_was_corrects_the_next() -> None:
@@ -161,7 +161,7 @@ def test_a_gap_in_which_rows_changed_is_not_learnt_from() -> None:
 def test_beside_streams_of_other_models_a_slice_fills_their_gap_and_no_more() -> None:
     pace = Pace(512, 0.1)
     assert pace.limit(decoding=False, long=True) == 512
-    assert pace.limit(decoding=False, long=True, beside=True) == 16, "nothing is known yet"
+    assert pace.limit(decoding=False, long=True, beside=True) == 8, "nothing is known yet"
     for _ in range(40):
         pace.saw_chunk(100, 0.2, decoding=False)  # 2 ms a token
     assert 40 <= pace.limit(decoding=False, long=True, beside=True) <= 60

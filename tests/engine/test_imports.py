@@ -1,0 +1,111 @@
+"""The quicker import of transformers finds the same names, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mlxsrv.engine import imports
+
+_SCAN = """\
+    import hashlib, sys
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
+
+    def digest(value):
+        if isinstance(value, dict):
+            return sorted((digest(key), digest(each)) for key, each in value.items())
+        # Lists are made of sets, and their order is another each time.
+        return sorted(value) if isinstance(value, (set, frozenset, list)) else value
+
+    models = transformers.models
+    for module in (transformers, models):
+        for name in ("_import_structure", "_class_to_module", "_object_missing_backend"):
+            found = getattr(module, name)
+            assert found
+            print(hashlib.sha256(repr(digest(found)).encode()).hexdigest())
+    print(len(dir(transformers)), AutoTokenizer.__module__)
+    assert not any("quick" in repr(finder) or "mlxsrv" in repr(finder) for finder in sys.meta_path)
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_names_are_found() -> None:
+    quick = run("    from mlxsrv.engine.imports import quicken; quicken()\n" + _SCAN)
+    assert len(quick.split()) == 8
+    assert quick == run(_SCAN)
+
+
+def test_the_scan_is_kept_whole() -> None:
+    """Guards the gain: another version of transformers may have other functions."""
+    out = run("""
+        from mlxsrv.engine.imports import quicken; quicken()
+        from transformers.utils.import_utils import create_import_structure_from_path as scan
+        from transformers import AutoTokenizer
+        import transformers.models
+        found = scan.cache_info()
+        print(found.maxsize, found.hits > 200)
+    """)
+    assert out == "None True\n"
+
+
+def test_once_transformers_is_there_nothing_is_done() -> None:
+    out = run("""
+        import sys
+        import transformers
+        from mlxsrv.engine.imports import quicken
+        before = list(sys.meta_path)
+        quicken()
+        print(sys.meta_path == before)
+    """)
+    assert out == "True\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "x = 1\n",
+        '__all__ = ["A", "B"]',
+        'import a\n\n__all__ = ["A"]\n',
+        '__all__ = ["A"]\nx = 1\n__all__ = [\n    "B",\n    "C",\n]\n',
+        '    __all__ = ["A"]\n',
+        "def f():\n    return __all__\n",
+        '\n__all__ = [\n    "A",\n]\n\nmore = """\n    __all__ = 1\n"""\n',
+    ],
+)
+def test_the_last_list_of_exports_counts(source: str) -> None:
+    from transformers.utils.import_utils import fetch__all__
+
+    fetch = getattr(fetch__all__, "func", fetch__all__)  # it may be quick already
+    whole = fetch.args[0] if hasattr(fetch, "args") else fetch
+    assert imports._fetch_last(whole, source) == whole(source)
+
+
+def test_a_version_without_the_scan_is_left_as_it_is() -> None:
+    class Empty:
+        def create_module(self, spec: object) -> None:
+            return None
+
+        def exec_module(self, module: ModuleType) -> None:
+            module.__dict__["kept"] = 1
+
+    module = ModuleType("transformers.utils.import_utils")
+    imports._Changing(Empty()).exec_module(module)  # type: ignore[arg-type]
+    assert {name for name in vars(module) if not name.startswith("__")} == {"kept"}
