@@ -113,9 +113,17 @@ class Odd:
             raise self._error
 
 
+class Steady(Pace):
+    """Slices of one length, whatever time they take: so that the n-th pass is always the same, and
+    none is over the one token that was left of a prompt, which would count as a step."""
+
+    def limit(self, *, decoding: bool, long: bool, beside: bool = False) -> int:
+        return 64
+
+
 def make(model: Any, rows: int = 8, **more: Any) -> Batch:
     cached = PromptCache(more.pop("cache_bytes", 0))
-    return Batch(model, max_rows=rows, pace=Pace(64, 10.0), cached=cached, **more)
+    return Batch(model, max_rows=rows, pace=Steady(64, 10.0), cached=cached, **more)
 
 
 def prompt(seed: int, size: int = 20) -> tuple[int, ...]:

@@ -152,7 +152,7 @@ def test_sigterm_in_the_middle_of_everything(folders: Folders, tmp_path: Path) -
         long = "ä" * 40_000
         reading = send(CHAT, chat(long, stream=True))
         reading.until(ROLE)
-        embedding = send("/v1/embeddings", {"input": ["a text of some length"] * 2000})
+        embedding = send("/v1/embeddings", {"input": ["a text of some length " * 40] * 2000})
         wait_for(lambda: working(server, "texts"), why="texts are embedded")
         assert working(server, "reading")
         server.signal(signal.SIGTERM)
