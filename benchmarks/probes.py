@@ -83,6 +83,8 @@ class Bench(msgspec.Struct):
     peer: servers.Side | None = None
     """A server that runs already, to be measured instead of `mlx_lm.server`."""
     peer_model: str | None = None
+    openblas: bool = True
+    """Whether ours may use it."""
     cpu_shares: dict[int, float] = {}
     """What the load generator took of a processor while ours was measured, by streams."""
 
@@ -103,7 +105,7 @@ class Host(msgspec.Struct, frozen=True):
     def make_side(self, bench: Bench) -> servers.Side:
         folder = bench.models[self.model].folder
         if self.program == "mlxsrv":
-            return servers.ours(folder, *self.options)
+            return servers.ours(folder, *self.options, openblas=bench.openblas)
         if self.program == "peer" and bench.peer is not None:
             return bench.peer
         if find_spec("mlx_lm") is None:

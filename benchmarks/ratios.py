@@ -348,7 +348,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     machine = describe_machine()
     print(format_machine(machine))
     print(f"theirs: {arguments.peer or 'mlx_lm.server'}, and mlx-lm in process; ", end="")
-    print(f"{arguments.pairs} by turns{', quick' if arguments.quick else ''}")
+    print(f"{arguments.pairs} by turns{', quick' if arguments.quick else ''}", end="")
+    print("" if arguments.openblas else "; ours without OpenBLAS")
     print(f"{BIAS}\n", flush=True)
     entries = run_pairs(measures, arguments)
     rows = [summarise(measure, entries) for measure in measures]
@@ -367,7 +368,13 @@ def run_pairs(measures: Sequence[Measure], arguments: argparse.Namespace) -> lis
     with tempfile.TemporaryDirectory(prefix="mlxsrv-bench-") as folder:
         models = probes.write_models(Path(folder), sorted({host.model for host in hosts}))
         peer = servers.Side("peer", url=arguments.peer) if arguments.peer else None
-        bench = Bench(models, arguments.quick, peer=peer, peer_model=arguments.peer_model)
+        bench = Bench(
+            models,
+            arguments.quick,
+            peer=peer,
+            peer_model=arguments.peer_model,
+            openblas=arguments.openblas,
+        )
         for bench.pair in range(arguments.pairs):
             for host in hosts if bench.pair % 2 == 0 else hosts[::-1]:
                 at_host = [probe for probe in wanted if probe.host == host]
@@ -532,6 +539,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--peer", metavar="URL", help="a running server to measure instead of mlx_lm.server"
     )
     parser.add_argument("--peer-model", metavar="ID", help="`model` to ask it for")
+    parser.add_argument(
+        "--no-openblas",
+        dest="openblas",
+        action="store_false",
+        help="run mlxsrv as if its extra blas were not installed",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all readings here")
     arguments = parser.parse_args(argv)
     arguments.pairs = arguments.pairs or (1 if arguments.quick else 5)

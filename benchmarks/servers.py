@@ -20,6 +20,10 @@ import msgspec
 
 START_TIMEOUT = 120.0
 STOP_TIMEOUT = 15.0
+_WITHOUT_OPENBLAS = (
+    "import runpy, sys; sys.modules['scipy_openblas32'] = None; "
+    "runpy.run_module('mlxsrv', run_name='__main__', alter_sys=True)"
+)
 _SOURCES = Path(__file__).parent.parent / "mlxsrv"
 
 
@@ -45,10 +49,12 @@ class StartError(Exception):
     """A server did not come up; the message has the end of its log."""
 
 
-def ours(model: Path, *options: str) -> Side:
+def ours(model: Path, *options: str, openblas: bool = True) -> Side:
+    """mlxsrv; as if the extra `blas` were not installed, unless with `openblas`."""
     # pip has compiled the peers' sources; a checkout's may not be, where writing bytecode is off.
     compileall.compile_dir(_SOURCES, quiet=1)
-    command = (sys.executable, "-m", "mlxsrv", "--model", f"bench={model}", *options, "--port")
+    run = ("-m", "mlxsrv") if openblas else ("-c", _WITHOUT_OPENBLAS)
+    command = (sys.executable, *run, "--model", f"bench={model}", *options, "--port")
     return Side("mlxsrv", command=command)
 
 
