@@ -7,12 +7,17 @@ who shares the batch or when it joined.
 
 The order is that of OpenAI-compatible servers (vLLM's): temperature, top-k, top-p over what is
 left, min-p relative to the likeliest token.
+
+Top-p alone needs no sorted vocabulary: tokens are drawn without it until one is in the nucleus,
+which is what a draw from the nucleus is. A token is if those that are likelier weigh less than
+top-p, and at least so many of the draws are. (FlashInfer samples like this on GPUs:
+flashinfer.ai/2025/03/10/sampling.html.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
+from math import ceil, inf, log2
 
 import mlx.core as mx
 
@@ -21,7 +26,9 @@ from mlxsrv.events import Sampling
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads close seeds over both words
 _MASK = 0xFFFFFFFFFFFFFFFF
 
-_AHEAD = 64  # steps whose random numbers are drawn at once: one operation a step, not ten
+_AHEAD = 64  # of steps: one operation for each, not ten
+_TRIES = 16  # random numbers for each token
+_CERTAIN = 24  # bits: what is less likely than 2**-24 is beyond float32
 
 
 class Sampler:
@@ -32,9 +39,10 @@ class Sampler:
     Args:
         rows: each row's parameters.
         drawn: how many tokens each row has drawn already.
+        ahead: steps whose random numbers are drawn at once.
     """
 
-    def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int]) -> None:
+    def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int = _AHEAD) -> None:
         cold = [row.temperature < _COLD for row in rows]
         self._greedy = all(cold)
         self.least = -inf if self._greedy else 0.0
@@ -43,16 +51,24 @@ class Sampler:
         self._mixed = any(cold)
         self._cold = mx.array(cold)
         self._temperature = _column([max(row.temperature, _COLD) for row in rows])
-        self._cuts_mass = any(row.top_p < 1 or row.top_k > 0 for row in rows)
         self._tail = _column([(1 - row.top_p) * (1 + _ROUNDING) for row in rows])
-        self._cuts_rank = any(row.top_k > 0 for row in rows)
         self._top_k = mx.array([[row.top_k or _EVERY] for row in rows], dtype=mx.int32)
+        self._cuts_rank = any(row.top_k > 0 for row in rows)
         self._cuts_weight = any(row.min_p > 0 for row in rows)
         self._min_p = _column([row.min_p for row in rows])
+        # Of a row itself: what its neighbours need must not change what it draws.
+        tries = [_count_tries(row) for row in rows]
+        self._sorts = any(count > _TRIES for count in tries)
+        tried = [1 < count <= _TRIES for count in tries]
+        self._tries = max((count for count in tries if count <= _TRIES), default=1)
+        self._tried = mx.array(tried)
+        self._nucleus = _column(
+            [1 - (1 - row.top_p) * (1 + _ROUNDING) if row.top_p < 1 else inf for row in rows]
+        )
         self._seeds = mx.array([_seed_word(row.seed) for row in rows], dtype=mx.uint32)
         self._drawn = mx.array(list(drawn), dtype=mx.uint32)
         self._uniforms = mx.zeros((0, 0))
-        self._step = _AHEAD
+        self._ahead = self._step = ahead
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Token ids `(rows,)` for logits `(rows, vocabulary)`; advances each row's stream."""
@@ -69,14 +85,44 @@ class Sampler:
         scaled = logits.astype(mx.float32) / self._temperature
         # The likeliest token weighs 1, so min_p is a weight as it stands.
         weights = mx.exp(scaled - scaled.max(axis=-1, keepdims=True))
-        if self._cuts_mass:
-            weights = mx.where(weights >= self._least_weight(weights), weights, 0)
-        if self._cuts_weight:
-            weights = mx.where(weights >= self._min_p, weights, 0)
-        drawn = _draw(weights, self._next_uniform())
+        likeliest = mx.argmax(logits, axis=-1)  # not computed where nobody wants it
+        drawn = self._draw(weights, likeliest)
         if self._mixed:
-            drawn = mx.where(self._cold, mx.argmax(logits, axis=-1), drawn)
+            drawn = mx.where(self._cold, likeliest, drawn)
         return drawn, weights
+
+    def _draw(self, weights: mx.array, likeliest: mx.array) -> mx.array:
+        """Token ids `(rows,)`, each from what the row's filters leave of its weights."""
+        possible = weights
+        if self._cuts_weight:
+            possible = mx.where(weights >= self._min_p, weights, 0)
+        uniforms = self._next_uniforms()
+        if not self._sorts:
+            drawn = _invert(possible, uniforms)
+            if self._tries == 1:
+                return drawn[:, 0]
+            return self._choose(drawn, self._within_nucleus(weights, drawn), likeliest)
+        least = self._least_weight(weights)
+        filtered = _invert(mx.where(possible >= least, possible, 0), uniforms[:, :1])[:, 0]
+        if self._tries == 1:
+            return filtered
+        drawn = _invert(possible, uniforms)
+        within = mx.take_along_axis(weights, drawn, axis=-1) >= least
+        return mx.where(self._tried, self._choose(drawn, within, likeliest), filtered)
+
+    def _within_nucleus(self, weights: mx.array, drawn: mx.array) -> mx.array:
+        """Whether each of the tokens `(rows, tries)` is in its row's nucleus."""
+        own = mx.take_along_axis(weights, drawn, axis=-1)
+        likelier = (weights[:, None] > own[:, :, None]).astype(mx.float32)
+        total = weights.sum(axis=-1, keepdims=True)
+        return (likelier @ weights[:, :, None])[:, :, 0] < self._nucleus * total
+
+    def _choose(self, drawn: mx.array, within: mx.array, likeliest: mx.array) -> mx.array:
+        """The first of each row's draws `(rows, tries)` that is `within` its filters. There is one,
+        but for once in 2**24 times: then it is the likeliest token, which always is."""
+        first = mx.argmax(within, axis=-1, keepdims=True)
+        chosen = mx.take_along_axis(drawn, first, axis=-1)[:, 0]
+        return mx.where(within.any(axis=-1), chosen, likeliest)
 
     def _least_weight(self, weights: mx.array) -> mx.array:
         """The smallest weight that top-k and top-p let pass, as a column.
@@ -100,14 +146,25 @@ class Sampler:
             first = (mass <= self._tail * total).sum(axis=-1, keepdims=True)
         return mx.take_along_axis(ranked, mx.minimum(first, last), axis=-1)
 
-    def _next_uniform(self) -> mx.array:
-        """A number in [0, 1) for each row, as a column."""
-        if self._step == _AHEAD:
-            self._uniforms = _uniforms(self._seeds, self._drawn)
-            self._drawn = self._drawn + _AHEAD
+    def _next_uniforms(self) -> mx.array:
+        """Numbers in [0, 1) for each row's next token `(rows, tries)`."""
+        if self._step == self._ahead:
+            self._uniforms = _uniforms(self._seeds, self._drawn, self._ahead)
+            self._drawn = self._drawn + self._ahead
             self._step = 0
+        first = self._step * _TRIES
         self._step += 1
-        return self._uniforms[:, self._step - 1 : self._step]
+        return self._uniforms[:, first : first + self._tries]
+
+
+def _count_tries(row: Sampling) -> int:
+    """Of how many draws without top-p one is in the nucleus, as good as certainly: each misses it
+    with a probability of 1 - top_p at most. More than `_TRIES` where the vocabulary is sorted."""
+    if row.temperature < _COLD or (row.top_p >= 1 and row.top_k <= 0):
+        return 1
+    if row.top_k > 0 or row.top_p <= 0.5:
+        return _TRIES + 1
+    return max(2, ceil(_CERTAIN / -log2(1 - row.top_p)))
 
 
 _COLD = 1e-5  # a temperature below is greedy, for logits divided by less would overflow
@@ -125,23 +182,25 @@ def _seed_word(seed: int) -> int:
     return (mixed >> 32) ^ (mixed & 0xFFFFFFFF)
 
 
-def _uniforms(seeds: mx.array, drawn: mx.array) -> mx.array:
-    """Numbers in [0, 1) for the next steps of each row `(rows, _AHEAD)`; the n-th of a row comes
-    from the key (seed, n)."""
-    counts = drawn[:, None] + mx.arange(_AHEAD, dtype=mx.uint32)
+def _uniforms(seeds: mx.array, drawn: mx.array, steps: int) -> mx.array:
+    """Numbers in [0, 1) for the next steps of each row `(rows, steps * _TRIES)`; those of a row's
+    n-th token come from the key (seed, n)."""
+    counts = drawn[:, None] + mx.arange(steps, dtype=mx.uint32)
     keys = mx.stack([mx.broadcast_to(seeds[:, None], counts.shape), counts], axis=-1)
-    return mx.vmap(mx.vmap(lambda key: mx.random.uniform(key=key)))(keys)
+    draw = mx.vmap(mx.vmap(lambda key: mx.random.uniform(shape=(_TRIES,), key=key)))
+    return draw(keys).reshape(len(seeds), -1)
 
 
-def _draw(weights: mx.array, uniform: mx.array) -> mx.array:
-    """Inverse transform sampling: token ids `(rows,)` for weights `(rows, n)` of any sum.
+def _invert(weights: mx.array, uniforms: mx.array) -> mx.array:
+    """Inverse transform sampling: token ids `(rows, n)` for weights `(rows, vocabulary)` of any
+    sum, one for each of the numbers `(rows, n)`.
 
-    One random number a row and one cumulative sum, where the Gumbel trick takes one random number
-    for each entry of the vocabulary. The target stays below the total, so that rounding cannot
-    choose an entry of weight zero behind the last one that counts.
+    One cumulative sum and one random number a draw, where the Gumbel trick takes one for each entry
+    of the vocabulary. The target stays below the total, so that rounding cannot choose an entry of
+    weight zero behind the last one that counts.
     """
     cumulative = mx.cumsum(weights, axis=-1)
-    target = uniform * ((1 - 2**-20) * cumulative[:, -1:])
-    drawn = (cumulative <= target).sum(axis=-1)
+    targets = uniforms * ((1 - 2**-20) * cumulative[:, -1:])
+    drawn = (cumulative[:, None] <= targets[:, :, None]).sum(axis=-1)
     # Of weights that are no numbers all entries may be below: an id too high would be read with.
     return mx.minimum(drawn, weights.shape[-1] - 1)

@@ -242,7 +242,7 @@ class Draft:
         assert self._row is not None
         unread = self._unread()
         fed = mx.concatenate([mx.array(unread, dtype=mx.uint32), inputs]) if unread else inputs
-        sampler = Sampler([self._row.job.sampling], [len(self._row.drawn) + 1])
+        sampler = Sampler([self._row.job.sampling], [len(self._row.drawn) + 1], ahead=count)
         proposals: list[mx.array] = []
         for _ in range(count):
             logits = self._feed(fed)[:, -1, : self._vocabulary]
@@ -352,7 +352,8 @@ class Speculation:
         [row] = lane.rows
         fed = mx.concatenate([inputs, self._draft.propose(inputs, count)])
         first = len(row.drawn) + 1
-        sampler = Sampler([row.job.sampling] * (count + 1), range(first, first + count + 1))
+        places = range(first, first + count + 1)
+        sampler = Sampler([row.job.sampling] * len(places), places, ahead=1)
         drawn, numbers = sampler.draw(lane.check(model, fed))
         own = mx.take_along_axis(numbers, drawn[:, None], axis=-1)
         mx.eval(drawn, own)

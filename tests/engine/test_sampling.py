@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import pytest
 
@@ -85,6 +86,68 @@ def test_a_rows_tokens_depend_on_its_seed_and_place_alone() -> None:
     rows = [ids(sampler(wide)) for _ in range(20)]
     assert [row[0] for row in rows] == [2] * 20
     assert together + [row[1] for row in rows] == alone
+
+
+def random_logits(rows: int, vocabulary: int = 200) -> mx.array:
+    return mx.random.normal((rows, vocabulary), key=mx.random.key(3)) * 2
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(top_p=0.9),
+        Sampling(top_p=0.8, min_p=0.05),
+        Sampling(temperature=1.5, top_p=0.999),
+        Sampling(min_p=0.1),
+        Sampling(top_p=0.3),
+        Sampling(top_k=20),
+        Sampling(),
+    ],
+)
+def test_whether_neighbours_sort_the_vocabulary_changes_nothing(sampling: Sampling) -> None:
+    """Which way filters take depends on all rows; what a row draws must not."""
+    rows, steps = 64, 6
+    mine = [msgspec.structs.replace(sampling, seed=seed) for seed in range(rows)]
+    neighbours = [Sampling(top_k=5), Sampling(top_p=0.05), Sampling(top_p=0.7), Sampling()]
+    logits = random_logits(rows + len(neighbours))
+    alone = Sampler(mine, [9] * rows)
+    beside = Sampler(mine + neighbours, [9] * rows + [0] * len(neighbours))
+    for _ in range(steps):
+        assert ids(beside(logits))[:rows] == ids(alone(logits[:rows]))
+
+
+@pytest.mark.parametrize("top_p", [0.52, 0.7, 0.9, 0.97, 0.9999, 0.2])
+@pytest.mark.parametrize("min_p", [0.0, 0.02])
+def test_top_p_draws_from_the_nucleus_as_it_is(top_p: float, min_p: float) -> None:
+    logits = np.array(random_logits(1, 40))[0]
+    weights = np.exp(logits - logits.max())
+    order = np.argsort(-weights)
+    likelier = np.concatenate([[0], np.cumsum(weights[order])[:-1]]) / weights.sum()
+    kept = {int(token) for token, mass in zip(order, likelier, strict=True) if mass < top_p}
+    kept = {token for token in kept if weights[token] >= min_p}
+    n = 20_000
+    sampler = Sampler([Sampling(1.0, top_p, 0, min_p, seed) for seed in range(n)], [0] * n, ahead=1)
+    counts = Counter(ids(sampler(mx.broadcast_to(mx.array(logits), (n, len(logits))))))
+    assert set(counts) <= kept
+    total = sum(weights[token] for token in kept)
+    for token in kept:
+        expected = weights[token] / total
+        assert abs(counts[token] - n * expected) <= 5 * np.sqrt(n * expected * (1 - expected)) + 1
+
+
+def test_tries_that_all_miss_leave_the_likeliest() -> None:
+    """Once in 2**24 times: so the numbers are made up."""
+    sampler = Sampler([Sampling(top_p=0.9)], [0])
+    logits = mx.array(LOGITS)[None]
+    sampler(logits)
+    sampler._uniforms = mx.full(sampler._uniforms.shape, 0.99)
+    assert ids(sampler(mx.array([[0.0, 0.0, 0.0, -1.0, -2.5, -3.5]]))) == [0]
+
+
+def test_numbers_drawn_ahead_are_those_of_their_places() -> None:
+    logits = random_logits(1)
+    long, short = (Sampler([Sampling(seed=5)], [0], ahead=ahead) for ahead in (64, 3))
+    assert [ids(long(logits)) for _ in range(70)] == [ids(short(logits)) for _ in range(70)]
 
 
 def test_seeds_differ_in_all_their_bits() -> None:
