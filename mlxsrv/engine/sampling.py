@@ -17,7 +17,7 @@ flashinfer.ai/2025/03/10/sampling.html.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, inf, log2
+from math import ceil, e, inf, log2
 
 import mlx.core as mx
 
@@ -28,7 +28,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 _AHEAD = 64  # of steps: one operation for each, not ten
 _TRIES = 16  # random numbers for each token
-_CERTAIN = 24  # bits: what is less likely than 2**-24 is beyond float32
+_CERTAIN = 20  # bits: what is less likely than 2**-20 is rounding
 
 
 class Sampler:
@@ -50,7 +50,7 @@ class Sampler:
             return
         self._mixed = any(cold)
         self._cold = mx.array(cold)
-        self._temperature = _column([max(row.temperature, _COLD) for row in rows])
+        self._sharpness = _column([log2(e) / max(row.temperature, _COLD) for row in rows])
         self._tail = _column([(1 - row.top_p) * (1 + _ROUNDING) for row in rows])
         self._top_k = mx.array([[row.top_k or _EVERY] for row in rows], dtype=mx.int32)
         self._cuts_rank = any(row.top_k > 0 for row in rows)
@@ -82,9 +82,10 @@ class Sampler:
         """
         if self._greedy:
             return mx.argmax(logits, axis=-1), logits
-        scaled = logits.astype(mx.float32) / self._temperature
-        # The likeliest token weighs 1, so min_p is a weight as it stands.
-        weights = mx.exp(scaled - scaled.max(axis=-1, keepdims=True))
+        scaled = logits.astype(mx.float32) * self._sharpness
+        # The likeliest token weighs 1, so min_p is a weight as it stands. Powers of 2 take MLX's
+        # CPU back end half the time of its exp.
+        weights = mx.power(2.0, scaled - scaled.max(axis=-1, keepdims=True))
         likeliest = mx.argmax(logits, axis=-1)  # not computed where nobody wants it
         drawn = self._draw(weights, likeliest)
         if self._mixed:
@@ -113,13 +114,14 @@ class Sampler:
     def _within_nucleus(self, weights: mx.array, drawn: mx.array) -> mx.array:
         """Whether each of the tokens `(rows, tries)` is in its row's nucleus."""
         own = mx.take_along_axis(weights, drawn, axis=-1)
-        likelier = (weights[:, None] > own[:, :, None]).astype(mx.float32)
+        likelier = weights[:, None] > own[:, :, None]
+        counted = likelier.view(mx.uint8).astype(mx.float32)  # a third of the time without the view
         total = weights.sum(axis=-1, keepdims=True)
-        return (likelier @ weights[:, :, None])[:, :, 0] < self._nucleus * total
+        return (counted @ weights[:, :, None])[:, :, 0] < self._nucleus * total
 
     def _choose(self, drawn: mx.array, within: mx.array, likeliest: mx.array) -> mx.array:
         """The first of each row's draws `(rows, tries)` that is `within` its filters. There is one,
-        but for once in 2**24 times: then it is the likeliest token, which always is."""
+        but for once in 2**20 times: then it is the likeliest token, which always is."""
         first = mx.argmax(within, axis=-1, keepdims=True)
         chosen = mx.take_along_axis(drawn, first, axis=-1)[:, 0]
         return mx.where(within.any(axis=-1), chosen, likeliest)
@@ -200,7 +202,7 @@ def _invert(weights: mx.array, uniforms: mx.array) -> mx.array:
     weight zero behind the last one that counts.
     """
     cumulative = mx.cumsum(weights, axis=-1)
-    targets = uniforms * ((1 - 2**-20) * cumulative[:, -1:])
+    targets = uniforms * ((1 - 2**-_CERTAIN) * cumulative[:, -1:])
     drawn = (cumulative[:, None] <= targets[:, :, None]).sum(axis=-1)
     # Of weights that are no numbers all entries may be below: an id too high would be read with.
     return mx.minimum(drawn, weights.shape[-1] - 1)

@@ -136,7 +136,7 @@ def test_top_p_draws_from_the_nucleus_as_it_is(top_p: float, min_p: float) -> No
 
 
 def test_tries_that_all_miss_leave_the_likeliest() -> None:
-    """Once in 2**24 times: so the numbers are made up."""
+    """Once in 2**20 times: so the numbers are made up."""
     sampler = Sampler([Sampling(top_p=0.9)], [0])
     logits = mx.array(LOGITS)[None]
     sampler(logits)
