@@ -72,7 +72,10 @@ class Pace:
         if not decoding or not self._steps or self._token is None:
             return self._chunk
         step = self._step
-        own = step if long else max(self._max_gap - 2 * step, step)
+        left = self._max_gap - 2 * step
+        own = step
+        if left > 0:
+            own = min(step, max(left, step / 2)) if long else max(left, step)
         return min(self._chunk, max(LEAST_CHUNK, int(own / self._token)))
 
     def saw_step(self, seconds: float | None) -> None:

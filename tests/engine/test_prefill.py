@@ -123,6 +123,19 @@ def test_where_a_step_fills_the_gap_reading_takes_turns_with_it() -> None:
     assert pace.limit(decoding=True, long=True) == pace.limit(decoding=True, long=False) == 50
 
 
+@pytest.mark.parametrize(
+    ("max_gap", "tokens"), [(0.040, 50), (0.028, 40), (0.021, 25), (0.019, 50)]
+)
+def test_a_long_prompt_keeps_the_gap_as_far_as_that_is_to_be_had(
+    max_gap: float, tokens: int
+) -> None:
+    pace = Pace(512, max_gap)
+    pace.saw_step(0.010)
+    pace.saw_chunk(100, 0.020 + 100 * 0.0002, decoding=True)
+    pace.saw_step(0.020 + 100 * 0.0002)
+    assert pace.limit(decoding=True, long=True) == pytest.approx(tokens, abs=1)
+
+
 def test_a_slice_never_reads_next_to_nothing() -> None:
     pace = Pace(512, max_gap=0.001)
     pace.saw_step(0.010)
