@@ -122,6 +122,11 @@ class Visit:
         self._data += data
         return data
 
+    @property
+    def ended(self) -> bool:
+        """Whether all of an answer in chunks has come."""
+        return self._data.endswith(b"\r\n0\r\n\r\n")
+
     async def until(self, pattern: bytes, most: int = 65536) -> bytes:
         """All that has come once it has `pattern`."""
         while re.search(pattern, self._data) is None:

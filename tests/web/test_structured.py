@@ -283,8 +283,8 @@ def check_calls(said: Said) -> list[str]:
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_call_that_is_required_is_made(client: httpx.Client, thinking: bool) -> None:
     bias = LIVELY | {token("</think>"): 7}
-    body = calling(tool_choice="required", logit_bias=bias, **(THINK if thinking else {}))
-    said = answers(client, body)
+    more = THINK if thinking else {"n": 16, "seed": 50}
+    said = answers(client, calling(tool_choice="required", logit_bias=bias, **more))
     names = [check_calls(choice) for choice in said]
     assert {len(each) > 1 for each in names} == {True, False}, "one call or several"
     assert thinking or {name for each in names for name in each} == {*TOOLS}
