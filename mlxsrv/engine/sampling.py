@@ -28,6 +28,7 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 
 _AHEAD = 64  # of steps: one operation for each, not ten
 _TRIES = 16  # random numbers for each token
+_MOST_TRIED = 2**26  # numbers: of more tries for so many rows and entries, memory is too dear
 _CERTAIN = 20  # bits: what is less likely than 2**-20 is rounding
 
 
@@ -98,7 +99,8 @@ class Sampler:
         if self._cuts_weight:
             possible = mx.where(weights >= self._min_p, weights, 0)
         uniforms = self._next_uniforms()
-        if not self._sorts:
+        tried = weights.size * self._tries if self._tries > 1 else 0
+        if not self._sorts and tried <= _MOST_TRIED:
             drawn = _invert(possible, uniforms)
             if self._tries == 1:
                 return drawn[:, 0]

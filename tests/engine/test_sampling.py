@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from mlxsrv.engine import sampling
 from mlxsrv.engine.sampling import Sampler
 from mlxsrv.events import Sampling
 
@@ -133,6 +134,19 @@ def test_top_p_draws_from_the_nucleus_as_it_is(top_p: float, min_p: float) -> No
     for token in kept:
         expected = weights[token] / total
         assert abs(counts[token] - n * expected) <= 5 * np.sqrt(n * expected * (1 - expected)) + 1
+
+
+def test_where_tries_would_take_too_much_memory_tokens_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = [Sampling(top_p=0.9 - i % 3 * 0.1, seed=i) for i in range(64)]
+    logits = random_logits(len(rows))
+    tried = Sampler(rows, [0] * len(rows))
+    wanted = [ids(tried(logits)) for _ in range(4)]
+    monkeypatch.setattr(sampling, "_MOST_TRIED", 0)
+    monkeypatch.setattr(Sampler, "_within_nucleus", None)
+    sorted_ = Sampler(rows, [0] * len(rows))
+    assert [ids(sorted_(logits)) for _ in range(4)] == wanted
 
 
 def test_tries_that_all_miss_leave_the_likeliest() -> None:
