@@ -67,15 +67,13 @@ class Step:
         if self._penalties is not None:
             logits = self._penalties(logits, inputs)
         allowed = logits if self.masks is None else self.masks(logits)
-        tokens, numbers = self._sampler.draw(allowed)
-        # Of the tokens' own numbers alone: to look at all costs as much as to draw.
-        own = mx.take_along_axis(numbers, mx.expand_dims(tokens, -1), axis=-1)
-        proof = Proof(self._rows, own, self._sampler.least)
+        tokens, highest = self._sampler.draw(allowed)
+        proof = Proof(self._rows, highest)
         if self._likelihoods is None:
-            mx.async_eval(tokens, own)  # type: ignore[no-untyped-call]  # mlx's stubs
+            mx.async_eval(tokens, highest)  # type: ignore[no-untyped-call]  # mlx's stubs
             return tokens, (proof,), ()
         drawn = self._likelihoods(logits, tokens)
-        mx.async_eval(tokens, own, *drawn[1:])  # type: ignore[no-untyped-call]  # as above
+        mx.async_eval(tokens, highest, *drawn[1:])  # type: ignore[no-untyped-call]  # as above
         return tokens, (proof,), (drawn,)
 
 

@@ -9,6 +9,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import NamedTuple, cast
 
 import mlx.core as mx
@@ -73,23 +74,21 @@ class Penalties:
 
 
 class Proof(NamedTuple):
-    """The numbers by which a step's tokens were chosen: see `Sampler.draw`."""
+    """Each row's highest logit in a step: see `Sampler.draw`."""
 
     rows: tuple[Row, ...]
-    values: mx.array  # (rows, 1)
-    least: float
+    highest: mx.array  # (rows, 1)
 
     def holds(self) -> bool:
         """Whether all tokens mean something. Waits for the step."""
-        values = cast(list[list[float]], self.values.tolist())
-        good = [value > self.least for [value] in values]  # false of NaN
-        return all(good)
+        values = cast(list[list[float]], self.highest.tolist())
+        return all(isfinite(value) for [value] in values)
 
     def broken(self) -> set[Row]:
         """Rows whose token means nothing."""
-        values = cast(list[list[float]], self.values.tolist())
+        values = cast(list[list[float]], self.highest.tolist())
         pairs = zip(self.rows, values, strict=True)
-        return {row for row, [value] in pairs if not value > self.least}
+        return {row for row, [value] in pairs if not isfinite(value)}
 
 
 class Drawn(NamedTuple):

@@ -17,7 +17,7 @@ flashinfer.ai/2025/03/10/sampling.html.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil, e, inf, log2
+from math import ceil, exp, inf, log2
 
 import mlx.core as mx
 
@@ -29,7 +29,8 @@ _MASK = 0xFFFFFFFFFFFFFFFF
 _AHEAD = 64  # of steps: one operation for each, not ten
 _TRIES = 16  # random numbers for each token
 _MOST_TRIED = 2**26  # numbers: of more tries for so many rows and entries, memory is too dear
-_CERTAIN = 20  # bits: what is less likely than 2**-20 is rounding
+_CERTAIN = 16  # bits: that all tries miss is less likely than 2**-16
+_BELOW_ONE = 1 - 2**-20  # by more than sums of weights are rounded
 
 
 class Sampler:
@@ -46,29 +47,29 @@ class Sampler:
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int = _AHEAD) -> None:
         cold = [row.temperature < _COLD for row in rows]
         self._greedy = all(cold)
-        self.least = -inf if self._greedy else 0.0
         if self._greedy:
             return
-        self._mixed = any(cold)
-        self._cold = mx.array(cold)
-        self._sharpness = _column([log2(e) / max(row.temperature, _COLD) for row in rows])
+        self._cold = mx.array(cold)[:, None] if any(cold) else None
+        heats = [1.0 if row.temperature < _COLD else row.temperature for row in rows]
+        self._base = _column([exp(1 / max(heat, _STEEP)) for heat in heats])[:, 0]
+        steep = [max(heat, _STEEP) / heat for heat in heats]  # exactly 1 for all but a few
+        self._scale = _column(steep)[:, 0] if any(heat < _STEEP for heat in heats) else None
         self._tail = _column([(1 - row.top_p) * (1 + _ROUNDING) for row in rows])
-        self._top_k = mx.array([[row.top_k or _EVERY] for row in rows], dtype=mx.int32)
+        self._top_k = mx.array([[[row.top_k or _EVERY]] for row in rows], dtype=mx.int32)
         self._cuts_rank = any(row.top_k > 0 for row in rows)
         self._cuts_weight = any(row.min_p > 0 for row in rows)
         self._min_p = _column([row.min_p for row in rows])
         # Of a row itself: what its neighbours need must not change what it draws.
         tries = [_count_tries(row) for row in rows]
         self._sorts = any(count > _TRIES for count in tries)
-        tried = [1 < count <= _TRIES for count in tries]
         self._tries = max((count for count in tries if count <= _TRIES), default=1)
-        self._tried = mx.array(tried)
+        self._tried = mx.array([1 < count <= _TRIES for count in tries])[:, None]
         self._nucleus = _column(
             [1 - (1 - row.top_p) * (1 + _ROUNDING) if row.top_p < 1 else inf for row in rows]
         )
         self._seeds = mx.array([_seed_word(row.seed) for row in rows], dtype=mx.uint32)
         self._drawn = mx.array(list(drawn), dtype=mx.uint32)
-        self._uniforms = mx.zeros((0, 0))
+        self._uniforms = mx.zeros((0, 0, 0, 0))
         self._ahead = self._step = ahead
 
     def __call__(self, logits: mx.array) -> mx.array:
@@ -76,60 +77,54 @@ class Sampler:
         return self.draw(logits)[0]
 
     def draw(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """As a call, and the numbers `(rows, vocabulary)` by which the tokens were chosen.
+        """As a call, and each row's highest logit `(rows, 1)`: if it is not finite, one of them is
+        NaN or infinite, or all are minus infinity, and the row's token means nothing."""
+        likeliest = mx.argmax(logits, axis=-1, keepdims=True)
+        highest = mx.take_along_axis(logits, likeliest, axis=-1)
+        tokens = likeliest if self._greedy else self._sample(logits, likeliest, highest)
+        return tokens.squeeze(-1), highest
 
-        A token's own number is more than `least`, unless one of its row's logits is NaN, or all
-        are minus infinity: then the token means nothing.
-        """
-        if self._greedy:
-            return mx.argmax(logits, axis=-1), logits
-        scaled = logits.astype(mx.float32) * self._sharpness
-        # The likeliest token weighs 1, so min_p is a weight as it stands. Powers of 2 take MLX's
-        # CPU back end half the time of its exp.
-        weights = mx.power(2.0, scaled - scaled.max(axis=-1, keepdims=True))
-        likeliest = mx.argmax(logits, axis=-1)  # not computed where nobody wants it
+    def _sample(self, logits: mx.array, likeliest: mx.array, highest: mx.array) -> mx.array:
+        """Token ids `(rows, 1)`."""
+        lower = logits.astype(mx.float32) - highest
+        if self._scale is not None:
+            lower = lower * self._scale
+        # exp(x / temperature), but powers take MLX's CPU back end half the time of its exp. The
+        # likeliest token weighs 1, so min_p is a weight as it stands.
+        weights = mx.expand_dims(mx.power(self._base, lower), 1)
         drawn = self._draw(weights, likeliest)
-        if self._mixed:
-            drawn = mx.where(self._cold, likeliest, drawn)
-        return drawn, weights
+        return drawn if self._cold is None else mx.where(self._cold, likeliest, drawn)
 
     def _draw(self, weights: mx.array, likeliest: mx.array) -> mx.array:
-        """Token ids `(rows,)`, each from what the row's filters leave of its weights."""
+        """Token ids `(rows, 1)`, each from what the row's filters leave of its weights
+        `(rows, 1, vocabulary)`."""
         possible = weights
         if self._cuts_weight:
-            possible = mx.where(weights >= self._min_p, weights, 0)
+            possible = mx.where(weights < self._min_p, 0, weights)
         uniforms = self._next_uniforms()
         tried = weights.size * self._tries if self._tries > 1 else 0
         if not self._sorts and tried <= _MOST_TRIED:
             drawn = _invert(possible, uniforms)
             if self._tries == 1:
-                return drawn[:, 0]
-            return self._choose(drawn, self._within_nucleus(weights, drawn), likeliest)
+                return drawn.squeeze(-1)
+            return _choose(drawn, self._within_nucleus(weights, drawn), likeliest)
         least = self._least_weight(weights)
-        filtered = _invert(mx.where(possible >= least, possible, 0), uniforms[:, :1])[:, 0]
+        filtered = _invert(mx.where(possible < least, 0, possible), uniforms[:, :1]).squeeze(-1)
         if self._tries == 1:
             return filtered
         drawn = _invert(possible, uniforms)
         within = mx.take_along_axis(weights, drawn, axis=-1) >= least
-        return mx.where(self._tried, self._choose(drawn, within, likeliest), filtered)
+        return mx.where(self._tried, _choose(drawn, within, likeliest), filtered)
 
     def _within_nucleus(self, weights: mx.array, drawn: mx.array) -> mx.array:
-        """Whether each of the tokens `(rows, tries)` is in its row's nucleus."""
-        own = mx.take_along_axis(weights, drawn, axis=-1)
-        likelier = weights[:, None] > own[:, :, None]
+        """Whether each of the tokens `(rows, tries, 1)` is in its row's nucleus."""
+        likelier = weights > mx.take_along_axis(weights, drawn, axis=-1)
         counted = likelier.view(mx.uint8).astype(mx.float32)  # a third of the time without the view
         total = weights.sum(axis=-1, keepdims=True)
-        return (counted @ weights[:, :, None])[:, :, 0] < self._nucleus * total
-
-    def _choose(self, drawn: mx.array, within: mx.array, likeliest: mx.array) -> mx.array:
-        """The first of each row's draws `(rows, tries)` that is `within` its filters. There is one,
-        but for once in 2**20 times: then it is the likeliest token, which always is."""
-        first = mx.argmax(within, axis=-1, keepdims=True)
-        chosen = mx.take_along_axis(drawn, first, axis=-1)[:, 0]
-        return mx.where(within.any(axis=-1), chosen, likeliest)
+        return counted @ weights.swapaxes(-1, -2) < self._nucleus * total
 
     def _least_weight(self, weights: mx.array) -> mx.array:
-        """The smallest weight that top-k and top-p let pass, as a column.
+        """The smallest weight `(rows, 1, 1)` that top-k and top-p let pass.
 
         Only values are sorted, the lightest first: a token is in the nucleus if it and all lighter
         ones together weigh more than what top-p cuts off. The draw itself is in the vocabulary's
@@ -138,7 +133,7 @@ class Sampler:
         """
         ranked = mx.sort(weights, axis=-1)
         mass = mx.cumsum(ranked, axis=-1)
-        total = mass[:, -1:]
+        total = mass[:, :, -1:]
         last = ranked.shape[-1] - 1
         if self._cuts_rank:
             # What top-k cuts off is out before top-p counts.
@@ -151,14 +146,14 @@ class Sampler:
         return mx.take_along_axis(ranked, mx.minimum(first, last), axis=-1)
 
     def _next_uniforms(self) -> mx.array:
-        """Numbers in [0, 1) for each row's next token `(rows, tries)`."""
+        """Numbers in [0, 1) for each row's next token `(rows, tries, 1)`."""
         if self._step == self._ahead:
             self._uniforms = _uniforms(self._seeds, self._drawn, self._ahead)
             self._drawn = self._drawn + self._ahead
             self._step = 0
-        first = self._step * _TRIES
+        step = self._step
         self._step += 1
-        return self._uniforms[:, first : first + self._tries]
+        return self._uniforms[:, step, : self._tries]
 
 
 def _count_tries(row: Sampling) -> int:
@@ -172,12 +167,14 @@ def _count_tries(row: Sampling) -> int:
 
 
 _COLD = 1e-5  # a temperature below is greedy, for logits divided by less would overflow
+_STEEP = 1 / 64  # a temperature below would need a power's base that is more than a float32 holds
 _ROUNDING = 1e-5  # of sums of weights: 0.07 + 0.03 is to be no more than 1 - 0.9
 _EVERY = 0x7FFFFFFF  # top_k of a row that has none
 
 
 def _column(values: list[float]) -> mx.array:
-    return mx.array(values, dtype=mx.float32)[:, None]
+    """`(rows, 1, 1)`"""
+    return mx.array(values, dtype=mx.float32)[:, None, None]
 
 
 def _seed_word(seed: int) -> int:
@@ -187,24 +184,30 @@ def _seed_word(seed: int) -> int:
 
 
 def _uniforms(seeds: mx.array, drawn: mx.array, steps: int) -> mx.array:
-    """Numbers in [0, 1) for the next steps of each row `(rows, steps * _TRIES)`; those of a row's
-    n-th token come from the key (seed, n)."""
+    """Numbers for the next steps of each row `(rows, steps, _TRIES, 1)`; those of a row's n-th
+    token come from the key (seed, n). They are so far below 1 that a part of a sum, rounded, is
+    less than the sum."""
     counts = drawn[:, None] + mx.arange(steps, dtype=mx.uint32)
     keys = mx.stack([mx.broadcast_to(seeds[:, None], counts.shape), counts], axis=-1)
-    draw = mx.vmap(mx.vmap(lambda key: mx.random.uniform(shape=(_TRIES,), key=key)))
-    return draw(keys).reshape(len(seeds), -1)
+    draw = mx.vmap(mx.vmap(lambda key: mx.random.uniform(shape=(_TRIES, 1), key=key)))
+    return draw(keys) * _BELOW_ONE
 
 
 def _invert(weights: mx.array, uniforms: mx.array) -> mx.array:
-    """Inverse transform sampling: token ids `(rows, n)` for weights `(rows, vocabulary)` of any
-    sum, one for each of the numbers `(rows, n)`.
+    """Inverse transform sampling: token ids `(rows, n, 1)` for weights `(rows, 1, vocabulary)` of
+    any sum, one for each of the numbers `(rows, n, 1)`.
 
     One cumulative sum and one random number a draw, where the Gumbel trick takes one for each entry
     of the vocabulary. The target stays below the total, so that rounding cannot choose an entry of
-    weight zero behind the last one that counts.
+    weight zero behind the last one that counts; of weights that are no numbers it is the first.
     """
     cumulative = mx.cumsum(weights, axis=-1)
-    targets = uniforms * ((1 - 2**-_CERTAIN) * cumulative[:, -1:])
-    drawn = (cumulative[:, None] <= targets[:, :, None]).sum(axis=-1)
-    # Of weights that are no numbers all entries may be below: an id too high would be read with.
-    return mx.minimum(drawn, weights.shape[-1] - 1)
+    return (cumulative <= uniforms * cumulative[:, :, -1:]).sum(axis=-1, keepdims=True)
+
+
+def _choose(drawn: mx.array, within: mx.array, likeliest: mx.array) -> mx.array:
+    """The first of each row's draws `(rows, tries, 1)` that is `within` its filters `(rows, 1)`.
+    There is one, but for once in 2**16 times: then it is the likeliest token, which always is."""
+    first = mx.argmax(within, axis=1, keepdims=True)
+    chosen = mx.take_along_axis(drawn, first, axis=1).squeeze(-1)
+    return mx.where(within.any(axis=1), chosen, likeliest)

@@ -354,9 +354,8 @@ class Speculation:
         first = len(row.drawn) + 1
         places = range(first, first + count + 1)
         sampler = Sampler([row.job.sampling] * len(places), places, ahead=1)
-        drawn, numbers = sampler.draw(lane.check(model, fed))
-        own = mx.take_along_axis(numbers, drawn[:, None], axis=-1)
-        mx.eval(drawn, own)
+        drawn, highest = sampler.draw(lane.check(model, fed))
+        mx.eval(drawn, highest)
         tokens, expected = cast(list[int], fed.tolist()), cast(list[int], drawn.tolist())
         accepted = _count_equal(tokens[1:], expected)
         ended = perf_counter()
@@ -368,7 +367,7 @@ class Speculation:
             expected[accepted],
             drawn[accepted : accepted + 1],
             ended,
-            broken=not Proof((row,), own[: accepted + 1], sampler.least).holds(),
+            broken=not Proof((row,), highest[: accepted + 1]).holds(),
         )
 
     def settle(self, lane: Lane, surplus: int) -> None:

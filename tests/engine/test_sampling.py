@@ -55,6 +55,29 @@ def test_frequencies_are_those_of_the_scaled_distribution(temperature: float) ->
         assert abs(counts[token] - n * expected) < margin
 
 
+@pytest.mark.parametrize("temperature", [0.004, 0.0156, 0.0157, 1.0])
+def test_low_temperatures_are_temperatures_like_others(temperature: float) -> None:
+    n = 20_000
+    sampler = Sampler([Sampling(temperature, seed=seed) for seed in range(n)], [0] * n, ahead=1)
+    logits = mx.array([0.0, -temperature / 2])  # the second weighs exp(-1/2) at any temperature
+    count = sum(ids(sampler(mx.broadcast_to(logits, (n, 2)))))
+    expected = n / (1 + np.exp(0.5))
+    assert abs(count - expected) < 5 * np.sqrt(expected * (1 - expected / n))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("damage", [np.nan, np.inf])
+@pytest.mark.parametrize("place", [0, 7, 19])
+def test_a_token_that_means_nothing_shows(temperature: float, damage: float, place: int) -> None:
+    logits = np.zeros((3, 20), np.float32)
+    logits[1, place] = damage
+    logits[2] = -np.inf
+    sampler = Sampler([Sampling(temperature, top_p=0.9)] * 3, [0] * 3)
+    tokens, highest = sampler.draw(mx.array(logits))
+    assert np.isfinite(np.array(highest)).tolist() == [[True], [False], [False]]
+    assert all(0 <= token < 20 for token in ids(tokens))  # it may be fed before that is seen
+
+
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [
@@ -109,7 +132,14 @@ def test_whether_neighbours_sort_the_vocabulary_changes_nothing(sampling: Sampli
     """Which way filters take depends on all rows; what a row draws must not."""
     rows, steps = 64, 6
     mine = [msgspec.structs.replace(sampling, seed=seed) for seed in range(rows)]
-    neighbours = [Sampling(top_k=5), Sampling(top_p=0.05), Sampling(top_p=0.7), Sampling()]
+    neighbours = [
+        Sampling(top_k=5),
+        Sampling(top_p=0.05),
+        Sampling(top_p=0.7),
+        Sampling(temperature=0.001),
+        Sampling(temperature=0),
+        Sampling(),
+    ]
     logits = random_logits(rows + len(neighbours))
     alone = Sampler(mine, [9] * rows)
     beside = Sampler(mine + neighbours, [9] * rows + [0] * len(neighbours))
@@ -150,7 +180,7 @@ def test_where_tries_would_take_too_much_memory_tokens_are_the_same(
 
 
 def test_tries_that_all_miss_leave_the_likeliest() -> None:
-    """Once in 2**20 times: so the numbers are made up."""
+    """Once in 2**16 times at most: so the numbers are made up."""
     sampler = Sampler([Sampling(top_p=0.9)], [0])
     logits = mx.array(LOGITS)[None]
     sampler(logits)
