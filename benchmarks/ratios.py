@@ -24,8 +24,9 @@ slows both sides of a pair. No two servers run at a time.
   would take a minute.
 - `prefill-gap`: 8 streams' p99 gap while a prompt of 4,000 tokens is read, over that without.
 - `max-gap`: with `--max-gap 0.05`, the longest gap of 4 streams while a prompt of 1,000 tokens is
-  read, in units of it; above 2 it was exceeded by more than another chunk of that size. With a
-  model of 5M weights, for a step of the 46M one alone takes longer than that on a small machine.
+  read (the median of five prompts), in units of it; above 2 it was exceeded by more than another
+  chunk of that size. With a model of 5M weights, for a step of the 46M one alone takes longer than
+  that on a small machine.
 - `start`: from the start of the process to the first token of one request, tried every 10 ms.
 - `memory`: resident memory after 2,000 requests over that after 200, with a prompt cache of 2 MiB
   where there is one, full by then: what it holds is not growth.

@@ -224,7 +224,10 @@ class Prefill:
             tokens = reading.read(self._model, limit, plan)
             places = [places[0]._replace(tokens=tokens)]
             self._keep_checkpoint(reading)
-            read = self._complete_alone(reading)
+            # A row that joins has caches copied, its own and the others', all in the next step: not
+            # in a gap that reading has filled already.
+            later = decoding and tokens > 0 and reading is self._long
+            read = Read([], []) if later else self._complete_alone(reading)
         if plan is not None and plan.sight is not None:
             seen = plan.sight.read(places)
             read.events[:0] = readings[0].untold(seen) if len(readings) == 1 else seen

@@ -12,9 +12,11 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
+from mlxsrv.engine import reading
 from mlxsrv.engine.batch import Batch
 from mlxsrv.engine.prefill import Pace, masks_padding
 from mlxsrv.engine.prompt_cache import PromptCache
+from mlxsrv.engine.steering.plan import run as steering_run
 from mlxsrv.events import Failed, Job, PromptRead, Sampling, Token
 from tests.tiny import FAMILIES, write_model
 
@@ -335,6 +337,34 @@ def test_the_prompt_cache_stays_within_its_bytes(models: Any) -> None:
     assert 0 < batch._cached.nbytes <= 100_000
     assert batch._cached.nbytes == sum(entry.nbytes for entry in batch._cached._entries)
     assert len(batch._cached) > 1
+
+
+def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To join costs the next step as much as to read: a stream is not to wait for both at once."""
+    batch = make(models("qwen3"), max_rows=2, chunk=32)
+    [short] = prompts(1, seed=24, low=8, high=8)
+    [long] = prompts(1, seed=25, low=100, high=100)
+    batch.submit(job(0, short, 100))
+    batch.prefill()
+    batch.decode()
+    fed: list[int] = []
+
+    def feed(model: Any, plan: Any, tokens: mx.array, cache: Any) -> Any:
+        fed.append(tokens.size)
+        return steering_run(model, plan, tokens, cache)
+
+    monkeypatch.setattr(reading, "run", feed)
+    batch.submit(job(1, long, 4))
+    slices: list[int] = []
+    while not any(isinstance(event, PromptRead) for event in batch.prefill()):
+        slices.append(sum(fed))
+        fed.clear()
+        batch.decode()
+    assert sum(slices) == 99
+    assert not fed
+    assert run(batch)[1] == solo(models("qwen3"), long, 4)
 
 
 def test_short_prompts_do_not_wait_for_a_long_one(models: Any) -> None:
