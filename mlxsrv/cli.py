@@ -5,41 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import http
 import ipaddress
 import logging
 import os
 import signal
 import socket
 import sys
-import uuid
 from collections.abc import Iterator, Sequence
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import anyio
 import uvicorn
 
 from mlxsrv.commands import COMMANDS
+from mlxsrv.connection import Connection
 from mlxsrv.engine.device import require_backend
-from mlxsrv.errors import BackendMissing, HeadersTooLarge, InvalidHTTP, ServeError
+from mlxsrv.errors import BackendMissing, ServeError
 from mlxsrv.logs import configure, log
 from mlxsrv.settings import Settings, SettingsError, load_settings
 from mlxsrv.web.app import App, create_app
-from mlxsrv.web.security import MOST_HEADER_BYTES
-from mlxsrv.wire import openai
-from mlxsrv.wire.sse import encode_json
-
-try:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
-except ImportError:
-    # Two classes of one shape, of which mypy knows the first.
-    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol  # type: ignore[assignment]
 
 _log = logging.getLogger("mlxsrv.server")
-
-_HTTPTOOLS = Protocol.__name__ == "HttpToolsProtocol"
-
 
 _TICK_SECONDS = 1.0
 
@@ -94,161 +81,6 @@ class Server(uvicorn.Server):
         else:
             # A second Ctrl-C ends the grace.
             self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
-
-
-class Connection(Protocol):
-    """uvicorn's connection, but a client has only so long, and so many bytes, for the head of a
-    request, and hears in our shape of what is no HTTP. One that takes nothing of its answer for as
-    long as a request may take is cut off: nothing else would end a write that waits for it.
-
-    While the app has a request, its own limits hold. Only httptools calls what begins with `on_`,
-    and only h11 has limits of its own for what must come whole.
-    """
-
-    def __init__(self, *arguments: Any, **more: Any) -> None:
-        super().__init__(*arguments, **more)
-        app = self.config.app
-        assert isinstance(app, App)
-        self._patience = app.settings.body_timeout
-        self._hurry: asyncio.TimerHandle | None = None
-        self._most_stall = app.settings.request_timeout
-        self._stall: asyncio.TimerHandle | None = None
-        self._unparsed = 0  # bytes since the parser last made something of them
-        self._data = b""  # what it parses now
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        # uvicorn leaves it where the client has reset the connection, and it would hold on to this.
-        self._unset_keepalive_if_required()
-        self._relax()
-        self._end_stall()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._await_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._end_stall()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._await_reader()
-
-    def _await_reader(self, before: int | None = None) -> None:
-        """Look from time to time whether less is unsent than `before`: nothing is added to it."""
-        self._end_stall()
-        unsent = self.transport.get_write_buffer_size()
-        if unsent and unsent == before:
-            self.transport.abort()
-        elif unsent:
-            self._stall = self.loop.call_later(self._most_stall, self._await_reader, unsent)
-
-    def give_up(self) -> None:
-        """Wait no more for a client that does not read: it has had its time to."""
-        if self.flow.write_paused:
-            self.transport.abort()
-
-    def _end_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
-
-    def data_received(self, data: bytes) -> None:
-        self._unparsed += len(data)
-        self._data = data
-        super().data_received(data)
-        if _HTTPTOOLS and self._unparsed > MOST_HEADER_BYTES:
-            self._refuse(_too_large())
-        self._watch()
-
-    def on_headers_complete(self) -> None:
-        self._unparsed = 0
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._unparsed = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._unparsed = 0
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Decline an upgrade, which is an offer, and answer the request as if it had made none.
-
-        httptools takes what follows such a head for the other protocol, and so loses the body that
-        Java's client and curl's send with theirs: it gets to read the head again, without it.
-        """
-        upgrade = sys.exception()
-        if not _HTTPTOOLS or upgrade is None:
-            return
-        if not any(name == b"upgrade" for name, _ in self.headers):
-            self._refuse(InvalidHTTP("this server is no proxy"))  # CONNECT
-            return
-        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-        lines = [method + b" " + self.url + b" HTTP/" + version]
-        lines += [
-            name + b": " + (_without_upgrade(value) if name == b"connection" else value)
-            for name, value in self.headers
-            if name != b"upgrade"
-        ]
-        rest = self._data[upgrade.args[0] :]
-        self.parser = type(self.parser)(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
-
-    def send_400_response(self, msg: str) -> None:
-        too_large = getattr(sys.exception(), "error_status_hint", 400) == 431
-        self._refuse(_too_large() if too_large else InvalidHTTP(msg))
-
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._relax()
-        elif self._hurry is None and not self.transport.is_closing():
-            self._hurry = self.loop.call_later(self._patience, self.transport.close)
-
-    def _relax(self) -> None:
-        if self._hurry is not None:
-            self._hurry.cancel()
-            self._hurry = None
-
-    def _refuse(self, error: ServeError) -> None:
-        if self.transport.is_closing():
-            return
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if not answering or not self.cycle.response_started:
-            self.transport.write(_last_response(error))
-        self.transport.close()
-
-
-def _without_upgrade(connection: bytes) -> bytes:
-    options = (option.strip() for option in connection.split(b","))
-    return b", ".join(option for option in options if option.lower() != b"upgrade")
-
-
-def _too_large() -> HeadersTooLarge:
-    return HeadersTooLarge(f"headers are larger than {MOST_HEADER_BYTES} bytes")
-
-
-def _last_response(error: ServeError) -> bytes:
-    """A response that ends its connection, for a request that never reached the app."""
-    body, request = encode_json(openai.error_response(error)), uuid.uuid4().hex
-    log(_log, logging.INFO, "request refused", status=error.status, why=error.code, request=request)
-    head = [
-        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        f"x-request-id: {request}",
-        "connection: close",
-    ]
-    return "\r\n".join([*head, "", ""]).encode() + body
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
