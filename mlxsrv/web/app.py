@@ -47,6 +47,7 @@ from mlxsrv.web.responses import (
 )
 from mlxsrv.web.security import Cors, Guard, load_keys
 from mlxsrv.wire import openai, openapi, requests
+from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS
 from mlxsrv.wire.sse import encode_json
 
@@ -159,7 +160,7 @@ def create_app(settings: Settings | None = None, *, local: bool = False) -> App:
 class Form(msgspec.Struct, frozen=True):
     """What sets one kind of completion apart: how it is read, served and written."""
 
-    requests: requests.RequestDecoder[Any]
+    requests: RequestDecoder[Any]
     serve: Callable[[Service, Any, str], Awaitable[Reply]]
     stream: type[openai.Stream]
     fold: Fold
@@ -228,7 +229,7 @@ async def rerank(request: Request) -> Response:
 
 async def _compute(
     request: Request,
-    requests: requests.RequestDecoder[Any],
+    requests: RequestDecoder[Any],
     serve: Callable[[Service, Any, str], Coroutine[Any, Any, Any]],
     operation: Operation,
 ) -> Response:

@@ -19,7 +19,7 @@ from mlxsrv.service import Service
 from mlxsrv.web.bodies import ignored_header, read_body
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire
-from mlxsrv.wire.requests import RequestDecoder, read_query
+from mlxsrv.wire.decoding import RequestDecoder, read_query
 
 Path = Mapping[str, str]
 Work = Callable[[Service, Path, Any], Awaitable[object]]

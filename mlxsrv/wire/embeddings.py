@@ -10,7 +10,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.events import Vectors
-from mlxsrv.wire.requests import NotEmpty, PositiveInt, RequestDecoder, TokenId, User
+from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.requests import NotEmpty, PositiveInt, TokenId, User
 
 MOST_TEXTS = 2048
 

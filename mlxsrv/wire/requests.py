@@ -9,15 +9,15 @@ honoured are refused unless their value asks for nothing (NEUTRAL); all others a
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Generic, Literal, TypeVar, cast
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from msgspec import Meta, Struct
 
-from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.events import SteeringMode
+from mlxsrv.wire.decoding import RequestDecoder
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -366,124 +366,21 @@ _REASONS: Mapping[str, str] = {
     "suffix": "this model has no fill-in-the-middle tokens",
 }
 
-# Bodies.
 
-T = TypeVar("T", bound=Struct)
-D = TypeVar("D")
-
-
-def _nothing_to_check(request: Struct) -> None:
-    pass
+def _idle_options(request: GenerationRequest) -> list[str]:
+    """Options of a stream, where there is none."""
+    return [] if request.stream_options is None or request.stream else ["stream_options"]
 
 
-class RequestDecoder(Generic[T]):
-    """Decodes bodies into one kind of request; made once, at module level.
-
-    Args:
-        check: raises InvalidRequest if the fields do not go together.
-        neutral: fields that the kind does not have, and the values of theirs that do no harm.
-
-    Raises:
-        InvalidJSON, MissingParameter, InvalidRequest, UnsupportedParameter: `param` is the path.
-    """
-
-    def __init__(
-        self,
-        kind: type[T],
-        *,
-        check: Callable[[T], None] = _nothing_to_check,
-        neutral: Mapping[str, tuple[Any, ...]] | None = None,
-    ) -> None:
-        self._decoder = msgspec.json.Decoder(kind)
-        self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-        self._honoured = frozenset(kind.__struct_encode_fields__)
-        self._check = check
-        self._neutral = neutral or {}
-
-    def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the names of fields that were ignored."""
-        request = _decode(self._decoder.decode, body)
-        fields = _decode(self._fields.decode, body)
-        ignored = []
-        for name in fields.keys() - self._honoured:
-            value = _decode(msgspec.json.decode, fields[name])
-            if name in self._neutral:
-                self._require_neutral(name, value)
-            elif value is not None:
-                ignored.append(name)
-        self._check(request)
-        if _has_idle_options(request):
-            ignored.append("stream_options")
-        return request, sorted(ignored)
-
-    def _require_neutral(self, name: str, value: Any) -> None:
-        if not any(_same(value, neutral) for neutral in self._neutral[name]):
-            reason = _REASONS.get(name, "not by this server, and not with this value")
-            raise UnsupportedParameter(
-                f"{name} is not supported ({reason}); leave it out", param=name
-            )
-
-
-def read_query(kind: type[T], values: Mapping[str, str]) -> T:
-    """A URL's query as one kind of Struct; what it has no field for is ignored.
-
-    Raises:
-        InvalidRequest: `param` is the name.
-    """
-    try:
-        return msgspec.convert(values, kind, strict=False)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-
-
-def _has_idle_options(request: Struct) -> bool:
-    return (
-        isinstance(request, GenerationRequest)
-        and request.stream_options is not None
-        and not request.stream
-    )
-
-
-def _decode(decode: Callable[[Any], D], data: bytes | msgspec.Raw) -> D:
-    try:
-        return decode(data)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidJSON(f"the body is not valid JSON: {error}") from None
-    except RecursionError:
-        raise InvalidJSON("the body is nested too deeply") from None
-
-
-def _same(value: Any, neutral: Any) -> bool:
-    """Equality of JSON values: Python's has 1 equal True."""
-    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-# The path holds names of ours only; a value that is quoted before it may hold anything.
-_PATH = re.compile(
-    r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
+CHAT_REQUESTS = RequestDecoder(
+    ChatRequest, check=_check_chat, neutral=NEUTRAL, reasons=_REASONS, idle=_idle_options
 )
-_MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
-_LONGEST = 300
-
-
-def _invalid(text: str) -> InvalidRequest:
-    """msgspec's error with its path turned into `param`."""
-    match = _PATH.match(text)
-    assert match is not None  # the pattern matches any text
-    what, path = match["what"], (match["path"] or "").replace("[...]", "") or None
-    if missing := _MISSING.fullmatch(what):
-        name = f"{path}.{missing['name']}" if path else missing["name"]
-        return MissingParameter(f"missing required parameter: {name}", param=name)
-    if len(what) > _LONGEST:
-        what = f"{what[:_LONGEST]}..."
-    where = f"{path}: " if path else ""
-    key = "a key is wrong: " if match["key"] else ""
-    return InvalidRequest(f"{where}{key}{what[:1].lower()}{what[1:]}", param=path)
-
-
-CHAT_REQUESTS = RequestDecoder(ChatRequest, check=_check_chat, neutral=NEUTRAL)
-COMPLETION_REQUESTS = RequestDecoder(CompletionRequest, check=_check_completion, neutral=NEUTRAL)
+COMPLETION_REQUESTS = RequestDecoder(
+    CompletionRequest,
+    check=_check_completion,
+    neutral=NEUTRAL,
+    reasons=_REASONS,
+    idle=_idle_options,
+)
 TOKENIZE_REQUESTS = RequestDecoder(TokenizeRequest)
 DETOKENIZE_REQUESTS = RequestDecoder(DetokenizeRequest)

@@ -23,7 +23,7 @@ from mlxsrv.text.pipeline import Part, TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import Dialect, ToolArguments, ToolCalls, ToolOpened
 from mlxsrv.wire import embeddings, management, requests
-from mlxsrv.wire.requests import RequestDecoder, read_query
+from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
 from tests.fuzz import file_targets
 from tests.text.test_tools import family, merge

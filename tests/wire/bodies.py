@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from mlxsrv.wire import requests
+from mlxsrv.wire.decoding import RequestDecoder
 from tests.wire.schemas import Body
 
 Table = dict[str, list[Any]]
@@ -356,7 +357,7 @@ class Kind:
 
     def __init__(
         self,
-        decoder: requests.RequestDecoder[Any],
+        decoder: RequestDecoder[Any],
         struct: type[Any],
         base: Body,
         *,

@@ -10,6 +10,7 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, SAENotFound
 from mlxsrv.wire import management
+from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.management import (
     ATTACH_REQUESTS,
     FEATURE_REQUESTS,
@@ -26,7 +27,6 @@ from mlxsrv.wire.management import (
 )
 from mlxsrv.wire.openapi import document
 from mlxsrv.wire.operations import OPERATIONS, Operation
-from mlxsrv.wire.requests import RequestDecoder, read_query
 from tests.wire.schemas import Body, as_sent
 
 PROFILE: Body = {
