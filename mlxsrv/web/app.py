@@ -39,10 +39,7 @@ from mlxsrv.web.responses import (
     JSONResponse,
     ReplyBody,
     ReplyStream,
-    error_response,
     refusal,
-    stream_error_response,
-    unanswered,
     unless_gone,
 )
 from mlxsrv.web.security import Cors, Guard, load_keys
@@ -164,7 +161,6 @@ class Form(msgspec.Struct, frozen=True):
     serve: Callable[[Service, Any, str], Awaitable[Reply]]
     stream: type[openai.Stream]
     fold: Fold
-    id_prefix: str
     operation: Operation
 
 
@@ -173,7 +169,6 @@ CHAT = Form(
     Service.chat,
     openai.ChatStream,
     openai.chat_completion,
-    "chatcmpl",
     "chat",
 )
 TEXT = Form(
@@ -181,7 +176,6 @@ TEXT = Form(
     Service.complete,
     openai.CompletionStream,
     openai.text_completion,
-    "cmpl",
     "text_completion",
 )
 
@@ -197,17 +191,12 @@ async def completions(request: Request) -> Response:
 async def _generate(request: Request, form: Form) -> Response:
     app: App = request.app
     body = await read_body(request, app.settings.max_body)
-    accept = request.headers.get("accept", "")
     account = account_of(request.scope)
     account.operation = form.operation
-    try:
-        asked, ignored = form.requests.decode(body)
-        account.asked, account.model = asked, label(app.service.pool.catalogue, asked.model)
-        headers = ignored_header(ignored)
-        reply = account.reply = await form.serve(app.service, asked, request_id(request.scope))
-    except ServeError as error:
-        account.error = error.code
-        return _refuse(error, form, body, accept)
+    asked, ignored = form.requests.decode(body)
+    account.asked, account.model = asked, label(app.service.pool.catalogue, asked.model)
+    headers = ignored_header(ignored)
+    reply = account.reply = await form.serve(app.service, asked, request_id(request.scope))
     if not asked.stream:
         return ReplyBody(reply, form.fold, headers=headers)
     frames = form.stream(
@@ -216,7 +205,7 @@ async def _generate(request: Request, form: Form) -> Response:
         choices=reply.choices,
         scored=reply.scored,
     )
-    return ReplyStream(reply, frames, accept=accept, headers=headers)
+    return ReplyStream(reply, frames, headers=headers)
 
 
 async def embed(request: Request) -> Response:
@@ -287,26 +276,6 @@ async def describe_api(request: Request) -> Response:
 
 
 # What routes share.
-
-
-class _Peek(msgspec.Struct):
-    stream: Any = None
-    model: Any = None
-
-
-_peek = msgspec.json.Decoder(_Peek).decode
-
-
-def _refuse(error: ServeError, form: Form, body: bytes, accept: str) -> Response:
-    """Refuse a request in the form that it asked for, as far as that can be read."""
-    asked = _Peek()
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        asked = _peek(body)
-    if asked.stream is not True:
-        return error_response(error)
-    model = asked.model if isinstance(asked.model, str) else None
-    frames = form.stream(unanswered(form.id_prefix, model), "never")
-    return stream_error_response(error, frames, accept)
 
 
 async def _serve_error(request: Request, error: Exception) -> Response:

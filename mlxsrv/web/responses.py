@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -63,43 +61,23 @@ def _is_management(scope: Scope) -> bool:
     return path.startswith("/api/")
 
 
-def stream_error_response(error: ServeError, stream: openai.Stream, accept: str) -> Response:
-    """An error before a stream has begun: its status is real, and its body is what the client
-    reads: JSON if it says so, as the SDKs do; else the frames it would have got."""
-    if "application/json" in accept:
-        return error_response(error)
-    return Response(
-        stream.error(error),
-        status_code=error.status,
-        headers={**_STREAM_HEADERS, **_advice(error)},
-        media_type="text/event-stream",
-    )
-
-
 def _advice(error: ServeError) -> dict[str, str]:
     if isinstance(error, RequestTimeout):
         return {"Connection": "close"}  # or the rest of the body would be waited for
     return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
 
 
-def unanswered(kind: str, model: str | None) -> openai.Identity:
-    """Who answers when nobody could be asked: for error frames of refused requests."""
-    return openai.Identity(f"{kind}-{uuid.uuid4().hex}", int(time.time()), model or "", "mlxsrv")
-
-
 class ReplyStream(StreamingResponse):
     """A reply as server-sent events. Status 200 goes out when the engine has the job or, if that
-    takes long, with the first keep-alive comment; what fails before has its own status."""
+    takes long, with the first keep-alive comment. What fails before is an error like any other,
+    whatever Accept says: clients show their users a frame as it stands."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, reply: Reply, stream: openai.Stream, *, accept: str, headers: Mapping[str, str]
-    ) -> None:
+    def __init__(self, reply: Reply, stream: openai.Stream, *, headers: Mapping[str, str]) -> None:
         super().__init__(self._frames(), headers={**_STREAM_HEADERS, **headers})
         self._reply = reply
         self._stream = stream
-        self._accept = accept
         self._first: list[Output] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,8 +85,7 @@ class ReplyStream(StreamingResponse):
             try:
                 self._first = await self._reply.outputs()
             except ServeError as error:
-                refusal = stream_error_response(error, self._stream, self._accept)
-                await refusal(scope, receive, send)
+                await error_response(error)(scope, receive, send)
             else:
                 await self.stream_response(send)
 

@@ -240,15 +240,20 @@ def _text_completion(
 
 # Streams.
 
-UsageMode = Literal["with_finish", "own_chunk", "never"]
+UsageMode = Literal["asked", "unasked", "never"]
 
 
 def usage_mode(options: StreamOptions | None) -> UsageMode:
-    """Where a stream tells its usage: asked for, on a chunk of its own; not asked for either way,
-    on the last finish chunk; `stream_options` without it, nowhere."""
+    """Whether a stream tells its usage, and in which shape; `Stream.end` writes it.
+
+    - asked for: on a last chunk without choices, and null on all others;
+    - `stream_options` that do not ask for it: nowhere;
+    - no `stream_options`: on a last chunk with one empty choice, which clients that look at
+      `choices[0]` can read. Not on the finish chunk: some drop a finish reason next to usage.
+    """
     if options is None:
-        return "with_finish"
-    return "own_chunk" if options.include_usage else "never"
+        return "unasked"
+    return "asked" if options.include_usage else "never"
 
 
 TextFrames = Callable[[str], bytes]
@@ -299,10 +304,8 @@ class Stream(ABC):
             return frame(last)
         if self._mode == "never":
             return frame(last) + DONE
-        body = UsageBody.of(usage)
-        if self._mode == "with_finish":
-            return frame(replace(last, usage=body)) + DONE
-        return frame(last) + frame(replace(last, choices=[], usage=body)) + DONE
+        told = self._empty([] if self._mode == "asked" else [0], None)
+        return frame(last) + frame(replace(told, usage=UsageBody.of(usage))) + DONE
 
     def error(self, error: ServeError) -> bytes:
         """The end of the stream and of every choice that has none yet."""
@@ -312,7 +315,7 @@ class Stream(ABC):
     @property
     def _usage(self) -> UnsetType | None:
         """What every chunk but the usage chunk says of usage."""
-        return None if self._mode == "own_chunk" else UNSET
+        return None if self._mode == "asked" else UNSET
 
 
 class ChatStream(Stream):

@@ -160,7 +160,7 @@ def _error(status: int, operation: Operation) -> Schema:
     if operation.enveloped:
         schema = _envelope(success=False, data={"type": "null"}, error=_schema(Problem))
     headers = ["X-Request-ID"] + (["Retry-After"] if status in (429, 503) else [])
-    return _response(_STATUS[status], schema, operation.chunk, headers)
+    return _response(_STATUS[status], schema, None, headers)
 
 
 def _envelope(*, success: bool, data: Schema, error: Schema) -> Schema:

@@ -132,7 +132,8 @@ def test_stream_headers_keep_proxies_from_buffering(client: httpx.Client) -> Non
 
 
 def test_chunks_come_in_order(client: httpx.Client) -> None:
-    first, *middle, last = (chunk["choices"][0] for chunk in stream(client, chat()).chunks)
+    chunks = stream(client, chat()).chunks
+    first, *middle, last, usage = (chunk["choices"][0] for chunk in chunks)
     assert first["delta"] == {"role": "assistant", "content": ""}
     assert middle
     for choice in middle:
@@ -142,6 +143,7 @@ def test_chunks_come_in_order(client: httpx.Client) -> None:
     assert last["delta"] == {}
     assert last["finish_reason"] == "length"
     assert first["finish_reason"] is None
+    assert usage == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
 
 
 def test_chunks_share_their_identity(client: httpx.Client) -> None:
@@ -151,9 +153,10 @@ def test_chunks_share_their_identity(client: httpx.Client) -> None:
     assert re.fullmatch(r"chatcmpl-[0-9a-f]{32}", chunks[0]["id"])
 
 
-def test_usage_not_asked_for_either_way_is_on_the_finish_chunk(client: httpx.Client) -> None:
+def test_usage_not_asked_for_comes_after_the_finish_chunk(client: httpx.Client) -> None:
     *others, last = stream(client, chat()).chunks
-    assert last["choices"][0]["finish_reason"] == "length"
+    assert others[-1]["choices"][0]["finish_reason"] == "length"
+    assert last["choices"][0]["finish_reason"] is None
     assert last["usage"]["completion_tokens"] == 8
     assert not any("usage" in chunk for chunk in others)
 
@@ -398,7 +401,7 @@ def test_thoughts_are_streamed_as_reasoning(client: httpx.Client) -> None:
     assert streamed.reasoning == whole["choices"][0]["message"]["reasoning_content"]
     assert streamed.content == ""
     assert streamed.usage == whole["usage"]
-    deltas = [chunk["choices"][0]["delta"] for chunk in streamed.chunks[1:-1]]
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed.chunks[1:-2]]
     assert deltas
     assert all(delta["reasoning"] == delta["reasoning_content"] for delta in deltas)
 

@@ -39,6 +39,7 @@ from tests.web.serving import PATIENCE, Server, hosted, serving
 
 FORMS: dict[str, Callable[..., Body]] = {CHAT: chat, COMPLETIONS: completion}
 FOR_EVER = 500_000
+NO_USAGE: Body = {"stream_options": {}}
 MAX_CHOICES = 4
 
 both_forms = pytest.mark.parametrize("path", FORMS, ids=["chat", "text"])
@@ -110,7 +111,7 @@ def test_usage_counts_every_answer_and_the_prompt_once(client: httpx.Client, pat
 
 @both_forms
 def test_each_choice_of_a_stream_begins_and_ends(client: httpx.Client, path: str) -> None:
-    streamed = stream(client, sampled(path, n=3), path)
+    streamed = stream(client, sampled(path, n=3) | NO_USAGE, path)
     choices = by_choice(streamed)
     assert len(choices) == 3
     for chunks in choices:
@@ -130,7 +131,7 @@ def test_each_choice_of_a_stream_begins_and_ends(client: httpx.Client, path: str
 @both_forms
 @pytest.mark.parametrize(
     ("options", "where"),
-    [(None, "finish"), ({"include_usage": True}, "own"), ({"include_usage": False}, None)],
+    [(None, "after"), ({"include_usage": True}, "own"), ({"include_usage": False}, None)],
 )
 def test_usage_of_a_stream_is_told_once(
     client: httpx.Client, path: str, options: Body | None, where: str | None
@@ -142,7 +143,8 @@ def test_usage_of_a_stream_is_told_once(
         assert not telling
         return
     assert telling == [chunks[-1]]
-    assert bool(chunks[-1]["choices"]) == (where == "finish")
+    assert bool(chunks[-1]["choices"]) == (where == "after")
+    assert not reasons(chunks[-1]) or reasons(chunks[-1]) == [None]
     assert all(("usage" in chunk) == (where == "own") for chunk in chunks[:-1])
     whole = ask(client, body, path)["usage"]
     for count in ("prompt_tokens", "completion_tokens", "total_tokens"):
@@ -160,7 +162,7 @@ def test_choices_interleave(client: httpx.Client) -> None:
 @both_forms
 def test_a_stream_says_what_the_whole_answers_say(client: httpx.Client, path: str) -> None:
     body = sampled(path, n=3, max_tokens=40)
-    whole, streamed = ask(client, body, path), stream(client, body, path)
+    whole, streamed = ask(client, body, path), stream(client, body | NO_USAGE, path)
     assert said(streamed) == texts(whole)
     ends = [chunks[-1]["choices"][0]["finish_reason"] for chunks in by_choice(streamed)]
     assert ends == reasons(whole)
@@ -259,7 +261,7 @@ def test_more_answers_than_the_server_makes_are_refused(
     one_row_client: httpx.Client, path: str, streaming: bool
 ) -> None:
     body = FORMS[path](n=MAX_CHOICES + 1, stream=streaming)
-    response = one_row_client.post(path, json=body, headers={"Accept": "application/json"})
+    response = one_row_client.post(path, json=body)
     error = refused(response, 400, "invalid_value", param="n")
     assert f"{MAX_CHOICES}" in error["message"]
 

@@ -38,19 +38,20 @@ def test_chunks_are_answers_whose_reason_may_be_open(client: httpx.Client) -> No
 
 
 def test_chunks_come_in_order(client: httpx.Client) -> None:
-    *texts, last = (
+    *texts, last, usage = (
         chunk["choices"][0] for chunk in stream(client, completion(), COMPLETIONS).chunks
     )
     assert texts
     assert all(choice["text"] and choice["finish_reason"] is None for choice in texts)
     assert last["text"] == ""
     assert last["finish_reason"] == "length"
+    assert usage == {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
 
 
 @pytest.mark.parametrize(
     ("options", "where"),
     [
-        (None, ["finish"]),
+        (None, ["after"]),
         ({"include_usage": True}, ["own"]),
         ({"include_usage": False}, []),
         ({}, []),
@@ -61,7 +62,7 @@ def test_usage_is_where_stream_options_put_it(
 ) -> None:
     chunks = stream(client, completion(stream_options=options), COMPLETIONS).chunks
     with_usage = [chunk for chunk in chunks if chunk.get("usage")]
-    assert ["finish" if chunk["choices"] else "own" for chunk in with_usage] == where
+    assert ["after" if chunk["choices"] else "own" for chunk in with_usage] == where
     assert with_usage in ([], [chunks[-1]])
 
 

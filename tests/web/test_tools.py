@@ -168,7 +168,7 @@ def test_a_call_is_streamed_name_first(client: httpx.Client) -> None:
         check_schema(known, "CreateChatCompletionStreamResponse")
     assert streamed.finish_reason == "tool_calls"
     assert streamed.content == ""
-    first, *deltas, last = (chunk["choices"][0]["delta"] for chunk in streamed.chunks)
+    first, *deltas, last, _ = (chunk["choices"][0]["delta"] for chunk in streamed.chunks)
     assert first == {"role": "assistant", "content": ""}
     assert last == {}
     [head] = deltas[0]["tool_calls"]

@@ -36,7 +36,7 @@ from tests.wire.schemas import (
 
 WHO = Identity("chatcmpl-" + "0" * 32, 1_790_000_000, "org/name", "mlxsrv-1")
 USAGE = Usage(prompt_tokens=5, completion_tokens=7, reasoning_tokens=1)
-MODES: list[UsageMode] = ["with_finish", "own_chunk", "never"]
+MODES: list[UsageMode] = ["unasked", "asked", "never"]
 SCORE = TokenScore(b"a", -0.5, ((b"a", -0.5), (b"\xe2", -2.0)))
 
 # What a client makes of chunks.
@@ -78,7 +78,7 @@ class Heard:
 def hear(chunks: list[Body], choices: int) -> list[Heard]:
     heard = [Heard() for _ in range(choices)]
     for chunk in chunks:
-        for choice in chunk["choices"]:
+        for choice in [] if chunk.get("usage") else chunk["choices"]:
             heard[choice["index"]].add(choice)
     return heard
 
@@ -186,9 +186,15 @@ def test_a_streamed_completion_says_what_the_whole_one_says(
         assert heard.logprobs == choice["logprobs"] or not texts[choice["index"]][0]
 
 
-@given(told=st.lists(TOLD, min_size=1, max_size=2), scored=st.booleans())
-def test_openais_own_client_puts_it_together(told: list[Told], scored: bool) -> None:
-    stream = ChatStream(WHO, "own_chunk", choices=len(told), scored=scored)
+@given(
+    told=st.lists(TOLD, min_size=1, max_size=2),
+    scored=st.booleans(),
+    mode=st.sampled_from(["asked", "unasked"]),
+)
+def test_openais_own_client_puts_it_together(
+    told: list[Told], scored: bool, mode: UsageMode
+) -> None:
+    stream = ChatStream(WHO, mode, choices=len(told), scored=scored)
     state = ChatCompletionStreamState()
     for chunk in read_chunks(tell(stream, told, scored=scored, order=[])):
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
@@ -235,7 +241,7 @@ def test_each_choice_of_a_chat_is_opened_once() -> None:
 
 
 def test_all_chunks_share_their_identity() -> None:
-    for stream in (ChatStream(WHO, "own_chunk"), CompletionStream(WHO, "own_chunk")):
+    for stream in (ChatStream(WHO, "asked"), CompletionStream(WHO, "asked")):
         data = stream.opening() + stream.text(0, "content", "a") + stream.end(0, "stop", USAGE)
         for chunk in read_chunks(data):
             shared = ("id", "created", "model", "system_fingerprint")
@@ -243,7 +249,7 @@ def test_all_chunks_share_their_identity() -> None:
 
 
 def test_text_is_the_only_thing_in_its_delta() -> None:
-    stream = ChatStream(WHO, "with_finish", choices=2)
+    stream = ChatStream(WHO, "unasked", choices=2)
     deltas: dict[Channel, Body] = {
         "content": {"content": "é\u2028"},
         "reasoning": {"reasoning_content": "é\u2028", "reasoning": "é\u2028"},
@@ -258,7 +264,7 @@ def test_text_is_the_only_thing_in_its_delta() -> None:
 
 
 def test_a_call_comes_head_first() -> None:
-    stream = ChatStream(WHO, "with_finish", choices=2)
+    stream = ChatStream(WHO, "unasked", choices=2)
     data = stream.tool(1, 0, "call_1", "f") + stream.arguments(1, 0, '{"a":')
     data += stream.tool(1, 1, "call_2", "g") + stream.arguments(1, 1, "{}")
     data += stream.arguments(1, 0, "5}") + stream.arguments(0, 0, "")
@@ -284,12 +290,12 @@ def test_a_call_comes_head_first() -> None:
 def test_a_scored_stream_scores_each_text_chunk_and_no_other(
     kind: type[ChatStream] | type[CompletionStream],
 ) -> None:
-    stream = kind(WHO, "with_finish", scored=True)
+    stream = kind(WHO, "unasked", scored=True)
     texts = stream.text(0, "content", "a", [SCORE]) + stream.text(0, "content", "b")
     chunks = read_chunks(stream.opening() + texts + stream.end(0, "stop", USAGE))
     scored = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    *opening, full, empty, end = scored
-    assert [*opening, end] == [None] * len([*opening, end])
+    *opening, full, empty, end, usage = scored
+    assert [*opening, end, usage] == [None] * (len(opening) + 2)
     assert all(len(values or ()) in (0, 1) for values in full.values())
     assert full.keys() == empty.keys()
     assert not any(empty.values())
@@ -309,10 +315,10 @@ def test_offsets_run_on_through_each_choice_for_itself() -> None:
 
 
 def test_where_usage_is_told() -> None:
-    assert usage_mode(None) == "with_finish"
+    assert usage_mode(None) == "unasked"
     assert usage_mode(StreamOptions()) == "never"
     assert usage_mode(StreamOptions(include_usage=False)) == "never"
-    assert usage_mode(StreamOptions(include_usage=True)) == "own_chunk"
+    assert usage_mode(StreamOptions(include_usage=True)) == "asked"
 
 
 STREAMS = list(product([ChatStream, CompletionStream], [1, 3]))
@@ -337,10 +343,17 @@ def test_usage_is_told_once_or_not_at_all(
         "prompt_tokens_details": {"cached_tokens": 0},
         "completion_tokens_details": {"reasoning_tokens": 1},
     }
-    others: Literal["absent"] | None = None if mode == "own_chunk" else "absent"
+    others: Literal["absent"] | None = None if mode == "asked" else "absent"
     assert usages == [others] * (len(usages) - 1) + [others if mode == "never" else told]
-    if mode == "own_chunk":
+    if mode == "asked":
         assert chunks.pop()["choices"] == []
+    elif mode == "unasked":
+        field, empty = ("delta", {}) if kind is ChatStream else ("text", "")
+        last = chunks.pop()
+        assert last["choices"] == [
+            {"index": 0, field: empty, "logprobs": None, "finish_reason": None}
+        ]
+        (check_chat_chunk if kind is ChatStream else check_text)(last)
     ends = [chunk["choices"][0] for chunk in chunks[-choices:]]
     assert [end["index"] for end in ends] == list(reversed(range(choices)))
     assert {end["finish_reason"] for end in ends} == {"length"}
