@@ -332,7 +332,8 @@ class TokenScore(msgspec.Struct, frozen=True):
 
 
 class ToolUse(msgspec.Struct, frozen=True):
-    """A tool that the model calls. `arguments` is a JSON object as text."""
+    """A tool that the model calls. `arguments` is a JSON object as text, as the model wrote it: of
+    a call that a limit cut, the beginning of one, perhaps empty."""
 
     id: str
     name: str

@@ -276,6 +276,7 @@ class Tokenizer:
             # By position: the parsers do not agree on the name.
             parse=lambda text: parse(text, given),
             json=parse is json_tools.parse_tool_call,
+            names=tuple(tool["function"]["name"] for tool in given),
         )
 
     @property

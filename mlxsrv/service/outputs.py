@@ -87,22 +87,10 @@ class _Draft:
         self.reason: FinishReason = "stop"
 
     def answer(self, scored: bool) -> Answer:
-        tools = [ToolUse(id, name, "".join(pieces)) for id, name, pieces in self.tools]
-        # An answer that was cut off has no broken call at its end.
-        if tools and self.reason in ("length", "timeout") and not _is_json(tools[-1].arguments):
-            tools.pop()
         return Answer(
             reason=self.reason,
             content="".join(self.content),
             reasoning="".join(self.reasoning),
-            tools=tuple(tools),
+            tools=tuple(ToolUse(id, name, "".join(pieces)) for id, name, pieces in self.tools),
             scores=tuple(self.scores) if scored else None,
         )
-
-
-def _is_json(text: str) -> bool:
-    try:
-        msgspec.json.decode(text)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True

@@ -30,6 +30,7 @@ class TextPipeline:
 
     - `tokens`: ids consumed, the last one that which completed a stop string.
     - `reasoning_tokens`: those of them inside a think block, markers included.
+    - `calls`: tool calls given; one that a stop string went before is none.
     - `stopped`: a stop string was found, or the one call made that may be; nothing is consumed or
       given any more.
     """
@@ -40,6 +41,7 @@ class TextPipeline:
         "_stops",
         "_tools",
         "_undecided",
+        "calls",
         "reasoning_tokens",
         "stopped",
         "tokens",
@@ -57,14 +59,10 @@ class TextPipeline:
         self._stops = stops
         self._tools = tools
         self._undecided = 0  # ids that may turn out to be the beginning of a start marker
+        self.calls = 0
         self.tokens = 0
         self.reasoning_tokens = 0
         self.stopped = False
-
-    @property
-    def calls(self) -> int:
-        """How many tools have been called."""
-        return self._tools.calls if self._tools is not None else 0
 
     @property
     def aside(self) -> bool:
@@ -135,6 +133,7 @@ class TextPipeline:
         """Append calls as they are, and of content what the stop strings let pass."""
         for part in source:
             if not isinstance(part, str):
+                self.calls += isinstance(part, ToolOpened)
                 pieces.append(part)
                 continue
             text = part if self._stops is None else self._stops.feed(part)

@@ -12,20 +12,22 @@ A call that is not what it should be:
   expect arguments that are no JSON, as it must of OpenAI's: they are not mended here, since a
   command or a path that was cut and then closed looks right and does something else. Arguments
   that never began are `{}`.
-- What a cut answer left incomplete is not sent; of what was sent, `broken` tells.
+- A call that a limit cut is told as far as it came, whole or streamed: its name once that is
+  complete, and the arguments as far as they were written; see `cut_calls` for other dialects than
+  JSON. Before its name is complete nothing of it is told. `broken` says that there was such a call.
 """
 
 from __future__ import annotations
 
-import re
 import secrets
 import string
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, Literal, TypeVar
+from typing import Any
 
 import msgspec
 
+from mlxsrv.text.cut_calls import read_cut
+from mlxsrv.text.json_calls import JsonCall, as_object
 from mlxsrv.text.scan import Scanner
 
 
@@ -35,13 +37,14 @@ class Dialect(msgspec.Struct, frozen=True):
     `start` and `end` stand around a call; without an `end` (None or empty) it goes on to the end of
     the answer. `parse` makes of the text between them a dict with "name" and "arguments", or a list
     of such, and may raise anything. With `json` the text is one JSON object as a rule, and streamed
-    if it is; where it is not, `parse` has it.
+    if it is; where it is not, `parse` has it. `names` are those of the tools that may be called.
     """
 
     start: str
     end: str | None
     parse: Callable[[str], Any]
     json: bool = False
+    names: tuple[str, ...] = ()
 
 
 class ToolOpened(msgspec.Struct, frozen=True):
@@ -62,23 +65,11 @@ class ToolArguments(msgspec.Struct, frozen=True):
 Part = str | ToolOpened | ToolArguments
 """What comes out: content, or something of a call."""
 
-_Role = Literal["key", "name", "arguments", "other"]
-_Step = Literal["open", "key", "colon", "value"]
-_T = TypeVar("_T")
-
 _ALPHANUMERICS = string.ascii_letters + string.digits
 
 # What is dropped after a call; after one in JSON also brackets too many, as small models write.
 _SPACE = string.whitespace
 _LEFTOVERS = _SPACE + "}]"
-
-# What the JSON reader looks for next.
-_NO_SPACE = re.compile(r"\S")
-_NO_COMMA = re.compile(r"[^\s,]")
-_IN_STRING = re.compile(r'["\\]')
-_IN_DOUBT = re.compile(r'["\\\x00-\x1f]')
-_IN_BRACKETS = re.compile(r'["{}\[\]]')
-_AFTER_SCALAR = re.compile(r"[\s,}]")
 
 
 class ToolCalls:
@@ -110,7 +101,7 @@ class ToolCalls:
         self._space: list[str] = []  # whitespace that is dropped if a call follows
         self._after = ""  # characters that are dropped because a call went before
         self.inside = False
-        self._json: _JsonCall | None = None  # the call inside, if it may be streamed
+        self._json: JsonCall | None = None  # the call inside, if it may be streamed
         self._raw: list[str] = []  # text of the call that may have to be read once more
         self.calls = 0
         self.opened = False
@@ -181,7 +172,7 @@ class ToolCalls:
         self._settle(text[:start], parts)
         if text[start:end] == self._dialect.start:
             self.inside = True
-            self._json = _JsonCall() if self._dialect.json else None
+            self._json = JsonCall() if self._dialect.json else None
         elif self._after:
             self._after = _SPACE
         return text[end:]
@@ -199,7 +190,7 @@ class ToolCalls:
         self._parse(text[start:end], parts)
         return text[end:]
 
-    def _stream(self, call: _JsonCall, text: str, parts: list[Part]) -> str:
+    def _stream(self, call: JsonCall, text: str, parts: list[Part]) -> str:
         """A call in JSON, up to its end or an end marker."""
         found = self._ends.find(text)
         limit = found[0] if found else len(text) - self._ends.held(text)
@@ -219,7 +210,7 @@ class ToolCalls:
             self._raw.append(text[:limit])
         return text[limit:] if found else ""
 
-    def _doubt(self, call: _JsonCall, text: str, parts: list[Part]) -> str:
+    def _doubt(self, call: JsonCall, text: str, parts: list[Part]) -> str:
         """A string with an end marker in it, up to where it is clear whose the marker is."""
         at = call.feed(text)
         if self.opened and not call.doubted:
@@ -237,6 +228,7 @@ class ToolCalls:
         held, self._held = self._held, ""
         if call is None:
             if cut and self._dialect.end:
+                self._tell_cut(parts)
                 self._leave(_SPACE)
             else:
                 self._parse(held, parts, drop=cut)
@@ -263,7 +255,7 @@ class ToolCalls:
         if len(body) < len(text):
             self._space.append(text[len(body) :])
 
-    def _send(self, call: _JsonCall, parts: list[Part]) -> None:
+    def _send(self, call: JsonCall, parts: list[Part]) -> None:
         """Append what is new of a call in JSON, if its name is known."""
         if call.name is None:
             return
@@ -279,7 +271,7 @@ class ToolCalls:
         self.calls += 1
         self.opened = True
 
-    def _end(self, call: _JsonCall, text: str, at: int, after: str, parts: list[Part]) -> str:
+    def _end(self, call: JsonCall, text: str, at: int, after: str, parts: list[Part]) -> str:
         """End a call in JSON at a place in `text`, or let the parser have it if it was not sent."""
         text = "".join(self._raw) + text
         self._raw.clear()
@@ -295,12 +287,24 @@ class ToolCalls:
         """End a call that `marker` ends, by the parser; `drop` it if that cannot read it."""
         text = "".join(self._raw)
         uses = _parsed(self._dialect.parse, text)
-        if not uses and not drop:
+        if not uses and drop:
+            self._tell_cut(parts)
+        elif not uses:
             parts.append("".join([*self._space, self._dialect.start, text, marker]))
         for name, arguments in uses if self._parallel else uses[:1]:
             self._open(name, parts)
             parts.append(ToolArguments(self.calls - 1, arguments))
         self._leave(_SPACE if uses or drop else "")
+
+    def _tell_cut(self, parts: list[Part]) -> None:
+        """Tell of a call that a limit cut what can be told without the parser."""
+        found = read_cut("".join(self._raw), self._dialect.names)
+        if found is not None:
+            name, arguments = found
+            self._open(name, parts)
+            if arguments:
+                parts.append(ToolArguments(self.calls - 1, arguments))
+            self.broken = True
 
     def _leave(self, after: str) -> None:
         self.inside = self.opened = False
@@ -308,206 +312,6 @@ class ToolCalls:
         self._raw.clear()
         self._space.clear()
         self._after = after
-
-
-class _JsonCall:
-    """A call in JSON, read as it comes: `{"name": ..., "arguments": {...}}`, keys in any order.
-
-    It is lenient where nothing can be mistaken: commas may be missing, other keys have any value,
-    and "parameters" are arguments. The first of two equal keys holds.
-
-    It is `over` where the object ends, or where it can be none. Before its name that is also where
-    it can be no call, by arguments that are no object say, and it is over without a name then.
-    `settled` tells that the arguments are complete.
-    """
-
-    def __init__(self) -> None:
-        self._step: _Step = "open"
-        self._role: _Role = "key"  # what the value is that is being read or comes next
-        self._value: _Value | None = None
-        self._held: list[str] = []  # a value that is of use only once it is complete
-        self._unsent: list[str] = []  # text of the arguments that was not taken
-        self._begun = False  # the arguments
-        self.name: str | None = None
-        self.settled = False
-        self.over = False
-
-    @property
-    def quoted(self) -> bool:
-        """Whether the text fed so far ends within a string."""
-        return self._value is not None and self._value.quoted
-
-    @property
-    def doubted(self) -> bool:
-        """Whether it ends within a string that an end marker was found in."""
-        return self._value is not None and self._value.doubted
-
-    def doubt(self) -> None:
-        """From here on to the end of the string nothing is given, and a line end breaks it."""
-        if self._value is not None:
-            self._value.doubted = True
-
-    def feed(self, text: str) -> int:
-        """Read up to the end of the call, or of a string in doubt; the place in `text`."""
-        at = 0
-        while at < len(text) and not self.over:
-            value = self._value
-            if value is None:
-                at = self._begin(text, at)
-                continue
-            start, doubted = at, value.doubted
-            at = value.feed(text, at)
-            self._keep(text[start:at])
-            if value.complete:
-                self._finish(value)
-            elif value.refuted:
-                self.over = True
-            if doubted and not value.doubted:
-                break
-        return at
-
-    def take(self) -> str:
-        """The text of the arguments since the last time."""
-        if self.doubted:
-            return ""
-        text = "".join(self._unsent)
-        self._unsent.clear()
-        return text
-
-    def close(self) -> str:
-        """The last of the arguments of a call that is over."""
-        if not self._begun:
-            return "{}"
-        if self._held and self._role == "arguments":
-            self._settle()
-        return self.take()
-
-    def _begin(self, text: str, at: int) -> int:
-        """Pass over whitespace and one sign, or begin a value there."""
-        found = (_NO_COMMA if self._step == "key" else _NO_SPACE).search(text, at)
-        if found is None:
-            return len(text)
-        match self._step, found[0]:
-            case "open", "{":
-                self._step = "key"
-            case "key", "}":
-                self.over = True
-            case "colon", ":":
-                self._step = "value"
-            case ("key", '"') | ("value", _):
-                if self._step == "key":
-                    self._role = "key"
-                self._value = _Value(found[0])
-                self._begun = self._begun or self._role == "arguments"
-                return found.start()
-            case _:
-                self.over = True
-                return found.start()
-        return found.end()
-
-    def _keep(self, text: str) -> None:
-        if self._role == "arguments" and self._value is not None and self._value.first == "{":
-            self._unsent.append(text)
-        elif self._role != "other":
-            self._held.append(text)
-
-    def _finish(self, value: _Value) -> None:
-        self._value = None
-        self._step = "key"
-        match self._role:
-            case "key":
-                self._step = "colon"
-                self._role = self._role_of(_decoded(self._release(), str))
-            case "name":
-                name = _decoded(self._release(), str)
-                # Arguments that went before the name can still be looked at as a whole.
-                sound = not self.settled or _decoded("".join(self._unsent), dict) is not None
-                self.name = name if name and sound else None
-                self.over = self.name is None
-            case "arguments" if value.first == "{":
-                self.settled = True
-            case "arguments":
-                self._settle()
-
-    def _role_of(self, key: str | None) -> _Role:
-        self.over = key is None
-        if key == "name" and self.name is None:
-            return "name"
-        if key in ("arguments", "parameters") and not self._begun:
-            return "arguments"
-        return "other"
-
-    def _settle(self) -> None:
-        """Give arguments that were held: the object that a string has in it, or as written."""
-        text = self._release() or "null"
-        with suppress(ValueError, RecursionError):
-            text = _object(msgspec.json.decode(text))
-        self._unsent.append(text)
-        self.settled = True
-
-    def _release(self) -> str:
-        text = "".join(self._held)
-        self._held.clear()
-        return text
-
-
-class _Value:
-    """Finds the end of a JSON value that begins with `first`, however it is cut.
-
-    It tells strings from brackets, no more: whether what is between them is JSON is for others to
-    say. Within a string that is `doubted` a control character, which JSON has none of there, makes
-    it `refuted`; where the string ends the doubt does.
-    """
-
-    __slots__ = ("_depth", "_escaped", "complete", "doubted", "first", "quoted", "refuted")
-
-    def __init__(self, first: str) -> None:
-        self.first = first
-        self._depth = 0
-        self._escaped = False
-        self.quoted = False
-        self.doubted = False
-        self.refuted = False
-        self.complete = False
-
-    def feed(self, text: str, at: int) -> int:
-        """The place after what `text` has of the value from `at` on, or of a string in doubt."""
-        if self.first not in '"{[':
-            end = _AFTER_SCALAR.search(text, at)
-            self.complete = end is not None
-            return end.start() if end else len(text)
-        while at < len(text) and not self.complete:
-            if self._escaped:
-                self._escaped = False
-                at += 1
-                continue
-            found = self._signs().search(text, at)
-            if found is None:
-                return len(text)
-            if self.quoted and found[0] not in '"\\':
-                self.refuted = True
-                return found.start()
-            at = found.end()
-            doubted = self.doubted
-            self._cross(found[0])
-            if doubted and not self.doubted:
-                break
-        return at
-
-    def _signs(self) -> re.Pattern[str]:
-        if not self.quoted:
-            return _IN_BRACKETS
-        return _IN_DOUBT if self.doubted else _IN_STRING
-
-    def _cross(self, sign: str) -> None:
-        if sign == "\\":
-            self._escaped = True
-        elif sign == '"':
-            self.quoted = not self.quoted
-            self.doubted = False
-        else:
-            self._depth += 1 if sign in "{[" else -1
-        self.complete = not self.quoted and self._depth == 0
 
 
 def _parsed(parse: Callable[[str], Any], text: str) -> list[tuple[str, str]]:
@@ -523,25 +327,4 @@ def _use(call: dict[str, Any]) -> tuple[str, str]:
     name = call["name"]
     if not isinstance(name, str) or not name:
         raise ValueError("a call without a name")
-    return name, _object(call.get("arguments", call.get("parameters")))
-
-
-def _object(arguments: Any) -> str:
-    """Arguments, or a text of them, as a JSON object; ValueError if they are none. Numbers that
-    JSON lacks, such as infinity, are null there."""
-    if arguments is None:
-        return "{}"
-    if isinstance(arguments, str):
-        text = arguments.strip() or "{}"
-        msgspec.json.decode(text, type=dict)
-        return text
-    if not isinstance(arguments, dict):
-        raise ValueError("arguments that are no object")
-    return msgspec.json.encode(arguments).decode()
-
-
-def _decoded(text: str, kind: type[_T]) -> _T | None:
-    try:
-        return msgspec.json.decode(text, type=kind)
-    except (ValueError, RecursionError):
-        return None
+    return name, as_object(call.get("arguments", call.get("parameters")))

@@ -202,6 +202,20 @@ def test_a_stop_string_inside_a_call_stops_nothing(byte_level: Any, table: Token
     assert stage.stopped
 
 
+def test_a_call_behind_a_stop_string_is_none() -> None:
+    class AtOnce:
+        def feed(self, token_id: int) -> str:
+            return f"STOP{CALL}"
+
+        def flush(self) -> str:
+            return ""
+
+    tools = ToolCalls(Dialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True))
+    stage = TextPipeline(AtOnce(), None, StopStrings(["STOP"]), tools)
+    assert stage.feed([0]) == []
+    assert (stage.calls, stage.stopped) == (0, True)
+
+
 def test_one_call_is_enough_where_no_more_may_be_made(byte_level: Any, table: TokenBytes) -> None:
     stage = calling(table, parallel=False)
     parts = [part for token in byte_level.encode(CALL * 2) for part in stage.feed([token])]

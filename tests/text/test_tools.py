@@ -111,6 +111,7 @@ def family(name: str) -> Dialect:
         end=parser.tool_call_end,
         parse=lambda text: parser.parse_tool_call(text, TOOLS),
         json=name == "json_tools",
+        names=("weather",),
     )
 
 
@@ -212,11 +213,23 @@ def test_an_answer_of_each_family_cut_off_anywhere(name: str) -> None:
             continue
         assert heard.content == "Let me see."
         if heard.broken:
-            assert PARIS not in [_loaded(arguments) for _, arguments in heard.tools]
+            [(called, arguments)] = heard.tools
+            assert called == "weather"
+            assert json.dumps(PARIS, ensure_ascii=False).startswith(arguments)
         else:
             assert [_loaded(arguments) for _, arguments in heard.tools] in ([], [PARIS])
     # The whole call is one even so: an answer may be cut off right after it.
     assert [_loaded(arguments) for _, arguments in run([text], dialect, end=True).tools] == [PARIS]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_call_that_is_cut_in_its_arguments_is_told_by_its_name(name: str) -> None:
+    text = FAMILIES[name][: FAMILIES[name].index("Paris") + 3]
+    heard = run([text], family(name), end=True)
+    assert heard.broken
+    assert heard.content == ""
+    arguments = '{"city": "Par' if name in ("json_tools", "kimi_k2", "mistral") else ""
+    assert heard.tools == [("weather", arguments)]
 
 
 def _loaded(arguments: str) -> Any:
