@@ -158,14 +158,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Key that every request must bring, but for /health, as Authorization: "
             "Bearer KEY or x-api-key: KEY. Repeatable; each is as good as the others.",
-            extra={"metavar": "KEY", "secret": True},
+            extra={"metavar": "KEY", "secret": True, "guards": True},
         ),
     ] = ()
     api_key_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
             description="File of more such keys, one a line; # begins a comment. Read at start.",
-            extra={"metavar": "FILE"},
+            extra={"metavar": "FILE", "guards": True},
         ),
     ] = None
     allowed_origin: Annotated[
@@ -295,6 +295,8 @@ class Option(msgspec.Struct, frozen=True):
     choices: tuple[str, ...] | None
     bytes: bool
     secret: bool
+    guards: bool
+    """Whether the server is open without it: given but empty is then an error, and not none."""
 
     @property
     def flag(self) -> str:
@@ -327,10 +329,12 @@ class Option(msgspec.Struct, frozen=True):
     def parse(self, text: str) -> Any:
         """The value that `text`, from a flag or a variable, stands for."""
         if self.repeatable:
-            return self.check([part for part in text.split(",") if part])
+            return self.check([part for part in text.split(",") if part.strip()])
         return self.check(_in_bytes(text) if self.bytes else text, strict=False)
 
     def check(self, value: Any, *, strict: bool = True) -> Any:
+        if self.guards and not value:
+            raise SettingsError("given, but empty; leave it out to serve without keys")
         if self.bytes and isinstance(value, str):
             value, strict = _in_bytes(value), False
         try:
@@ -359,6 +363,7 @@ def _option(field: msgspec.structs.FieldInfo, annotation: Any) -> Option:
         choices=get_args(base) if get_origin(base) is Literal else None,
         bytes=extra.get("bytes", False),
         secret=extra.get("secret", False),
+        guards=extra.get("guards", False),
     )
 
 
@@ -415,7 +420,7 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         option.name: _named(option.variable, option.parse, text)
         for option in options()
-        if (text := environ.get(option.variable))
+        if (text := environ.get(option.variable)) or (option.guards and text is not None)
     }
 
 

@@ -42,7 +42,7 @@ from mlxsrv.web.responses import (
     refusal,
     unless_gone,
 )
-from mlxsrv.web.security import Cors, Guard, load_keys
+from mlxsrv.web.security import Cors, Guard, is_verbose, load_keys
 from mlxsrv.wire import openai, openapi, requests
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS
@@ -260,7 +260,7 @@ async def get_model(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     service: Service = request.app.service
-    verbose = request.query_params.get("verbose", "0") not in ("", "0", "false")
+    verbose = is_verbose(request.scope)
     told = await service.state() if verbose else openai.Health(status=service.health)
     return JSONResponse(told, status_code=200 if told.status == "ok" else 503)
 

@@ -24,7 +24,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import MutableHeaders, QueryParams
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -163,7 +163,7 @@ class Guard:
             if _is_preflight(scope, headers):
                 await _preflight(headers)(scope, receive, send)
                 return
-            allowance = None if _is_health(scope) else self._admit(scope, headers)
+            allowance = None if _is_open(scope) else self._admit(scope, headers)
         except Refused as refused:
             await refusal(scope, refused.error, refused.headers)(scope, receive, send)
             return
@@ -272,9 +272,16 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def _is_health(scope: Scope) -> bool:
+def _is_open(scope: Scope) -> bool:
+    """Whether anybody may ask: whether the server is well, but not what it holds and does."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) == "/health"
+    return path.removeprefix(scope.get("root_path", "")) == "/health" and not is_verbose(scope)
+
+
+def is_verbose(scope: Scope) -> bool:
+    """Whether the query asks `/health` for names and numbers, too."""
+    told: str = QueryParams(scope["query_string"]).get("verbose", "0")
+    return told not in ("", "0", "false")
 
 
 def _check_size(scope: Scope) -> None:

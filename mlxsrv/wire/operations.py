@@ -28,7 +28,7 @@ class Operation(Struct, frozen=True, kw_only=True):
 
     @property
     def open(self) -> bool:
-        """Whether it never needs a key."""
+        """Whether it needs no key. What it tells on more words may."""
         return self.path == "/health"
 
     @property
@@ -124,9 +124,10 @@ _INFERENCE = (
         path="/health",
         id="getHealth",
         summary="Whether requests would be served",
-        description="With the query `verbose=1` also what the server holds and does.",
+        description="With the query `verbose=1` also what the server holds and does; that needs "
+        "the key, where there is one.",
         answer=openai.Health,
-        errors=_READ,
+        errors=(401, 429, *_READ),
     ),
     Operation(
         method="GET",

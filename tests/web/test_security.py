@@ -141,9 +141,24 @@ def test_without_a_key_nothing_is_answered(keyless: httpx.Client, method: str, p
     told_401(keyless.request(method, str(keyless.base_url).rstrip("/") + path))
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/", "/health?verbose=1"])
+@pytest.mark.parametrize("path", ["/health", "/health/", "/health?verbose", "/health?t=1"])
 def test_health_needs_no_key(keyless: httpx.Client, path: str) -> None:
-    assert keyless.get(path).status_code in (200, 503)
+    response = keyless.get(path)
+    assert response.status_code in (200, 503)
+    assert response.json().keys() == {"status"}
+
+
+@pytest.mark.parametrize(
+    "query",
+    ["verbose=1", "verbose=yes", "verbose=0&verbose=1", "%76erbose=1", "verbose=1%20"],
+)
+@pytest.mark.parametrize("path", ["/health", "/health/"])
+def test_what_health_tells_of_the_server_needs_the_key(
+    keyless: httpx.Client, path: str, query: str
+) -> None:
+    told_401(keyless.get(f"{path}?{query}"))
+    response = keyless.get(f"{path}?{query}", headers={"X-API-Key": KEY})
+    assert "models" in response.json(), response.text
 
 
 def test_the_managements_refusals_keep_their_envelope(keyless: httpx.Client) -> None:
@@ -184,6 +199,7 @@ def test_a_variable_brings_keys(folders: Folders) -> None:
         (None, "No such file"),
         (b"", "no key"),
         (b"# x\n", "no key"),
+        (b" \n\t\n", "no key"),
         (b"a b\n", "line 1"),
         ("kéy\n".encode(), "line 1"),
         (b"ok\n\xff\n", "UTF-8"),
@@ -198,6 +214,23 @@ def test_a_file_without_good_keys_is_refused(
     with pytest.raises(SettingsError, match=why) as refusal:
         mlxsrv.create_app(Settings(api_key_file=str(file)))
     assert "a b" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("variable", ["MLXSRV_API_KEY", "MLXSRV_API_KEY_FILE"])
+@pytest.mark.parametrize("value", ["", " ", ",", " , "])
+def test_a_variable_that_is_set_but_empty_does_not_open_the_server(
+    variable: str, value: str
+) -> None:
+    with pytest.raises(SettingsError) as refusal:
+        mlxsrv.create_app(load_settings(None, {variable: value}))
+    assert variable.removeprefix("MLXSRV_").lower() in str(refusal.value).lower().replace("-", "_")
+
+
+def test_no_keys_in_the_options_file_do_not_open_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "options.toml"
+    file.write_text("api_key = []\n")
+    with pytest.raises(SettingsError, match="api_key: given, but empty"):
+        load_settings(["--config", str(file)], {})
 
 
 @pytest.mark.parametrize("key", ["", "a b", "a\nb", "é", "x\n"])
