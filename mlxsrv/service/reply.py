@@ -272,19 +272,19 @@ class Reply:
         )
 
     def _max_tokens(self, context: int | None, prompt_tokens: int, param: str) -> int:
-        """How many tokens may be drawn. Raises ContextLengthExceeded."""
-        default, limit = self._home.settings.default_max_tokens, self._asked.limit
+        """How many tokens may be drawn. Raises ContextLengthExceeded if not one may."""
+        asked = self._asked.limit
+        limit = self._home.settings.default_max_tokens if asked is None else asked
         if context is None:
-            return default if limit is None else limit
+            return limit
         left = context - prompt_tokens
-        if left < (1 if limit is None else limit):
-            asked = f" and max_tokens is {limit}" if limit is not None else ""
+        if left < min(limit, 1):
             raise ContextLengthExceeded(
                 f"this model's maximum context length is {context} tokens; the prompt has "
-                f"{prompt_tokens}{asked}, and {max(left, 0)} are left for the answer",
+                f"{prompt_tokens}, which leaves no room for an answer",
                 param=param,
             )
-        return min(left, default) if limit is None else limit
+        return min(left, limit)
 
     # What arrives, from the device thread and from timers; all on the loop.
 
@@ -515,12 +515,12 @@ def _sampling(request: GenerationRequest, tokenizer: Tokenizer, copy: int) -> Sa
     return Sampling(
         temperature=_first(request.temperature, given.temperature, 1.0),
         top_p=_first(request.top_p, given.top_p, 1.0),
-        top_k=_first(request.top_k, given.top_k, 0),
+        top_k=max(_first(request.top_k, given.top_k, 0), 0),
         min_p=_first(request.min_p, given.min_p, 0.0),
         seed=seed,
         frequency_penalty=_first(request.frequency_penalty, 0.0),
         presence_penalty=_first(request.presence_penalty, 0.0),
-        repetition_penalty=_first(request.repetition_penalty, given.repetition_penalty, 1.0),
+        repetition_penalty=_first(request.repetition, given.repetition_penalty, 1.0),
         logit_bias=tuple(sorted((request.logit_bias or {}).items())),
     )
 

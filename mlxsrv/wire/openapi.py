@@ -242,6 +242,8 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     chat["allOf"], text["allOf"] = _CHAT_RULES, _TEXT_RULES
     for name in ("FeaturesRequest", "ProfileRequest", "ProfileUpdate"):
         schemas[name]["properties"]["steering"]["propertyNames"] = _FEATURE
+    for name in requests.SPELLINGS["max_tokens"]:
+        chat["properties"][name]["description"] = "-1: none is given."
     text["properties"]["prompt"] = _PROMPT
     schemas["EmbeddingRequest"]["properties"]["input"] = _INPUT
     schemas["ContentPart"]["properties"] |= {"type": {"const": "text"}, "text": _STRING}

@@ -22,12 +22,15 @@ from mlxsrv.wire.decoding import RequestDecoder
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
+# -1 is what many servers' clients send for none.
+Count = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 # Where only the size of the body would be a bound, there is one that no honest request meets.
 StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 User = Annotated[str, Meta(max_length=1000)]
 TokenId = Int32
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(gt=0, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Likeliest = Annotated[int, Meta(ge=0, le=20)]
 # Which indices there are is for the SAE to say; so many directions are some megabytes a request.
@@ -57,16 +60,18 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    top_k: Int32 | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None
     logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=4096)] | None = None
     seed: Int64 | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
-    max_tokens: PositiveInt | None = None
-    max_completion_tokens: PositiveInt | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n_predict: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     guided_regex: Regex | None = None
     guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
@@ -85,6 +90,22 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         if self.stop is None:
             return []
         return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens an answer may have, if the request says."""
+        limit: int | None = self._given("max_tokens", none=-1)
+        return limit
+
+    @property
+    def repetition(self) -> float | None:
+        penalty: float | None = self._given("repetition_penalty")
+        return penalty
+
+    def _given(self, name: str, none: object = None) -> Any:
+        """The value of a field under whichever of its SPELLINGS; `none` is as good as null."""
+        values = (getattr(self, each) for each in SPELLINGS[name])
+        return next((value for value in values if value not in (None, none)), None)
 
     @property
     def choices(self) -> int:
@@ -111,6 +132,12 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
             what = f"guided_json: not a JSON schema: {error}"
             raise InvalidRequest(what, param="guided_json") from None
 
+
+SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_tokens", "max_completion_tokens", "n_predict"),
+    "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
+}
+"""Fields of a request that are one thing; a decoded request says the same in all it has."""
 
 GUIDES = ("guided_regex", "guided_choice", "guided_grammar", "guided_json")
 
@@ -208,11 +235,6 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     continue_final_message: bool | None = None
 
     @property
-    def limit(self) -> int | None:
-        """How many tokens an answer may have, if the request says."""
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
     def likeliest(self) -> int | None:
         """How many tokens to score beside each one drawn; None: no scores at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
@@ -228,7 +250,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     prompt: str | list[str | TokenId | list[TokenId]]
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
+    max_tokens: Annotated[int, Meta(ge=-1)] | None = None
     logprobs: Likeliest | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -236,8 +258,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def limit(self) -> int:
         """How many tokens an answer may have: 16 by default, as OpenAI has it."""
-        newer = self.max_completion_tokens
-        given = self.max_tokens if newer is None else newer
+        given = super().limit
         return 16 if given is None else given
 
     @property
@@ -278,6 +299,29 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 # What one field means for another.
 
 
+def _check_spellings(request: GenerationRequest) -> None:
+    for names in SPELLINGS.values():
+        given = {name: getattr(request, name) for name in names}
+        told = [(name, value) for name, value in given.items() if value not in (None, -1)]
+        for name, value in told[1:]:
+            first, other = told[0]
+            if value != other:
+                raise InvalidRequest(
+                    f"{name}: {value} is not the {other} of {first}, which means the same; give "
+                    "one of them",
+                    param=name,
+                )
+
+
+def _check_limits(request: GenerationRequest, *, echo: bool = False) -> None:
+    for name in SPELLINGS["max_tokens"]:
+        if getattr(request, name) == 0 and not (echo and name == "max_tokens"):
+            echoing = "; 0 needs echo, to score the prompt" if name == "max_tokens" else ""
+            raise InvalidRequest(
+                f"{name}: expected `int` >= 1, or -1 for none{echoing}", param=name
+            )
+
+
 def _check_constraints(request: GenerationRequest) -> None:
     match request.constraints:
         case [one, another, *_]:
@@ -302,6 +346,8 @@ def _check_steering(request: GenerationRequest) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
+    _check_limits(request)
+    _check_spellings(request)
     _check_constraints(request)
     _check_steering(request)
     if request.top_logprobs and not request.logprobs:
@@ -321,13 +367,10 @@ def _check_chat(request: ChatRequest) -> None:
 
 
 def _check_completion(request: CompletionRequest) -> None:
+    _check_limits(request, echo=bool(request.echo))
+    _check_spellings(request)
     _check_constraints(request)
     _check_steering(request)
-    if request.max_tokens == 0 and not request.echo:
-        raise InvalidRequest(
-            "max_tokens: expected `int` >= 1; 0 needs echo, to score the prompt",
-            param="max_tokens",
-        )
     if request.best_of not in (None, request.choices):
         raise UnsupportedParameter(
             f"best_of: this server returns all that it generates, so it is {request.choices} "
@@ -347,10 +390,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "audio": (None,),
-    "prediction": (None,),
     "web_search_options": (None,),
     "moderation": (None,),
-    "verbosity": (None, "medium"),
     "suffix": (None, ""),
     # Honoured by one kind of request and unknown to the other.
     "best_of": (None, 1),

@@ -20,6 +20,9 @@ QUESTION = "What is mlxsrv?"
 ANSWER = "OpenAI-compatible ASGI server"
 """Part of the answer to QUESTION."""
 
+TOO_MANY = 5000
+"""Times that no model here has room for QUESTION."""
+
 GREETING = "Hello!"
 """What calls for no tool and for no JSON."""
 

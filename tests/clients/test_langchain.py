@@ -15,12 +15,12 @@ from tests.clients.raw import embed
 from tests.clients.talk import (
     ANSWER,
     CARD,
-    CONTEXT_AND_MORE,
     GREETING,
     JSON_QUESTION,
     MODEL,
     PASSAGES,
     QUESTION,
+    TOO_MANY,
     WEATHER,
     WEATHER_QUESTION,
     Card,
@@ -225,4 +225,4 @@ def test_errors_are_the_openai_clients(model: ChatOpenAI, base_url: str) -> None
 
 def test_too_long_a_request_is_a_context_overflow(model: ChatOpenAI) -> None:
     with pytest.raises(ContextOverflowError):
-        model.invoke(QUESTION, max_tokens=CONTEXT_AND_MORE)
+        model.invoke(QUESTION * TOO_MANY)

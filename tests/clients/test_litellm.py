@@ -13,12 +13,12 @@ from tests.clients.raw import embed
 from tests.clients.talk import (
     ANSWER,
     CARD,
-    CONTEXT_AND_MORE,
     GREETING,
     JSON_QUESTION,
     MODEL,
     PASSAGES,
     QUESTION,
+    TOO_MANY,
     WEATHER,
     WEATHER_QUESTION,
     Card,
@@ -221,4 +221,4 @@ def test_errors_are_litellms_own_classes(server: dict[str, Any]) -> None:
 def test_too_long_a_request_is_a_context_window_error(server: dict[str, Any]) -> None:
     """LiteLLM goes by the words of OpenAI's own message, and falls back to other models on it."""
     with pytest.raises(litellm.ContextWindowExceededError):
-        litellm.completion(messages=say(QUESTION), max_tokens=CONTEXT_AND_MORE, **server)
+        litellm.completion(messages=say(QUESTION * TOO_MANY), **server)

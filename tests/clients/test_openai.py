@@ -312,7 +312,7 @@ def test_an_unknown_model_is_a_not_found_error(client: openai.OpenAI, streaming:
 
 def test_too_long_a_request_says_context_length_exceeded(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as long:
-        client.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=CONTEXT_AND_MORE)
+        client.completions.create(model=MODEL, prompt=[5] * CONTEXT_AND_MORE)
     assert long.value.code == "context_length_exceeded"
 
 

@@ -18,6 +18,7 @@ from tests.web.client import (
     ask,
     chat,
     check_schema,
+    refused,
     stream,
     stream_async,
 )
@@ -63,8 +64,10 @@ def test_max_completion_tokens_is_the_newer_name(client: httpx.Client) -> None:
     request = chat(max_completion_tokens=5)
     del request["max_tokens"]
     assert ask(client, request)["usage"]["completion_tokens"] == 5
-    both = chat(max_completion_tokens=5, max_tokens=9)
+    both = chat(max_completion_tokens=5, max_tokens=5)
     assert ask(client, both)["usage"]["completion_tokens"] == 5
+    both = chat(max_completion_tokens=5, max_tokens=9)
+    refused(client.post(CHAT, json=both), 400, "invalid_value", param="max_completion_tokens")
 
 
 def test_a_follow_up_turn_is_read_from_the_cache(client: httpx.Client) -> None:

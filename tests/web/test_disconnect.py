@@ -14,6 +14,7 @@ import pytest
 
 from tests.web.client import (
     CHAT,
+    COMPLETIONS,
     FIRST_CONTENT,
     ROLE,
     Body,
@@ -22,6 +23,7 @@ from tests.web.client import (
     answer,
     ask,
     chat,
+    completion,
     refused,
 )
 from tests.web.conftest import MAX_QUEUE, Folders
@@ -179,8 +181,9 @@ def test_what_is_wrong_is_refused_before_it_queues(
     with RawClient(narrow, endless()) as running:
         running.until(FIRST_CONTENT)
         headers = {"Accept": "application/json"}
-        too_long = narrow_client.post(CHAT, json=endless(max_tokens=10**7), headers=headers)
-        refused(too_long, 400, "context_length_exceeded", param="messages")
+        long = completion([5] * (10**6 + 1), stream=True)
+        too_long = narrow_client.post(COMPLETIONS, json=long, headers=headers)
+        refused(too_long, 400, "context_length_exceeded", param="prompt")
         unknown = narrow_client.post(CHAT, json=endless(model="nobody"), headers=headers)
         refused(unknown, 404, "model_not_found", param="model")
 

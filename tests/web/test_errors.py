@@ -57,7 +57,7 @@ WRONG: Table = {
     "model": [5, [], {}, True],
     "temperature": ["0.5", -0.1, 2.1, True, [], {}],
     "top_p": ["1", -0.1, 1.1, False, []],
-    "top_k": ["5", -1, 1.5, True, 2**31],
+    "top_k": ["5", -2, 1.5, True, 2**31],
     "min_p": ["0", -0.1, 1.1, True],
     "seed": ["1", 1.5, True, 2**63, -(2**63) - 1, []],
     "stop": [5, True, {}, "", [""], [5], [None], ["x"] * 17],
@@ -69,6 +69,8 @@ WRONG: Table = {
     "frequency_penalty": ["0", -2.1, 2.1, True],
     "presence_penalty": ["0", -2.1, 2.1, []],
     "repetition_penalty": ["1", 0, -1, 11, True],
+    "repeat_penalty": ["1", 0, True],
+    "n_predict": ["8", 0, -2, 1.5],
     "logit_bias": [[], {"x": 1}, {"5": 101}, {"5": "1"}, {"-1": 1}, {"512": 1}],
     "guided_regex": [5, "", "("],
     "guided_choice": ["a", [], [5]],
@@ -87,7 +89,7 @@ WRONG_CHAT: Table = {
     "parallel_tool_calls": ["no", 0],
     "response_format": ["json", {}, {"type": "xml"}, {"type": "json_schema"}],
     "messages": [None, [], {}, "hi", 5],
-    "max_completion_tokens": ["8", 0, -1, 1.5],
+    "max_completion_tokens": ["8", 0, -2, 1.5],
     "chat_template_kwargs": [[], "x", 5, True],
     "reasoning_effort": [5, True, {}],
     "continue_final_message": ["yes", 1],
@@ -269,8 +271,6 @@ UNSUPPORTED_CHAT: Table = {
     "function_call": [{"name": "f"}],
     "modalities": [["text", "audio"]],
     "audio": [{"voice": "ash"}],
-    "prediction": [{"type": "content", "content": "x"}],
-    "verbosity": ["low"],
 }
 UNSUPPORTED_COMPLETION: Table = {
     "best_of": [2],
@@ -281,9 +281,13 @@ UNSUPPORTED_COMPLETION: Table = {
 NEUTRAL: Table = {
     "n": [None, 1],
     "logprobs": [None],
+    "top_k": [None, 0, -1],
+    "max_completion_tokens": [None, -1],
+    "n_predict": [None, -1],
     "frequency_penalty": [None, 0, 0.0],
     "presence_penalty": [None, 0],
     "repetition_penalty": [None, 1, 1.0],
+    "repeat_penalty": [None, 1],
     "logit_bias": [None, {}],
 }
 NEUTRAL_CHAT: Table = {
@@ -519,12 +523,23 @@ def test_a_wrong_method_is_told_the_right_one(
 def test_more_than_the_context_is_refused_with_the_numbers(
     client: httpx.Client, streaming: bool
 ) -> None:
-    prompt_tokens = ask(client, chat())["usage"]["prompt_tokens"]
-    body = chat(max_tokens=CONTEXT, stream=streaming)
-    response = client.post(CHAT, json=body, headers={"Accept": "application/json"})
-    error = refused(response, 400, "context_length_exceeded", param="messages")
-    numbers = set(map(int, re.findall(r"\d+", error["message"])))
-    assert {CONTEXT, prompt_tokens, CONTEXT - prompt_tokens} <= numbers
+    body = completion([5] * CONTEXT, stream=streaming)
+    response = client.post(COMPLETIONS, json=body, headers={"Accept": "application/json"})
+    error = refused(response, 400, "context_length_exceeded", param="prompt")
+    assert error["message"].count(str(CONTEXT)) == 2
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_a_limit_is_an_upper_bound(client: httpx.Client, path: str, name: str) -> None:
+    """The context ends the answer where it has less room than may be used."""
+    prompt: Any = [5] * (CONTEXT - 20)
+    if path == CHAT:
+        counted = ask(client, chat("sea " * 1000))["usage"]["prompt_tokens"]
+        prompt = "sea " * (1000 * (CONTEXT - 50) // counted)
+    body = ask(client, ENDPOINTS[path](prompt, **{"max_tokens": None, name: CONTEXT * 10}), path)
+    assert body["usage"]["total_tokens"] == CONTEXT
+    assert body["choices"][0]["finish_reason"] == "length"
 
 
 def test_a_prompt_that_fills_the_context_leaves_no_answer(client: httpx.Client) -> None:

@@ -117,6 +117,7 @@ OF_THE_MODEL = re.compile(
     r"maximum context length|is no token id of this model|are made for one request"
     r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
     r"|this model's vectors have|^instruction: this model's files|^model: this model does not judge"
+    r"|which means the same; give one of them"
     r"|^(guided_(regex|grammar|json)|response_format)\b|cannot be combined with tools"
 )
 """Why a body may be refused that the schemas allow: they do not know the model, nor the settings,
@@ -151,7 +152,7 @@ def prepared(case: AnyCase, **fields: Any) -> AnyCase:
     if case.path in (CHAT, COMPLETIONS):
         # There is no SAE here, nor a profile or a control vector.
         body |= dict.fromkeys(("profile", "steering", "steering_mode", "control_vector"))
-        body |= {"max_completion_tokens": None, **fields}
+        body |= {"max_completion_tokens": None, "n_predict": None, **fields}
         if body.get("max_tokens") != 0:
             body["max_tokens"] = 2
     case.body = body

@@ -97,7 +97,7 @@ def test_a_refusal_is_an_exception_with_its_fields(sdk: openai.OpenAI, streaming
 
     with pytest.raises(openai.BadRequestError) as too_long:
         sdk.chat.completions.create(
-            model="t", messages=MESSAGES, max_tokens=CONTEXT, stream=streaming
+            model="t", messages=[{"role": "user", "content": "ä " * CONTEXT}], stream=streaming
         )
     assert too_long.value.code == "context_length_exceeded"
 

@@ -77,12 +77,12 @@ def test_a_request_whose_time_is_over_before_it_began(hasty: Server) -> None:
 
 def test_a_request_that_is_refused(hasty: Server) -> None:
     with hasty.client() as client:
-        body = chat(max_tokens=10**7)
+        body = chat(logit_bias={"999999": 1})
         response = client.post(CHAT, json=body, headers={"X-Request-ID": "refused"})
-        refused(response, 400, "context_length_exceeded", param="messages")
+        refused(response, 400, "invalid_value", param="logit_bias")
     line = failure(hasty, "refused")
-    assert (line["code"], line["level"]) == ("context_length_exceeded", "info")
-    assert "10000000" in line["cause"]
+    assert (line["code"], line["level"]) == ("invalid_value", "info")
+    assert "999999" in line["cause"]
 
 
 def test_every_line_is_an_event_with_fields(hasty: Server) -> None:

@@ -39,11 +39,12 @@ WRONG: Table = {
     "model": [5, [], {}, True],
     "temperature": ["0.5", -0.1, 2.1, True, [], {}],
     "top_p": ["1", -0.1, 1.1, False, []],
-    "top_k": ["5", -1, 1.5, True, 2**31],
+    "top_k": ["5", -2, 1.5, True, 2**31],
     "min_p": ["0", -0.1, 1.1, True],
     "frequency_penalty": ["0", -2.1, 2.1, True, []],
     "presence_penalty": ["0", -2.1, 2.1, False, {}],
     "repetition_penalty": ["1", 0, -1, 10.1, True],
+    "repeat_penalty": ["1", 0, -1, 10.1, True],
     "logit_bias": [
         *([], "5", 5, True, {"a": 1}, {"-1": 1}, {"1.0": 1}, {"": 1}, {"05": 1}, {" 5": 1}),
         *({"5": "1"}, {"5": True}, {"5": None}, {"5": 100.1}, {"5": -101}, {"5": []}),
@@ -51,8 +52,9 @@ WRONG: Table = {
     ],
     "seed": ["1", 1.5, True, 2**63, -(2**63) - 1, []],
     "stop": [5, True, {}, "", ["x"] * 17],
-    "max_tokens": ["8", -5, 1.5, True, []],
-    "max_completion_tokens": ["8", 0, -1, 1.5, True],
+    "max_tokens": ["8", -5, 0, 1.5, True, []],
+    "max_completion_tokens": ["8", 0, -2, 1.5, True],
+    "n_predict": ["8", 0, -2, 1.5, True],
     "n": ["1", 0, -1, 129, 1.5, True, []],
     "guided_regex": ["", 5, True, ["a"], {}],
     "guided_choice": [[], "a", 5, {}, True],
@@ -84,7 +86,6 @@ WRONG_CHAT: Table = {
 }
 WRONG_COMPLETION: Table = {
     "prompt": [None, 5, True, {}, [], ["a", 5], [5, "a"], ["a", [5]], [5, [5]]],
-    "max_tokens": [0],
     "logprobs": ["1", True, False, -1, 21, 1.5, []],
     "echo": [1, 0, "true", []],
     "best_of": ["1", 0, -1, True, 1.5],
@@ -201,6 +202,9 @@ WRONG_UNSAID: Elsewhere = [
     ({"steering_mode": "additive"}, "steering_mode"),
     ({"profile": "mine", "steering_mode": "clamp"}, "steering_mode"),
     ({"steering": None, "steering_mode": "clamp"}, "steering_mode"),
+    ({"max_tokens": 5, "max_completion_tokens": 7}, "max_completion_tokens"),
+    ({"max_tokens": -1, "max_completion_tokens": 7, "n_predict": 5}, "n_predict"),
+    ({"repetition_penalty": 1.5, "repeat_penalty": 1.25}, "repeat_penalty"),
 ]
 WRONG_UNSAID_CHAT: Elsewhere = [
     ({"guided_json": "{"}, "guided_json"),
@@ -243,10 +247,8 @@ UNSUPPORTED: Table = {
     "function_call": [{"name": "f"}, "required"],
     "modalities": [["text", "audio"], ["audio"], []],
     "audio": [{"voice": "ash"}, False],
-    "prediction": [{"type": "content", "content": "x"}],
     "web_search_options": [{}],
     "moderation": [{"model": "m"}],
-    "verbosity": ["low", "high", 5],
     "suffix": ["the end", 5],
 }
 UNSUPPORTED_CHAT: Table = {"best_of": [2, 0, True, "1"], "echo": [True, 0]}
@@ -263,16 +265,18 @@ FINE: Table = {
     "model": ["default", "org/name"],
     "temperature": [0, 1, 2, 0.5, 2.0],
     "top_p": [0, 1, 0.5],
-    "top_k": [0, 2**31 - 1],
+    "top_k": [-1, 0, 2**31 - 1],
     "min_p": [0, 1],
     "frequency_penalty": [-2, 0, 2, 0.5],
     "presence_penalty": [-2, 0, 2, -0.5],
     "repetition_penalty": [0.01, 1, 10],
+    "repeat_penalty": [0.01, 1, 10],
     "logit_bias": [{}, {"0": 100, "50256": -100}, {"5": 0.5}],
     "seed": [0, -1, 2**63 - 1, -(2**63)],
     "stop": ["x", [], ["x"] * 16],
-    "max_tokens": [1, 2**40],
-    "max_completion_tokens": [1],
+    "max_tokens": [-1, 1, 2**40],
+    "max_completion_tokens": [-1, 1],
+    "n_predict": [-1, 1],
     "n": [1, 128],
     "guided_regex": ["a+"],
     "guided_choice": [["yes", "no"], [""]],
@@ -287,7 +291,6 @@ FINE: Table = {
     "functions": [[]],
     "function_call": ["none", "auto"],
     "modalities": [["text"]],
-    "verbosity": ["medium"],
     "suffix": [""],
 }
 FINE_CHAT: Table = {
@@ -319,6 +322,8 @@ FINE_COMPLETION: Table = {
 }
 FINE_TOGETHER: list[Body] = [
     {"steering": {"5": 0}, "steering_mode": "clamp"},
+    {"max_tokens": 5, "max_completion_tokens": 5, "n_predict": -1},
+    {"repetition_penalty": 1.5, "repeat_penalty": 1.5},
     {"steering": {}, "steering_mode": "additive", "control_vector": "calm"},
     {"profile": "mine", "steering": None, "steering_mode": None, "control_vector": {}},
 ]

@@ -200,6 +200,13 @@ def test_unknown_fields_are_named_in_order(kind: Kind) -> None:
     assert kind.decode(json.dumps(body).encode())[1] == ["", "metadata", "store", "ключ"]
 
 
+@pytest.mark.parametrize("kind", ["chat", "completion"])
+def test_hints_are_ignored_by_name(kind: str) -> None:
+    hints = {"verbosity": "low", "prediction": {"type": "content", "content": "x"}}
+    body = json.dumps(KINDS[kind].base | hints).encode()
+    assert KINDS[kind].decode(body)[1] == ["prediction", "verbosity"]
+
+
 def test_tokens_know_no_field_of_a_generation() -> None:
     body = json.dumps({"content": "x", "tools": [tool()], "stream_options": {}, "n": 5}).encode()
     assert TOKENIZE_REQUESTS.decode(body)[1] == ["n", "stream_options", "tools"]
@@ -217,14 +224,30 @@ def test_options_of_a_stream_mean_nothing_without_one() -> None:
 def test_the_limit_of_a_chat() -> None:
     assert read_chat().limit is None
     assert read_chat(max_tokens=5).limit == 5
-    assert read_chat(max_tokens=5, max_completion_tokens=7).limit == 7
+    assert read_chat(max_completion_tokens=5).limit == 5
+    assert read_chat(n_predict=5).limit == 5
+    assert read_chat(max_tokens=-1).limit is None
+    assert read_chat(max_tokens=-1, n_predict=7).limit == 7
 
 
 def test_the_limit_of_a_completion() -> None:
     assert read_completion().limit == 16
     assert read_completion(max_tokens=5).limit == 5
-    assert read_completion(max_tokens=5, max_completion_tokens=7).limit == 7
+    assert read_completion(max_completion_tokens=7).limit == 7
+    assert read_completion(n_predict=-1).limit == 16
     assert read_completion(max_tokens=0, echo=True).limit == 0
+
+
+def test_a_penalty_has_two_names() -> None:
+    assert read_chat().repetition is None
+    assert read_chat(repetition_penalty=1.5).repetition == 1.5
+    assert read_chat(repeat_penalty=1.5).repetition == 1.5
+
+
+def test_two_spellings_that_differ_are_both_named() -> None:
+    error = refusal(KINDS["chat"], chat(max_tokens=5, n_predict=7))
+    assert "max_tokens" in error.message
+    assert "n_predict" in error.message
 
 
 def test_stop_strings_are_a_list() -> None:
