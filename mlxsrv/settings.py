@@ -242,15 +242,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds after which a step of the engine that is still under way is "
-            "reported: in the log and by /health?verbose=1.",
+            description="Seconds after which the engine counts as stalled while one step is still "
+            "under way: the log says so, and /health and /health/live answer 503 until it ends.",
         ),
-    ] = 60.0
+    ] = 120.0
     exit_on_failure: Annotated[
         bool,
         Meta(
             description="End the process with status 3 if the inference engine fails, so that "
-            "who started it can start it again; otherwise it stays and answers 503."
+            "who started it can start it again; otherwise it stays and answers 503. A stall is no "
+            "failure, for it may end by itself: a supervisor watches /health/live."
         ),
     ] = False
     shutdown_grace: Annotated[

@@ -69,7 +69,8 @@ class Port:
     Args:
         device: the thread.
         loop: the one that runs.
-        step_timeout: seconds after which a slice of the thread's work is reported.
+        step_timeout: seconds after which a slice of the thread's work counts as a stall, and is
+            reported.
     """
 
     def __init__(

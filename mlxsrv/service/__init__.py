@@ -262,23 +262,31 @@ class Service:
 
     @property
     def health(self) -> HealthStatus:
-        if self.pool.failure is not None:
-            return "failed"
+        """Whether requests would be served. Takes nothing of the device thread."""
+        if not self.alive:
+            return "failed" if self.pool.failure is not None else "stalled"
         if self._draining:
             return "draining"
         return "loading" if self._starting else "ok"
 
+    @property
+    def alive(self) -> bool:
+        """False once only a restart may help: the device thread is dead, or has been in one step
+        for longer than `step_timeout`."""
+        return self.pool.failure is None and not self.pool.stalled
+
     async def state(self) -> Health:
         """The health, with what every model and the memory are at. A device thread that is dead,
         or in a step that lasts, has no part in it."""
+        status = self.health  # before the wait, in which a stall may end
         report, engine = None, EngineState(stalled_seconds=self.pool.stalled)
         with contextlib.suppress(ServeError), anyio.move_on_after(_REPORT_SECONDS):
             report = await self.pool.port.report()
         if report is None:
-            return Health(status=self.health, engine=engine)
+            return Health(status=status, engine=engine)
         limit, weights = self.pool.memory
         return Health(
-            status=self.health,
+            status=status,
             engine=engine,
             models=[self._model_state(model, report) for model in self.pool],
             memory=MemoryState(

@@ -72,6 +72,7 @@ class App(Starlette):
                 Route("/v1/models/{id:path}", get_model),
                 *management.ROUTES,
                 Route("/health", health),
+                Route("/health/live", live),
                 *watchers.routes,
                 Route("/openapi.json", describe_api),
             ],
@@ -263,6 +264,12 @@ async def health(request: Request) -> Response:
     verbose = is_verbose(request.scope)
     told = await service.state() if verbose else openai.Health(status=service.health)
     return JSONResponse(told, status_code=200 if told.status == "ok" else 503)
+
+
+async def live(request: Request) -> Response:
+    service: Service = request.app.service
+    told = openai.Health(status=service.health)
+    return JSONResponse(told, status_code=200 if service.alive else 503)
 
 
 async def describe_api(request: Request) -> Response:

@@ -275,7 +275,8 @@ def _is_address(name: str) -> bool:
 def _is_open(scope: Scope) -> bool:
     """Whether anybody may ask: whether the server is well, but not what it holds and does."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "")) == "/health" and not is_verbose(scope)
+    below = path.removeprefix(scope.get("root_path", ""))
+    return below == "/health/live" or (below == "/health" and not is_verbose(scope))
 
 
 def is_verbose(scope: Scope) -> bool:

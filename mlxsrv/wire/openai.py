@@ -477,7 +477,7 @@ class DetokenizeResponse(Struct, frozen=True):
 
 # The server itself.
 
-HealthStatus = Literal["ok", "loading", "draining", "failed"]
+HealthStatus = Literal["ok", "loading", "draining", "failed", "stalled"]
 
 
 class ModelState(Struct, frozen=True, kw_only=True):

@@ -114,7 +114,7 @@ def _operation(operation: Operation) -> Schema:
         for status in sorted({*operation.errors, *_guarding(operation)})
     }
     if operation.answer is openai.Health:  # answers in its own form when it is not well, too
-        described["responses"]["503"] = _answer(operation, "Requests would not be served now.")
+        described["responses"]["503"] = _answer(operation, "No; the status tells why.")
     return described
 
 

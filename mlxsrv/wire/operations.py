@@ -29,7 +29,7 @@ class Operation(Struct, frozen=True, kw_only=True):
     @property
     def open(self) -> bool:
         """Whether it needs no key. What it tells on more words may."""
-        return self.path == "/health"
+        return self.path in ("/health", "/health/live")
 
     @property
     def enveloped(self) -> bool:
@@ -124,10 +124,21 @@ _INFERENCE = (
         path="/health",
         id="getHealth",
         summary="Whether requests would be served",
-        description="With the query `verbose=1` also what the server holds and does; that needs "
-        "the key, where there is one.",
+        description="Readiness, for load balancers: 200 when requests would be served, else 503 "
+        "with the status `loading`, `draining`, `failed` or `stalled`. With the query `verbose=1` "
+        "also what the server holds and does; that needs the key, where there is one.",
         answer=openai.Health,
         errors=(401, 429, *_READ),
+    ),
+    Operation(
+        method="GET",
+        path="/health/live",
+        id="getLiveness",
+        summary="Whether the engine is alive",
+        description="Liveness, for supervisors: 503 once the engine has `failed`, or is `stalled` "
+        "in a step longer than `--step-timeout`; else 200, whatever the status.",
+        answer=openai.Health,
+        errors=_READ,
     ),
     Operation(
         method="GET",

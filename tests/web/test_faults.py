@@ -167,14 +167,20 @@ def test_a_step_that_takes_long_is_reported_while_it_lasts(server: Server) -> No
         assert (line["level"], line["model"], line["what"]) == ("warning", "t", "decoding")
         assert 1 < line["seconds"] < faulty.SLOW_SECONDS
         assert len(server.log("slow step ended")) == before[1]
-        told = health(client)  # although the thread does not answer
-        assert told["status"] == "ok"
+        # Although the thread does not answer.
+        for path in ("/health", "/health/live"):
+            response = client.get(path)
+            assert (response.status_code, response.json()) == (503, {"status": "stalled"})
+        told = health(client)
+        assert told["status"] == "stalled"
         assert told["engine"]["stalled_seconds"] > 1
         assert slow.result().status_code == 200
         ended = wait_for(lambda: server.log("slow step ended")[before[1] :], why="it has ended")
         assert ended[0]["seconds"] >= faulty.SLOW_SECONDS - 0.1
         assert len(server.log("slow step")) == before[0] + 1
         assert health(client)["engine"] == {"stalled_seconds": 0}
+        for path in ("/health", "/health/live"):
+            assert client.get(path).json() == {"status": "ok"}
 
 
 @pytest.mark.parametrize("exits", [False, True])
@@ -194,8 +200,9 @@ def test_when_the_device_thread_dies(folders: Folders, tmp_path: Path, exits: bo
         if exits:
             assert server.exit_status() == 3
             return
-        response = client.get("/health")
-        assert (response.status_code, response.json()["status"]) == (503, "failed")
+        for path in ("/health", "/health/live"):
+            response = client.get(path)
+            assert (response.status_code, response.json()["status"]) == (503, "failed")
         assert health(client) == {"status": "failed", "engine": {"stalled_seconds": 0}}
         for body in (chat(), chat(stream=True)):
             headers = {"Accept": "application/json"}

@@ -106,7 +106,7 @@ def test_a_proxys_prefix_is_told() -> None:
 # Whatever is asked, what is answered is as described.
 
 POSTS = [CHAT, COMPLETIONS, "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"]
-GETS = ["/v1/models", "/v1/models/{id}", "/health", DOCUMENT]
+GETS = ["/v1/models", "/v1/models/{id}", "/health", "/health/live", DOCUMENT]
 MANAGED = [
     *("/api/saes", "/api/saes/attachment", "/api/saes/{id}", "/api/saes/{id}/compatibility"),
     *("/api/saes/steering", "/api/profiles", "/api/profiles/{id}", "/api/monitoring/history"),

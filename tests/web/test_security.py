@@ -141,7 +141,9 @@ def test_without_a_key_nothing_is_answered(keyless: httpx.Client, method: str, p
     told_401(keyless.request(method, str(keyless.base_url).rstrip("/") + path))
 
 
-@pytest.mark.parametrize("path", ["/health", "/health/", "/health?verbose", "/health?t=1"])
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/", "/health?verbose", "/health?t=1", "/health/live"]
+)
 def test_health_needs_no_key(keyless: httpx.Client, path: str) -> None:
     response = keyless.get(path)
     assert response.status_code in (200, 503)

@@ -99,6 +99,8 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(
             assert int(response.headers["retry-after"]) >= 1
             health = client.get("/health")
             assert (health.status_code, health.json()["status"]) == (503, "draining")
+            live = client.get("/health/live")
+            assert (live.status_code, live.json()["status"]) == (200, "draining")
             running.until(rb"\[DONE\]")
             assert b'"finish_reason":"length"' in running.data
         assert server.exit_status() == 0
@@ -236,6 +238,7 @@ def test_health_is_loading_while_the_default_model_loads(folders: Folders, tmp_p
         seen = []
         while (response := client.get("/health")).status_code != 200:
             seen.append(response.json()["status"])
+            assert client.get("/health/live").status_code == 200
         assert set(seen) == {"loading"}
         server.logged("model loaded", model="t")
 

@@ -29,6 +29,7 @@ OPENAI = [
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/health"),
+    ("GET", "/health/live"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
 ]
@@ -139,16 +140,17 @@ def test_refusals_have_the_one_shape(method: str, path: str) -> None:
         assert errors == guarding | {"404", "405", "413", "500", "503", "504"} | generates
     assert errors >= {"405", "500"}
     body = as_sent(openai.error_response(InvalidRequest("no")))
-    for status in errors - ({"503"} if path == "/health" else set()):
+    for status in errors - ({"503"} if path.startswith("/health") else set()):
         answers(method, path, int(status)).validate(body)
 
 
 def test_only_health_can_do_without_a_key() -> None:
     for method, path in ROUTES:
         described = operation(method, path.replace(":path", ""))
-        needs = path != "/health"
+        needs = not path.startswith("/health")
         assert ("security" in described) == needs
-        assert "401" in described["responses"], "verbose, it needs one, too"
+        needs_at_times = path != "/health/live"
+        assert ("401" in described["responses"]) == needs_at_times, "verbose, it needs one, too"
 
 
 # Requests: the schema and the decoder are of one mind.
@@ -264,5 +266,6 @@ def test_the_rest_is_as_described() -> None:
     tokenized.validate(as_sent(openai.TokenizeResponse([*pieces], 2)))
     answers("POST", "/detokenize", 200).validate(as_sent(openai.DetokenizeResponse("a")))
     answers("GET", "/health", 200).validate(as_sent(openai.Health(status="ok")))
-    answers("GET", "/health", 503).validate(as_sent(openai.Health(status="draining")))
+    for path in ("/health", "/health/live"):
+        answers("GET", path, 503).validate(as_sent(openai.Health(status="stalled")))
     answers("GET", "/openapi.json", 200).validate(DOCUMENT)
