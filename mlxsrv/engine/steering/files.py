@@ -164,6 +164,7 @@ def _describe(
         note = "it has no threshold, so the k largest of each token are active"
         said["warnings"] = (*said["warnings"], note)
     vectors = len(BIASES[architecture]) + (architecture == "batch_topk" and has_threshold)
+    vectors += said.get("rescales", False)  # the lengths of the decoder's rows
     return SAEFile(
         weights=weights,
         source=source,

@@ -181,7 +181,8 @@ def _stack(directions: Sequence[mx.array | None]) -> mx.array | None:
 
 
 class _Clamps:
-    """The clamps of one SAE in a pass: `Σ (target - activation) · direction` of each row's."""
+    """The clamps of one SAE in a pass: `Σ (target - activation) · effect` of each row's, which is
+    what the targets decode to in place of the activations."""
 
     def __init__(self, sae: SAE, clamps: Sequence[Clamp | None]) -> None:
         features = sorted({feature for clamp in clamps if clamp for feature in clamp.features})
@@ -195,13 +196,13 @@ class _Clamps:
                 targets[row][column[feature]] = target
                 mask[row][column[feature]] = 1.0
         self._probe = sae.probe(mx.array(features))
-        self._directions = sae.directions(features)  # (features, width)
+        self._effects = sae.effects(features)  # (features, width)
         self._targets = mx.array(targets)[:, None]  # (rows, 1, features)
         self._mask = mx.array(mask)[:, None]
 
     def __call__(self, hidden: mx.array) -> mx.array:
         missing = self._targets - self._probe(hidden)
-        delta: mx.array = (missing * self._mask) @ self._directions
+        delta: mx.array = (missing * self._mask) @ self._effects
         return delta
 
 

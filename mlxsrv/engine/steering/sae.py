@@ -27,7 +27,9 @@ _LEAST_LENGTH = 1e-8  # of a decoder's row, where activations are counted in it
 
 class Arrays(NamedTuple):
     """All in float32. `encoder` and `decoder` are `(d_sae, d_in)`, biases of `(d_sae)` but for the
-    decoder's of `(d_in)`. Gated ones have no threshold, others no magnitude."""
+    decoder's of `(d_in)`. Gated ones have no threshold, others no magnitude. `lengths` `(d_sae)`
+    are those of the decoder's rows, where activations count in them: the encoder is scaled by them
+    already, the decoder is as the file has it."""
 
     encoder: mx.array
     decoder: mx.array
@@ -36,6 +38,7 @@ class Arrays(NamedTuple):
     threshold: mx.array | None = None
     magnitude_scale: mx.array | None = None
     magnitude_bias: mx.array | None = None
+    lengths: mx.array | None = None
 
 
 class SAE:
@@ -55,9 +58,20 @@ class SAE:
 
         Raises IndexError for features that there are not.
         """
+        return self._arrays.decoder[self._index(features)]
+
+    def effects(self, features: Sequence[int]) -> mx.array:
+        """What an activation of 1 decodes to, for each of these features: `(features, d_in)`.
+
+        Raises IndexError for features that there are not.
+        """
+        directions, lengths = self.directions(features), self._arrays.lengths
+        return directions if lengths is None else directions / lengths[self._index(features), None]
+
+    def _index(self, features: Sequence[int]) -> mx.array:
         if any(not 0 <= feature < self.file.d_sae for feature in features):
             raise IndexError(f"there are {self.file.d_sae} features")  # MLX would read elsewhere
-        return self._arrays.decoder[mx.array(list(features), dtype=mx.int32)]
+        return mx.array(list(features), dtype=mx.int32)
 
     def encode(self, hidden: mx.array) -> mx.array:
         """The activations `(..., d_sae)` in float32 of hidden states `(..., d_in)` of any type."""
@@ -89,6 +103,8 @@ class SAE:
         Where hidden states are normalized before encoding, that is undone with `hidden`, those
         that the activations are of.
         """
+        if self._arrays.lengths is not None:
+            activations = activations / self._arrays.lengths
         decoded = activations @ self._arrays.decoder + self._arrays.decoder_bias
         hidden = hidden.astype(mx.float32)
         if self.file.normalization == "constant_norm_rescale":
@@ -155,8 +171,7 @@ def load_sae(file: SAEFile) -> Generator[None, None, SAE]:
     ones = read.pop("ones", None)
     if ones is not None and not mx.allclose(ones, mx.ones_like(ones)).item():
         raise ValueError("it scales activations by a factor of their own, which is not supported")
-    if file.rescales:
-        yield from _rescale(read)
+    lengths = (yield from _rescale(read)) if file.rescales else None
     arrays = Arrays(
         read["encoder"],
         read["decoder"],
@@ -165,6 +180,7 @@ def load_sae(file: SAEFile) -> Generator[None, None, SAE]:
         read.get("threshold"),
         mx.exp(read["magnitude_scale"]) if "magnitude_scale" in read else None,
         read.get("magnitude_bias"),
+        lengths,
     )
     mx.eval([array for array in arrays if array is not None])
     return SAE(file, arrays)
@@ -207,19 +223,22 @@ def _read(file: SAEFile, part: Part) -> Generator[None, None, mx.array]:
     return array
 
 
-def _rescale(read: dict[Role, mx.array]) -> Generator[None, None, None]:
-    """Make the decoder's rows of length 1 and the encoder as much longer: the same function, as
-    SAELens's `fold_W_dec_norm` has it, and what it saves already is so."""
+def _rescale(read: dict[Role, mx.array]) -> Generator[None, None, mx.array]:
+    """Scale the encoder by the lengths `(d_sae)` of the decoder's rows, and return these.
+
+    It then gives SAELens's `pre * W_dec.norm(dim=-1)`. The decoder stays as it is, since its rows
+    are what steering adds.
+    """
     d_sae, d_in = read["decoder"].shape
     step = max(1, PIECE // (4 * d_in))
     lengths = []
     for start in range(0, d_sae, step):
         rows = slice(start, start + step)
-        length = mx.linalg.norm(read["decoder"][rows], axis=-1, keepdims=True)
-        length = mx.maximum(length, _LEAST_LENGTH)
-        read["decoder"][rows] = read["decoder"][rows] / length
-        read["encoder"][rows] = read["encoder"][rows] * length
-        lengths.append(length[:, 0])
-        mx.eval(read["decoder"], read["encoder"], lengths[-1])
+        length = mx.linalg.norm(read["decoder"][rows], axis=-1)
+        lengths.append(mx.maximum(length, _LEAST_LENGTH))
+        read["encoder"][rows] = read["encoder"][rows] * lengths[-1][:, None]
+        mx.eval(read["encoder"], lengths[-1])
         yield
-    read["encoder_bias"] = read["encoder_bias"] * mx.concatenate(lengths)
+    whole = mx.concatenate(lengths)
+    read["encoder_bias"] = read["encoder_bias"] * whole
+    return whole

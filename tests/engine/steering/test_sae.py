@@ -284,6 +284,28 @@ def test_activations_in_lengths_of_the_decoders_rows(tmp_path: Path) -> None:
     close(sae.encode(mx.array(x)), expected)
     decoded = (expected / lengths) @ arrays["W_dec"] + arrays["b_dec"]
     close(sae.decode(sae.encode(mx.array(x)), mx.array(x)), decoded)
+    # Steering adds the file's own rows; what an activation decodes to is as long as itself.
+    features = [7, 0, D_SAE - 1, 7]
+    np.testing.assert_array_equal(np.array(sae.directions(features)), arrays["W_dec"][features])
+    close(sae.effects(features), (arrays["W_dec"] / lengths[:, None])[features])
+    close(sae.activations(mx.array(x), mx.array(features)), expected[..., features])
+    assert sae.nbytes == sae.file.bytes
+
+
+def test_folding_changes_no_activation_and_no_effect(tmp_path: Path) -> None:
+    """As SAELens's `fold_W_dec_norm` does it; the rows, which are added, are of length 1 then."""
+    arrays = make_arrays(d_in=D_IN, d_sae=D_SAE)
+    lengths = np.random.default_rng(5).uniform(0.2, 3, D_SAE).astype(np.float32)
+    loose = arrays | {"W_dec": arrays["W_dec"] * lengths[:, None]}
+    folded = arrays | {"W_enc": arrays["W_enc"] * lengths, "b_enc": arrays["b_enc"] * lengths}
+    one, other = (
+        load(write(tmp_path / name, "saelens", "topk", arrays=a, rescale_acts_by_decoder_norm=True))
+        for name, a in (("loose", loose), ("folded", folded))
+    )
+    x = mx.array(make_hidden(3))
+    close(one.encode(x), np.array(other.encode(x)))
+    close(one.effects([1, 2]), np.array(other.effects([1, 2])))
+    close(one.directions([1, 2]), loose["W_dec"][[1, 2]], 0)
 
 
 def test_a_scaling_factor_must_be_ones(tmp_path: Path) -> None:

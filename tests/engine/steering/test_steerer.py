@@ -373,6 +373,18 @@ def test_a_clamped_feature_gets_its_activation(
     assert np.abs(missing).max() > 1
 
 
+def test_rows_that_are_not_folded_are_added_as_they_are(models: Models, tmp_path: Path) -> None:
+    """SAELens's `rescale_acts_by_decoder_norm`: `s · W_dec[i]` is added, of whatever length."""
+    arrays = make_arrays(d_sae=FEATURES)
+    arrays["W_dec"] = 3 * arrays["W_dec"]
+    folder = write_sae(
+        tmp_path, architecture="topk", layer=0, arrays=arrays, rescale_acts_by_decoder_norm=True
+    )
+    steer = attach(Steerer(models("qwen3")), folder).freeze(additive((3, 2.0)))
+    assert steer is not None
+    assert np.abs(np.array(steer.directions[Site(0)]) - 2 * arrays["W_dec"][3]).max() < 1e-6
+
+
 def test_in_bfloat16_the_delta_is_as_near_as_that_allows(tmp_path: Path, sae: Path) -> None:
     model = load_model(write_model(tmp_path / "m", "qwen3"))[0]
     model.set_dtype(mx.bfloat16)
