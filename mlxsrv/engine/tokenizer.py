@@ -36,7 +36,8 @@ from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import Dialect, ToolCalls
 
-# End-of-turn tokens by family. Published models forget to list theirs often enough.
+# End-of-turn tokens by family. Published models forget to list theirs often enough, so one that
+# the chat template ends a turn with counts, in chats.
 _TURN_ENDS = (
     "<|im_end|>",  # ChatML: Qwen and many others
     "<|eot_id|>",  # Llama 3
@@ -97,6 +98,10 @@ class Tokenizer:
     """The text side of one model. Not for concurrent use: the pool lends it to one thread at a
     time, since fast tokenizers panic when two threads encode; `pipeline` may be called any time.
 
+    Attributes:
+        end_tokens: what the tokenizer and the config files name, as for mlx-lm.
+        turn_ends: what ends an answer in a chat: these, and what the template ends turns with.
+
     Args:
         folder: the model's files.
         trust_remote_code: run Python code that comes with them.
@@ -118,6 +123,7 @@ class Tokenizer:
         self.marks_checkpoints = False  # set by the pool, for models whose caches cannot be cut
         self._reserved = frozenset(inspect.signature(self._apply_template()).parameters)
         self._grammars: Grammars | None = None
+        self.turn_ends = self.end_tokens | self._template_ends()
         self._derive_detokenizer()
 
     @property
@@ -288,7 +294,7 @@ class Tokenizer:
             self._grammars = Grammars(
                 self._wrapper._tokenizer,
                 vocabulary=self.vocabulary,
-                end_tokens=self.end_tokens,
+                end_tokens=self.turn_ends,
             )
         return self._grammars
 
@@ -303,6 +309,20 @@ class Tokenizer:
         if self._wrapper._chat_template is not None:
             return self._wrapper.apply_chat_template
         return self._wrapper._tokenizer.apply_chat_template
+
+    def _template_ends(self) -> set[int]:
+        """The marker of a family that the chat template writes behind an assistant's answer."""
+        if not self.chats:
+            return set()
+        answer = "mlxsrv"
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self._apply_template()(chat, tokenize=False)
+        except Exception:  # a template that wants more than a user's question
+            return set()
+        rest = text.rpartition(answer)[2].lstrip()
+        vocabulary = self._wrapper.get_vocab()
+        return {vocabulary[end] for end in _TURN_ENDS if end in vocabulary and rest.startswith(end)}
 
     def _opens_thinking(self, text: str) -> bool:
         return self.thinks and text.rstrip().endswith(self._wrapper.think_start)
@@ -395,11 +415,9 @@ def _first_int(keys: Sequence[str], *configs: Mapping[str, Any]) -> int | None:
 
 
 def _end_tokens(tokenizer: TokenizerWrapper, *configs: Mapping[str, Any]) -> frozenset[int]:
-    """Every token that ends an answer: what the tokenizer, the config files and the family say."""
+    """Every token that ends a text by what the tokenizer and the config files say."""
     ends: set[int] = set(tokenizer.eos_token_ids)
     for config in configs:
         listed = config.get("eos_token_id")
         ends.update([listed] if isinstance(listed, int) else listed or [])
-    vocabulary = tokenizer.get_vocab()
-    ends.update(vocabulary[token] for token in _TURN_ENDS if token in vocabulary)
     return frozenset(ends)

@@ -263,7 +263,8 @@ class Reply:
             max_tokens=self._max_tokens(
                 self._lease.context_length, len(prompt.tokens), plan.paths[nth]
             ),
-            end_tokens=tokenizer.end_tokens,
+            # What a grammar binds may end with any of them: it allows none before the text's end.
+            end_tokens=tokenizer.turn_ends if asked.chat or plan.guide else tokenizer.end_tokens,
             checkpoint=prompt.checkpoint,
             logprobs=asked.likeliest,
             scores=asked.likeliest if asked.echo else None,

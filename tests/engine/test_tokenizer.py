@@ -33,22 +33,40 @@ def ids(folder: Path, *tokens: str) -> set[int]:
     return set(load_tokenizer(folder).convert_tokens_to_ids(list(tokens)))
 
 
-def test_end_tokens_come_from_the_files_and_the_family(folder: Path) -> None:
+def test_end_tokens_come_from_the_files(folder: Path) -> None:
     assert Tokenizer(folder).end_tokens == ids(folder, "<|im_end|>", "<|endoftext|>")
     change(folder / "generation_config.json", eos_token_id=[7, 8])
     change(folder / "config.json", eos_token_id=9)
-    assert Tokenizer(folder).end_tokens == ids(folder, "<|im_end|>", "<|endoftext|>") | {7, 8, 9}
+    assert Tokenizer(folder).end_tokens == ids(folder, "<|im_end|>") | {7, 8, 9}
 
 
-@pytest.mark.parametrize("token", ["<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end_of_text|>"])
-def test_a_familys_turn_end_counts_though_no_file_lists_it(folder: Path, token: str) -> None:
+@pytest.mark.parametrize("token", ["<|eot_id|>", "<end_of_turn>", "<|end_of_text|>"])
+def test_a_marker_ends_chats_where_the_template_ends_turns_with_it(
+    folder: Path, token: str
+) -> None:
+    add_token(folder, token)
+    tokenizer = Tokenizer(folder)
+    assert 512 not in tokenizer.end_tokens | tokenizer.turn_ends, "nothing names it"
+    for template, ends in (
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n" + token + "{% endfor %}", True),
+        (token + "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{{ raise_exception('no') }}" + token + "{% endfor %}", False),
+    ):
+        change(folder / "tokenizer_config.json", chat_template=template)
+        tokenizer = Tokenizer(folder)
+        assert (512 in tokenizer.turn_ends) is ends
+        assert 512 not in tokenizer.end_tokens
+        assert tokenizer.turn_ends >= tokenizer.end_tokens
+
+
+def add_token(folder: Path, token: str) -> None:
+    """Write one more into the vocabulary, behind all others."""
     file = folder / "tokenizer.json"
     content = json.loads(file.read_text())
     added = {"id": 512, "content": token, "special": True, "single_word": False}
     added |= {"lstrip": False, "rstrip": False, "normalized": False}
     content["added_tokens"].append(added)
     file.write_text(json.dumps(content))
-    assert 512 in Tokenizer(folder).end_tokens
 
 
 def test_without_a_generation_config_there_are_no_defaults(folder: Path) -> None:

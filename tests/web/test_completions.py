@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.tiny import make_tokenizer
-from tests.web.client import COMPLETIONS, Body, answer, ask, check_schema, completion, stream
+import mlxsrv
+from tests.tiny import END_TOKENS, make_tokenizer, write_model
+from tests.web.client import COMPLETIONS, Body, answer, ask, chat, check_schema, completion, stream
+from tests.web.serving import hosted
 
 TEXT = "The quick brown fox"
 
@@ -116,3 +120,29 @@ def test_a_completion_goes_on_where_the_prompt_ends(client: httpx.Client) -> Non
     so_far = answer(ask(client, completion(_tokens(), max_tokens=6), COMPLETIONS))
     assert text.startswith(so_far)
     assert len(text) > len(so_far)
+
+
+def test_the_marker_of_a_turns_end_ends_chats_only(tmp_path: Path) -> None:
+    """Nothing but the chat template names `<|im_end|>` here; mlx-lm's text goes on behind it."""
+    folder = write_model(tmp_path / "m", "qwen3")
+    marker, end = (make_tokenizer().token_to_id(token) for token in END_TOKENS)
+    for file, values in (
+        ("config.json", {"eos_token_id": end}),
+        ("generation_config.json", {"eos_token_id": end}),
+        ("tokenizer_config.json", {"eos_token": "<|endoftext|>"}),
+    ):
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+    settings = mlxsrv.Settings(model=(f"m={folder}",), hf_cache=False)
+    only = {"logit_bias": {str(marker): 100}, "max_tokens": 3}
+    with hosted(mlxsrv.create_app(settings)) as url, httpx.Client(base_url=url) as client:
+        chatted = client.post("/v1/chat/completions", json=chat(**only)).json()
+        written = client.post("/v1/completions", json={"prompt": "a", **only}).json()
+        bound = {"prompt": "a", "guided_choice": ["b"], "logit_bias": {str(marker): 100}}
+        chosen = client.post("/v1/completions", json=bound).json()
+    assert chatted["choices"][0]["finish_reason"] == "stop"
+    assert chatted["usage"]["completion_tokens"] == 1
+    assert written["choices"][0]["finish_reason"] == "length"
+    assert written["usage"]["completion_tokens"] == 3
+    assert chosen["choices"][0]["text"] == "b"
+    assert chosen["choices"][0]["finish_reason"] == "stop"
