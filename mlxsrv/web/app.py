@@ -43,7 +43,7 @@ from mlxsrv.web.responses import (
     unless_gone,
 )
 from mlxsrv.web.security import Cors, Guard, is_verbose, load_keys
-from mlxsrv.wire import openai, openapi, requests
+from mlxsrv.wire import openai, openapi, requests, streams
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS
 from mlxsrv.wire.sse import encode_json
@@ -160,7 +160,7 @@ class Form(msgspec.Struct, frozen=True):
 
     requests: RequestDecoder[Any]
     serve: Callable[[Service, Any, str], Awaitable[Reply]]
-    stream: type[openai.Stream]
+    stream: type[streams.Stream]
     fold: Fold
     operation: Operation
 
@@ -168,14 +168,14 @@ class Form(msgspec.Struct, frozen=True):
 CHAT = Form(
     requests.CHAT_REQUESTS,
     Service.chat,
-    openai.ChatStream,
+    streams.ChatStream,
     openai.chat_completion,
     "chat",
 )
 TEXT = Form(
     requests.COMPLETION_REQUESTS,
     Service.complete,
-    openai.CompletionStream,
+    streams.CompletionStream,
     openai.text_completion,
     "text_completion",
 )
@@ -202,7 +202,7 @@ async def _generate(request: Request, form: Form) -> Response:
         return ReplyBody(reply, form.fold, headers=headers)
     frames = form.stream(
         reply.who,
-        openai.usage_mode(asked.stream_options),
+        streams.usage_mode(asked.stream_options),
         choices=reply.choices,
         scored=reply.scored,
     )

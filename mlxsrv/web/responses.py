@@ -16,7 +16,7 @@ from mlxsrv.events import Answer, Usage
 from mlxsrv.service.outputs import Answers, Ended, Opened, Output, Text, ToolInput, ToolStarted
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.observing import account_of
-from mlxsrv.wire import management, openai
+from mlxsrv.wire import management, openai, streams
 from mlxsrv.wire.sse import KEEPALIVE, encode_json
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -74,7 +74,7 @@ class ReplyStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply, stream: openai.Stream, *, headers: Mapping[str, str]) -> None:
+    def __init__(self, reply: Reply, stream: streams.Stream, *, headers: Mapping[str, str]) -> None:
         super().__init__(self._frames(), headers={**_STREAM_HEADERS, **headers})
         self._reply = reply
         self._stream = stream

@@ -13,7 +13,7 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.events import Answer, TokenScore, ToolUse, Usage
-from mlxsrv.wire import openai
+from mlxsrv.wire import openai, streams
 from mlxsrv.wire.openapi import document
 from mlxsrv.wire.operations import OPERATIONS
 from tests.wire.bodies import KINDS, Kind
@@ -227,15 +227,15 @@ def test_answers_are_as_described() -> None:
 
 
 @pytest.mark.parametrize("usage", ["unasked", "asked", "never"])
-def test_chunks_are_as_described(usage: openai.UsageMode) -> None:
+def test_chunks_are_as_described(usage: streams.UsageMode) -> None:
     for path, kind in (
-        ("/v1/chat/completions", openai.ChatStream),
-        ("/v1/completions", openai.CompletionStream),
+        ("/v1/chat/completions", streams.ChatStream),
+        ("/v1/completions", streams.CompletionStream),
     ):
         stream = kind(WHO, usage, choices=2, scored=True)
         data = stream.opening() + stream.text(0, "content", "a", SCORES)
         data += stream.text(1, "reasoning", "a")
-        if kind is openai.ChatStream:
+        if kind is streams.ChatStream:
             data += stream.tool(1, 0, "call_1", "f") + stream.arguments(1, 0, "{}")
         ended = data + stream.end(0, "stop", None) + stream.end(1, "tool_calls", USAGE)
         failed = kind(WHO, usage).error(InvalidRequest("no"))

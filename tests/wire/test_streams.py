@@ -14,17 +14,9 @@ from openai.types.chat import ChatCompletionChunk
 
 from mlxsrv.errors import EngineFailed
 from mlxsrv.events import Answer, Channel, TokenScore, ToolUse, Usage
-from mlxsrv.wire.openai import (
-    ChatStream,
-    CompletionStream,
-    Identity,
-    Stream,
-    UsageMode,
-    chat_completion,
-    text_completion,
-    usage_mode,
-)
+from mlxsrv.wire.openai import Identity, chat_completion, text_completion
 from mlxsrv.wire.requests import StreamOptions
+from mlxsrv.wire.streams import ChatStream, CompletionStream, Stream, UsageMode, usage_mode
 from tests.wire.schemas import (
     Body,
     as_sent,
