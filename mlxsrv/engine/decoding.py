@@ -443,12 +443,13 @@ class Decoder:
         if row.lost:
             self._cached.forget(row.seen, row.job.steering)
             return
-        if row.fresh or not self._cached.wants(len(row.job.prompt) + len(row.drawn)):
+        seen = row.seen[:-1] if row.fresh else row.seen
+        if not self._cached.wants(len(seen)):
             return
         cache = lane.extract(index) if self._batched else lane.cache
         # Evaluated behind the step that is under way, and then free of the batch's arrays.
         mx.async_eval([layer.state for layer in cache])  # type: ignore[no-untyped-call]  # as above
-        self._cached.put(row.seen, cache, row.job.steering)
+        self._cached.put(seen, cache, row.job.steering)
 
 
 def _lose(row: Row) -> Failed:

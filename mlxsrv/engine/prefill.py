@@ -5,7 +5,11 @@
   in the same step as everybody else.
 - What the prompt cache holds of a prompt is not read again.
 - Short prompts are read together, right-padded. One that does not fit a slice is read alone, a
-  chunk at a time, in turn with the short ones, so that neither waits for the other.
+  chunk at a time. Whose turn it is: see `turns`.
+- A prompt that is half read when nobody wants it any more stays in the prompt cache, for who asks
+  again.
+- While somebody watches activations, prompts are read from their first token: what comes out of the
+  prompt cache has none, and statistics that lack it are biased.
 - A slice is as long as running streams can bear: see Pace.
 - Prompts that were in a slice that failed are read again, each alone: who fails alone is to blame.
 - A row whose cache is lost is read like a prompt, all that it has seen: see `faults`.
@@ -31,6 +35,7 @@ from mlxsrv.engine.prompt_cache import Cache, PromptCache, as_tokens, can_cut
 from mlxsrv.engine.reading import LEAST_CHUNK, Read, Reading, Waiting
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.engine.turns import Turns
 from mlxsrv.events import Constraint, Job
 
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
@@ -69,8 +74,11 @@ class Pace:
         if beside and not decoding:
             fitting = LEAST_CHUNK if self._token is None else int(self._max_gap / self._token)
             return min(self._chunk, max(LEAST_CHUNK, fitting))
-        if not decoding or not self._steps or self._token is None:
+        if not decoding or self._token is None:
             return self._chunk
+        if not self._steps:
+            # The first stream beside prompts that were begun before: its steps are not known yet.
+            return min(self._chunk, max(LEAST_CHUNK, int(self._max_gap / self._token)))
         step = self._step
         left = self._max_gap - 2 * step
         own = step
@@ -123,33 +131,34 @@ class Prefill:
         self._pace = pace
         self._cached = cached
         self._steerer = steerer
-        self._waiting: deque[Waiting] = deque()
-        self._long: Reading | None = None
-        self._long_is_next = False
+        self._turns = Turns(self._measure)
         self._lost: deque[Waiting] = deque()  # rows of failed steps, to be tried one by one
         self._trial: Reading | None = None  # of the first of them
+        self._moved = False  # a slice was read that nobody was told of yet
 
     @property
     def jobs(self) -> list[Job]:
-        readings = [reading for reading in (self._long, self._trial) if reading is not None]
-        return [
-            *(job for reading in readings for job in reading.jobs),
-            *(waiting.job for waiting in (*self._waiting, *self._lost)),
-        ]
+        return [*self._half_read, *(waiting.job for waiting in (*self._turns.waiting, *self._lost))]
+
+    @property
+    def _half_read(self) -> list[Job]:
+        trial = [] if self._trial is None else [self._trial]
+        return [job for reading in (*self._turns.begun, *trial) for job in reading.jobs]
 
     @property
     def reading(self) -> int:
         """Rows of prompts that take more than a slice."""
-        return len(self._long.jobs) if self._long is not None else 0
+        return self._turns.rows
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._turns.waiting)
 
     @property
     def asked(self) -> bool:
         """Whether there is something to read."""
-        return bool(self._waiting or self._long or self._lost or self._trial)
+        turns = self._turns
+        return bool(turns.waiting or turns.begun or self._lost or self._trial)
 
     @property
     def lost(self) -> int:
@@ -158,11 +167,11 @@ class Prefill:
 
     def submit(self, job: Job, constraint: Constraint | None = None) -> None:
         """Raises ValueError if what it is to be steered with is not there."""
-        last = self._waiting[-1] if self._waiting else None
+        last = self._turns.waiting[-1] if self._turns.waiting else None
         known = last is not None and last.job.prompt is job.prompt
         body = last.body if last is not None and known else as_tokens(job.prompt[:-1])
         steer = self._steerer.freeze(job.steering)
-        self._waiting.append(Waiting(Row(job, constraint, steer), body))
+        self._turns.add(Waiting(Row(job, constraint, steer), body))
 
     def recover(self, row: Row) -> None:
         """Read anew what the row has seen; it comes out of `step` by itself, when it may."""
@@ -170,18 +179,33 @@ class Prefill:
         self._lost.append(Waiting(row, as_tokens(row.seen[:-1]), alone=True))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
+        """Forget these jobs. What was read of their prompts stays in the prompt cache: who asks
+        again goes on from there."""
         gone = set(job_ids)
-        self._waiting = deque(each for each in self._waiting if each.job.id not in gone)
+        for reading in self._turns.drop(gone):
+            self._keep(reading)
         self._lost = deque(each for each in self._lost if each.job.id not in gone)
-        if self._long is not None and self._long.drop(gone):
-            self._long = None
         if self._trial is not None and self._trial.drop(gone):
             self._trial = None
 
+    def _keep(self, reading: Reading) -> None:
+        """A state after exactly `done` tokens is a prefix even where it cannot be cut back."""
+        broken = reading.scorer is not None and reading.scorer.broken
+        if reading.done > reading.cached and not broken:
+            self._cached.put(reading.text[: reading.done], reading.cache, reading.job.steering)
+
     def clear(self) -> None:
-        self._waiting.clear()
+        self._turns.clear()
         self._lost.clear()
-        self._long = self._trial = None
+        self._trial = None
+
+    def take_moved(self) -> list[int]:
+        """If a slice was read since this was last asked: the jobs that go on because of it and are
+        told of nothing else, for their prompts are half read, or their caches lost."""
+        moved, self._moved = self._moved, False
+        if not moved or not (self._turns.begun or self._lost or self._trial):
+            return []
+        return [job.id for job in (*self._half_read, *(each.job for each in self._lost))]
 
     def step(
         self, free: int, *, decoding: bool, beside: bool = False, trial: bool = False
@@ -206,6 +230,7 @@ class Prefill:
             fault = note(error, "reading prompts failed")
         else:
             self._pace.saw_chunk(tokens, perf_counter() - begun, decoding=decoding)
+            self._moved = True
             return read
         return self._recover(readings, fault)
 
@@ -218,15 +243,16 @@ class Prefill:
             read = self._complete(readings, self._read_together(readings, plan))
         else:
             [reading] = readings
+            begun = reading in self._turns.begun
             limit = self._pace.limit(
-                decoding=decoding, long=reading in (self._long, self._trial), beside=beside
+                decoding=decoding, long=begun or reading is self._trial, beside=beside
             )
             tokens = reading.read(self._model, limit, plan)
             places = [places[0]._replace(tokens=tokens)]
             self._keep_checkpoint(reading)
             # A row that joins has caches copied, its own and the others', all in the next step: not
             # in a gap that reading has filled already.
-            later = decoding and tokens > 0 and reading is self._long
+            later = decoding and tokens > 0 and begun
             read = Read([], []) if later else self._complete_alone(reading)
         if plan is not None and plan.sight is not None:
             seen = plan.sight.read(places)
@@ -239,80 +265,94 @@ class Prefill:
         Where memory was short, what can be spared is gone for the next attempt, and who is alone
         has some.
         """
-        queue = self._lost if self._trial in readings else self._waiting
-        self._long = None if self._long in readings else self._long
-        self._trial = None if self._trial in readings else self._trial
+        tried = self._trial in readings
+        self._trial = None if tried else self._trial
+        for reading in readings:
+            if reading in self._turns.begun:
+                self._turns.begun.remove(reading)
         if fault.memory:
             self.spare()
         again = [each for reading in readings for each in reading.retry(fault)]
         patient = fault.memory and all(short(each.row) < MOST_FAULTS for each in again)
         failed = Read([], [])
-        if len(readings) > 1 or patient:
-            queue.extendleft(reversed(again))
-        else:
+        if len(readings) == 1 and not patient:
             failed.events += [blame(each.row, fault) for each in again]
+        elif tried:
+            self._lost.extendleft(reversed(again))
+        else:
+            self._turns.put_back(again)
         return failed
 
     def spare(self) -> None:
-        """Give back the memory that nobody needs."""
+        """Give back the memory that nobody needs, or not yet."""
         self._cached.clear()
+        self._turns.shrink()
         mx.clear_cache()
 
     def _choose(self, free: int, limit: int, *, trial: bool) -> list[Reading]:
-        """What to read in this slice: a row to be tried, for its stream stands still; or short
-        prompts together, or the long one, in turn."""
+        """What to read in this slice, beginning prompts for `free` rows: a row to be tried, for its
+        stream stands still; or whose turn it is, and who may share the slice."""
         if trial and self._lost and self._trial is None:
-            self._trial = self._begin(self._lost, 1)
+            self._trial = self._try_next()
         if self._trial is not None:
             return [self._trial]
-        short = [] if self._long is not None and self._long_is_next else self._group(free, limit)
-        self._long_is_next = bool(short)
-        if short:
-            return short
-        return [self._long] if self._long is not None else []
+        chosen = self._turns.choose(free, limit)
+        if chosen is None or isinstance(chosen, Reading):
+            return [] if chosen is None else [chosen]
+        if self._turns.fits(chosen, limit):
+            return self._group(chosen, free, limit)
+        reading = self._begin(chosen, free)
+        reading.checkpoint = reading.job.checkpoint
+        self._turns.begin(reading)
+        return [reading]
 
-    def _group(self, free: int, limit: int) -> list[Reading]:
-        """As many of the waiting prompts as fit a slice. A long one at the head of the queue
-        becomes the long one, if there is none."""
-        group: list[Reading] = []
-        longest = 0
-        while self._waiting and free > 0:
-            head = self._waiting[0]
-            if head.alone and group:
+    def _try_next(self) -> Reading:
+        opened = self._open(self._lost[0])
+        return Reading([self._lost.popleft()], *opened)
+
+    def _group(self, first: Waiting, free: int, limit: int) -> list[Reading]:
+        """The first, and as many of the other prompts as fit its slice."""
+        longest = self._measure(first)
+        group = [self._begin(first, free)]
+        # With nothing to read there is nothing to pad beside others.
+        if longest == 0 or first.alone or not self.batched:
+            return group
+        free -= len(group[0].jobs)
+        for waiting in self._turns.shortest(free, limit):
+            rest = self._measure(waiting)
+            if free <= 0 or max(rest, longest) * (len(group) + 1) > limit:
                 break
-            rest = head.body.size - self._cached.shared(head.body, head.job.steering)
-            if rest > limit or head.job.scores is not None:
-                if self._long is None and not group:
-                    self._long = self._begin(self._waiting, free)
-                    self._long.checkpoint = self._long.job.checkpoint
-                break
-            if group and not self._fits(rest, longest, len(group), limit):
-                break
-            longest = max(longest, rest)
-            group.append(self._begin(self._waiting, free))
-            free -= len(group[-1].jobs)
-            # With nothing to read there is nothing to pad beside others.
-            if rest == 0 or head.alone or not self.batched:
-                break
+            # A twin of one that was begun is no longer there.
+            if self._pads_well(rest, longest) and waiting in self._turns.waiting:
+                longest = max(longest, rest)
+                group.append(self._begin(waiting, free))
+                free -= len(group[-1].jobs)
         return group
 
-    def _fits(self, rest: int, longest: int, rows: int, limit: int) -> bool:
-        """Whether a prompt with `rest` tokens to read may be read beside `rows` others."""
-        if rest == 0 or (rest != longest and not self._pads):
-            return False
-        return max(rest, longest) * (rows + 1) <= limit
+    def _measure(self, waiting: Waiting) -> int:
+        """How many tokens of a prompt that waits are to be read."""
+        found = 0 if self._reads_anew(waiting) else waiting.shared(self._cached)
+        return waiting.body.size - found
 
-    def _begin(self, queue: deque[Waiting], free: int) -> Reading:
-        """Take the head of the queue, and with it those that wait and have the same prompt."""
-        head = queue[0]
+    def _reads_anew(self, waiting: Waiting) -> bool:
+        """Whether something is to be told of each of the prompt's tokens: scores, activations."""
+        wanted = waiting.job.scores is not None or self._steerer.watches
+        return wanted and not waiting.row.told
+
+    def _pads_well(self, rest: int, longest: int) -> bool:
+        """Whether a prompt with `rest` tokens to read may be read beside one with more or fewer."""
+        return rest > 0 and (rest == longest or bool(self._pads))
+
+    def _begin(self, head: Waiting, free: int) -> Reading:
+        """Take a prompt out of the queue, and with it those that wait and have the same."""
         opened = self._open(head)
-        queue.popleft()
+        self._turns.waiting.remove(head)
         return Reading([head, *self._take_twins(head, free - 1)], *opened)
 
     def _open(self, head: Waiting) -> tuple[Cache, int]:
         """The cache that its text is to go into, and how much of it is there."""
         found = None
-        if head.job.scores is None or head.row.told:
+        if not self._reads_anew(head):
             try:
                 found = self._cached.take(head.body, head.job.steering)
             except Exception as error:  # a copy of a cache may be all that memory has no room for
@@ -325,18 +365,18 @@ class Prefill:
         if not self.batched or head.alone or most <= 0:
             return []
         twins: list[Waiting] = []
-        others: deque[Waiting] = deque()
-        for waiting in self._waiting:
+        others: list[Waiting] = []
+        for waiting in self._turns.waiting:
             alike = waiting.job.scores is None and waiting.same_prompt(head)
             (twins if alike and len(twins) < most else others).append(waiting)
-        self._waiting = others
+        self._turns.waiting = others
         return twins
 
     def _complete_alone(self, reading: Reading) -> Read:
         if reading.rest:
             return Read([], [])
-        if reading is self._long:
-            self._long = None
+        if reading in self._turns.begun:
+            self._turns.end(reading)
         if reading is self._trial:
             self._trial = None
         if reading.scorer is not None and reading.scorer.broken:

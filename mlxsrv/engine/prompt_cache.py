@@ -62,6 +62,7 @@ class PromptCache:
         self.max_bytes = max_bytes
         self._entries: list[Entry] = []  # the least recently used first
         self.nbytes = 0
+        self.changes = 0  # of what is kept: a look-up is good until the next
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -99,6 +100,7 @@ class PromptCache:
             self._drop(old)
         self._entries.append(entry)
         self.nbytes += entry.nbytes
+        self.changes += 1
         while self.nbytes > self.max_bytes or len(self._entries) > _MOST_ENTRIES:
             self._drop(self._entries[0])
 
@@ -114,6 +116,7 @@ class PromptCache:
     def clear(self) -> None:
         self._entries.clear()
         self.nbytes = 0
+        self.changes += 1
 
     def _find(
         self, tokens: Sequence[int] | Tokens, steering: Steering | None
@@ -134,6 +137,7 @@ class PromptCache:
     def _drop(self, entry: Entry) -> None:
         self._entries.remove(entry)
         self.nbytes -= entry.nbytes
+        self.changes += 1
 
 
 def _begins(tokens: Tokens, steering: Steering | None) -> _Begins:

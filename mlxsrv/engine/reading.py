@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
+import msgspec
 
 from mlxsrv.engine.faults import NOT_A_NUMBER, Fault
 from mlxsrv.engine.lanes import Row
 from mlxsrv.engine.processors import likelihoods, read_likelihoods
-from mlxsrv.engine.prompt_cache import Cache, Tokens
+from mlxsrv.engine.prompt_cache import Cache, PromptCache, Tokens
 from mlxsrv.engine.steering.plan import Place, Plan, run
 from mlxsrv.events import (
     Activations,
@@ -31,7 +32,7 @@ LEAST_CHUNK = 8  # tokens; fewer would cost a forward pass each for next to noth
 _MOST_LOGITS = 16 * 1024 * 1024  # numbers, of the chunk of a prompt that is scored
 
 
-class Waiting(NamedTuple):
+class Waiting(msgspec.Struct, eq=False):
     """A row in the queue and the part of its text that is to be read, as the cache compares it:
     made once, since a long one takes milliseconds to convert."""
 
@@ -41,10 +42,20 @@ class Waiting(NamedTuple):
     """Nothing else shares its slice: it was in one that failed."""
     told: int = 0
     """The first token whose activations nobody was told."""
+    number: int = -1
+    """In the order of coming."""
+    found: tuple[int, int] = (-1, 0)
+    """The state of the prompt cache when it was last looked up, and the tokens found."""
 
     @property
     def job(self) -> Job:
         return self.row.job
+
+    def shared(self, cached: PromptCache) -> int:
+        """How many of its tokens the prompt cache has; looked up again when that has changed."""
+        if self.found[0] != cached.changes:
+            self.found = cached.changes, cached.shared(self.body, self.job.steering)
+        return self.found[1]
 
     def same_prompt(self, other: Waiting) -> bool:
         """Whether both read the same. Not after a fault: one of them may be to blame for it."""
@@ -90,11 +101,28 @@ class Reading:
         """What is to be read anew, each alone, after the slice under way has failed."""
         for each in self.waiting:
             each.row.faults.append(fault)
-        return [each._replace(alone=True, told=max(each.told, self.done)) for each in self.waiting]
+            each.alone = True
+        return self.restart()
+
+    def restart(self) -> list[Waiting]:
+        """What is to be read anew, for the cache is gone."""
+        for each in self.waiting:
+            each.told = max(each.told, self.done)
+        return self.waiting
+
+    @property
+    def number(self) -> int:
+        """In the order of coming: of the first of its jobs."""
+        return self.waiting[0].number
 
     @property
     def rest(self) -> tuple[int, ...]:
         return self.text[self.done : -1]
+
+    @property
+    def left(self) -> int:
+        """How many tokens are to be read."""
+        return len(self.text) - 1 - self.done
 
     @property
     def place(self) -> Place:

@@ -115,6 +115,14 @@ def test_a_slice_is_as_long_as_streams_can_bear() -> None:
     assert pace.limit(decoding=False, long=True) == 512
 
 
+def test_the_first_stream_beside_prompts_that_were_begun_waits_no_longer_than_a_gap() -> None:
+    """Its steps are not known while each gap has a slice in it; what tokens take is."""
+    pace = Pace(512, max_gap=0.1)
+    pace.saw_chunk(512, 512 * 0.001, decoding=False)
+    assert pace.limit(decoding=False, long=True) == 512
+    assert pace.limit(decoding=True, long=True) == pace.limit(decoding=True, long=False) == 100
+
+
 def test_where_a_step_fills_the_gap_reading_takes_turns_with_it() -> None:
     pace = Pace(512, max_gap=0.005)
     pace.saw_step(0.010)
