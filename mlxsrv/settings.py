@@ -153,6 +153,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "~/.mlxsrv"
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one.")] = 8000
+    root_path: Annotated[
+        str,
+        Meta(
+            pattern=r"^(/[^/?#\s]+)*/?(?!\n)$",
+            description="Path under which a proxy in front, which takes it off, serves this "
+            "server, as /llm; /openapi.json names it.",
+            extra={"metavar": "PATH"},
+        ),
+    ] = ""
     api_key: Annotated[
         tuple[Key, ...],
         Meta(

@@ -70,6 +70,9 @@ _INSIDE_CALLS = (
     "</longcat_arg_value>",
 )
 
+# What rendering names itself where a signature does not say so, in transformers and Jinja.
+_RENDERED = frozenset({"self", "conversations", "messages"})
+
 if TYPE_CHECKING:
     from mlxsrv.engine.grammar import Grammars
 
@@ -121,7 +124,7 @@ class Tokenizer:
         self.vocabulary = _first_int(("vocab_size",), config, text_config) or len(self._wrapper)
         self.thinks: bool = self._wrapper.has_thinking
         self.marks_checkpoints = False  # set by the pool, for models whose caches cannot be cut
-        self._reserved = frozenset(inspect.signature(self._apply_template()).parameters)
+        self._reserved = _RENDERED.union(inspect.signature(self._apply_template()).parameters)
         self._grammars: Grammars | None = None
         self.turn_ends = self.end_tokens | self._template_ends()
         self._derive_detokenizer()
@@ -246,8 +249,8 @@ class Tokenizer:
         return next((n for n in range(len(alone), 0, -1) if tokens[:n] == alone[:n]), 0)
 
     def reserved(self, names: Iterable[str]) -> list[str]:
-        """Those of `names` that are parameters of rendering itself and not of a template. A client
-        that could set them could replace the template."""
+        """Those of `names` that are parameters of rendering itself and not free variables of a
+        template. A client that could set them could replace the template."""
         return [name for name in names if name in self._reserved]
 
     def pipeline(

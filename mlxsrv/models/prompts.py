@@ -125,7 +125,7 @@ def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer:
     variables = dict(request.chat_template_kwargs or {})
     for name in tokenizer.reserved(variables):
         path = f"chat_template_kwargs.{name}"
-        raise InvalidRequest(f"{path}: not a variable of a chat template", param=path)
+        raise InvalidRequest(f"{path}: the server sets it; leave it out", param=path)
     if request.reasoning_effort is not None and tokenizer.knows("reasoning_effort"):
         variables["reasoning_effort"] = request.reasoning_effort
     prompt = tokenizer.render(

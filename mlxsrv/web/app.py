@@ -42,6 +42,7 @@ from mlxsrv.web.responses import (
     refusal,
     unless_gone,
 )
+from mlxsrv.web.routing import Alias, aliases, place
 from mlxsrv.web.security import Cors, Guard, is_verbose, load_keys
 from mlxsrv.wire import openai, openapi, requests, streams
 from mlxsrv.wire.decoding import RequestDecoder
@@ -60,16 +61,20 @@ class App(Starlette):
         keys = load_keys(settings)
         self.keys = len(keys)
         watchers = make_watchers(settings)
+        versioned = [
+            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/embeddings", embed, methods=["POST"]),
+            Route("/v1/rerank", rerank, methods=["POST"]),
+            Route("/v1/models", list_models),
+            Route("/v1/models/{id:path}", get_model),
+        ]
         super().__init__(
             routes=[
-                Route("/v1/chat/completions", chat_completions, methods=["POST"]),
-                Route("/v1/completions", completions, methods=["POST"]),
-                Route("/v1/embeddings", embed, methods=["POST"]),
-                Route("/v1/rerank", rerank, methods=["POST"]),
+                *versioned,
+                *aliases(versioned),
                 Route("/tokenize", tokenize, methods=["POST"]),
                 Route("/detokenize", detokenize, methods=["POST"]),
-                Route("/v1/models", list_models),
-                Route("/v1/models/{id:path}", get_model),
                 *management.ROUTES,
                 Route("/health", health),
                 Route("/health/live", live),
@@ -91,9 +96,8 @@ class App(Starlette):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        # Litestar hands a mounted app every path with a slash at its end.
-        if scope["type"] == "http" and len(scope["path"]) > 1:
-            scope = {**scope, "path": scope["path"].rstrip("/")}
+        if scope["type"] == "http":
+            scope = {**scope, **place(scope, self.settings.root_path)}
         await super().__call__(scope, receive, send)
 
     @property
@@ -277,6 +281,7 @@ async def describe_api(request: Request) -> Response:
     served = [
         (method, route.path)
         for route in request.app.routes
+        if not isinstance(route, Alias)
         for method in sorted(route.methods - {"HEAD"})
     ]
     return JSONResponse(openapi.document(served, prefix=request.scope.get("root_path", "")))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from msgspec import Struct
 from starlette.datastructures import Headers
-from starlette.routing import BaseRoute, Match, Route
+from starlette.routing import Route
 from starlette.types import Scope
 
 from mlxsrv.models.catalogue import Catalogue
 from mlxsrv.service.observing import Asked, Observer, Operation, RequestEnded
 from mlxsrv.service.reply import Reply
 from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.web.routing import find_route
 
 
 class Account:
@@ -70,20 +71,6 @@ def account_of(scope: Scope) -> Account:
     """What is known of the request so far; the middleware has opened it."""
     account: Account = scope[_KEY]
     return account
-
-
-def find_route(scope: Scope) -> str:
-    """The path as it is served, its parameters unfilled; "" where there is none."""
-    routes: Iterable[BaseRoute] = scope["app"].routes
-    beside = ""
-    for route in routes:
-        if isinstance(route, Route):
-            match, _ = route.matches(scope)
-            if match is Match.FULL:
-                return route.path
-            if match is Match.PARTIAL:
-                beside = beside or route.path
-    return beside
 
 
 def label(catalogue: Catalogue, name: str | None) -> str:

@@ -62,7 +62,8 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
         "info": {
             "title": "mlxsrv",
             "version": __version__,
-            "description": "An OpenAI-compatible server for MLX language models.",
+            "description": "An OpenAI-compatible server for MLX language models. What is "
+            "under /v1 is served without it, too.",
         },
         "servers": [{"url": quote(prefix) or "/"}],
         "paths": paths,

@@ -124,9 +124,15 @@ def serving(
 
 
 @contextmanager
-def hosted(app: Any) -> Iterator[str]:
+def hosted(app: Any, *, root_path: str = "") -> Iterator[str]:
     """`app` under uvicorn in a thread; yields its URL."""
-    config = uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        root_path=root_path,
+    )
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

@@ -12,6 +12,7 @@ import jsonschema
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from litestar import Litestar, asgi
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
@@ -24,9 +25,10 @@ from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
 import mlxsrv
+from mlxsrv.web.routing import Alias
 from tests.web.client import CHAT, COMPLETIONS, Body, read_stream
 from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Server, serving
+from tests.web.serving import PATIENCE, Server, hosted, serving
 
 DOCUMENT = "/openapi.json"
 MAX_CHOICES = 4
@@ -71,13 +73,14 @@ def read_document(app: Any, prefix: str = "") -> Body:
 
 def test_what_is_routed_is_what_is_described() -> None:
     app = mlxsrv.create_app(mlxsrv.Settings())
+    own = [route for route in app.routes if not isinstance(route, Alias)]
     routed = {
         (method, re.sub(r":\w+}", "}", route.path))
-        for route in app.routes
+        for route in own
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
-    assert len(app.routes) == len(routed)
+    assert len(own) == len(routed)
     paths = read_document(app)["paths"]
     assert {(verb.upper(), path) for path, item in paths.items() for verb in item} == routed
 
@@ -89,6 +92,47 @@ def test_a_mounted_app_says_where_it_is(prefix: str) -> None:
     assert alone["servers"] == [{"url": "/"}]
     parent = Starlette(routes=[Mount(httpx.URL(prefix).path, app=app)])
     assert read_document(parent, prefix) == alone | {"servers": [{"url": prefix}]}
+
+
+def in_litestar(app: Any) -> Any:
+    return Litestar(route_handlers=[asgi("/llm", is_mount=True, copy_scope=True)(app)])
+
+
+def in_starlette(app: Any) -> Any:
+    return Starlette(routes=[Mount("/llm", app=app)])
+
+
+@pytest.mark.parametrize("parent", [in_litestar, in_starlette])
+@pytest.mark.parametrize("proxy", ["", "/v1", "/a/b"])
+@pytest.mark.parametrize("said", ["by us", "by the parent's server"])
+def test_a_server_behind_a_proxy_says_where_it_is(parent: Any, proxy: str, said: str) -> None:
+    """The proxy has taken its prefix off; either the server of the parent knows it, or we do."""
+    ours, theirs = (proxy, "") if said == "by us" else ("", proxy)
+    app = parent(mlxsrv.create_app(mlxsrv.Settings(root_path=ours)))
+    with hosted(app, root_path=theirs) as url:
+        document = httpx.get(f"{url}/llm{DOCUMENT}").json()
+        assert document["servers"] == [{"url": f"{proxy}/llm"}]
+        assert httpx.get(f"{url}/llm/v1/models").status_code == 200
+        assert httpx.get(f"{url}/llm/v1/models/demo/").json()["id"] == "demo"
+        lost = httpx.get(f"{url}/llm/v1/nowhere")
+        assert f"{proxy}/llm/v1/nowhere" in lost.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("root_path", ["/llm", "/llm/", "/a/b", "/v1"])
+def test_a_root_path_is_told_and_nothing_else_changes(root_path: str) -> None:
+    app = mlxsrv.create_app(mlxsrv.Settings(root_path=root_path))
+    plain = mlxsrv.create_app(mlxsrv.Settings())
+    told = read_document(app)
+    assert told == read_document(plain) | {"servers": [{"url": root_path.rstrip("/")}]}
+    client = TestClient(app)
+    for path in ("/v1/models", "/models", "/health", "/api/profiles"):
+        assert client.get(path).status_code != 404
+
+
+@pytest.mark.parametrize("root_path", ["llm", "//llm", "/a b", "/a?b", "http://a/b", "/a\n"])
+def test_a_root_path_is_a_path(root_path: str) -> None:
+    with pytest.raises(mlxsrv.settings.SettingsError, match="root_path"):
+        mlxsrv.Settings(root_path=root_path)
 
 
 def test_nested_mounts_are_told_together() -> None:

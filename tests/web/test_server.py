@@ -25,6 +25,7 @@ from tests.web.client import (
     ask,
     chat,
     check_schema,
+    completion,
     refused,
     stream,
 )
@@ -253,6 +254,20 @@ def test_the_catalogue_lists_what_is_served(client: httpx.Client) -> None:
     assert models["t"]["context_length"] == CONTEXT
     order = [(not model["loaded"], model["id"]) for model in body["data"]]
     assert order == sorted(order), "loaded models first, then by id"
+
+
+def test_the_version_may_be_left_out_of_paths(client: httpx.Client) -> None:
+    for path, body in (
+        ("/chat/completions", chat()),
+        ("/completions", completion()),
+        ("/embeddings", {"input": "a"}),
+        ("/rerank", {"query": "a", "documents": ["b"]}),
+    ):
+        alike = [client.post(prefix + path, json=body) for prefix in ("", "/v1")]
+        assert alike[0].status_code == alike[1].status_code != 404, path
+    assert client.get("/models").json() == client.get("/v1/models").json()
+    assert client.get("/models/org/name").json()["id"] == "org/name"
+    refused(client.get("/chat/completions"), 405, "method_not_allowed")
 
 
 @pytest.mark.parametrize("name", ["t", "org/name", "org%2Fname"])
