@@ -34,6 +34,19 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
 
+class Bans(msgspec.Struct, frozen=True):
+    """What a row may not draw, unless nothing else is left.
+
+    - `min_tokens`: no end token before it has drawn so many others.
+    - `allowed`: none but these, if there are any.
+    - `words`: never the last token of one of these right after its others.
+    """
+
+    min_tokens: int = 0
+    allowed: tuple[int, ...] = ()
+    words: tuple[tuple[int, ...], ...] = ()
+
+
 SteeringMode = Literal["additive", "clamp"]
 
 
@@ -70,6 +83,7 @@ class Job(msgspec.Struct, frozen=True):
     logprobs: int | None = None
     scores: int | None = None
     steering: Steering | None = None
+    bans: Bans | None = None
 
 
 class Constraint(Protocol):

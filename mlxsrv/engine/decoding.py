@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from mlxsrv.engine.bans import Banning
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
 from mlxsrv.engine.lanes import Lane, Row, close_lanes
 from mlxsrv.engine.prefill import Pace
@@ -56,6 +57,8 @@ class Step:
         self._likelihoods = Likelihoods(rows) if scored else None
         constraints = [row.constraint for row in rows]
         self.masks = Masks(constraints, vocabulary) if any(constraints) else None
+        banned = any(map(Banning.wanted, rows))
+        self._banning = Banning(rows, drawn, vocabulary) if banned else None
 
     def draw(
         self, logits: mx.array, inputs: mx.array
@@ -67,6 +70,8 @@ class Step:
         if self._penalties is not None:
             logits = self._penalties(logits, inputs)
         allowed = logits if self.masks is None else self.masks(logits)
+        if self._banning is not None:
+            allowed = self._banning(allowed, inputs)
         tokens, highest = self._sampler.draw(allowed)
         proof = Proof(self._rows, highest)
         if self._likelihoods is None:

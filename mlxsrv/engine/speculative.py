@@ -31,6 +31,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
+from mlxsrv.engine.bans import Banning
 from mlxsrv.engine.lanes import Lane, Row
 from mlxsrv.engine.processors import Penalties, Proof
 from mlxsrv.engine.prompt_cache import Cache, as_tokens, common_prefix
@@ -414,7 +415,7 @@ def _count_vocabulary(model: Any) -> int:
 def _eligible(lane: Lane) -> bool:
     """Whether the lane's only row can be drawn from in rounds.
 
-    Masks, penalties and log-probabilities are made for one token at a time.
+    Masks, bans, penalties and log-probabilities are made for one token at a time.
     """
     [row] = lane.rows
     return (
@@ -422,6 +423,7 @@ def _eligible(lane: Lane) -> bool:
         and row.constraint is None
         and row.job.logprobs is None
         and not Penalties.wanted(row.job.sampling)
+        and not Banning.wanted(row)
         and _always_cuts(lane.cache)
     )
 
