@@ -13,18 +13,15 @@ allows whitespace: room for the ways models write it, and none to pad an answer 
 from __future__ import annotations
 
 import functools
-import json
 import logging
-import subprocess
-import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
 
+from mlxsrv.engine.specs import GrammarSpec, Refused, one_line, translate, unforced
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.events import Constraint, Mask
 from mlxsrv.logs import log
@@ -36,104 +33,7 @@ _log = logging.getLogger("mlxsrv.engine")
 
 _CACHED = 64  # compiled grammars that a model keeps
 
-_KIB = 1024
-_LONGEST = {
-    "json_object": 0,
-    "json_schema": 256 * _KIB,
-    "choice": 256 * _KIB,
-    "tool": 256 * _KIB,
-    # For these a mask at one step takes time in proportion to the text, or worse.
-    "regex": 32 * _KIB,
-    "lark": 32 * _KIB,
-}
-"""Bytes of a grammar's text, by kind."""
-
-_DEEPEST = 64  # levels of a JSON schema
-
 _WALKED = 4  # tokens
-
-_WHITESPACE = r" |\n {0,20}"
-
-_TRIAL_SECONDS = 5.0
-
-# The stack is a quarter of what threads have by default where they have least, so that what
-# compiles on it compiles in this process as well.
-_TRIAL = """
-import json, sys, threading
-sys.path.append(sys.argv[1])
-from llguidance import LLMatcher, LLParserLimits
-
-def check():
-    for i, grammar in enumerate(json.load(sys.stdin)):
-        failed, reasons = LLMatcher.validate_grammar_with_warnings(
-            grammar, limits=LLParserLimits(verbose_errors=False)
-        )
-        if failed:
-            return [i, reasons[0][:4096]]
-
-threading.stack_size(2 << 20)
-thread = threading.Thread(target=lambda: print(json.dumps(check())))
-thread.start()
-thread.join()
-"""
-
-Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "tool"]
-
-
-class GrammarSpec(msgspec.Struct, frozen=True):
-    """What a text must be.
-
-    `text` is, by kind: nothing (json_object: any JSON object), the schema as JSON, the regex that
-    the whole text matches, a JSON array of strings, the grammar in llguidance's variant of Lark;
-    for "tool" it is what `tool_grammar` writes.
-    """
-
-    kind: Kind
-    text: str = ""
-
-
-class _Calls(msgspec.Struct, frozen=True):
-    """The text of a "tool" spec."""
-
-    tools: list[tuple[str, dict[str, Any]]]
-    start: str
-    end: str
-    many: bool
-    otherwise: dict[str, Any] | None
-
-
-def tool_grammar(
-    tools: Sequence[tuple[str, Mapping[str, Any]]],
-    start: str,
-    end: str,
-    *,
-    many: bool,
-    otherwise: Mapping[str, Any] | None = None,
-) -> GrammarSpec:
-    """Nothing but calls of `tools`, written as Qwen and Hermes models write them.
-
-    A call is a line of `{"name": ..., "arguments": {...}}` between a line with `start` and one
-    with `end`. `many` allows any number of calls from one up, a newline between two.
-
-    Args:
-        tools: each tool's name and the JSON schema of its arguments, which are an object
-            whatever the schema says. At least one.
-        otherwise: the JSON schema of an answer that may come in place of calls, if any may.
-    """
-    if not tools:
-        raise ValueError("a call needs a tool to call")
-    calls = _Calls(
-        [(name, dict(schema)) for name, schema in tools],
-        start,
-        end,
-        many,
-        None if otherwise is None else dict(otherwise),
-    )
-    return GrammarSpec("tool", msgspec.json.encode(calls).decode())
-
-
-class _Refused(ValueError):
-    """A grammar that cannot be used. The message is for the client."""
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):
@@ -193,7 +93,7 @@ class Grammars:
         self._derived(param)
         try:
             return self._compiled(spec)
-        except _Refused as error:
+        except Refused as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
 
     def _derived(self, param: str) -> _Vocabulary:
@@ -237,14 +137,14 @@ class Grammars:
 
         vocabulary = self._vocabulary
         assert vocabulary is not None  # compile() has seen to it
-        grammar = _translate(spec, vocabulary.tokenizer)
+        grammar = translate(spec, vocabulary.tokenizer)
         if any(name in grammar.replace("\\", "") for name in vocabulary.added):
-            grammar = _unforced(grammar)
+            grammar = unforced(grammar)
         # Not verbose: errors are logged, and what a model says is not for the log.
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if reason := matcher.get_error() or _first_error(matcher.deep_copy()):
-            raise _Refused(_one_line(reason))
+            raise Refused(one_line(reason))
         return Template(matcher, vocabulary)
 
 
@@ -303,7 +203,7 @@ class _Grammar:
         return self._matcher.validate_tokens([token]) == 1
 
     def _fail(self, reason: str) -> None:
-        self.failure = _one_line(reason)
+        self.failure = one_line(reason)
         log(_log, logging.WARNING, "grammar abandoned", reason=self.failure)
 
 
@@ -343,138 +243,6 @@ class _AfterThinking:
             self._grammar.accept(token)
 
 
-def _translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
-    """The spec as a grammar of llguidance's, tried if a client could have made it hard."""
-    from llguidance import LLMatcher
-
-    size, most = len(spec.text.encode()), _LONGEST[spec.kind]
-    if size > most:
-        raise _Refused(f"{size} bytes are too many; at most {most}")
-    match spec.kind:
-        case "json_object":
-            return LLMatcher.grammar_from_json_schema(_vetted({"type": "object"}))
-        case "choice":
-            choices = msgspec.json.decode(spec.text, type=list[str])
-            if not choices:
-                raise _Refused("there must be something to choose from")
-            return _lark("start: " + " | ".join(map(json.dumps, choices)))
-        case "tool":
-            calls = msgspec.json.decode(spec.text, type=_Calls)
-            names = [name for name, _ in calls.tools]
-            schemas = [_vetted(schema | {"type": "object"}, name) for name, schema in calls.tools]
-            answer = None if calls.otherwise is None else _vetted(calls.otherwise)
-            tried = schemas if answer is None else [*schemas, answer]
-            _try([LLMatcher.grammar_from_json_schema(each) for each in tried], [*names, "schema"])
-            return _lark(_tool_lark(calls, names, schemas, answer, tokenizer))
-        case "json_schema":
-            grammar = LLMatcher.grammar_from_json_schema(_vetted(_parsed(spec.text)))
-        case "regex":
-            grammar = LLMatcher.grammar_from_regex(spec.text)
-        case "lark":
-            grammar = _lark(spec.text)
-    _try([grammar])
-    return grammar
-
-
-def _lark(text: str) -> str:
-    # Not grammar_from_lark: it takes what begins with a brace for any grammar, as JSON.
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
-
-
-def _unforced(grammar: str) -> str:
-    """The grammar, without text that is forced being tokenized at once: what spells an added token
-    would become that token, which the grammar does not allow."""
-    [one] = json.loads(grammar)["grammars"]
-    text = one.get("lark_grammar") or "start: %json " + json.dumps(one["json_schema"])
-    return _lark('%llguidance {"no_forcing": true}\n' + text)
-
-
-def _parsed(text: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _Refused(f"not a JSON schema: {error}") from None
-
-
-def _vetted(schema: dict[str, Any], name: str = "") -> str:
-    """The schema with our options in place of what the client may have set. `name` is for the
-    message if it is nested too deeply."""
-    if _depth(schema) > _DEEPEST:
-        raise _Refused(f"{name}{': ' if name else ''}nested more than {_DEEPEST} levels deep")
-    options = {"whitespace_pattern": _WHITESPACE}
-    return msgspec.json.encode(schema | {"x-guidance": options}).decode()
-
-
-def _depth(value: Any) -> int:
-    depth, level = 0, [value]
-    while level := [
-        inner
-        for item in level
-        if isinstance(item, dict | list)
-        for inner in (item.values() if isinstance(item, dict) else item)
-    ]:
-        depth += 1
-    return depth
-
-
-def _tool_lark(
-    calls: _Calls,
-    names: Sequence[str],
-    schemas: Sequence[str],
-    answer: str | None,
-    tokenizer: LLTokenizer,
-) -> str:
-    start, end = _marker(calls.start, tokenizer), _marker(calls.end, tokenizer)
-    heads = [f'{{"name": {json.dumps(name)}, "arguments": ' for name in names]
-    bodies = [
-        f'{json.dumps(head)} %json {schema} "}}"'
-        for head, schema in zip(heads, schemas, strict=True)
-    ]
-    return "\n".join(
-        [
-            "start: calls" if answer is None else f"start: calls | answer\nanswer: %json {answer}",
-            r'calls: call ("\n" call)*' if calls.many else "calls: call",
-            rf'call: {start} "\n" tool "\n" {end}',
-            "tool: " + " | ".join(f"tool{i}" for i in range(len(bodies))),
-            *(f"tool{i}: {body}" for i, body in enumerate(bodies)),
-        ]
-    )
-
-
-def _marker(text: str, tokenizer: LLTokenizer) -> str:
-    """A marker in Lark: by number if it is one special token, which no text matches, else text."""
-    tokens = tokenizer.tokenize_str(text, parse_special=True)
-    if len(tokens) == 1 and tokenizer.is_special_token(tokens[0]):
-        return f"<[{tokens[0]}]>"
-    return json.dumps(text)
-
-
-def _try(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
-    """Compile the grammars in a process that may hang or crash. `names` tell them apart.
-
-    Raises _Refused with the compiler's reason.
-    """
-    import llguidance
-
-    command = [sys.executable, "-P", "-c", _TRIAL, str(Path(llguidance.__file__).parents[1])]
-    try:
-        done = subprocess.run(
-            command,
-            input=json.dumps(grammars).encode(),
-            capture_output=True,
-            timeout=_TRIAL_SECONDS,
-        )
-    except subprocess.TimeoutExpired:
-        raise _Refused(f"takes more than {_TRIAL_SECONDS:.0f} s to compile") from None
-    if done.returncode < 0:
-        raise _Refused("more than the compiler takes: references may be nested too deeply")
-    if done.returncode > 0 or not done.stdout:
-        raise RuntimeError(f"cannot try a grammar: {done.stderr.decode(errors='replace')}")
-    if (failure := msgspec.json.decode(done.stdout, type=tuple[int, str] | None)) is not None:
-        i, reason = failure
-        raise _Refused(f"{names[i]}: {_one_line(reason)}" if names else _one_line(reason))
-
-
 def _first_error(matcher: LLMatcher) -> str:
     """What goes wrong within the first few tokens, if anything: automata are built as they are
     walked, and one that explodes mostly does at once."""
@@ -484,17 +252,6 @@ def _first_error(matcher: LLMatcher) -> str:
             break
         matcher.consume_token(int(np.unpackbits(mask, bitorder="little").argmax()))
     return matcher.get_error()
-
-
-def _one_line(reason: str) -> str:
-    """An error of llguidance's without the excerpts of the grammar that follow on more lines."""
-    first, *rest = reason.splitlines() or ["no reason given"]
-    if first.startswith("NoExtension"):
-        return "nothing can satisfy it"
-    for line in rest:  # of a regex: the first line says where, this one what
-        if line.startswith("error: "):
-            first += line.removeprefix("error:")
-    return first if len(first) <= 400 else f"{first[:200]} ... {first[-200:]}"
 
 
 def _bits(tokens: Iterable[int], size: int) -> Mask:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mlxsrv.errors import UnsupportedParameter
 from mlxsrv.text.tools import Dialect
-from mlxsrv.wire.requests import (
-    ChatRequest,
-    GenerationRequest,
-    JSONObjectFormat,
-    JSONSchemaFormat,
-    NamedTool,
-)
+from mlxsrv.wire.constraints import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
+from mlxsrv.wire.requests import ChatRequest, GenerationRequest, NamedTool
 
 if TYPE_CHECKING:
-    from mlxsrv.engine.grammar import GrammarSpec
+    from mlxsrv.engine.specs import GrammarSpec
+
+# What llama.cpp's grammars must have, and no Lark grammar can.
+_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 
 class Guide(msgspec.Struct, frozen=True):
@@ -39,50 +38,41 @@ def guide_chat(request: ChatRequest, dialect: Dialect | None) -> Guide | None:
     forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
     if forced:
         return _guide_calls(request, dialect, "tool_choice")
-    schema = _schema(request)
-    if dialect is not None and (schema is not None or request.constraints):
-        [param] = request.constraints
-        if schema is None:
-            raise UnsupportedParameter(
-                f"{param}: cannot be combined with tools that may be called; leave tools out, or "
-                'set tool_choice to "none"',
-                param=param,
-            )
-        return _guide_calls(request, dialect, param, otherwise=schema)
-    return guide_text(request) if schema is None else _guide_json(request.constraints[0], schema)
+    form = next(iter(request.forms), None)
+    if form is None or dialect is None:
+        return _guide_form(form)
+    if not isinstance(form, JSONForm):
+        raise UnsupportedParameter(
+            f"{form.param}: cannot be combined with tools that may be called; leave tools out, or "
+            'set tool_choice to "none"',
+            param=form.param,
+        )
+    return _guide_calls(request, dialect, form.param, otherwise=form.schema)
 
 
 def guide_text(request: GenerationRequest) -> Guide | None:
-    """What any answer must follow by the `guided_*` fields."""
-    from mlxsrv.engine.grammar import GrammarSpec  # with the engine: MLX is not imported before
-
-    if request.guided_regex is not None:
-        return Guide(GrammarSpec("regex", request.guided_regex), "guided_regex")
-    if request.guided_grammar is not None:
-        return Guide(GrammarSpec("lark", request.guided_grammar), "guided_grammar")
-    if request.guided_choice is not None:
-        choices = msgspec.json.encode(request.guided_choice).decode()
-        return Guide(GrammarSpec("choice", choices), "guided_choice")
-    schema = request.guided_schema
-    return None if schema is None else _guide_json("guided_json", schema)
+    """What any answer must follow, tools aside."""
+    form = next(iter(request.forms), None)
+    return _guide_form(form)
 
 
-def _schema(request: ChatRequest) -> dict[str, Any] | None:
-    """The JSON schema of the answer, if it is to be JSON."""
-    match request.response_format:
-        case JSONObjectFormat():
-            return {"type": "object"}
-        case JSONSchemaFormat(json_schema=named):
-            return named.schema
-    return request.guided_schema
+def _guide_form(form: Form | None) -> Guide | None:
+    from mlxsrv.engine.specs import GrammarSpec  # with the engine: MLX is not imported before
 
-
-def _guide_json(param: str, schema: dict[str, Any]) -> Guide:
-    from mlxsrv.engine.grammar import GrammarSpec
-
-    if schema == {"type": "object"}:
-        return Guide(GrammarSpec("json_object"), param)
-    return Guide(GrammarSpec("json_schema", msgspec.json.encode(schema).decode()), param)
+    match form:
+        case None:
+            return None
+        case RegexForm(param=param, regex=regex):
+            return Guide(GrammarSpec("regex", regex), param)
+        case GrammarForm(param=param, text=text):
+            return Guide(GrammarSpec("gbnf" if _GBNF.search(text) else "lark", text), param)
+        case ChoiceForm(param=param, choices=choices):
+            return Guide(GrammarSpec("choice", msgspec.json.encode(choices).decode()), param)
+        case JSONForm(param=param, schema={"type": "object", **rest}, compact=False) if not rest:
+            return Guide(GrammarSpec("json_object"), param)
+        case JSONForm(param=param, schema=schema, compact=compact):
+            text = msgspec.json.encode(schema).decode()
+            return Guide(GrammarSpec("json_schema", text, compact), param)
 
 
 def _guide_calls(
@@ -91,7 +81,7 @@ def _guide_calls(
     param: str,
     otherwise: dict[str, Any] | None = None,
 ) -> Guide:
-    from mlxsrv.engine.grammar import tool_grammar
+    from mlxsrv.engine.specs import tool_grammar
 
     if dialect is None or not dialect.json or not dialect.end:
         raise UnsupportedParameter(

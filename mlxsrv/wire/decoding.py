@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, TypeVar
@@ -91,7 +92,7 @@ def _decode(decode: Callable[[Any], D], data: bytes | msgspec.Raw) -> D:
     try:
         return decode(data)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), _wrong_key(str(error), decode, data)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidJSON(f"the body is not valid JSON: {error}") from None
     except RecursionError:
@@ -108,19 +109,63 @@ _PATH = re.compile(
     r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
 )
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
+_ANY_KEY = "[...]"  # which of them, the path does not say
 _LONGEST = 300
+_LONGEST_KEY = 64
+_MOST_KEYS = 10_000
 
 
-def _invalid(text: str) -> InvalidRequest:
-    """msgspec's error with its path turned into `param`."""
+def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
+    """msgspec's error with its path turned into `param`. It is about `wrong_key`, if about any key
+    of the object at the path; `param` is the field alone, as OpenAI has it."""
     match = _PATH.match(text)
     assert match is not None  # the pattern matches any text
-    what, path = match["what"], (match["path"] or "").replace("[...]", "") or None
+    what, path = match["what"], (match["path"] or "").replace(_ANY_KEY, "") or None
     if missing := _MISSING.fullmatch(what):
         name = f"{path}.{missing['name']}" if path else missing["name"]
         return MissingParameter(f"missing required parameter: {name}", param=name)
     if len(what) > _LONGEST:
         what = f"{what[:_LONGEST]}..."
     where = f"{path}: " if path else ""
-    key = "a key is wrong: " if match["key"] else ""
-    return InvalidRequest(f"{where}{key}{what[:1].lower()}{what[1:]}", param=path)
+    if wrong_key is not None:
+        shown = wrong_key if len(wrong_key) <= _LONGEST_KEY else f"{wrong_key[:_LONGEST_KEY]}..."
+        where += f'the key "{shown}" is wrong: ' if match["key"] else f'at the key "{shown}": '
+    elif match["key"]:
+        where += "a key is wrong: "
+    return InvalidRequest(f"{where}{what[:1].lower()}{what[1:]}", param=path)
+
+
+def _wrong_key(text: str, decode: Callable[[Any], object], data: bytes | msgspec.Raw) -> str | None:
+    """The key that an error is about, or whose value it is about.
+
+    msgspec says only in which object the key is. So each of the object's entries is decoded on
+    its own, in an otherwise empty body, until one gives the same error. None: the error is not
+    about a key, the object lies deeper than in fields, or has too many entries to try.
+    """
+    match = _PATH.match(text)
+    assert match is not None  # the pattern matches any text
+    path = match["path"] or ""
+    if not (match["key"] or path.endswith(_ANY_KEY)):
+        return None
+    names = path.removesuffix(_ANY_KEY).split(".")
+    entries = _entries(data, names)
+    for key in itertools.islice(entries, _MOST_KEYS):
+        body: object = {key: entries[key]}
+        for name in reversed(names):
+            body = {name: body}
+        try:
+            decode(msgspec.json.encode(body))
+        except msgspec.ValidationError as error:
+            if str(error) == text:
+                return key
+    return None
+
+
+def _entries(data: bytes | msgspec.Raw, names: list[str]) -> dict[str, msgspec.Raw]:
+    """The object that lies in these fields of a body; empty if there is none."""
+    try:
+        for name in names:
+            data = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(name, b"{}")
+        return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    except msgspec.DecodeError:
+        return {}

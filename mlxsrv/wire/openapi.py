@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.version import __version__
-from mlxsrv.wire import embeddings, openai, requests
+from mlxsrv.wire import constraints, embeddings, openai, requests
 from mlxsrv.wire.management import Problem
 from mlxsrv.wire.operations import OPERATIONS, Operation
 
@@ -246,6 +246,10 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     for name in requests.SPELLINGS["max_tokens"]:
         chat["properties"][name]["description"] = "-1: none is given."
     text["properties"]["prompt"] = _PROMPT
+    structured = schemas["StructuredOutputs"]
+    for name in constraints.REFUSED:
+        structured["properties"][name] = {"type": "null", "description": "Not supported."}
+    structured["oneOf"] = [_set(name) for name in constraints.FORMS]
     schemas["EmbeddingRequest"]["properties"]["input"] = _INPUT
     schemas["ContentPart"]["properties"] |= {"type": {"const": "text"}, "text": _STRING}
     schemas["ContentPart"]["required"] = ["type", "text"]
@@ -283,15 +287,21 @@ _PROMPT: Schema = {
 
 _GIVEN: Schema = {"not": {"type": "null"}}
 _SET_BY: Mapping[str, Schema] = {
+    "grammar": {"type": "string", "minLength": 1},
+    "json_object": {"const": True},
     "response_format": {"properties": {"type": {"enum": ["json_object", "json_schema"]}}}
-    | {"type": "object"}
+    | {"type": "object"},
 }
 """What a field is like when it constrains the answer, where not any value does."""
 
 
 def _constraints(properties: Schema) -> list[Schema]:
     names = [name for name in (*requests.GUIDES, "response_format") if name in properties]
-    return [_with(name, _SET_BY.get(name, _GIVEN)) for name in names]
+    return [_set(name) for name in names]
+
+
+def _set(name: str) -> Schema:
+    return _with(name, _SET_BY.get(name, _GIVEN))
 
 
 def _with(name: str, value: Schema) -> Schema:

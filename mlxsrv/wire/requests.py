@@ -12,11 +12,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, cast
 
-import msgspec
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.events import SteeringMode
+from mlxsrv.wire.constraints import (
+    ChoiceForm,
+    Choices,
+    Form,
+    GrammarForm,
+    GrammarText,
+    JSONForm,
+    Regex,
+    RegexForm,
+    ResponseFormat,
+    SchemaOrText,
+    StructuredOutputs,
+    format_forms,
+    read_schema,
+    structured_forms,
+)
 from mlxsrv.wire.decoding import RequestDecoder
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -38,16 +53,6 @@ Features = Annotated[dict[int, Annotated[float, Meta(ge=-200, le=200)]], Meta(ma
 Scale = Annotated[float, Meta(ge=-100, le=100)]
 # `$` alone would let a newline follow.
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(?!\n)$")]
-Regex = Annotated[str, Meta(min_length=1, extra_json_schema={"format": "regex"})]
-SchemaText = Annotated[
-    str,
-    Meta(
-        extra_json_schema={
-            "contentMediaType": "application/json",
-            "contentSchema": {"type": "object"},
-        }
-    ),
-]
 
 
 class StreamOptions(Struct, frozen=True):
@@ -74,9 +79,12 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     n_predict: Count | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     guided_regex: Regex | None = None
-    guided_choice: Annotated[list[str], Meta(min_length=1)] | None = None
-    guided_grammar: NotEmpty | None = None
-    guided_json: dict[str, Any] | SchemaText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    guided_json: SchemaOrText | None = None
+    structured_outputs: StructuredOutputs | None = None
+    grammar: str | None = None
+    json_schema: SchemaOrText | None = None
     profile: NotEmpty | None = None
     steering: Features | None = None
     steering_mode: SteeringMode | None = None
@@ -113,24 +121,26 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
-    def constraints(self) -> list[str]:
-        """The fields given that say what an answer may be. A decoded request has at most one."""
-        return [name for name in GUIDES if getattr(self, name) is not None]
-
-    @property
-    def guided_schema(self) -> dict[str, Any] | None:
-        """`guided_json` as the object that its string may hold.
+    def forms(self) -> list[Form]:
+        """What the request's fields ask an answer to be. A decoded request has at most one.
 
         Raises:
-            InvalidRequest: the string holds none; never of a decoded request.
+            InvalidRequest, UnsupportedParameter: a field is wrong; never of a decoded request.
         """
-        if not isinstance(self.guided_json, str):
-            return self.guided_json
-        try:
-            return msgspec.json.decode(self.guided_json, type=dict[str, Any])
-        except (msgspec.DecodeError, RecursionError) as error:
-            what = f"guided_json: not a JSON schema: {error}"
-            raise InvalidRequest(what, param="guided_json") from None
+        forms: list[Form] = []
+        if self.guided_regex is not None:
+            forms.append(RegexForm("guided_regex", self.guided_regex))
+        if self.guided_choice is not None:
+            forms.append(ChoiceForm("guided_choice", self.guided_choice))
+        for name in ("guided_grammar", "grammar"):
+            if text := getattr(self, name):  # llama.cpp's clients send "" for none
+                forms.append(GrammarForm(name, text))
+        for name in ("guided_json", "json_schema"):
+            if (schema := getattr(self, name)) is not None:
+                forms.append(JSONForm(name, read_schema(schema, name)))
+        if self.structured_outputs is not None:
+            forms.extend(structured_forms(self.structured_outputs))
+        return forms
 
 
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -139,7 +149,11 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
 }
 """Fields of a request that are one thing; a decoded request says the same in all it has."""
 
-GUIDES = ("guided_regex", "guided_choice", "guided_grammar", "guided_json")
+GUIDES = (
+    *("guided_regex", "guided_choice", "guided_grammar", "guided_json"),
+    *("structured_outputs", "grammar", "json_schema"),
+)
+"""The fields, beside a chat's `response_format`, that ask for a form."""
 
 # Chat.
 
@@ -201,27 +215,6 @@ class NamedTool(Struct, frozen=True):
     function: NamedFunction
 
 
-class TextFormat(Struct, frozen=True, tag_field="type", tag="text"):
-    """Any text."""
-
-
-class JSONObjectFormat(Struct, frozen=True, tag_field="type", tag="json_object"):
-    """Any JSON object."""
-
-
-class NamedSchema(Struct, frozen=True):
-    name: str
-    schema: dict[str, Any]
-    description: str | None = None
-    strict: bool | None = None
-
-
-class JSONSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema"):
-    """JSON that a schema describes."""
-
-    json_schema: NamedSchema
-
-
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
     logprobs: bool | None = None
@@ -229,7 +222,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=1000)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: TextFormat | JSONObjectFormat | JSONSchemaFormat | None = None
+    response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
     reasoning_effort: str | None = None
     continue_final_message: bool | None = None
@@ -240,9 +233,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def constraints(self) -> list[str]:
-        free = self.response_format is None or isinstance(self.response_format, TextFormat)
-        return super().constraints + ([] if free else ["response_format"])
+    def forms(self) -> list[Form]:
+        return [*super().forms, *format_forms(self.response_format)]
 
 
 # Text.
@@ -322,15 +314,14 @@ def _check_limits(request: GenerationRequest, *, echo: bool = False) -> None:
             )
 
 
-def _check_constraints(request: GenerationRequest) -> None:
-    match request.constraints:
+def _check_forms(request: GenerationRequest) -> None:
+    match request.forms:
         case [one, another, *_]:
             raise InvalidRequest(
-                f"{another}: cannot be combined with {one}; an answer follows one of them",
-                param=another,
+                f"{another.param}: cannot be combined with {one.param}; an answer follows one of "
+                "them",
+                param=another.param,
             )
-    if isinstance(request.guided_json, str):
-        _ = request.guided_schema
 
 
 def _check_steering(request: GenerationRequest) -> None:
@@ -348,7 +339,7 @@ def _check_steering(request: GenerationRequest) -> None:
 def _check_chat(request: ChatRequest) -> None:
     _check_limits(request)
     _check_spellings(request)
-    _check_constraints(request)
+    _check_forms(request)
     _check_steering(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
@@ -369,7 +360,7 @@ def _check_chat(request: ChatRequest) -> None:
 def _check_completion(request: CompletionRequest) -> None:
     _check_limits(request, echo=bool(request.echo))
     _check_spellings(request)
-    _check_constraints(request)
+    _check_forms(request)
     _check_steering(request)
     if request.best_of not in (None, request.choices):
         raise UnsupportedParameter(

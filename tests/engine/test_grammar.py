@@ -19,8 +19,9 @@ from jsonschema import Draft202012Validator
 from mlx_lm.utils import load_tokenizer
 from transformers import PreTrainedTokenizer
 
-from mlxsrv.engine import grammar
-from mlxsrv.engine.grammar import Grammars, GrammarSpec, Template, tool_grammar
+from mlxsrv.engine import grammar, specs
+from mlxsrv.engine.grammar import Grammars, Template
+from mlxsrv.engine.specs import GrammarSpec, tool_grammar
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.events import Constraint, Mask
 from tests.engine.conftest import ModelFolder
@@ -620,7 +621,7 @@ def test_a_lark_grammar_that_overflows_the_compilers_stack_is_refused(model: Mod
 def test_a_schema_that_never_compiles_is_refused(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammar, "_TRIAL_SECONDS", 2.0)
+    monkeypatch.setattr(specs, "_TRIAL_SECONDS", 2.0)
     patterns = [{"type": "string", "pattern": f".{a}"} for a in "abcdefghijklmnopqrstuvwxyz"]
     spec = GrammarSpec("json_schema", json.dumps({"allOf": patterns}))
     assert refusal(model, spec) == "takes more than 2 s to compile"

@@ -51,12 +51,42 @@ def test_nothing_is_bound_unless_asked() -> None:
         ("guided_grammar", 'start: "a"', "lark"),
         ("guided_json", SCHEMA, "json_schema"),
         ("guided_json", '{"type": "object"}', "json_object"),
+        ("guided_grammar", 'a ::= "b"\n root::= a', "gbnf"),
+        ("grammar", 'root ::= "a"', "gbnf"),
+        ("grammar", 'start: "root ::= a"', "lark"),
+        ("json_schema", SCHEMA, "json_schema"),
     ],
 )
 def test_each_guided_field_is_a_kind_of_grammar(field: str, value: Any, kind: str) -> None:
     for guide in (text(**{field: value}), chat(**{field: value})):
         assert guide is not None
         assert (guide.spec.kind, guide.param) == (kind, field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "kind"),
+    [
+        ("regex", "a+", "regex"),
+        ("choice", ["a", "b"], "choice"),
+        ("grammar", 'start: "a"', "lark"),
+        ("grammar", 'root ::= "a"', "gbnf"),
+        ("json", SCHEMA, "json_schema"),
+        ("json_object", True, "json_object"),
+    ],
+)
+def test_each_field_of_structured_outputs_is_a_kind_of_grammar(
+    field: str, value: Any, kind: str
+) -> None:
+    for guide in (text(structured_outputs={field: value}), chat(structured_outputs={field: value})):
+        assert guide is not None
+        assert (guide.spec.kind, guide.param) == (kind, f"structured_outputs.{field}")
+
+
+def test_json_may_be_compact() -> None:
+    for field, value in (("json", {"type": "object"}), ("json_object", True)):
+        guide = text(structured_outputs={field: value, "disable_any_whitespace": True})
+        assert guide is not None
+        assert (guide.spec.kind, guide.spec.compact) == ("json_schema", True)
 
 
 def test_a_response_format_is_json() -> None:

@@ -44,6 +44,7 @@ JSON = {"Accept": "application/json"}
 STREAM = {"stream": True}
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 REGEX = "[a-c]{4,9}( ж+)?"
+GBNF = 'root ::= num ([ ] "+ " root)?  # a sum\nnum ::= [1-9] [0-9]{2,4}'
 LARK = 'start: NUMBER | NUMBER " + " start\nNUMBER: /[1-9][0-9]{2,4}/'
 SUM = r"[1-9][0-9]{2,4}( \+ [1-9][0-9]{2,4})*"
 CHOICES = ["yes", "yesterday", "größer 🚀"]
@@ -88,6 +89,15 @@ KINDS: dict[str, tuple[Body, Callable[[str], Any]]] = {
     "guided_regex": ({"guided_regex": REGEX}, re.compile(REGEX).fullmatch),
     "guided_choice": ({"guided_choice": CHOICES}, CHOICES.__contains__),
     "guided_grammar": ({"guided_grammar": LARK}, re.compile(SUM).fullmatch),
+    "json_object schema": (
+        {"response_format": {"type": "json_object", "schema": CITY}},
+        fits(CITY),
+    ),
+    "grammar": ({"grammar": GBNF}, re.compile(SUM).fullmatch),
+    "json_schema": ({"json_schema": CITY}, fits(CITY)),
+    "structured json": ({"structured_outputs": {"json": CITY}}, fits(CITY)),
+    "structured regex": ({"structured_outputs": {"regex": REGEX}}, re.compile(REGEX).fullmatch),
+    "structured grammar": ({"structured_outputs": {"grammar": GBNF}}, re.compile(SUM).fullmatch),
 }
 """What asks for each kind of text, and whether a text is of it."""
 
@@ -349,6 +359,8 @@ REFUSED: list[tuple[str, Body, str, str]] = [
     (CHAT, {"guided_regex": "a("}, "guided_regex", "unclosed group"),
     (COMPLETIONS, {"guided_regex": "a" * 40_000}, "guided_regex", "at most 32768"),
     (COMPLETIONS, {"guided_grammar": 'start: "a" b'}, "guided_grammar", 'unknown name: "b"'),
+    (CHAT, {"grammar": 'root ::= "a" b'}, "grammar", "not a GBNF grammar: there is no rule b"),
+    (CHAT, {"structured_outputs": {"regex": "a("}}, "structured_outputs.regex", "unclosed group"),
     (CHAT, {"guided_regex": "a", **OBJECT}, "response_format", "cannot be combined"),
     (COMPLETIONS, {"guided_json": {}, "guided_choice": ["a"]}, "guided_json", "be combined with"),
     (CHAT, FORCED, "tool_choice", 'bad: Unimplemented keys: ["not"]'),
@@ -418,6 +430,12 @@ def bare(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator
             yield client
 
 
+def asking(fields: Body) -> str:
+    """The path of the field that asks for a form."""
+    [[name, value], *_] = fields.items()
+    return f"{name}.{next(iter(value))}" if name == "structured_outputs" else str(name)
+
+
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -430,7 +448,7 @@ def test_without_the_library_it_is_refused(
     bare: httpx.Client, path: str, fields: Body, streaming: bool
 ) -> None:
     response = bare.post(path, json=FORMS[path](stream=streaming, **fields), headers=JSON)
-    error = refused(response, 400, "unsupported_parameter", param=next(iter(fields)))
+    error = refused(response, 400, "unsupported_parameter", param=asking(fields))
     assert "pip install 'mlxsrv[structured]'" in error["message"]
 
 

@@ -60,6 +60,9 @@ WRONG: Table = {
     "guided_choice": [[], "a", 5, {}, True],
     "guided_grammar": ["", 5, ["start: x"], {}],
     "guided_json": [5, True, []],
+    "structured_outputs": [5, True, [], "json"],
+    "grammar": [5, True, [], {}],
+    "json_schema": [5, True, []],
     "profile": ["", 5, True, [], {}],
     "steering": [
         *([], "5", 5, True, {"a": 1}, {"1.0": 1}, {"": 1}, {"05": 1}, {" 5": 1}, {"5": "1"}),
@@ -104,6 +107,14 @@ Elsewhere = list[tuple[Body, str]]
 """Bodies and the error's param."""
 
 WRONG_WITHIN: Elsewhere = [
+    ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"grammar": ""}}, "structured_outputs.grammar"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"json_object": False}}, "structured_outputs"),
+    ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs.regex"),
+    ({"structured_outputs": {"regex": "a"}, "guided_regex": "a"}, "structured_outputs.regex"),
+    ({"grammar": "g", "json_schema": {}}, "json_schema"),
     ({"stop": [""]}, "stop[0]"),
     ({"stop": ["a", 5]}, "stop[1]"),
     ({"stop": [None]}, "stop[0]"),
@@ -197,6 +208,11 @@ WRONG_WITHIN_DETOKENIZE: Elsewhere = [
 # Wrong in a way that a schema cannot say, or that no tool would understand.
 
 WRONG_UNSAID: Elsewhere = [
+    *(({"json_schema": text}, "json_schema") for text in ("{", "[]", "")),
+    *(
+        ({"structured_outputs": {"json": text}}, "structured_outputs.json")
+        for text in ("{", "[]", "")
+    ),
     ({"profile": "mine", "steering": {"5": 1}}, "steering"),
     ({"profile": "mine", "steering": {}}, "steering"),
     ({"steering_mode": "additive"}, "steering_mode"),
@@ -282,6 +298,13 @@ FINE: Table = {
     "guided_choice": [["yes", "no"], [""]],
     "guided_grammar": ['start: "x"'],
     "guided_json": [JSON_SCHEMA, '{"type": "object"}', {}],
+    "structured_outputs": [
+        *({"json": JSON_SCHEMA}, {"json": "{}", "disable_any_whitespace": True}, {"regex": "a"}),
+        *({"choice": ["a"], "json_object": False}, {"grammar": "start: x", "regex": None}),
+        {"json_object": True, "disable_fallback": True, "disable_additional_properties": True},
+    ],
+    "grammar": ['root ::= "x"', ""],
+    "json_schema": [JSON_SCHEMA, '{"type": "object"}', {}],
     "profile": ["mine", "a b é"],
     "steering": [{}, {"5": 1}, {"0": -200, "16383": 200.0}],
     "control_vector": ["calm", {}, {"calm": 1, "a/b c": -0.5}],
@@ -302,6 +325,7 @@ FINE_CHAT: Table = {
     "response_format": [
         {"type": "text"},
         JSON_OBJECT,
+        JSON_OBJECT | {"schema": JSON_SCHEMA},
         {"type": "json_schema", "json_schema": {"name": "a", "schema": JSON_SCHEMA}},
     ],
     "chat_template_kwargs": [{}, {"enable_thinking": False}],

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, ServeError
 from mlxsrv.errors import UnsupportedParameter as Unsupported
+from mlxsrv.wire.constraints import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
 from mlxsrv.wire.requests import (
     CHAT_REQUESTS,
     COMPLETION_REQUESTS,
@@ -20,7 +21,6 @@ from mlxsrv.wire.requests import (
     TOKENIZE_REQUESTS,
     ChatRequest,
     CompletionRequest,
-    JSONSchemaFormat,
     NamedTool,
 )
 from tests.wire.bodies import JSON_SCHEMA, KINDS, Kind, chat, completion, message, tool
@@ -151,16 +151,46 @@ def test_a_quoted_value_is_neither_a_path_nor_without_end() -> None:
     assert len(error.message) < 1000
 
 
-def test_a_bias_of_what_is_no_token_says_so() -> None:
-    error = refusal(KINDS["chat"], chat(logit_bias={"hello": 1}))
-    assert "key" in error.message
-    assert "int" in error.message
+@pytest.mark.parametrize("key", ["hello", "1.0", "", "05", "a.b", "$[0]` - at `key` in `$.x`"])
+@pytest.mark.parametrize("field", ["logit_bias", "steering"])
+def test_an_error_about_a_key_names_the_key(field: str, key: str) -> None:
+    error = refusal(KINDS["chat"], chat(**{field: {"5": 1, key: 1, "6": 1}}))
+    assert error.message.startswith(f'{field}: the key "{key}" is wrong: expected ')
+    assert error.param == field
+
+
+@pytest.mark.parametrize("value", [201, "1", None, []])
+@pytest.mark.parametrize("field", ["logit_bias", "steering", "control_vector"])
+def test_an_error_about_the_value_of_a_key_names_the_key(field: str, value: Any) -> None:
+    error = refusal(KINDS["chat"], chat(**{field: {"5": 1, "7": value, "6": 1}}))
+    assert error.message.startswith(f'{field}: at the key "7": expected ')
+
+
+def test_a_key_without_end_is_named_by_its_beginning() -> None:
+    error = refusal(KINDS["chat"], chat(logit_bias={"x" * 1_000_000: 1}))
+    assert f'"{"x" * 64}..."' in error.message
+    assert len(error.message) < 1000
+
+
+def test_a_wrong_key_among_very_many_is_refused_all_the_same() -> None:
+    error = refusal(KINDS["chat"], chat(steering={str(i): 1 for i in range(10_001)} | {"x": 1}))
+    assert error.param == "steering"
 
 
 def test_fields_that_exclude_each_other_are_both_named() -> None:
     error = refusal(KINDS["chat"], chat(guided_regex="a", response_format={"type": "json_object"}))
     assert "guided_regex" in error.message
     assert "response_format" in error.message
+
+
+@pytest.mark.parametrize("name", ["whitespace_pattern", "structural_tag"])
+def test_an_option_that_cannot_be_honoured_is_named(name: str) -> None:
+    given = {"structured_outputs": {"json_object": True, name: "x"}}
+    for kind in (KINDS["chat"], KINDS["completion"]):
+        error = refusal(kind, kind.base | given)
+        assert isinstance(error, Unsupported)
+        assert error.param == f"structured_outputs.{name}"
+        assert error.param in error.message
 
 
 def test_an_unknown_tool_is_named_beside_the_known() -> None:
@@ -275,23 +305,56 @@ def test_how_many_tokens_to_score() -> None:
     assert read_completion(logprobs=3).likeliest == 3
 
 
-def test_what_constrains_an_answer() -> None:
-    assert read_chat(response_format={"type": "text"}).constraints == []
-    assert read_chat(response_format={"type": "json_object"}).constraints == ["response_format"]
-    assert read_completion(guided_choice=["a"]).constraints == ["guided_choice"]
+WHATEVER = {"type": "object"}
 
 
-def test_a_schema_may_be_text() -> None:
-    assert read_chat().guided_schema is None
-    assert read_chat(guided_json=JSON_SCHEMA).guided_schema == JSON_SCHEMA
-    assert read_chat(guided_json=json.dumps(JSON_SCHEMA)).guided_schema == JSON_SCHEMA
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"guided_choice": ["a"]}, ChoiceForm("guided_choice", ["a"])),
+        ({"guided_regex": "a+"}, RegexForm("guided_regex", "a+")),
+        ({"guided_grammar": "g"}, GrammarForm("guided_grammar", "g")),
+        ({"guided_json": JSON_SCHEMA}, JSONForm("guided_json", JSON_SCHEMA)),
+        ({"guided_json": json.dumps(JSON_SCHEMA)}, JSONForm("guided_json", JSON_SCHEMA)),
+        ({"grammar": "g"}, GrammarForm("grammar", "g")),
+        ({"grammar": ""}, None),  # llama.cpp's default
+        ({"json_schema": JSON_SCHEMA}, JSONForm("json_schema", JSON_SCHEMA)),
+        ({"structured_outputs": None}, None),
+        *(
+            ({"structured_outputs": {name: value}}, kind(f"structured_outputs.{name}", read))
+            for name, value, kind, read in [
+                ("json", JSON_SCHEMA, JSONForm, JSON_SCHEMA),
+                ("json", json.dumps(JSON_SCHEMA), JSONForm, JSON_SCHEMA),
+                ("regex", "a+", RegexForm, "a+"),
+                ("choice", ["a"], ChoiceForm, ["a"]),
+                ("grammar", "g", GrammarForm, "g"),
+                ("json_object", True, JSONForm, WHATEVER),
+            ]
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            JSONForm("structured_outputs.json_object", WHATEVER, compact=True),
+        ),
+    ],
+)
+def test_what_an_answer_is_to_be(fields: Body, form: Form | None) -> None:
+    expected = [] if form is None else [form]
+    assert read_chat(**fields).forms == read_completion(**fields).forms == expected
 
 
-def test_a_format_with_a_schema() -> None:
-    named = {"name": "answer", "schema": JSON_SCHEMA, "strict": True}
-    form = read_chat(response_format={"type": "json_schema", "json_schema": named}).response_format
-    assert isinstance(form, JSONSchemaFormat)
-    assert form.json_schema.schema == JSON_SCHEMA
+@pytest.mark.parametrize(
+    ("given", "schema"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, WHATEVER),
+        ({"type": "json_object", "schema": None}, WHATEVER),
+        ({"type": "json_object", "schema": JSON_SCHEMA}, JSON_SCHEMA),
+        ({"type": "json_schema", "json_schema": {"name": "x", "schema": JSON_SCHEMA}}, JSON_SCHEMA),
+    ],
+)
+def test_a_response_format_may_have_a_schema(given: Body, schema: Body | None) -> None:
+    expected = [] if schema is None else [JSONForm("response_format", schema)]
+    assert read_chat(response_format=given).forms == expected
 
 
 def test_tools_are_what_templates_take() -> None:

@@ -1,0 +1,171 @@
+"""The form that a request asks of its answers: JSON, a regex, choices or a grammar.
+
+OpenAI, vLLM and llama.cpp have different fields for the same thing. Whichever field a client
+uses becomes one of the forms here, which remembers the field for errors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+
+GrammarText = Annotated[str, Meta(min_length=1)]
+Regex = Annotated[str, Meta(min_length=1, extra_json_schema={"format": "regex"})]
+Choices = Annotated[list[str], Meta(min_length=1)]
+SchemaText = Annotated[
+    str,
+    Meta(
+        extra_json_schema={
+            "contentMediaType": "application/json",
+            "contentSchema": {"type": "object"},
+        }
+    ),
+]
+SchemaOrText = dict[str, Any] | SchemaText
+
+# Forms. `param` is the path of the field that asks.
+
+
+class JSONForm(Struct, frozen=True):
+    """JSON of a schema; `compact` allows no whitespace between its parts."""
+
+    param: str
+    schema: dict[str, Any]
+    compact: bool = False
+
+
+class RegexForm(Struct, frozen=True):
+    """A text that the regex matches as a whole."""
+
+    param: str
+    regex: str
+
+
+class ChoiceForm(Struct, frozen=True):
+    """One of the choices, to the letter."""
+
+    param: str
+    choices: list[str]
+
+
+class GrammarForm(Struct, frozen=True):
+    """A text of a grammar, in GBNF or Lark."""
+
+    param: str
+    text: str
+
+
+Form = JSONForm | RegexForm | ChoiceForm | GrammarForm
+
+# Fields.
+
+
+class TextFormat(Struct, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class JSONObjectFormat(Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object, or with llama.cpp's `schema` JSON that it describes."""
+
+    schema: dict[str, Any] | None = None
+
+
+class NamedSchema(Struct, frozen=True):
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class JSONSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema"):
+    """JSON that a schema describes."""
+
+    json_schema: NamedSchema
+
+
+ResponseFormat = TextFormat | JSONObjectFormat | JSONSchemaFormat
+
+
+class StructuredOutputs(Struct, frozen=True):
+    """vLLM's object for every form. One of the first five says which form it is.
+
+    `disable_any_whitespace` asks for compact JSON. `disable_additional_properties` asks for what
+    is done anyway. The last two are known, and refused.
+    """
+
+    json: SchemaOrText | None = None
+    regex: Regex | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    disable_fallback: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+REFUSED = ("whitespace_pattern", "structural_tag")
+"""Fields of a StructuredOutputs."""
+
+
+def format_forms(given: ResponseFormat | None) -> Iterator[Form]:
+    """The form that a `response_format` asks for, if it asks for any."""
+    match given:
+        case JSONObjectFormat(schema=schema):
+            yield JSONForm("response_format", {"type": "object"} if schema is None else schema)
+        case JSONSchemaFormat(json_schema=named):
+            yield JSONForm("response_format", named.schema)
+
+
+def structured_forms(given: StructuredOutputs) -> Iterator[Form]:
+    """The forms that a `structured_outputs` asks for: it should be one.
+
+    Raises:
+        UnsupportedParameter: an option that cannot be honoured is set.
+        InvalidRequest: no form is given, or `json` holds no schema.
+    """
+    for name in REFUSED:
+        if getattr(given, name) is not None:
+            path = f"structured_outputs.{name}"
+            raise UnsupportedParameter(f"{path} is not supported; leave it out", param=path)
+    compact = bool(given.disable_any_whitespace)
+    forms: list[Form] = []
+    if given.json is not None:
+        path = "structured_outputs.json"
+        forms.append(JSONForm(path, read_schema(given.json, path), compact))
+    if given.regex is not None:
+        forms.append(RegexForm("structured_outputs.regex", given.regex))
+    if given.choice is not None:
+        forms.append(ChoiceForm("structured_outputs.choice", given.choice))
+    if given.grammar is not None:
+        forms.append(GrammarForm("structured_outputs.grammar", given.grammar))
+    if given.json_object:
+        forms.append(JSONForm("structured_outputs.json_object", {"type": "object"}, compact))
+    if not forms:
+        raise InvalidRequest(
+            "structured_outputs: says nothing; give json, regex, choice, grammar or json_object",
+            param="structured_outputs",
+        )
+    yield from forms
+
+
+def read_schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
+    """A schema, as the object that a string may hold.
+
+    Raises:
+        InvalidRequest: the string holds none.
+    """
+    if not isinstance(given, str):
+        return given
+    try:
+        return msgspec.json.decode(given, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        what = f"{param}: not a JSON schema: {error}"
+        raise InvalidRequest(what, param=param) from None
