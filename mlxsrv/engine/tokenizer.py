@@ -152,6 +152,13 @@ class Tokenizer:
         """The token ids of a text, with those that the tokenizer puts around one if `special`."""
         return list(self._wrapper.encode(text, add_special_tokens=special))
 
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """The token ids of a word at the beginning of a text and, if they are others, after a
+        space. None of a word that the tokenizer drops."""
+        word = word.lstrip()
+        found = (tuple(self.split(text, special=False)) for text in (word, f" {word}"))
+        return [spelling for spelling in dict.fromkeys(found) if spelling]
+
     def pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Two texts as one, as a cross-encoder reads them; and how many tokens belong to the first,
         if the model tells them apart."""
@@ -261,6 +268,7 @@ class Tokenizer:
         thinking: bool,
         bound: bool = False,
         tools: ToolCalls | None = None,
+        min_tokens: int = 0,
     ) -> TextPipeline:
         """The stages from token ids to text for one answer, which a grammar may have `bound`.
 
@@ -272,6 +280,7 @@ class Tokenizer:
             Channels(start, end, thinking=thinking, bound=bound) if chat else None,
             StopStrings(stops) if stops else None,
             tools,
+            min_tokens=min_tokens,
         )
 
     def dialect(self, tools: Sequence[Mapping[str, Any]]) -> Dialect | None:
@@ -349,15 +358,18 @@ class Tokenizer:
             self._decoder = copy.deepcopy(self._wrapper._tokenizer)
             self._table: TokenBytes | None = None
             return
-        self._table = token_bytes(self._wrapper, scheme)
+        # An end token is no text either, where a request has it ignored.
+        table = token_bytes(self._wrapper, scheme)
+        hidden = {token: "" for token in self.turn_ends if token < len(table.data)}
+        self._table = table.showing({t: "" for t in hidden if t in self.end_tokens})
         shown = {token: added[token].content for token in self._markers}
         # Where no tools were given, what looks like a call is none, and its markers are no text;
         # neither are those of thoughts in a text completion.
         self._text_table = self._table.showing(dict.fromkeys(shown, ""))
         self._chat_table = self._text_table.showing(
-            {token: text for token, text in shown.items() if token in thoughts}
+            hidden | {token: text for token, text in shown.items() if token in thoughts}
         )
-        self._call_table = self._table.showing(shown | self._calls)
+        self._call_table = self._table.showing(hidden | shown | self._calls)
 
     def _think_tokens(self) -> Iterator[int]:
         if self.thinks:
@@ -384,7 +396,8 @@ class Tokenizer:
     def _detokenizer(self, *, chat: bool, calls: bool) -> Detokenizer | DecodingDetokenizer:
         if self._table is None:
             keep = self._calls if calls else self._thoughts if chat else {}
-            return DecodingDetokenizer(self._decoder, keep=keep)
+            ends = dict.fromkeys(self.turn_ends if chat else self.end_tokens, "")
+            return DecodingDetokenizer(self._decoder, keep={**ends, **keep})
         table = self._call_table if calls else self._chat_table if chat else self._text_table
         # In a completion the space belongs between the prompt and what follows it.
         return Detokenizer(table, strip_first_space=chat and self.strips_first_space)

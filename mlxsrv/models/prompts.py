@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.events import Bans
 from mlxsrv.models.guides import Guide, guide_chat, guide_text
 from mlxsrv.text.tools import Dialect, ToolCalls
 from mlxsrv.wire.openai import DetokenizeResponse, TokenizeResponse, TokenPiece
@@ -90,7 +91,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     `paths` says where in the request each prompt is.
     `dialect` is how the model calls the tools that it was given, `parallel` whether it may call
-    more than one; `guide` is what the answers must follow.
+    more than one; `guide` is what the answers must follow, `bans` what they may not have.
     """
 
     prompts: list[Prompt]
@@ -98,6 +99,7 @@ class Plan(msgspec.Struct, frozen=True):
     dialect: Dialect | None = None
     parallel: bool = True
     guide: Guide | None = None
+    bans: Bans | None = None
 
     def tool_calls(self) -> ToolCalls | None:
         """A new stage for one answer's calls."""
@@ -140,6 +142,7 @@ def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer:
         dialect=dialect,
         parallel=request.parallel_tool_calls is not False,
         guide=_prepared(guide_chat(request, dialect), tokenizer),
+        bans=_bans(request, tokenizer),
     )
 
 
@@ -171,6 +174,7 @@ def plan_completion(
         [_encode(prompt, path, tokenizer) for prompt, path in zip(prompts, paths, strict=True)],
         paths,
         guide=_prepared(guide_text(request), tokenizer),
+        bans=_bans(request, tokenizer),
     )
 
 
@@ -206,6 +210,20 @@ def _check_biases(request: GenerationRequest, tokenizer: Tokenizer) -> None:
                 f"logit_bias: {token} is no token id of this model; it has {tokenizer.vocabulary}",
                 param="logit_bias",
             )
+
+
+def _bans(request: GenerationRequest, tokenizer: Tokenizer) -> Bans | None:
+    """What the answers may not have in them. Raises InvalidRequest for ids of no token."""
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_ids(getattr(request, name) or (), name, tokenizer)
+    bans = Bans(
+        min_tokens=request.min_tokens or 0,
+        allowed=tuple(request.allowed_token_ids or ()),
+        words=tuple(
+            spelling for word in request.bad_words or () for spelling in tokenizer.spellings(word)
+        ),
+    )
+    return None if bans == Bans() else bans
 
 
 def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse:

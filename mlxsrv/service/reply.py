@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 import anyio
 import anyio.to_thread
@@ -24,13 +23,14 @@ from mlxsrv.errors import (
     ServeError,
     UnsupportedParameter,
 )
-from mlxsrv.events import Activations, Failed, Job, Sampling, Started, Steering, Usage
+from mlxsrv.events import Activations, Failed, Job, Started, Steering, Usage
 from mlxsrv.logs import log
 from mlxsrv.models.lease import Lease
 from mlxsrv.models.prompts import Plan
 from mlxsrv.service.choice import Choice
 from mlxsrv.service.observing import Generated, Observer, Timing
 from mlxsrv.service.outputs import Ended, Opened, Output
+from mlxsrv.service.parameters import end_tokens, sampling
 from mlxsrv.service.scores import Scores
 from mlxsrv.settings import Settings
 from mlxsrv.wire.openai import Identity
@@ -242,6 +242,7 @@ class Reply:
             thinking=prompt.thinking,
             bound=template is not None,
             tools=plan.tool_calls(),
+            min_tokens=asked.request.min_tokens or 0,
         )
         return Choice(
             index,
@@ -264,12 +265,15 @@ class Reply:
                 self._lease.context_length, len(prompt.tokens), plan.paths[nth]
             ),
             # What a grammar binds may end with any of them: it allows none before the text's end.
-            end_tokens=tokenizer.turn_ends if asked.chat or plan.guide else tokenizer.end_tokens,
+            end_tokens=end_tokens(
+                asked.request, tokenizer, chat=asked.chat, guided=plan.guide is not None
+            ),
             checkpoint=prompt.checkpoint,
             logprobs=asked.likeliest,
             scores=asked.likeliest if asked.echo else None,
-            sampling=_sampling(asked.request, tokenizer, copy),
+            sampling=sampling(asked.request, tokenizer, copy),
             steering=steering,
+            bans=plan.bans,
         )
 
     def _max_tokens(self, context: int | None, prompt_tokens: int, param: str) -> int:
@@ -507,28 +511,3 @@ class Reply:
 
 def _failing(event: Failed) -> str:
     return f"failed while generating: {event.clear}" if event.clear else "failed while generating"
-
-
-def _sampling(request: GenerationRequest, tokenizer: Tokenizer, copy: int) -> Sampling:
-    """The request's parameters, or the model's own, or none; each copy has its own seed."""
-    given = tokenizer.defaults
-    seed = random.getrandbits(63) if request.seed is None else request.seed + copy
-    return Sampling(
-        temperature=_first(request.temperature, given.temperature, 1.0),
-        top_p=_first(request.top_p, given.top_p, 1.0),
-        top_k=max(_first(request.top_k, given.top_k, 0), 0),
-        min_p=_first(request.min_p, given.min_p, 0.0),
-        seed=seed,
-        frequency_penalty=_first(request.frequency_penalty, 0.0),
-        presence_penalty=_first(request.presence_penalty, 0.0),
-        repetition_penalty=_first(request.repetition, given.repetition_penalty, 1.0),
-        logit_bias=tuple(sorted((request.logit_bias or {}).items())),
-    )
-
-
-V = TypeVar("V")
-
-
-def _first(*values: V | None) -> V:
-    """The first that is given; the last always is."""
-    return next(value for value in values if value is not None)

@@ -26,7 +26,8 @@ class TextPipeline:
     before it began. Content that waits for a stop string goes on waiting across a think block or a
     call, so it may come after those.
 
-    The tokens that end an answer are the caller's to remove; every id given here counts.
+    The tokens that end an answer are the caller's to remove; every id given here counts. Before
+    `min_tokens` of them no stop string ends the answer.
 
     - `tokens`: ids consumed, the last one that which completed a stop string.
     - `reasoning_tokens`: those of them inside a think block, markers included.
@@ -38,6 +39,7 @@ class TextPipeline:
     __slots__ = (
         "_channels",
         "_detokenizer",
+        "_min_tokens",
         "_stops",
         "_tools",
         "_undecided",
@@ -53,11 +55,14 @@ class TextPipeline:
         channels: Channels | None = None,
         stops: StopStrings | None = None,
         tools: ToolCalls | None = None,
+        *,
+        min_tokens: int = 0,
     ) -> None:
         self._detokenizer = detokenizer
         self._channels = channels
         self._stops = stops
         self._tools = tools
+        self._min_tokens = min_tokens
         self._undecided = 0  # ids that may turn out to be the beginning of a start marker
         self.calls = 0
         self.tokens = 0
@@ -136,12 +141,16 @@ class TextPipeline:
                 self.calls += isinstance(part, ToolOpened)
                 pieces.append(part)
                 continue
-            text = part if self._stops is None else self._stops.feed(part)
+            text = part if self._stops is None else self._scan(self._stops, part)
             if text:
                 pieces.append((CONTENT, text))
             if self._stops is not None and self._stops.matched is not None:
                 self.stopped = True
                 return
+
+    def _scan(self, stops: StopStrings, text: str) -> str:
+        """What a stop string lets pass; one that is complete within `min_tokens` does not count."""
+        return stops.feed(text) if self.tokens > self._min_tokens else stops.skip(text)
 
 
 def _content(text: str) -> list[Piece]:

@@ -35,6 +35,16 @@ class StopStrings:
         self._held = text[safe:]
         return text[:safe]
 
+    def skip(self, text: str) -> str:
+        """As `feed`, of text in which a stop string may begin, but one that ends is no match."""
+        text = self._held + text
+        begin = 0
+        while found := self._scanner.find(text[begin:]):
+            begin += found[1]
+        safe = len(text) - self._scanner.held(text[begin:])
+        self._held = text[safe:]
+        return text[:safe]
+
     def flush(self) -> str:
         """The text that waited for a match which never came."""
         text, self._held = self._held, ""

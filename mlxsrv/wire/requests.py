@@ -42,6 +42,7 @@ Count = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]
 NotEmpty = Annotated[str, Meta(min_length=1)]
 # Where only the size of the body would be a bound, there is one that no honest request meets.
 StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
+BadWord = Annotated[str, Meta(pattern=r"\S", max_length=1000)]
 User = Annotated[str, Meta(max_length=1000)]
 TokenId = Int32
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -77,6 +78,11 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     max_tokens: Count | None = None
     max_completion_tokens: Count | None = None
     n_predict: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1000)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=1000)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
     guided_regex: Regex | None = None
     guided_choice: Choices | None = None
@@ -312,6 +318,12 @@ def _check_limits(request: GenerationRequest, *, echo: bool = False) -> None:
             raise InvalidRequest(
                 f"{name}: expected `int` >= 1, or -1 for none{echoing}", param=name
             )
+    if request.min_tokens and request.limit is not None and request.min_tokens > request.limit:
+        raise InvalidRequest(
+            f"min_tokens: {request.min_tokens} is more than the answer may have; max_tokens is "
+            f"{request.limit}",
+            param="min_tokens",
+        )
 
 
 def _check_forms(request: GenerationRequest) -> None:

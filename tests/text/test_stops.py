@@ -97,3 +97,18 @@ def test_the_scanner_answers_for_a_whole_text(text: str, stops: list[str]) -> No
         assert scanner.held(text) == may_match(text, stops)
     else:
         assert scanner.find(text) == (len(before), len(before) + len(matched))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_what_is_skipped_matches_nothing_but_may_begin_a_match(size: int) -> None:
+    for text, later, expected in (
+        ("a STOP b ", "c STOP d", "a STOP b c "),
+        ("a ST", "OP b", "a "),
+        ("a STOP", " b", "a STOP b"),
+        ("a STOPST", "OP", "a STOP"),
+    ):
+        stage = StopStrings(["STOP"])
+        sent = "".join(stage.skip(text[i : i + size]) for i in range(0, len(text), size))
+        sent += "".join(stage.feed(later[i : i + size]) for i in range(0, len(later), size))
+        assert sent + stage.flush() == expected
+        assert (stage.matched is None) == (expected == text + later)

@@ -161,7 +161,7 @@ OF_THE_MODEL = re.compile(
     r"maximum context length|is no token id of this model|are made for one request"
     r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
     r"|this model's vectors have|^instruction: this model's files|^model: this model does not judge"
-    r"|which means the same; give one of them"
+    r"|^min_tokens: |which means the same; give one of them"
     r"|^(guided_(regex|grammar|json)|response_format)\b|cannot be combined with tools"
 )
 """Why a body may be refused that the schemas allow: they do not know the model, nor the settings,
