@@ -18,6 +18,8 @@ entries and of 16: the first step's inner loop runs along memory, which a compil
 
 from __future__ import annotations
 
+from math import e
+
 import mlx.core as mx
 
 SIZE = 128  # entries of a block
@@ -59,6 +61,13 @@ class Blocks:
         """Each row's highest logit `(rows, 1)`; NaN where one of them is."""
         entries = self.logits if self.few else self.maxima
         return entries.max(axis=-1, keepdims=True)
+
+    def log_total(self) -> mx.array:
+        """The logarithm of the sum of each row's exponentials `(rows, 1)`. By powers: MLX's CPU
+        back end takes a third of the time of its exp for them."""
+        powers = mx.power(mx.array(e, dtype=mx.float32), self.logits - self.highest)
+        sums = powers if self.few else sum_blocks(powers)
+        return self.highest + mx.log(sums.sum(axis=-1, keepdims=True))
 
     def take(self, rows: mx.array) -> Blocks:
         """The rows at these indices alone."""

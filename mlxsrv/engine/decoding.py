@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlxsrv.engine.bans import Banning
+from mlxsrv.engine.blocks import Blocks
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
 from mlxsrv.engine.lanes import Lane, Row, close_lanes
 from mlxsrv.engine.prefill import Pace
@@ -72,12 +73,13 @@ class Step:
         allowed = logits if self.masks is None else self.masks(logits)
         if self._banning is not None:
             allowed = self._banning(allowed, inputs)
-        tokens, highest = self._sampler.draw(allowed)
+        blocks = Blocks(allowed)
+        tokens, highest = self._sampler.draw_from(blocks)
         proof = Proof(self._rows, highest)
         if self._likelihoods is None:
             mx.async_eval(tokens, highest)  # type: ignore[no-untyped-call]  # mlx's stubs
             return tokens, (proof,), ()
-        drawn = self._likelihoods(logits, tokens)
+        drawn = self._likelihoods(blocks if allowed is logits else Blocks(logits), tokens)
         mx.async_eval(tokens, highest, *drawn[1:])  # type: ignore[no-untyped-call]  # as above
         return tokens, (proof,), (drawn,)
 

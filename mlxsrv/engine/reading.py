@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 
+from mlxsrv.engine.blocks import Blocks
 from mlxsrv.engine.faults import NOT_A_NUMBER, Fault
 from mlxsrv.engine.lanes import Row
 from mlxsrv.engine.processors import likelihoods, read_likelihoods
@@ -170,7 +171,7 @@ class Scorer:
         """Take the logits `(n, vocabulary)` at the prompt's tokens from `first` on."""
         self._vocabulary = logits.shape[-1]
         tokens = mx.array(self._job.prompt[first + 1 : first + 1 + logits.shape[0]])
-        self._scores += read_likelihoods(likelihoods(logits, tokens, self._top), self._top)
+        self._scores += read_likelihoods(likelihoods(Blocks(logits), tokens, self._top), self._top)
 
     @property
     def job_id(self) -> int:

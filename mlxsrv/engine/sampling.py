@@ -96,7 +96,10 @@ class Sampler:
     def draw(self, logits: mx.array) -> tuple[mx.array, mx.array]:
         """As a call, and each row's highest logit `(rows, 1)`: if it is not finite, one of them is
         NaN or infinite, or all are minus infinity, and the row's token means nothing."""
-        blocks = Blocks(logits)
+        return self.draw_from(Blocks(logits))
+
+    def draw_from(self, blocks: Blocks) -> tuple[mx.array, mx.array]:
+        """As `draw`."""
         parts = [
             group.draw(blocks if members is None else blocks.take(members)).astype(mx.uint32)
             for members, group in self._groups

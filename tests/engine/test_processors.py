@@ -14,7 +14,9 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.batch import Batch
+from mlxsrv.engine.lanes import Row
 from mlxsrv.engine.prefill import Pace
+from mlxsrv.engine.processors import Penalties
 from mlxsrv.engine.prompt_cache import PromptCache
 from mlxsrv.events import (
     Event,
@@ -173,6 +175,45 @@ def test_penalties_and_biases_equal_openais_formula(models: Any, sampling: Sampl
     assert ids_of(events, 0) == by_hand(model, prompt(0), 24, sampling)
     assert ids_of(events, 3) == by_hand(model, prompt(3), 9, sampling)
     assert ids_of(events, 1) == by_hand(model, prompt(1), 9, GREEDY)
+
+
+def test_penalties_are_exact_however_many_tokens_a_row_has_had() -> None:
+    """Against tables of the whole vocabulary; some rows have nothing penalised, or biases alone."""
+    vocabulary, steps = 300, 200
+    settings = [
+        Sampling(repetition_penalty=1.3, frequency_penalty=0.2),
+        Sampling(frequency_penalty=-0.3, presence_penalty=0.7, logit_bias=((0, -2.0), (17, 3.0))),
+        GREEDY,
+        Sampling(logit_bias=((5, -100.0),)),
+        Sampling(repetition_penalty=0.8, logit_bias=((9, 1.5),)),
+    ]
+    rows = [Row(job(i, prompt(i), sampling=each)) for i, each in enumerate(settings)]
+    rows[1].fresh, rows[1].drawn = False, [17, 17, 4]
+    dice = np.random.default_rng(2)
+    penalties = Penalties(rows, vocabulary)
+    counts = np.zeros((len(rows), vocabulary))
+    np.add.at(counts[1], [17, 17, 4], 1)
+    for step in range(steps):
+        inputs = dice.integers(0, vocabulary if step % 3 else 20, len(rows))
+        for i, token in enumerate(inputs):
+            counts[i, token] += step > 0 or i == 1
+        if not step:
+            inputs[[0, 2, 3, 4]] = [rows[i].job.prompt[-1] for i in (0, 2, 3, 4)]
+        logits = dice.standard_normal((len(rows), vocabulary)).astype(np.float32)
+        found = np.array(penalties(mx.array(logits), mx.array(inputs.astype(np.uint32))))
+        for i, each in enumerate(settings):
+            expected = logits[i].astype(np.float64)
+            for token, bias in each.logit_bias:
+                expected[token] += bias
+            had = counts[i] > 0
+            if each.repetition_penalty != 1:
+                again = had | np.isin(np.arange(vocabulary), rows[i].job.prompt)
+                factor = np.where(
+                    expected > 0, 1 / each.repetition_penalty, each.repetition_penalty
+                )
+                expected = np.where(again, expected * factor, expected)
+            expected -= each.frequency_penalty * counts[i] + each.presence_penalty * had
+            assert found[i] == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
 class OddThenEven:
