@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from mlx_lm.tokenizer_utils import (
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
+from mlxsrv.engine.encoding import PIECE, Encoder, Limit
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import (
@@ -118,12 +119,14 @@ class Tokenizer:
         generation = _read_json(folder / "generation_config.json")
         extra = {"trust_remote_code": True} if trust_remote_code else None
         self._wrapper: TokenizerWrapper = load_tokenizer(folder, extra)
+        self._encoder = Encoder(self._wrapper)
         self.end_tokens = _end_tokens(self._wrapper, config, generation)
         self.defaults = _defaults(generation)
         text_config = config.get("text_config") or {}
         self.vocabulary = _first_int(("vocab_size",), config, text_config) or len(self._wrapper)
         self.thinks: bool = self._wrapper.has_thinking
         self.marks_checkpoints = False  # set by the pool, for models whose caches cannot be cut
+        self.context: int | None = None  # tokens; set by the pool
         self._reserved = _RENDERED.union(inspect.signature(self._apply_template()).parameters)
         self._grammars: Grammars | None = None
         self.turn_ends = self.end_tokens | self._template_ends()
@@ -138,19 +141,36 @@ class Tokenizer:
         template = self._wrapper.chat_template
         return isinstance(template, str) and variable in template
 
-    def encode(self, text: str) -> Prompt:
-        """A text to be continued. Starts with the model's start token if it has one."""
+    def lend(self, pause: Callable[[], None]) -> None:
+        """Have `pause` called between two pieces of a long text: it may let another thread use the
+        tokenizer, and raises to end the work."""
+        self._encoder.pause = pause
+
+    def limit(self, param: str) -> Limit | None:
+        """What the context allows the text at `param`, if it has an end."""
+        return None if self.context is None else Limit(self.context, param)
+
+    def encode(self, text: str, limit: Limit | None = None) -> Prompt:
+        """A text to be continued. Starts with the model's start token if it has one.
+
+        Raises:
+            ContextLengthExceeded: it is so long over the limit that its tokens were not counted.
+        """
         bos = self._wrapper.bos_token
         special = bos is None or not text.startswith(bos)
-        return Prompt(tuple(self._wrapper.encode(text, add_special_tokens=special)), text)
+        return Prompt(tuple(self._encoder.encode(text, special=special, limit=limit)), text)
 
     def given(self, tokens: Sequence[int]) -> Prompt:
         """Token ids that a client made itself."""
         return Prompt(tuple(tokens), self.decode(tokens))
 
-    def split(self, text: str, *, special: bool) -> list[int]:
-        """The token ids of a text, with those that the tokenizer puts around one if `special`."""
-        return list(self._wrapper.encode(text, add_special_tokens=special))
+    def split(self, text: str, *, special: bool, limit: Limit | None = None) -> list[int]:
+        """The token ids of a text, with those that the tokenizer puts around one if `special`.
+
+        Raises:
+            ContextLengthExceeded: it is so long over the limit that its tokens were not counted.
+        """
+        return self._encoder.encode(text, special=special, limit=limit)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a word at the beginning of a text and, if they are others, after a
@@ -159,9 +179,16 @@ class Tokenizer:
         found = (tuple(self.split(text, special=False)) for text in (word, f" {word}"))
         return [spelling for spelling in dict.fromkeys(found) if spelling]
 
-    def pair(self, first: str, second: str) -> tuple[list[int], int]:
+    def pair(self, first: str, second: str, limit: Limit | None = None) -> tuple[list[int], int]:
         """Two texts as one, as a cross-encoder reads them; and how many tokens belong to the first,
-        if the model tells them apart."""
+        if the model tells them apart.
+
+        Raises:
+            ContextLengthExceeded: one is so long over the limit that its tokens were not counted.
+        """
+        for text in (first, second) if limit is not None else ():
+            if len(text) > PIECE:
+                self._encoder.encode(text, special=False, limit=limit)
         encoded = self._wrapper._tokenizer(first, second, return_token_type_ids=True)
         types: list[int] = encoded["token_type_ids"]
         return list(encoded["input_ids"]), types.index(1) if 1 in types else len(types)
@@ -199,11 +226,13 @@ class Tokenizer:
         variables: Mapping[str, Any],
         continue_final: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        limit: Limit | None = None,
     ) -> Prompt:
         """A chat through the model's template.
 
         Raises:
             InvalidRequest: the template refuses these messages; the error is the template's.
+            ContextLengthExceeded: it is so long over the limit that its tokens were not counted.
         """
         if not self.chats:
             raise UnsupportedParameter(
@@ -230,7 +259,7 @@ class Tokenizer:
             raise InvalidRequest(
                 f"messages: the model's chat template refused them: {error}", param="messages"
             ) from None
-        tokens = tuple(self._wrapper.encode(text, add_special_tokens=False))
+        tokens = tuple(self._encoder.encode(text, special=False, limit=limit))
         return Prompt(
             tokens,
             text,
@@ -251,7 +280,7 @@ class Tokenizer:
             text = self._apply_template()(list(messages[:1]), tokenize=False, **variables)
         except Exception:  # a template that insists on a user message; nothing is lost but time
             return 0
-        alone = tuple(self._wrapper.encode(text, add_special_tokens=False))
+        alone = tuple(self._encoder.encode(text, special=False))
         # The text after the message may share its last token with what follows it in the chat.
         return next((n for n in range(len(alone), 0, -1) if tokens[:n] == alone[:n]), 0)
 

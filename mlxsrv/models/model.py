@@ -16,6 +16,7 @@ from mlxsrv.engine.steering.files import SAEFile
 from mlxsrv.events import Attach, Loaded
 from mlxsrv.models.catalogue import Entry, Source
 from mlxsrv.models.folder import adapter_bytes, describe
+from mlxsrv.models.turns import Turns
 from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Model:
     def __init__(self, entry: Entry, settings: Settings) -> None:
         self.entry = entry
         self.rows = anyio.CapacityLimiter(settings.max_concurrency)
-        self.tokenizing = anyio.CapacityLimiter(1)
+        self.tokenizing = Turns()
         self.compiling = anyio.CapacityLimiter(_COMPILERS)
         self.most = settings.max_concurrency + settings.max_queue
         self.in_flight = 0  # leases

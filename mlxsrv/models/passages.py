@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from mlxsrv.engine.encoding import Limit
 from mlxsrv.engine.recipe import Recipe
 from mlxsrv.errors import ContextLengthExceeded, UnsupportedParameter
-from mlxsrv.models.prompts import check_ids
+from mlxsrv.models.prompts import check_ids, check_length
 from mlxsrv.wire.embeddings import EmbeddingRequest, RerankRequest
 
 if TYPE_CHECKING:
@@ -47,10 +48,14 @@ def plan_embedding(
     texts: list[tuple[int, ...]] = []
     for i, text in enumerate(request.texts):
         path = request.path(i)
+        limit = _limit(longest, path)
         if isinstance(text, str):
             whole = prompt + text
-            tokens = tokenizer.split(whole.lower() if recipe.lowercase else whole, special=True)
+            tokens = tokenizer.split(
+                whole.lower() if recipe.lowercase else whole, special=True, limit=limit
+            )
         else:
+            check_length(text, limit)
             check_ids(text, path, tokenizer)
             tokens = list(text)
         if recipe.pooling == "last":
@@ -62,10 +67,17 @@ def plan_embedding(
 
 def plan_rerank(request: RerankRequest, longest: int | None, tokenizer: Tokenizer) -> Passages:
     """The query with each document. Raises ContextLengthExceeded."""
-    pairs = [tokenizer.pair(request.query, text) for text in request.texts]
+    pairs = [
+        tokenizer.pair(request.query, text, _limit(longest, f"documents[{i}]"))
+        for i, text in enumerate(request.texts)
+    ]
     for i, (tokens, _) in enumerate(pairs):
         _check_length(tokens, longest, f"documents[{i}]")
     return Passages(tuple(tuple(tokens) for tokens, _ in pairs), tuple(first for _, first in pairs))
+
+
+def _limit(longest: int | None, path: str) -> Limit | None:
+    return None if longest is None else Limit(longest, path)
 
 
 def _prompt(request: EmbeddingRequest, recipe: Recipe) -> str:

@@ -376,9 +376,12 @@ class Pool:
             )
             model.fetching = False
             await self.port.meet(str(model.files.folder))
-            model.tokenizer = await anyio.to_thread.run_sync(
+            tokenizer = await anyio.to_thread.run_sync(
                 make_tokenizer, model.files.folder, self._settings.trust_remote_code
             )
+            tokenizer.context = model.files.context_length
+            tokenizer.lend(model.tokenizing.pause)
+            model.tokenizer = tokenizer
         except BaseException as error:
             if not survivable(error):
                 raise
@@ -388,7 +391,7 @@ class Pool:
             model.preparing = None
             model.fetching = False
             self._forget(model)
-        return model.tokenizer
+        return tokenizer
 
     async def _load(self, model: Model) -> None:
         """Bring a model into memory, and let in who waits for it."""

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.engine.encoding import Limit
+from mlxsrv.errors import (
+    InvalidRequest,
+    MissingParameter,
+    RequestTooLarge,
+    ServeError,
+    UnsupportedParameter,
+)
 from mlxsrv.events import Bans
 from mlxsrv.models.guides import Guide, guide_chat, guide_text
 from mlxsrv.text.tools import Dialect, ToolCalls
@@ -135,6 +142,7 @@ def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer:
         variables=variables,
         continue_final=bool(request.continue_final_message),
         tools=tools or None,
+        limit=tokenizer.limit("messages"),
     )
     return Plan(
         [prompt],
@@ -185,12 +193,22 @@ def _prompt_path(request: CompletionRequest, index: int) -> str:
 
 
 def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer) -> Prompt:
-    if not isinstance(prompt, str):
+    limit = tokenizer.limit(path)
+    if isinstance(prompt, str):
+        encoded = tokenizer.encode(prompt, limit)
+    else:
+        check_length(prompt, limit)
         check_ids(prompt, path, tokenizer)
-    encoded = tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.given(prompt)
+        encoded = tokenizer.given(prompt)
     if not encoded.tokens:
         raise InvalidRequest(f"{path}: must hold at least one token", param=path)
     return encoded
+
+
+def check_length(tokens: Sequence[int], limit: Limit | None) -> None:
+    """Raises ContextLengthExceeded."""
+    if limit is not None and len(tokens) > limit.tokens:
+        raise limit.refusal(f"; the text has {len(tokens)}")
 
 
 def check_ids(tokens: Sequence[int], path: str, tokenizer: Tokenizer) -> None:
@@ -226,8 +244,20 @@ def _bans(request: GenerationRequest, tokenizer: Tokenizer) -> Bans | None:
     return None if bans == Bans() else bans
 
 
+class _TooMuch(Limit, frozen=True):
+    """Of a text that no model is to read."""
+
+    def refusal(self, found: str) -> ServeError:
+        return RequestTooLarge(
+            f"at most {self.tokens} tokens are told of one text{found}", param=self.param
+        )
+
+
+_MOST_TOKENIZED = _TooMuch(2**20, "content")  # as many as `tokens` may be at /detokenize
+
+
 def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse:
-    ids = tokenizer.split(request.content, special=request.special)
+    ids = tokenizer.split(request.content, special=request.special, limit=_MOST_TOKENIZED)
     if not request.with_pieces:
         return TokenizeResponse([*ids], len(ids))
     return TokenizeResponse([TokenPiece.of(id, tokenizer.spelling(id)) for id in ids], len(ids))

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
-import anyio.to_thread
 import msgspec
 
 from mlxsrv.engine.port import Port
-from mlxsrv.errors import EngineFailed, InvalidRequest, ServeError, ShuttingDown
+from mlxsrv.errors import DeadlineExceeded, EngineFailed, InvalidRequest, ServeError, ShuttingDown
 from mlxsrv.events import Report
 from mlxsrv.models.catalogue import Catalogue, Entry
 from mlxsrv.models.lease import Lease
@@ -90,6 +89,7 @@ class Service:
         self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
         self._replies: set[Reply] = set()
         self._embeddings: set[Embedding] = set()
+        self._spelling: set[anyio.CancelScope] = set()  # of texts to tokens, and back
         self._job_ids = count(1)
         self._starting = False  # the default model is loaded for the first time
         self._draining = False
@@ -192,13 +192,26 @@ class Service:
         return await self._with_tokenizer(request.model, partial(detokenize, request))
 
     async def _with_tokenizer(self, model: str | None, work: Callable[[Tokenizer], V]) -> V:
-        """Do `work` in a worker thread, with the model's tokenizer to itself."""
+        """Do `work` in a worker thread, with the model's tokenizer to itself.
+
+        Raises:
+            DeadlineExceeded, ShuttingDown: it was ended before it was done.
+        """
         lease = await self._lease(model)
+        seconds = self.settings.request_timeout
+        scope = anyio.CancelScope()
+        self._spelling.add(scope)
         try:
-            tokenizer = await lease.tokenizer()
-            return await anyio.to_thread.run_sync(work, tokenizer, limiter=lease.model.tokenizing)
+            with anyio.move_on_after(seconds) as deadline, scope:
+                tokenizer = await lease.tokenizer()
+                return await lease.model.tokenizing.run(partial(work, tokenizer))
         finally:
+            self._spelling.discard(scope)
             lease.release()
+            self._note_idle()
+        if deadline.cancelled_caught:
+            raise DeadlineExceeded(f"not within the {seconds:g} s a request may take")
+        raise ShuttingDown("the server is shutting down")
 
     @property
     def port(self) -> Port:
@@ -216,8 +229,12 @@ class Service:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._replies and not self._embeddings:
+        if not self._busy:
             self._idle.set()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._replies or self._embeddings or self._spelling)
 
     # The catalogue.
 
@@ -339,7 +356,7 @@ class Service:
         await self._wait_idle(_FAREWELL_SECONDS)
 
     async def _wait_idle(self, seconds: float) -> None:
-        if self._replies or self._embeddings:
+        if self._busy:
             self._idle.clear()
             with anyio.move_on_after(seconds):
                 await self._idle.wait()
@@ -356,6 +373,8 @@ class Service:
             reply.fail(ShuttingDown("the server is shutting down"))
         for embedding in list(self._embeddings):
             embedding.stop()
+        for scope in self._spelling:
+            scope.cancel()
 
 
 _REPORT_SECONDS = 2.0

@@ -102,7 +102,7 @@ class Embedding:
         begun = asyncio.get_running_loop().time()
         lease = self._lease
         tokenizer = await lease.tokenizer()
-        passages = await anyio.to_thread.run_sync(plan, tokenizer, limiter=lease.model.tokenizing)
+        passages = await lease.model.tokenizing.run(partial(plan, tokenizer))
         await lease.enter()
         await lease.borrow_row(self)
         command = Embed(self._home.next_job_id(), lease.model.name, passages.texts, passages.firsts)

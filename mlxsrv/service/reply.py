@@ -154,9 +154,7 @@ class Reply:
             raise UnsupportedParameter(
                 "model: it writes no text, it only makes embeddings or judges texts", param="model"
             )
-        plan = await anyio.to_thread.run_sync(
-            self._asked.prepare, tokenizer, limiter=self._lease.model.tokenizing
-        )
+        plan = await self._lease.model.tokenizing.run(partial(self._asked.prepare, tokenizer))
         steering = await self._home.steering.resolve(self._asked.request, self.who.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self._thinks = tokenizer.thinks

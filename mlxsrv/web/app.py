@@ -236,23 +236,39 @@ async def _compute(
     work = serve(app.service, asked, request_id(request.scope))
     answer = await unless_gone(request.receive, work)
     account.model, account.tokens = answer.model, answer.usage.prompt_tokens
-    # Millions of numbers would hold up every stream.
+    return await _numbers(answer, ignored)
+
+
+async def _numbers(answer: object, ignored: list[str]) -> Response:
+    """An answer of perhaps millions of numbers, which would hold up every stream."""
     text = await anyio.to_thread.run_sync(encode_json, answer)
     return Response(text, headers=ignored_header(ignored), media_type="application/json")
 
 
 async def tokenize(request: Request) -> Response:
-    app: App = request.app
-    body = await read_body(request, app.settings.max_body)
-    asked, ignored = requests.TOKENIZE_REQUESTS.decode(body)
-    return JSONResponse(await app.service.tokenize(asked), headers=ignored_header(ignored))
+    return await _spell(request, requests.TOKENIZE_REQUESTS, Service.tokenize, _MOST_TEXT)
 
 
 async def detokenize(request: Request) -> Response:
+    return await _spell(request, requests.DETOKENIZE_REQUESTS, Service.detokenize, _MOST_IDS)
+
+
+# Bytes of a body whose text is told in tokens, and of one that holds a million ids.
+_MOST_TEXT = 8 * 1024 * 1024
+_MOST_IDS = 16 * 1024 * 1024
+
+
+async def _spell(
+    request: Request,
+    requests: RequestDecoder[Any],
+    serve: Callable[[Service, Any], Coroutine[Any, Any, Any]],
+    most: int,
+) -> Response:
     app: App = request.app
-    body = await read_body(request, app.settings.max_body)
-    asked, ignored = requests.DETOKENIZE_REQUESTS.decode(body)
-    return JSONResponse(await app.service.detokenize(asked), headers=ignored_header(ignored))
+    body = await read_body(request, min(app.settings.max_body, most))
+    asked, ignored = requests.decode(body)
+    answer = await unless_gone(request.receive, serve(app.service, asked))
+    return await _numbers(answer, ignored)
 
 
 async def list_models(request: Request) -> Response:
