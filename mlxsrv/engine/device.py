@@ -337,8 +337,7 @@ class DeviceThread:
                 self._clients[port] = _Client(port, self.clock)
                 # Here, by the thread that uses it; `ready` will tell what is wrong with it.
                 with suppress(Exception):
-                    imports.quicken()
-                    import mlxsrv.engine.loading  # noqa: F401
+                    imports.import_engine()
             case _ if client is None:
                 _log.debug("an order of a port that is closed")
             case Close():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 import textwrap
@@ -48,15 +49,16 @@ def run(code: str) -> str:
 
 
 def test_all_names_are_found() -> None:
-    quick = run("    from mlxsrv.engine.imports import quicken; quicken()\n" + _SCAN)
+    both = "    import mlx_lm.utils\n"  # which imports transformers
+    quick = run("    from mlxsrv.engine.imports import prepare; prepare()\n" + both + _SCAN)
     assert len(quick.split()) == 8
-    assert quick == run(_SCAN)
+    assert quick == run(both + _SCAN)
 
 
 def test_the_scan_is_kept_whole() -> None:
     """Guards the gain: another version of transformers may have other functions."""
     out = run("""
-        from mlxsrv.engine.imports import quicken; quicken()
+        from mlxsrv.engine.imports import prepare; prepare()
         from transformers.utils.import_utils import create_import_structure_from_path as scan
         from transformers import AutoTokenizer
         import transformers.models
@@ -66,13 +68,13 @@ def test_the_scan_is_kept_whole() -> None:
     assert out == "None True\n"
 
 
-def test_once_transformers_is_there_nothing_is_done() -> None:
+def test_once_they_are_there_nothing_is_done() -> None:
     out = run("""
         import sys
-        import transformers
-        from mlxsrv.engine.imports import quicken
+        import transformers, mlx_lm.utils
+        from mlxsrv.engine.imports import prepare
         before = list(sys.meta_path)
-        quicken()
+        prepare()
         print(sys.meta_path == before)
     """)
     assert out == "True\n"
@@ -105,5 +107,39 @@ def test_a_version_without_the_scan_is_left_as_it_is() -> None:
             module.__dict__["kept"] = 1
 
     module = ModuleType("transformers.utils.import_utils")
-    imports._Changing(Empty()).exec_module(module)
+    imports._Changing(Empty(), imports._scan_once).exec_module(module)
     assert {name for name in vars(module) if not name.startswith("__")} == {"kept"}
+
+
+@pytest.mark.parametrize("limits", [(100, 100), (256, 9000), (9000, 9000)])
+def test_the_limit_of_open_files_stays_as_it_was(limits: tuple[int, int]) -> None:
+    """Also where there is no privilege: then mlx-lm could neither raise it nor give it back."""
+    out = run(f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, {limits})
+        set_limit = resource.setrlimit
+        from mlxsrv.engine.imports import import_engine
+        import_engine()
+        import mlx_lm.utils
+        print(resource.getrlimit(resource.RLIMIT_NOFILE) == {limits})
+        print(resource.setrlimit is set_limit)
+    """)
+    assert out == "True\nTrue\n"
+
+
+def test_others_may_set_limits_meanwhile() -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    with imports._deaf_to("mlx_lm.utils"):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (0, before[1])
+    resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+def test_nothing_is_left_to_import_for_a_request() -> None:
+    out = run("""
+        import sys
+        from mlxsrv.engine.imports import import_engine
+        import_engine()
+        print({"mlxsrv.engine.grammar", "mlxsrv.engine.loading", "llguidance.hf"} <= {*sys.modules})
+    """)
+    assert out == "True\n"
