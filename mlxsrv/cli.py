@@ -20,6 +20,7 @@ import uvicorn
 
 from mlxsrv.commands import COMMANDS
 from mlxsrv.connection import Connection
+from mlxsrv.descriptors import raise_limit
 from mlxsrv.engine.device import require_backend
 from mlxsrv.errors import BackendMissing, ServeError
 from mlxsrv.logs import configure, log
@@ -29,6 +30,11 @@ from mlxsrv.web.app import App, create_app
 _log = logging.getLogger("mlxsrv.server")
 
 _TICK_SECONDS = 1.0
+
+_BACKLOG = 2048
+_ACCEPTED = 8
+"""Connections that asyncio accepts in one turn of its loop, where they cannot be refused yet: fewer
+than the descriptors that connections leave. uvicorn knows one number for this and the backlog."""
 
 
 class Server(uvicorn.Server):
@@ -42,6 +48,11 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self.failed = False  # the engine, and the process is to end with it
         self._loading: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # again: the loop has set it to `_ACCEPTED`
 
     async def main_loop(self) -> None:
         """As uvicorn's, but woken by signals and not ten times a second to look for them; once a
@@ -107,6 +118,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     gc.disable()  # until the model is there: imports make no garbage, and looking for it costs 6 %
     settings = load_settings(arguments)
     configure(settings.log_level, settings.log_format)
+    raise_limit()
     try:
         require_backend()
     except BackendMissing as error:
@@ -117,7 +129,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     app = create_app(settings, local=local)
     with _address(settings):
         # Only now: a client that connects from here on waits for the app, and is not refused.
-        listener.listen(2048)
+        listener.listen(_BACKLOG)
     # transformers would write lines of its own beside ours, about prompts we refuse ourselves.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     host, port = listener.getsockname()[:2]
@@ -134,6 +146,7 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
         log_config=None,
         access_log=False,
         server_header=False,
+        backlog=_ACCEPTED,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=2,
     )

@@ -13,7 +13,8 @@ import sys
 import uuid
 from typing import Any
 
-from mlxsrv.errors import HeadersTooLarge, InvalidHTTP, ServeError
+from mlxsrv.descriptors import most_connections
+from mlxsrv.errors import HeadersTooLarge, InvalidHTTP, Overloaded, ServeError
 from mlxsrv.logs import log
 from mlxsrv.web.app import App
 from mlxsrv.web.security import MOST_HEADER_BYTES
@@ -53,6 +54,8 @@ class Connection(Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            self._refuse(Overloaded("the server has as many connections as it can take"))
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -182,5 +185,6 @@ def _last_response(error: ServeError) -> bytes:
         f"content-length: {len(body)}",
         f"x-request-id: {request}",
         "connection: close",
+        *([] if error.retry_after is None else [f"retry-after: {error.retry_after}"]),
     ]
     return "\r\n".join([*head, "", ""]).encode() + body

@@ -25,6 +25,7 @@ FLOORS = {
     "service": 4,
     "web": 5,
     "commands": 6,
+    "descriptors": 0,
     "connection": 6,
     "cli": 6,
     "__main__": 6,

@@ -52,11 +52,14 @@ class Server:
         log: Path,
         log_format: str,
         variables: Mapping[str, str],
+        descriptors: int | None = None,
     ) -> None:
         self._log = log
+        limit = f"ulimit -n {descriptors} &&" if descriptors else ""
+        command = ["sh", "-c", f'{limit} exec "$@"', "sh", sys.executable, "-m", "mlxsrv"]
         with log.open("wb") as stderr:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "mlxsrv", *arguments, "--log-format", log_format],
+                [*command, *arguments, "--log-format", log_format],
                 stderr=stderr,
                 env={**environment(), **variables},
             )
@@ -114,9 +117,12 @@ def serving(
     *arguments: str,
     log_format: str = "json",
     variables: Mapping[str, str] = MappingProxyType({}),
+    descriptors: int | None = None,
 ) -> Iterator[Server]:
-    """A server on a free port; `folder` takes its log, `variables` are added to its environment."""
-    server = Server(("--port", "0", *arguments), folder / "log", log_format, variables)
+    """A server on a free port; `folder` takes its log, `variables` are added to its environment.
+    It may have so many `descriptors` open, or as many as this process."""
+    options = ("--port", "0", *arguments)
+    server = Server(options, folder / "log", log_format, variables, descriptors)
     try:
         yield server
     finally:
