@@ -111,7 +111,7 @@ def test_a_version_without_the_scan_is_left_as_it_is() -> None:
     assert {name for name in vars(module) if not name.startswith("__")} == {"kept"}
 
 
-@pytest.mark.parametrize("limits", [(100, 100), (256, 9000), (9000, 9000)])
+@pytest.mark.parametrize("limits", [(100, 100), (256, 4000), (3000, 3000)])
 def test_the_limit_of_open_files_stays_as_it_was(limits: tuple[int, int]) -> None:
     """Also where there is no privilege: then mlx-lm could neither raise it nor give it back."""
     out = run(f"""
