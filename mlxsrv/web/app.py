@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import anyio
@@ -31,7 +31,7 @@ from mlxsrv.service.reply import Reply
 from mlxsrv.service.saes import check_steering
 from mlxsrv.settings import Settings, load_settings
 from mlxsrv.web import management
-from mlxsrv.web.bodies import ignored_header, read_body
+from mlxsrv.web.bodies import Ignored, read_body
 from mlxsrv.web.middleware import RequestLog, request_id
 from mlxsrv.web.observing import account_of, label, make_watchers
 from mlxsrv.web.responses import (
@@ -91,6 +91,7 @@ class App(Starlette):
         )
         self.router.redirect_slashes = False  # a wrong path is a 404 in our shape
         self.settings = settings
+        self.ignored = Ignored()
         self._observers = watchers.observers
         self._service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -200,7 +201,7 @@ async def _generate(request: Request, form: Form) -> Response:
     account.operation = form.operation
     asked, ignored = form.requests.decode(body)
     account.asked, account.model = asked, label(app.service.pool.catalogue, asked.model)
-    headers = ignored_header(ignored)
+    headers = app.ignored.header(ignored)
     reply = account.reply = await form.serve(app.service, asked, request_id(request.scope))
     if not asked.stream:
         return ReplyBody(reply, form.fold, headers=headers)
@@ -236,13 +237,13 @@ async def _compute(
     work = serve(app.service, asked, request_id(request.scope))
     answer = await unless_gone(request.receive, work)
     account.model, account.tokens = answer.model, answer.usage.prompt_tokens
-    return await _numbers(answer, ignored)
+    return await _numbers(answer, app.ignored.header(ignored))
 
 
-async def _numbers(answer: object, ignored: list[str]) -> Response:
+async def _numbers(answer: object, headers: Mapping[str, str]) -> Response:
     """An answer of perhaps millions of numbers, which would hold up every stream."""
     text = await anyio.to_thread.run_sync(encode_json, answer)
-    return Response(text, headers=ignored_header(ignored), media_type="application/json")
+    return Response(text, headers=headers, media_type="application/json")
 
 
 async def tokenize(request: Request) -> Response:
@@ -268,7 +269,7 @@ async def _spell(
     body = await read_body(request, min(app.settings.max_body, most))
     asked, ignored = requests.decode(body)
     answer = await unless_gone(request.receive, serve(app.service, asked))
-    return await _numbers(answer, ignored)
+    return await _numbers(answer, app.ignored.header(ignored))
 
 
 async def list_models(request: Request) -> Response:

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from mlxsrv.errors import InvalidFeatureIndex
 from mlxsrv.service import Service
-from mlxsrv.web.bodies import ignored_header, read_body
+from mlxsrv.web.bodies import read_body
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire
 from mlxsrv.wire.decoding import RequestDecoder, read_query
@@ -49,7 +49,7 @@ def _asks(
         body = await read_body(request, request.app.settings.max_body)
         asked, ignored = bodies.decode(body or b"{}")
         told = await work(request.app.service, request.path_params, asked)
-        headers = ignored_header(ignored)
+        headers = request.app.ignored.header(ignored)
         return JSONResponse(wire.success(told), status_code=status, headers=headers)
 
     return Route(path, endpoint, methods=[method])

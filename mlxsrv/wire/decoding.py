@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.wire.unknown import Fields
 
 T = TypeVar("T", bound=Struct)
 D = TypeVar("D")
@@ -47,8 +48,7 @@ class RequestDecoder(Generic[T]):
         idle: Callable[[T], list[str]] = _nothing_idle,
     ) -> None:
         self._decoder = msgspec.json.Decoder(kind)
-        self._fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
-        self._honoured = frozenset(kind.__struct_encode_fields__)
+        self._known = Fields(kind)
         self._check = check
         self._neutral = neutral or {}
         self._reasons = reasons or {}
@@ -57,13 +57,11 @@ class RequestDecoder(Generic[T]):
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """The request, and the names of fields that were ignored."""
         request = _decode(self._decoder.decode, body)
-        fields = _decode(self._fields.decode, body)
-        ignored = []
-        for name in fields.keys() - self._honoured:
-            value = _decode(msgspec.json.decode, fields[name])
+        unknown, ignored = _decode(self._known.read, body)
+        for name, value in unknown.items():
             if name in self._neutral:
-                self._require_neutral(name, value)
-            elif value is not None:
+                self._require_neutral(name, _decode(msgspec.json.decode, value))
+            else:
                 ignored.append(name)
         self._check(request)
         return request, sorted(ignored + self._idle(request))

@@ -358,6 +358,24 @@ def test_ignored_fields_are_named(client: httpx.Client, streaming: bool) -> None
     }
 
 
+def test_ignored_fields_are_named_by_path_and_logged_once(
+    client: httpx.Client, server: Server
+) -> None:
+    message = {"role": "user", "content": "hi"}
+    odd = {**message, "mood": 1}
+    for messages in ([odd], [message, odd, odd], [odd, message]):
+        body = chat(max_tokens=1, messages=messages, verbosity="low", stream_options={"new": 1})
+        response = client.post(CHAT, json=body | {"stream": True})
+        first = messages.index(odd)
+        assert ignored(response) == {
+            f"messages[{first}].mood",
+            "stream_options.new",
+            "verbosity",
+        }
+    for name in ("messages[].mood", "stream_options.new", "verbosity"):
+        assert len(server.log("field ignored", name=name)) == 1
+
+
 def test_the_user_is_not_ignored(client: httpx.Client, server: Server) -> None:
     response = client.post(CHAT, json=chat(user="Ada Lovelace"))
     assert "x-ignored-params" not in response.headers
