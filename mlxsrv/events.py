@@ -82,6 +82,8 @@ class Job(msgspec.Struct, frozen=True):
     """Tokens at the beginning of the prompt, a system message say, that others will share."""
     logprobs: int | None = None
     scores: int | None = None
+    ranks: bool = False
+    """Whether the prompt's tokens are ranked as well, where they are scored."""
     steering: Steering | None = None
     bans: Bans | None = None
 
@@ -229,18 +231,22 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class PromptRead(msgspec.Struct, frozen=True):
-    """The prompt is read; `cached` of its tokens were found in the prompt cache."""
+    """The prompt is read; `cached` of its tokens were found in the prompt cache. `seconds` is how
+    long the rest took, other work in between included, but no wait before."""
 
     job: int
     cached: int
+    seconds: float = 0.0
 
 
 class Likelihood(msgspec.Struct, frozen=True):
     """A token's log-probability, before temperature and filters, and the likeliest tokens there
-    with theirs, the likeliest first. None for a prompt's first token, which nothing predicts."""
+    with theirs, the likeliest first. None for a prompt's first token, which nothing predicts.
+    `rank` is 1 for the likeliest token, where ranks were asked for."""
 
     logprob: float | None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
 
 
 class PromptScored(msgspec.Struct, frozen=True):
@@ -316,11 +322,22 @@ Event = (
 )
 
 
+class Timings(msgspec.Struct, frozen=True):
+    """Seconds that a request's prompts took, from the first that was read to the first token of
+    the last; and its answers, from the first of their tokens to the last."""
+
+    prompt: float
+    answer: float
+
+
 class Usage(msgspec.Struct, frozen=True):
+    """What a request took, so far or in all. `timings` where they were asked for."""
+
     prompt_tokens: int
     completion_tokens: int
     reasoning_tokens: int | None = None
     cached_tokens: int = 0
+    timings: Timings | None = None
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -338,11 +355,26 @@ class Report(msgspec.Struct, frozen=True):
 
 class TokenScore(msgspec.Struct, frozen=True):
     """One token of a text: its bytes, its log-probability (None: nothing predicts it) and the
-    likeliest tokens in its place."""
+    likeliest tokens in its place. `names` are what to call it and these, where not by their bytes.
+    """
 
     token: bytes
     logprob: float | None
     top: tuple[tuple[bytes, float], ...] = ()
+    names: tuple[str, ...] = ()
+
+
+class RankedToken(msgspec.Struct, frozen=True):
+    """A token that stands, or could stand, at one place of a prompt."""
+
+    id: int
+    logprob: float
+    rank: int
+    text: str
+
+
+PromptScore = tuple[RankedToken, ...] | None
+"""What could stand at one place: the prompt's own token, then the likeliest. None at the first."""
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -355,10 +387,15 @@ class ToolUse(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One whole choice. `scores` is None where they were not asked for."""
+    """One whole choice. `scores` is None where they were not asked for, and so are `tokens`, the
+    ids that were drawn, and what is told of the prompt. `stop` is the stop string that ended it."""
 
     reason: FinishReason
     content: str = ""
     reasoning: str = ""
     tools: tuple[ToolUse, ...] = ()
     scores: tuple[TokenScore, ...] | None = None
+    tokens: tuple[int, ...] | None = None
+    prompt: tuple[int, ...] | None = None
+    prompt_scores: tuple[PromptScore, ...] | None = None
+    stop: str | None = None

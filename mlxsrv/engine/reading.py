@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isnan
-from typing import Any
+from time import perf_counter
+from typing import Any, cast
 
 import mlx.core as mx
 import msgspec
@@ -80,6 +81,7 @@ class Reading:
         self.cache = cache
         self.cached = cached  # tokens found in the prompt cache
         self.done = cached
+        self.begun = perf_counter()
         self.checkpoint = 0  # tokens after which to stop once, to keep the cache as it is there
 
     @property
@@ -171,7 +173,8 @@ class Scorer:
         """Take the logits `(n, vocabulary)` at the prompt's tokens from `first` on."""
         self._vocabulary = logits.shape[-1]
         tokens = mx.array(self._job.prompt[first + 1 : first + 1 + logits.shape[0]])
-        self._scores += read_likelihoods(likelihoods(Blocks(logits), tokens, self._top), self._top)
+        found = read_likelihoods(likelihoods(Blocks(logits), tokens, self._top), self._top)
+        self._scores += _ranked(found, logits, tokens) if self._job.ranks else found
 
     @property
     def job_id(self) -> int:
@@ -185,6 +188,15 @@ class Scorer:
     @property
     def event(self) -> PromptScored:
         return PromptScored(self._job.id, tuple(self._scores))
+
+
+def _ranked(scores: Sequence[Likelihood], logits: mx.array, tokens: mx.array) -> list[Likelihood]:
+    """The same, with how many tokens are likelier than each of `tokens`, plus one."""
+    own = mx.take_along_axis(logits, tokens[:, None], axis=-1)
+    ranks = cast(list[int], ((logits > own).sum(axis=-1) + 1).tolist())
+    return [
+        msgspec.structs.replace(score, rank=rank) for score, rank in zip(scores, ranks, strict=True)
+    ]
 
 
 class Read:
@@ -208,7 +220,8 @@ class Read:
             return
         for each in reading.waiting:
             each.row.told = True
-            self.events.append(PromptRead(each.job.id, reading.cached))
+            seconds = perf_counter() - reading.begun
+            self.events.append(PromptRead(each.job.id, reading.cached, seconds))
         if reading.scorer is not None:
             self.events.append(reading.scorer.event)
         self.events += [Finished(job.id) for job in reading.jobs if job.max_tokens == 0]

@@ -17,7 +17,9 @@ from mlxsrv.errors import (
 )
 from mlxsrv.events import Bans
 from mlxsrv.models.guides import Guide, guide_chat, guide_text
+from mlxsrv.text.infill import File
 from mlxsrv.text.tools import Dialect, ToolCalls
+from mlxsrv.wire.infill import InfillRequest
 from mlxsrv.wire.openai import DetokenizeResponse, TokenizeResponse, TokenPiece
 from mlxsrv.wire.requests import (
     ChatRequest,
@@ -177,9 +179,55 @@ def plan_completion(
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
     """
     _check_biases(request, tokenizer)
+    if request.suffix:
+        return _plan_suffix(request, prompts, tokenizer)
     paths = [_prompt_path(request, i) for i in range(len(prompts))]
+    encoded = [
+        _encode(prompt, path, tokenizer) for prompt, path in zip(prompts, paths, strict=True)
+    ]
+    return _plan_text(request, encoded, paths, tokenizer)
+
+
+def _plan_suffix(
+    request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
+) -> Plan:
+    """The texts between each prompt and the suffix. A decoded request has prompts of text only."""
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    limit = tokenizer.limit("prompt")
+    filled = [tokenizer.infill(prefix, request.suffix or "", limit=limit) for prefix in texts]
+    found = [prompt for prompt in filled if prompt is not None]
+    if len(found) < len(filled):
+        raise UnsupportedParameter(
+            "suffix: this model has no fill-in-the-middle tokens; leave it out", param="suffix"
+        )
+    paths = [_prompt_path(request, i) for i in range(len(prompts))]
+    return _plan_text(request, found, paths, tokenizer)
+
+
+def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> Plan:
+    """The text between prefix and suffix. `prompt` is what has been written of it already.
+
+    Raises:
+        InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
+    """
+    _check_biases(request, tokenizer)
+    files = [File(each.filename, each.text) for each in request.input_extra or ()]
+    prefix = request.input_prefix + (request.prompt or "")
+    limit = tokenizer.limit("input_prefix")
+    prompt = tokenizer.infill(prefix, request.input_suffix, files, limit)
+    if prompt is None:
+        raise UnsupportedParameter(
+            "model: it has no fill-in-the-middle tokens, so it cannot infill; ask another",
+            param="model",
+        )
+    return _plan_text(request, [prompt], ["input_prefix"], tokenizer)
+
+
+def _plan_text(
+    request: GenerationRequest, prompts: list[Prompt], paths: list[str], tokenizer: Tokenizer
+) -> Plan:
     return Plan(
-        [_encode(prompt, path, tokenizer) for prompt, path in zip(prompts, paths, strict=True)],
+        prompts,
         paths,
         guide=_prepared(guide_text(request), tokenizer),
         bans=_bans(request, tokenizer),

@@ -34,13 +34,15 @@ from mlxsrv.models.prompts import (
     detokenize,
     plan_chat,
     plan_completion,
+    plan_infill,
     tokenize,
 )
 from mlxsrv.models.store import Store
+from mlxsrv.service.asked import Asked
 from mlxsrv.service.embedding import Embedding
 from mlxsrv.service.observing import Observer
 from mlxsrv.service.profiles import Profiles
-from mlxsrv.service.reply import Asked, Reply
+from mlxsrv.service.reply import Reply
 from mlxsrv.service.saes import SAEs
 from mlxsrv.service.steering import SteeringDesk
 from mlxsrv.settings import Settings
@@ -51,6 +53,7 @@ from mlxsrv.wire.embeddings import (
     RerankRequest,
     RerankResponse,
 )
+from mlxsrv.wire.infill import InfillRequest
 from mlxsrv.wire.openai import (
     DetokenizeResponse,
     EngineState,
@@ -109,6 +112,7 @@ class Service:
                 likeliest=request.likeliest,
                 chat=True,
                 request_id=request_id,
+                timed=request.timed,
             ),
         )
 
@@ -128,6 +132,23 @@ class Service:
                 chat=False,
                 request_id=request_id,
                 echo=bool(request.echo),
+                timed=request.timed,
+            ),
+        )
+
+    async def infill(self, request: InfillRequest, request_id: str) -> Reply:
+        """Raises ServeError for all that can be known before anything is waited for."""
+        return await self._reply(
+            request.model,
+            Asked(
+                request,
+                partial(plan_infill, request),
+                choices=1,
+                limit=request.limit,
+                likeliest=None,
+                chat=False,
+                request_id=request_id,
+                timed=True,
             ),
         )
 

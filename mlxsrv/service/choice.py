@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mlxsrv.engine.port import JobEvent
@@ -16,8 +17,8 @@ from mlxsrv.events import (
     Token,
     TokenScore,
 )
-from mlxsrv.service.outputs import Ended, Output, Text, ToolInput, ToolStarted
-from mlxsrv.service.scores import Scores
+from mlxsrv.service.outputs import Drawn, Ended, Output, Prompted, Text, ToolInput, ToolStarted
+from mlxsrv.service.scores import Scores, cut_top, rank_prompt
 from mlxsrv.text.tools import ToolArguments, ToolOpened
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ class Choice:
         pipeline: from its tokens to text, its own.
         scores: where log-probabilities are wanted.
         echo: the prompt, where the answer begins with it.
+        tells_tokens: whether the ids of the prompt and of what is drawn are told.
+        spelling: where the scores of the prompt are told: a token's bytes.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class Choice:
         constraint: Constraint | None = None,
         scores: Scores | None = None,
         echo: str = "",
+        tells_tokens: bool = False,
+        spelling: Callable[[int], bytes] | None = None,
     ) -> None:
         self.index = index
         self.job = job
@@ -53,6 +58,9 @@ class Choice:
         self.pipeline = pipeline
         self._scores = scores
         self._echo = echo
+        self._tells_tokens = tells_tokens
+        self._spelling = spelling
+        self._prompt_told = not tells_tokens and spelling is None
 
         # What has arrived and was not read yet.
         self._tokens: list[int] = []
@@ -98,8 +106,9 @@ class Choice:
         """What has come since the last read; ends with Ended if the choice is over."""
         if self.ended or not self.submitted:
             return []
-        outputs = self._read_echo()
+        outputs = [*self._read_prompt(), *self._read_echo()]
         tokens, self._tokens = self._tokens, []
+        before = self.pipeline.tokens
         if self._scores is None:
             outputs += self._outputs(self.pipeline.feed(tokens))
         else:
@@ -109,13 +118,15 @@ class Choice:
             outputs += self._outputs(self.pipeline.flush(cut=cut))  # may complete a stop string
             if self._scores is not None and not self.pipeline.stopped:
                 outputs += self._extra(self._scores.rest(self._end))
+        if self._tells_tokens:
+            outputs += self._drawn(tokens[: self.pipeline.tokens - before])
         if self.pipeline.stopped:
             self.finish, self._end_tokens = "stop", 0
             if self._scores is not None:
                 outputs += self._extra(self._scores.cut())
         if self.finish is not None:
             self.ended = True
-            outputs.append(Ended(self.index, self.reason))
+            outputs.append(Ended(self.index, self.reason, stop=self.pipeline.stop))
         return outputs
 
     @property
@@ -124,13 +135,31 @@ class Choice:
         finish = self.finish or "stop"
         return "tool_calls" if finish == "stop" and self.pipeline.calls else finish
 
+    def _read_prompt(self) -> list[Output]:
+        """What is told of the prompt, once it is known."""
+        if self._prompt_told or (self._spelling is not None and not self._prompt):
+            return []
+        self._prompt_told = True
+        scores = None
+        if self._spelling is not None:
+            scores = rank_prompt(self.job.prompt, self._prompt, self._spelling)
+        return [Prompted(self.index, self.job.prompt if self._tells_tokens else None, scores)]
+
+    def _drawn(self, tokens: list[int]) -> list[Output]:
+        """The ids that were read, and the end token, which is no text."""
+        end = [self._end.id] if self._end is not None and not self.pipeline.stopped else []
+        ids = (*tokens, *end)
+        return [Drawn(self.index, ids)] if ids else []
+
     def _read_echo(self) -> list[Output]:
         if not self._echo or (self.job.scores is not None and not self._prompt):
             return []
         echo, self._echo = self._echo, ""
         scores: tuple[TokenScore, ...] = ()
         if self._scores is not None:
-            scores = self._scores.of_prompt(echo, self.job.prompt, self._prompt)
+            scores = self._scores.of_prompt(
+                echo, self.job.prompt, cut_top(self._prompt, self.job.logprobs or 0)
+            )
         return [Text(self.index, "content", echo, scores)]
 
     def _read_scored(self, tokens: list[int], scores: Scores) -> list[Output]:

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from mlxsrv.engine.port import JobEvent, Receiver
-from mlxsrv.events import FinishReason, Token, Usage
+from mlxsrv.events import FinishReason, PromptRead, Timings, Token, Usage
 from mlxsrv.models.observing import (
     ModelEvicted,
     ModelFailed,
@@ -21,9 +21,10 @@ from mlxsrv.models.observing import (
     ModelObserver,
 )
 from mlxsrv.wire.embeddings import EmbeddingRequest, RerankRequest
+from mlxsrv.wire.infill import InfillRequest
 from mlxsrv.wire.requests import ChatRequest, CompletionRequest
 
-Asked = ChatRequest | CompletionRequest | EmbeddingRequest | RerankRequest
+Asked = ChatRequest | CompletionRequest | InfillRequest | EmbeddingRequest | RerankRequest
 Operation = Literal["chat", "text_completion", "embeddings", "rerank"]
 """As OpenTelemetry's conventions name them; `rerank` is our own."""
 
@@ -114,6 +115,19 @@ class Timing:
         self.submitted: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
+        self._prompts_from: float | None = None  # when the first was begun
+        self._prompts_to: float | None = None  # when the last was read and had its first token
+
+    @property
+    def timings(self) -> Timings | None:
+        """How long prompts and answers took; None: none is read yet. A prompt's time is measured on
+        the device thread up to its end, and from there to its first token here."""
+        if self._prompts_from is None or self._prompts_to is None:
+            return None
+        answer = 0.0
+        if self.first_token is not None and self.last_token is not None:
+            answer = self.last_token - self.first_token
+        return Timings(self._prompts_to - self._prompts_from, answer)
 
     def watch(self, receive: Receiver) -> Receiver:
         """`receive`, of a job that is submitted now, but each token's time is noted."""
@@ -131,7 +145,13 @@ class Timing:
                     tell(gap)
                 if self.first_token is None:
                     self.first_token = now
+                if last is None:
+                    self._prompts_to = now
                 last = self.last_token = now
+            elif type(event) is PromptRead:
+                now = self._prompts_to = monotonic()
+                begun = now - event.seconds
+                self._prompts_from = min(begun, self._prompts_from or begun)
             receive(event)
 
         return receive_and_note

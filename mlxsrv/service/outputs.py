@@ -5,7 +5,15 @@ from __future__ import annotations
 
 import msgspec
 
-from mlxsrv.events import Answer, Channel, FinishReason, TokenScore, ToolUse, Usage
+from mlxsrv.events import (
+    Answer,
+    Channel,
+    FinishReason,
+    PromptScore,
+    TokenScore,
+    ToolUse,
+    Usage,
+)
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -36,13 +44,32 @@ class ToolInput(msgspec.Struct, frozen=True):
     text: str
 
 
+class Prompted(msgspec.Struct, frozen=True):
+    """The choice's prompt, before anything else of it: its ids, its scores, whichever were asked
+    for."""
+
+    choice: int
+    tokens: tuple[int, ...] | None
+    scores: tuple[PromptScore, ...] | None
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """The ids of the tokens that were drawn since the last time; their text comes when it may."""
+
+    choice: int
+    tokens: tuple[int, ...]
+
+
 class Ended(msgspec.Struct, frozen=True):
+    """`stop` is the stop string that was found, if that is why."""
+
     choice: int
     reason: FinishReason
     usage: Usage | None = None
+    stop: str | None = None
 
 
-Output = Opened | Text | ToolStarted | ToolInput | Ended
+Output = Opened | Prompted | Text | Drawn | ToolStarted | ToolInput | Ended
 
 
 class Answers:
@@ -68,8 +95,14 @@ class Answers:
                 self._drafts[choice].tools.append((id, name, []))
             case ToolInput(choice, index, text):
                 self._drafts[choice].tools[index][2].append(text)
-            case Ended(choice, reason, usage):
+            case Prompted(choice, ids, prompt_scores):
+                draft = self._drafts[choice]
+                draft.prompt, draft.prompt_scores = ids, prompt_scores
+            case Drawn(choice, ids):
+                self._drafts[choice].tokens += ids
+            case Ended(choice, reason, usage, stop):
                 self._drafts[choice].reason = reason
+                self._drafts[choice].stop = stop
                 self.usage = usage
 
     def make(self) -> list[Answer]:
@@ -84,7 +117,11 @@ class _Draft:
         self.reasoning: list[str] = []
         self.tools: list[tuple[str, str, list[str]]] = []
         self.scores: list[TokenScore] = []
+        self.tokens: list[int] = []
+        self.prompt: tuple[int, ...] | None = None
+        self.prompt_scores: tuple[PromptScore, ...] | None = None
         self.reason: FinishReason = "stop"
+        self.stop: str | None = None
 
     def answer(self, scored: bool) -> Answer:
         return Answer(
@@ -93,4 +130,8 @@ class _Draft:
             reasoning="".join(self.reasoning),
             tools=tuple(ToolUse(id, name, "".join(pieces)) for id, name, pieces in self.tools),
             scores=tuple(self.scores) if scored else None,
+            tokens=tuple(self.tokens) if self.prompt is not None else None,
+            prompt=self.prompt,
+            prompt_scores=self.prompt_scores,
+            stop=self.stop,
         )

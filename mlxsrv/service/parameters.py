@@ -30,11 +30,18 @@ def sampling(request: GenerationRequest, tokenizer: Tokenizer, copy: int) -> Sam
 
 
 def end_tokens(
-    request: GenerationRequest, tokenizer: Tokenizer, *, chat: bool, guided: bool
+    request: GenerationRequest,
+    tokenizer: Tokenizer,
+    *,
+    chat: bool,
+    guided: bool,
+    more: frozenset[int] = frozenset(),
 ) -> frozenset[int]:
-    """The tokens that end an answer, in no text. One that follows a grammar ends where that does,
-    whatever is to be ignored: nothing else may come then."""
+    """The tokens that end an answer, in no text; `more` are the prompt's own. One that
+    follows a grammar ends where that does, whatever is to be ignored: nothing else may come then.
+    """
     own = tokenizer.turn_ends if chat or guided else tokenizer.end_tokens
+    own |= more
     if request.ignore_eos and not guided:
         own = frozenset()
     return own.union(request.stop_token_ids or ())

@@ -6,9 +6,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.to_thread
@@ -27,67 +26,19 @@ from mlxsrv.events import Activations, Failed, Job, Started, Steering, Usage
 from mlxsrv.logs import log
 from mlxsrv.models.lease import Lease
 from mlxsrv.models.prompts import Plan
+from mlxsrv.service.asked import Asked, Home
 from mlxsrv.service.choice import Choice
-from mlxsrv.service.observing import Generated, Observer, Timing
+from mlxsrv.service.observing import Generated, Timing
 from mlxsrv.service.outputs import Ended, Opened, Output
 from mlxsrv.service.parameters import end_tokens, sampling
 from mlxsrv.service.scores import Scores
-from mlxsrv.settings import Settings
 from mlxsrv.wire.openai import Identity
-from mlxsrv.wire.requests import GenerationRequest
 
 if TYPE_CHECKING:
     from mlxsrv.engine.grammar import Template
     from mlxsrv.engine.tokenizer import Prompt, Tokenizer
 
 _log = logging.getLogger("mlxsrv.service")
-
-
-class Home(Protocol):
-    """What a reply needs of the service that made it."""
-
-    settings: Settings
-    fingerprint: str
-    observers: Sequence[Observer]
-
-    @property
-    def steering(self) -> SteeringDesk: ...
-    @property
-    def port(self) -> Port: ...
-    @property
-    def failure(self) -> str | None: ...
-    def next_job_id(self) -> int: ...
-    def forget(self, reply: Reply, /) -> None: ...
-
-
-class SteeringDesk(Protocol):
-    """What it needs of who knows what is attached."""
-
-    async def resolve(self, request: GenerationRequest, model: str) -> Steering | None:
-        """What a request's rows have added. Raises ServeError."""
-
-    def confirm(
-        self, request: GenerationRequest, steering: Steering | None, model: str
-    ) -> Steering | None:
-        """What of it is there still. Raises ServeError."""
-
-    def record(self, model: str, completion: str, event: Activations) -> None:
-        """Activations of one token of a completion."""
-
-
-class Asked(msgspec.Struct, frozen=True):
-    """What a reply is to do."""
-
-    request: GenerationRequest
-    prepare: Callable[[Tokenizer], Plan]
-    """Runs in a worker thread, with the tokenizer to itself."""
-    choices: int
-    limit: int | None
-    likeliest: int | None
-    """Tokens to score beside each one; None: no scores."""
-    chat: bool
-    request_id: str
-    echo: bool = False
 
 
 class Reply:
@@ -125,7 +76,8 @@ class Reply:
         self._prompt_tokens = 0
         self._thinks = False
         self._first_text: float | None = None
-        self._timing = Timing(home.observers, self.who.model) if home.observers else None
+        timed = asked.timed or home.observers
+        self._timing = Timing(home.observers, self.who.model) if timed else None
 
         self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
@@ -233,6 +185,7 @@ class Reply:
                 tokenizer.spelling,
                 strips_space=asked.chat and tokenizer.strips_first_space,
                 every=not asked.chat,
+                numbered=bool(asked.request.return_tokens_as_token_ids),
             )
         pipeline = tokenizer.pipeline(
             stops=asked.request.stops,
@@ -249,6 +202,8 @@ class Reply:
             constraint=constraint,
             scores=scores,
             echo=prompt.text if asked.echo else "",
+            tells_tokens=bool(asked.request.return_token_ids),
+            spelling=None if asked.request.prompt_logprobs is None else tokenizer.spelling,
         )
 
     def _job(self, tokenizer: Tokenizer, plan: Plan, steering: Steering | None, index: int) -> Job:
@@ -264,11 +219,16 @@ class Reply:
             ),
             # What a grammar binds may end with any of them: it allows none before the text's end.
             end_tokens=end_tokens(
-                asked.request, tokenizer, chat=asked.chat, guided=plan.guide is not None
+                asked.request,
+                tokenizer,
+                chat=asked.chat,
+                guided=plan.guide is not None,
+                more=prompt.ends,
             ),
             checkpoint=prompt.checkpoint,
             logprobs=asked.likeliest,
-            scores=asked.likeliest if asked.echo else None,
+            scores=asked.scores,
+            ranks=asked.request.prompt_logprobs is not None,
             sampling=sampling(asked.request, tokenizer, copy),
             steering=steering,
             bans=plan.bans,
@@ -392,15 +352,16 @@ class Reply:
                 self._free_rows([choice])
             outputs += read
         if outputs and isinstance(outputs[-1], Ended) and self._all_ended:
-            outputs[-1] = msgspec.structs.replace(outputs[-1], usage=self._usage())
+            outputs[-1] = msgspec.structs.replace(outputs[-1], usage=self.usage())
         return outputs
 
     @property
     def _all_ended(self) -> bool:
         return all(choice.ended for choice in self._choices)
 
-    def _usage(self) -> Usage:
-        """Of all choices together; each prompt counts once, and what of it was cached."""
+    def usage(self) -> Usage:
+        """Of all choices together, as far as they were read; each prompt counts once, and what of
+        it was cached."""
         thoughts = sum(choice.pipeline.reasoning_tokens for choice in self._choices)
         return Usage(
             prompt_tokens=self._prompt_tokens,
@@ -409,6 +370,7 @@ class Reply:
             cached_tokens=sum(
                 choice.cached_tokens for choice in self._choices[:: self._asked.request.choices]
             ),
+            timings=self._timing.timings if self._timing and self._asked.timed else None,
         )
 
     # The end.
@@ -487,7 +449,7 @@ class Reply:
         return Generated(
             id=self.who.id,
             model=self.who.model,
-            usage=self._usage(),
+            usage=self.usage(),
             reasons=tuple(choice.reason for choice in self._choices) if ended else (),
             begun=timing.begun,
             submitted=timing.submitted,

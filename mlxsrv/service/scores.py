@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from mlxsrv.events import Likelihood, Token, TokenScore
+from mlxsrv.events import Likelihood, PromptScore, RankedToken, Token, TokenScore
 
 _NEWLINES = b"\r\n"
 
@@ -24,6 +24,7 @@ class Scores:
         spelling: the same, with special tokens by their names, as in a prompt.
         strips_space: whether the text lacks the space that its first token begins with.
         every: whether tokens that end up in no text are told too: see `rest`.
+        numbered: whether tokens are named by their ids.
     """
 
     def __init__(
@@ -33,10 +34,12 @@ class Scores:
         *,
         strips_space: bool,
         every: bool = False,
+        numbered: bool = False,
     ) -> None:
         self._token_bytes = token_bytes
         self._spelling = spelling
         self._every = every
+        self._numbered = numbered
         self._strips_space = strips_space
         self._after_block = False  # leading newlines are dropped after a think block
         self._waiting: deque[tuple[int, TokenScore]] = deque()  # with where the token ends
@@ -55,7 +58,7 @@ class Scores:
             data = data.removeprefix(b" ")
             self._strips_space = False
         self._seen += len(data)
-        self._waiting.append((self._seen, self._score(data, likelihood)))
+        self._waiting.append((self._seen, self._score(token, data, likelihood)))
 
     def leave(self) -> tuple[TokenScore, ...]:
         """What came last is no content after all: a marker, a thought, a call. The score of the
@@ -90,7 +93,7 @@ class Scores:
             return self.cut()
         waiting = [score for _, score in self._waiting]
         if end is not None and end.likelihood is not None:
-            waiting.append(self._score(b"", end.likelihood))
+            waiting.append(self._score(end.id, b"", end.likelihood))
         return tuple(waiting)
 
     def of_prompt(
@@ -104,9 +107,38 @@ class Scores:
             spelled = self._spelling(token)
             written = spelled if data.startswith(spelled, at) else b""
             at += len(written)
-            scores.append(self._score(written, likelihood))
+            scores.append(self._score(token, written, likelihood))
         return tuple(scores)
 
-    def _score(self, data: bytes, likelihood: Likelihood) -> TokenScore:
-        top = tuple((self._spelling(token), logprob) for token, logprob in likelihood.top)
-        return TokenScore(data, likelihood.logprob, top)
+    def _score(self, token: int, data: bytes, likelihood: Likelihood) -> TokenScore:
+        top = tuple((self._spelling(other), logprob) for other, logprob in likelihood.top)
+        names: tuple[str, ...] = ()
+        if self._numbered:
+            ids = (token, *(other for other, _ in likelihood.top))
+            names = tuple(f"token_id:{id}" for id in ids)
+        return TokenScore(data, likelihood.logprob, top, names)
+
+
+def cut_top(likelihoods: Sequence[Likelihood], most: int) -> list[Likelihood]:
+    """The same, with no more than so many of the likeliest tokens of each."""
+    return [msgspec.structs.replace(each, top=each.top[:most]) for each in likelihoods]
+
+
+def rank_prompt(
+    tokens: Sequence[int], likelihoods: Sequence[Likelihood], spelling: Callable[[int], bytes]
+) -> tuple[PromptScore, ...]:
+    """What could stand at each place of a prompt: its own token, then the likeliest others."""
+
+    def ranked(id: int, logprob: float, rank: int) -> RankedToken:
+        return RankedToken(id, logprob, rank, spelling(id).decode(errors="replace"))
+
+    scores: list[PromptScore] = []
+    for token, likelihood in zip(tokens, likelihoods, strict=True):
+        if likelihood.logprob is None or likelihood.rank is None:
+            scores.append(None)
+            continue
+        own = ranked(token, likelihood.logprob, likelihood.rank)
+        others = enumerate(likelihood.top, start=1)
+        top = [ranked(id, logprob, rank) for rank, (id, logprob) in others if id != token]
+        scores.append((own, *top))
+    return tuple(scores)

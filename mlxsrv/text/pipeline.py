@@ -70,6 +70,11 @@ class TextPipeline:
         self.stopped = False
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.matched if self._stops is not None else None
+
+    @property
     def aside(self) -> bool:
         """Whether the text fed so far ends inside a think block or a call."""
         return (self._channels is not None and self._channels.reasoning) or (

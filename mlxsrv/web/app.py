@@ -47,6 +47,7 @@ from mlxsrv.web.security import Cors, Guard, is_verbose, load_keys
 from mlxsrv.wire import openai, openapi, requests, streams
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS
+from mlxsrv.wire.infill import INFILL_REQUESTS, InfillStream, infill_completion
 from mlxsrv.wire.sse import encode_json
 
 
@@ -73,6 +74,7 @@ class App(Starlette):
             routes=[
                 *versioned,
                 *aliases(versioned),
+                Route("/infill", infill, methods=["POST"]),
                 Route("/tokenize", tokenize, methods=["POST"]),
                 Route("/detokenize", detokenize, methods=["POST"]),
                 *management.ROUTES,
@@ -186,12 +188,25 @@ TEXT = Form(
 )
 
 
+INFILL = Form(
+    INFILL_REQUESTS,
+    Service.infill,
+    InfillStream,
+    infill_completion,
+    "text_completion",
+)
+
+
 async def chat_completions(request: Request) -> Response:
     return await _generate(request, CHAT)
 
 
 async def completions(request: Request) -> Response:
     return await _generate(request, TEXT)
+
+
+async def infill(request: Request) -> Response:
+    return await _generate(request, INFILL)
 
 
 async def _generate(request: Request, form: Form) -> Response:
@@ -210,6 +225,7 @@ async def _generate(request: Request, form: Form) -> Response:
         streams.usage_mode(asked.stream_options),
         choices=reply.choices,
         scored=reply.scored,
+        timed=bool(asked.timings_per_token),
     )
     return ReplyStream(reply, frames, headers=headers)
 

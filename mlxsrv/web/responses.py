@@ -13,7 +13,17 @@ from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import RequestTimeout, ServeError
 from mlxsrv.events import Answer, Usage
-from mlxsrv.service.outputs import Answers, Ended, Opened, Output, Text, ToolInput, ToolStarted
+from mlxsrv.service.outputs import (
+    Answers,
+    Drawn,
+    Ended,
+    Opened,
+    Output,
+    Prompted,
+    Text,
+    ToolInput,
+    ToolStarted,
+)
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.observing import account_of
 from mlxsrv.wire import management, openai, streams
@@ -94,6 +104,8 @@ class ReplyStream(StreamingResponse):
         outputs = self._first
         try:
             while True:
+                if outputs and self._stream.live:
+                    self._stream.carry(self._reply.usage())
                 yield b"".join(map(self._frame, outputs)) if outputs else KEEPALIVE
                 if outputs and isinstance(outputs[-1], Ended) and outputs[-1].usage is not None:
                     return
@@ -109,10 +121,14 @@ class ReplyStream(StreamingResponse):
                 return self._stream.tool(choice, index, id, name)
             case ToolInput(choice, index, text):
                 return self._stream.arguments(choice, index, text)
-            case Ended(choice, reason, usage):
-                return self._stream.end(choice, reason, usage)
+            case Ended(choice, reason, usage, stop):
+                return self._stream.end(choice, reason, usage, stop)
             case Opened():
                 return self._stream.opening()
+            case Drawn(choice, tokens):
+                return self._stream.tokens(choice, tokens)
+            case Prompted(choice, prompt):  # a stream has no scores of its prompt
+                return b"" if prompt is None else self._stream.prompt(choice, prompt)
 
 
 class ReplyBody(Response):

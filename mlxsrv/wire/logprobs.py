@@ -7,11 +7,11 @@ have the older form, four lists side by side, where a token is told by its strin
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from mlxsrv.events import TokenScore
+from mlxsrv.events import PromptScore, TokenScore
 
 _LOWEST = -9999.0  # OpenAI's, for what is next to impossible; JSON has no infinity
 
@@ -46,15 +46,25 @@ def chat_logprobs(scores: Sequence[TokenScore]) -> ChatLogprobs:
 
 
 def _chat_token(score: TokenScore) -> TokenLogprob:
+    own, *others = _names(score, _chat_name)
     return TokenLogprob(
-        token=score.token.decode(errors="replace"),
+        token=own,
         logprob=_LOWEST if score.logprob is None else _finite(score.logprob),
         bytes=list(score.token),
         top_logprobs=[
-            TopLogprob(token.decode(errors="replace"), _finite(logprob), list(token))
-            for token, logprob in score.top
+            TopLogprob(name, _finite(logprob), list(token))
+            for name, (token, logprob) in zip(others, score.top, strict=True)
         ],
     )
+
+
+def _names(score: TokenScore, name: Callable[[bytes], str]) -> Sequence[str]:
+    """What to call the token, then the likeliest ones."""
+    return score.names or [name(token) for token in (score.token, *(each for each, _ in score.top))]
+
+
+def _chat_name(token: bytes) -> str:
+    return token.decode(errors="replace")
 
 
 # Text.
@@ -80,7 +90,7 @@ class TextScores:
     def write(self, scores: Sequence[TokenScore]) -> TextLogprobs:
         logprobs = TextLogprobs([], [], [], [])
         for score in scores:
-            logprobs.tokens.append(_text_token(score.token))
+            logprobs.tokens.append(_names(score, _text_token)[0])
             logprobs.token_logprobs.append(
                 None if score.logprob is None else _finite(score.logprob)
             )
@@ -95,9 +105,11 @@ def _text_top(score: TokenScore) -> dict[str, float] | None:
     if score.logprob is None:
         return None
     top: dict[str, float] = {}
-    for token, logprob in (*score.top, (score.token, score.logprob)):
+    own, *others = _names(score, _text_token)
+    logprobs = (*(logprob for _, logprob in score.top), score.logprob)
+    for name, logprob in zip((*others, own), logprobs, strict=True):
         # Where two tokens are written the same, the likelier one stands.
-        top.setdefault(_text_token(token), _finite(logprob))
+        top.setdefault(name, _finite(logprob))
     return top
 
 
@@ -106,3 +118,26 @@ def _text_token(token: bytes) -> str:
         return token.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
+# Prompts, as vLLM writes them.
+
+
+class PromptLogprob(Struct, frozen=True):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""For each token of a prompt what could stand there, by token id: the prompt's own and the
+likeliest. Null for the first."""
+
+
+def prompt_logprobs(scores: Sequence[PromptScore]) -> PromptLogprobs:
+    return [
+        None
+        if score is None
+        else {each.id: PromptLogprob(_finite(each.logprob), each.rank, each.text) for each in score}
+        for score in scores
+    ]

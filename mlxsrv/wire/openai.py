@@ -14,7 +14,15 @@ from msgspec import UNSET, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
 from mlxsrv.events import Answer, FinishReason, ToolUse, Usage
-from mlxsrv.wire.logprobs import ChatLogprobs, TextLogprobs, TextScores, chat_logprobs
+from mlxsrv.wire.logprobs import (
+    ChatLogprobs,
+    PromptLogprobs,
+    TextLogprobs,
+    TextScores,
+    chat_logprobs,
+    prompt_logprobs,
+)
+from mlxsrv.wire.timings import TimingsBody
 
 
 class ErrorBody(Struct, frozen=True):
@@ -101,6 +109,7 @@ class ChatChoice(Struct, frozen=True, kw_only=True):
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(Struct, frozen=True, kw_only=True):
@@ -111,6 +120,9 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChatChoice]
     usage: UsageBody
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    timings: TimingsBody | UnsetType = UNSET
 
 
 class FunctionDelta(Struct, frozen=True, kw_only=True):
@@ -141,6 +153,7 @@ class ChunkChoice(Struct, frozen=True, kw_only=True):
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: ChunkReason
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(Struct, frozen=True, kw_only=True):
@@ -151,11 +164,14 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[ChunkChoice]
     usage: UsageBody | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    timings: TimingsBody | UnsetType = UNSET
     error: ErrorBody | UnsetType = UNSET
 
 
 def chat_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
     """The whole response of a chat that was not streamed."""
+    prompt, scores = answers[0].prompt, answers[0].prompt_scores
     return ChatCompletion(
         id=who.id,
         created=who.created,
@@ -163,6 +179,9 @@ def chat_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> C
         system_fingerprint=who.system_fingerprint,
         choices=[_chat_choice(index, answer) for index, answer in enumerate(answers)],
         usage=UsageBody.of(usage),
+        prompt_token_ids=UNSET if prompt is None else [*prompt],
+        prompt_logprobs=UNSET if scores is None else prompt_logprobs(scores),
+        timings=TimingsBody.of(usage),
     )
 
 
@@ -178,6 +197,7 @@ def _chat_choice(index: int, answer: Answer) -> ChatChoice:
         ),
         logprobs=None if answer.scores is None else chat_logprobs(answer.scores),
         finish_reason=answer.reason,
+        token_ids=UNSET if answer.tokens is None else [*answer.tokens],
     )
 
 
@@ -189,6 +209,9 @@ class TextChoice(Struct, frozen=True, kw_only=True):
     text: str
     logprobs: TextLogprobs | None = None
     finish_reason: ChunkReason
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class TextCompletion(Struct, frozen=True, kw_only=True):
@@ -201,26 +224,35 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
     system_fingerprint: str
     choices: list[TextChoice]
     usage: UsageBody | UnsetType | None = UNSET
+    timings: TimingsBody | UnsetType = UNSET
     error: ErrorBody | UnsetType = UNSET
 
 
 def text_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
     """The whole response of a text completion that was not streamed. It has no field for
     reasoning, so all text is text."""
-    choices = [
-        TextChoice(
-            index=index,
-            text=answer.reasoning + answer.content,
-            logprobs=None if answer.scores is None else TextScores().write(answer.scores),
-            finish_reason=answer.reason,
-        )
-        for index, answer in enumerate(answers)
-    ]
-    return make_text_completion(who, choices, UsageBody.of(usage))
+    choices = [_text_choice(index, answer) for index, answer in enumerate(answers)]
+    return make_text_completion(who, choices, UsageBody.of(usage), TimingsBody.of(usage))
+
+
+def _text_choice(index: int, answer: Answer) -> TextChoice:
+    scores = answer.prompt_scores
+    return TextChoice(
+        index=index,
+        text=answer.reasoning + answer.content,
+        logprobs=None if answer.scores is None else TextScores().write(answer.scores),
+        finish_reason=answer.reason,
+        prompt_token_ids=UNSET if answer.prompt is None else [*answer.prompt],
+        prompt_logprobs=UNSET if scores is None else prompt_logprobs(scores),
+        token_ids=UNSET if answer.tokens is None else [*answer.tokens],
+    )
 
 
 def make_text_completion(
-    who: Identity, choices: list[TextChoice], usage: UsageBody | UnsetType | None
+    who: Identity,
+    choices: list[TextChoice],
+    usage: UsageBody | UnsetType | None,
+    timings: TimingsBody | UnsetType = UNSET,
 ) -> TextCompletion:
     return TextCompletion(
         id=who.id,
@@ -229,6 +261,7 @@ def make_text_completion(
         system_fingerprint=who.system_fingerprint,
         choices=choices,
         usage=usage,
+        timings=timings,
     )
 
 

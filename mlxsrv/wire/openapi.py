@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.version import __version__
-from mlxsrv.wire import constraints, embeddings, openai, requests
+from mlxsrv.wire import constraints, embeddings, infill, openai, requests
 from mlxsrv.wire.management import Problem
 from mlxsrv.wire.operations import OPERATIONS, Operation
 
@@ -227,17 +227,20 @@ def _require_all(schema: Schema) -> None:
 
 
 def _tighten(schemas: dict[str, Schema]) -> None:
-    for kind in (requests.ChatRequest, requests.CompletionRequest):
-        schema = schemas[kind.__name__]
+    for name in ("ChatRequest", "CompletionRequest"):
+        properties = schemas[name]["properties"]
+        for field, values in requests.NEUTRAL.items():
+            if field not in properties:
+                properties[field] = {"enum": list(values), "description": "No other is supported."}
+    for name in ("ChatRequest", "CompletionRequest", "InfillRequest"):
+        schema = schemas[name]
         properties = schema["properties"]
-        for name, values in requests.NEUTRAL.items():
-            if name not in properties:
-                properties[name] = {"enum": list(values), "description": "No other is supported."}
         properties["logit_bias"]["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
         properties["steering"]["propertyNames"] = _FEATURE
         # More such rules than there are, and tools that make up bodies give up.
         properties["steering"]["description"] = "Not with `profile`."
         properties["steering_mode"]["description"] = "Only with `steering`."
+        properties["prompt_logprobs"]["description"] = "Not with `stream`."
         schema["oneOf"] = _at_most_one(_constraints(properties))
     chat, text = schemas["ChatRequest"], schemas["CompletionRequest"]
     chat["allOf"], text["allOf"] = _CHAT_RULES, _TEXT_RULES
@@ -250,6 +253,13 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     for name in constraints.REFUSED:
         structured["properties"][name] = {"type": "null", "description": "Not supported."}
     structured["oneOf"] = [_set(name) for name in constraints.FORMS]
+    text["properties"]["suffix"]["description"] = "Not with `echo`; prompts are texts then."
+    asked = schemas["InfillRequest"]["properties"]
+    asked["n"] = {"enum": [None, 1], "description": "There is one answer."}
+    for name, values in infill.NOT_HERE.items():
+        asked[name] = {"enum": list(values), "description": "No other is supported."}
+    options = schemas["StreamOptions"]["properties"]
+    options["continuous_usage_stats"]["description"] = "Only with `include_usage`."
     schemas["EmbeddingRequest"]["properties"]["input"] = _INPUT
     schemas["ContentPart"]["properties"] |= {"type": {"const": "text"}, "text": _STRING}
     schemas["ContentPart"]["required"] = ["type", "text"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from mlxsrv.wire import embeddings, management, openai, requests
+from mlxsrv.wire import embeddings, infill, management, openai, requests
 
 
 class Operation(Struct, frozen=True, kw_only=True):
@@ -64,6 +64,18 @@ _INFERENCE = (
         asks=requests.CompletionRequest,
         answer=openai.TextCompletion,
         chunk=openai.TextCompletion,
+        errors=_GENERATED,
+    ),
+    Operation(
+        method="POST",
+        path="/infill",
+        id="infill",
+        summary="What is to be written between two texts",
+        description="For models with fill-in-the-middle tokens; as llama.cpp's server has it. With "
+        "`stream`, as server-sent events, of which the last has `stop: true`.",
+        asks=infill.InfillRequest,
+        answer=infill.InfillCompletion,
+        chunk=infill.InfillCompletion,
         errors=_GENERATED,
     ),
     Operation(

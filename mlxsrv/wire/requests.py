@@ -58,6 +58,7 @@ FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(?!\n)$")]
 
 class StreamOptions(Struct, frozen=True):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(Struct, frozen=True, kw_only=True):
@@ -97,6 +98,11 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     control_vector: NotEmpty | Annotated[dict[NotEmpty, Scale], Meta(max_length=100)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    prompt_logprobs: Likeliest | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    timings_per_token: bool | None = None
+    verbose: bool | None = None
     user: User | None = None
 
     @property
@@ -120,6 +126,11 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         """The value of a field under whichever of its SPELLINGS; `none` is as good as null."""
         values = (getattr(self, each) for each in SPELLINGS[name])
         return next((value for value in values if value not in (None, none)), None)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the answer tells how long it took."""
+        return bool(self.timings_per_token or self.verbose)
 
     @property
     def choices(self) -> int:
@@ -252,6 +263,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
     logprobs: Likeliest | None = None
     echo: bool | None = None
     best_of: Annotated[int, Meta(ge=1, le=128)] | None = None
+    suffix: str | None = None
 
     @property
     def limit(self) -> int:
@@ -336,6 +348,28 @@ def _check_forms(request: GenerationRequest) -> None:
             )
 
 
+def _check_stream(request: GenerationRequest) -> None:
+    if not request.stream:
+        return
+    if request.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs: not in a stream; ask without stream", param="prompt_logprobs"
+        )
+    options = request.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        path = "stream_options.continuous_usage_stats"
+        raise InvalidRequest(f"{path}: needs include_usage to be true", param=path)
+
+
+def _check_suffix(request: CompletionRequest) -> None:
+    if not request.suffix:
+        return
+    if request.echo:
+        raise InvalidRequest("suffix: cannot be combined with echo", param="suffix")
+    if not all(isinstance(prompt, str) for prompt in request.prompts):
+        raise InvalidRequest("suffix: needs a prompt of text, not of token ids", param="suffix")
+
+
 def _check_steering(request: GenerationRequest) -> None:
     if request.profile is not None and request.steering is not None:
         raise InvalidRequest(
@@ -348,11 +382,17 @@ def _check_steering(request: GenerationRequest) -> None:
         )
 
 
-def _check_chat(request: ChatRequest) -> None:
-    _check_limits(request)
+def check_generation(request: GenerationRequest, *, echo: bool = False) -> None:
+    """Raises InvalidRequest if the fields that all kinds have do not go together."""
+    _check_limits(request, echo=echo)
     _check_spellings(request)
     _check_forms(request)
+    _check_stream(request)
     _check_steering(request)
+
+
+def _check_chat(request: ChatRequest) -> None:
+    check_generation(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")
     choice = request.tool_choice
@@ -370,10 +410,7 @@ def _check_chat(request: ChatRequest) -> None:
 
 
 def _check_completion(request: CompletionRequest) -> None:
-    _check_limits(request, echo=bool(request.echo))
-    _check_spellings(request)
-    _check_forms(request)
-    _check_steering(request)
+    check_generation(request, echo=bool(request.echo))
     if request.best_of not in (None, request.choices):
         raise UnsupportedParameter(
             f"best_of: this server returns all that it generates, so it is {request.choices} "
@@ -386,6 +423,7 @@ def _check_completion(request: CompletionRequest) -> None:
             "prompt: expected a string, strings, token ids or lists of token ids",
             param="prompt",
         )
+    _check_suffix(request)
 
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -407,7 +445,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 """Values that ask for nothing, of fields that would change what is generated."""
 
 _REASONS: Mapping[str, str] = {
-    "suffix": "this model has no fill-in-the-middle tokens",
+    "suffix": "a chat has none; use /v1/completions",
 }
 
 

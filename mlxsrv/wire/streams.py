@@ -29,21 +29,25 @@ from mlxsrv.wire.openai import (
 )
 from mlxsrv.wire.requests import StreamOptions
 from mlxsrv.wire.sse import DONE, PLACEHOLDER, frame, text_frames
+from mlxsrv.wire.timings import TimingsBody
 
-UsageMode = Literal["asked", "unasked", "never"]
+UsageMode = Literal["asked", "continuous", "unasked", "never"]
 
 
 def usage_mode(options: StreamOptions | None) -> UsageMode:
     """Whether a stream tells its usage, and in which shape; `Stream.end` writes it.
 
     - asked for: on a last chunk without choices, and null on all others;
+    - asked for continuously: the same, and on all others what it has come to so far;
     - `stream_options` that do not ask for it: nowhere;
     - no `stream_options`: on a last chunk with one empty choice, which clients that look at
       `choices[0]` can read. Not on the finish chunk: some drop a finish reason next to usage.
     """
     if options is None:
         return "unasked"
-    return "asked" if options.include_usage else "never"
+    if not options.include_usage:
+        return "never"
+    return "continuous" if options.continuous_usage_stats else "asked"
 
 
 TextFrames = Callable[[str], bytes]
@@ -56,15 +60,44 @@ class Stream(ABC):
     Args:
         choices: how many there are; choices interleave as they come.
         scored: text chunks carry the log-probabilities of their tokens, if only of none.
+        timed: all chunks carry the time it took so far.
     """
 
     def __init__(
-        self, who: Identity, usage: UsageMode, *, choices: int = 1, scored: bool = False
+        self,
+        who: Identity,
+        usage: UsageMode,
+        *,
+        choices: int = 1,
+        scored: bool = False,
+        timed: bool = False,
     ) -> None:
         self._who = who
         self._mode = usage
         self._scored = scored
         self._open = dict.fromkeys(range(choices))
+        self._timed = timed
+        self._usage: UsageBody | UnsetType | None = (
+            None if usage in ("asked", "continuous") else UNSET
+        )
+        self._timings: TimingsBody | UnsetType = UNSET
+
+    @property
+    def live(self) -> bool:
+        """Whether chunks tell what the request has come to, which is to be `carry`ed then."""
+        return self._timed or self._mode == "continuous"
+
+    def carry(self, usage: Usage) -> None:
+        """Set what the chunks from here on tell the request has come to."""
+        if self._mode == "continuous":
+            self._usage = UsageBody.of(usage)
+        if self._timed:
+            self._timings = TimingsBody.of(usage)
+        self._encode_anew()
+
+    @abstractmethod
+    def _encode_anew(self) -> None:
+        """Forget chunks that were encoded before; they are another's from here on."""
 
     @abstractmethod
     def opening(self) -> bytes: ...
@@ -83,37 +116,67 @@ class Stream(ABC):
         raise NotImplementedError
 
     @abstractmethod
+    def prompt(self, choice: int, tokens: Sequence[int]) -> bytes:
+        """The token ids of a choice's prompt, before anything else of it."""
+
+    @abstractmethod
+    def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
+        """Ids of tokens that were drawn; their text has its own chunks."""
+
+    @abstractmethod
+    def end(
+        self, choice: int, reason: FinishReason, usage: Usage | None, stop: str | None = None
+    ) -> bytes:
+        """The end of one choice, perhaps by the string `stop`. With `usage`, that of the stream,
+        too."""
+
+    @abstractmethod
+    def error(self, error: ServeError) -> bytes:
+        """The end of the stream and of every choice that has none yet."""
+
+
+class ChunkStream(Stream):
+    """Chunks as OpenAI has them, and at last `[DONE]`."""
+
+    @abstractmethod
     def _empty(self, choices: Iterable[int], reason: ChunkReason) -> ChatChunk | TextCompletion:
         """A chunk without text."""
 
-    def end(self, choice: int, reason: FinishReason, usage: Usage | None) -> bytes:
-        """The end of one choice. With `usage`, that of the stream, too."""
+    def end(
+        self, choice: int, reason: FinishReason, usage: Usage | None, stop: str | None = None
+    ) -> bytes:
         del self._open[choice]
         last = self._empty([choice], reason)
         if usage is None:
             return frame(last)
+        timings = TimingsBody.of(usage)
         if self._mode == "never":
-            return frame(last) + DONE
-        told = self._empty([] if self._mode == "asked" else [0], None)
-        return frame(last) + frame(replace(told, usage=UsageBody.of(usage))) + DONE
+            return frame(replace(last, timings=timings)) + DONE
+        told = self._empty([0] if self._mode == "unasked" else [], None)
+        told = replace(told, usage=UsageBody.of(usage), timings=timings)
+        return frame(last) + frame(told) + DONE
 
     def error(self, error: ServeError) -> bytes:
-        """The end of the stream and of every choice that has none yet."""
         last = self._empty(self._open, "error")
         return frame(replace(last, error=error_response(error).error)) + DONE
 
-    @property
-    def _usage(self) -> UnsetType | None:
-        """What every chunk but the usage chunk says of usage."""
-        return None if self._mode == "asked" else UNSET
 
-
-class ChatStream(Stream):
+class ChatStream(ChunkStream):
     def __init__(
-        self, who: Identity, usage: UsageMode, *, choices: int = 1, scored: bool = False
+        self,
+        who: Identity,
+        usage: UsageMode,
+        *,
+        choices: int = 1,
+        scored: bool = False,
+        timed: bool = False,
     ) -> None:
-        super().__init__(who, usage, choices=choices, scored=scored)
-        self._texts: list[dict[Channel, TextFrames]] = [{} for _ in range(choices)]
+        super().__init__(who, usage, choices=choices, scored=scored, timed=timed)
+        self._choices = choices
+        self._encode_anew()
+
+    def _encode_anew(self) -> None:
+        self._texts: list[dict[Channel, TextFrames]] = [{} for _ in range(self._choices)]
         self._arguments: dict[tuple[int, int], TextFrames] = {}
 
     def opening(self) -> bytes:
@@ -147,6 +210,15 @@ class ChatStream(Stream):
             frames = self._arguments[choice, index] = text_frames(chunk)
         return frames(text)
 
+    def prompt(self, choice: int, tokens: Sequence[int]) -> bytes:
+        if choice != 0:  # all choices of a chat have one prompt
+            return b""
+        return frame(replace(self._chunk(choice, Delta()), prompt_token_ids=[*tokens]))
+
+    def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
+        drawn = ChunkChoice(index=choice, delta=Delta(), finish_reason=None, token_ids=[*tokens])
+        return frame(self._of([drawn]))
+
     def _empty(self, choices: Iterable[int], reason: ChunkReason) -> ChatChunk:
         return self._of(
             [ChunkChoice(index=index, delta=Delta(), finish_reason=reason) for index in choices]
@@ -165,6 +237,7 @@ class ChatStream(Stream):
             system_fingerprint=self._who.system_fingerprint,
             choices=choices,
             usage=self._usage,
+            timings=self._timings,
         )
 
 
@@ -174,16 +247,26 @@ def _delta(channel: Channel, text: str) -> Delta:
     return Delta(reasoning_content=text, reasoning=text)
 
 
-class CompletionStream(Stream):
+class CompletionStream(ChunkStream):
     def __init__(
-        self, who: Identity, usage: UsageMode, *, choices: int = 1, scored: bool = False
+        self,
+        who: Identity,
+        usage: UsageMode,
+        *,
+        choices: int = 1,
+        scored: bool = False,
+        timed: bool = False,
     ) -> None:
-        super().__init__(who, usage, choices=choices, scored=scored)
-        none = TextScores().write([]) if scored else None
-        self._texts = [
-            text_frames(self._chunk(choice, PLACEHOLDER, none)) for choice in range(choices)
-        ]
+        super().__init__(who, usage, choices=choices, scored=scored, timed=timed)
+        self._choices = choices
+        self._encode_anew()
         self._scores: defaultdict[int, TextScores] = defaultdict(TextScores)
+
+    def _encode_anew(self) -> None:
+        none = TextScores().write([]) if self._scored else None
+        self._texts = [
+            text_frames(self._chunk(choice, PLACEHOLDER, none)) for choice in range(self._choices)
+        ]
 
     def opening(self) -> bytes:
         return b""  # a text completion has no role to tell
@@ -197,8 +280,21 @@ class CompletionStream(Stream):
 
     def _empty(self, choices: Iterable[int], reason: ChunkReason) -> TextCompletion:
         ends = [TextChoice(index=index, text="", finish_reason=reason) for index in choices]
-        return make_text_completion(self._who, ends, self._usage)
+        return self._of(ends)
+
+    def prompt(self, choice: int, tokens: Sequence[int]) -> bytes:
+        ids = [*tokens]
+        begun = TextChoice(index=choice, text="", finish_reason=None, prompt_token_ids=ids)
+        return frame(self._of([begun]))
+
+    def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
+        drawn = TextChoice(index=choice, text="", finish_reason=None, token_ids=[*tokens])
+        return frame(self._of([drawn]))
 
     def _chunk(self, choice: int, text: str, logprobs: TextLogprobs | None) -> TextCompletion:
-        piece = TextChoice(index=choice, text=text, logprobs=logprobs, finish_reason=None)
-        return make_text_completion(self._who, [piece], self._usage)
+        return self._of(
+            [TextChoice(index=choice, text=text, logprobs=logprobs, finish_reason=None)]
+        )
+
+    def _of(self, choices: list[TextChoice]) -> TextCompletion:
+        return make_text_completion(self._who, choices, self._usage, self._timings)

@@ -149,7 +149,7 @@ def test_a_proxys_prefix_is_told() -> None:
 
 # Whatever is asked, what is answered is as described.
 
-POSTS = [CHAT, COMPLETIONS, "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"]
+POSTS = [CHAT, COMPLETIONS, "/infill", "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"]
 GETS = ["/v1/models", "/v1/models/{id}", "/health", "/health/live", DOCUMENT]
 MANAGED = [
     *("/api/saes", "/api/saes/attachment", "/api/saes/{id}", "/api/saes/{id}/compatibility"),
@@ -161,7 +161,8 @@ OF_THE_MODEL = re.compile(
     r"maximum context length|is no token id of this model|are made for one request"
     r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
     r"|this model's vectors have|^instruction: this model's files|^model: this model does not judge"
-    r"|^min_tokens: |which means the same; give one of them"
+    r"|^min_tokens: |which means the same; give one of them|no fill-in-the-middle tokens"
+    r"|^prompt_logprobs: not in a stream|^suffix: |needs include_usage"
     r"|^(guided_(regex|grammar|json)|response_format)\b|cannot be combined with tools"
 )
 """Why a body may be refused that the schemas allow: they do not know the model, nor the settings,
@@ -193,7 +194,7 @@ def prepared(case: AnyCase, **fields: Any) -> AnyCase:
     """The case as a question that the default model can answer briefly. An integer is written as
     one, for a schema cannot tell 1 from 1.0."""
     body = {**_integral(case.body), "model": None}
-    if case.path in (CHAT, COMPLETIONS):
+    if case.path in (CHAT, COMPLETIONS, "/infill"):
         # There is no SAE here, nor a profile or a control vector.
         body |= dict.fromkeys(("profile", "steering", "steering_mode", "control_vector"))
         body |= {"max_completion_tokens": None, "n_predict": None, **fields}

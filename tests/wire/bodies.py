@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mlxsrv.wire import requests
+from mlxsrv.wire import infill, requests
 from mlxsrv.wire.decoding import RequestDecoder
 from tests.wire.schemas import Body
 
@@ -78,6 +78,11 @@ WRONG: Table = {
     "control_vector": ["", 5, True, [], {"": 1}, {"a": "1"}, {"a": 100.1}, {"a": -101}],
     "stream": ["true", 1, 0, []],
     "stream_options": [True, "x", []],
+    "prompt_logprobs": ["1", True, -1, 21, 1.5, []],
+    "return_token_ids": [1, "true", []],
+    "return_tokens_as_token_ids": [1, "true", []],
+    "timings_per_token": [1, "true", []],
+    "verbose": [1, "true", {}],
     "user": [5, {}, []],
 }
 WRONG_CHAT: Table = {
@@ -97,7 +102,20 @@ WRONG_COMPLETION: Table = {
     "logprobs": ["1", True, False, -1, 21, 1.5, []],
     "echo": [1, 0, "true", []],
     "best_of": ["1", 0, -1, True, 1.5],
+    "suffix": [5, ["x"], True],
 }
+WRONG_INFILL: Table = {
+    "input_prefix": [None, 5, ["x"]],
+    "input_suffix": [None, 5, ["x"]],
+    "input_extra": ["x", {}, 5],
+    "prompt": [5, ["x"]],
+    "n": [2],
+}
+WRONG_WITHIN_INFILL: list[tuple[Body, str]] = [
+    ({"input_extra": ["x"]}, "input_extra[0]"),
+    ({"input_extra": [{"text": 5}]}, "input_extra[0].text"),
+    ({"input_extra": [{"text": "x", "filename": None}]}, "input_extra[0].filename"),
+]
 WRONG_TOKENIZE: Table = {
     "content": [None, 5, ["a"], {}, True],
     "model": [5, [], True],
@@ -134,6 +152,10 @@ WRONG_WITHIN: Elsewhere = [
     ({"guided_choice": ["a", 5]}, "guided_choice[1]"),
     ({"guided_choice": [None]}, "guided_choice[0]"),
     ({"stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+    (
+        {"stream_options": {"continuous_usage_stats": 1}},
+        "stream_options.continuous_usage_stats",
+    ),
     ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
     ({"guided_regex": "a", "guided_grammar": "start: x"}, "guided_grammar"),
     ({"guided_choice": ["a"], "guided_json": {}}, "guided_json"),
@@ -236,6 +258,16 @@ WRONG_UNSAID: Elsewhere = [
     ({"repetition_penalty": 1.5, "repeat_penalty": 1.25}, "repeat_penalty"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
 ]
+CONTINUOUS = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+WRONG_UNSAID_ASKED: Elsewhere = [
+    ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
+    (CONTINUOUS, "stream_options.continuous_usage_stats"),
+]
+WRONG_UNSAID_COMPLETION: Elsewhere = [
+    ({"suffix": "x", "echo": True}, "suffix"),
+    ({"suffix": "x", "prompt": [5]}, "suffix"),
+    ({"suffix": "x", "prompt": [[5]]}, "suffix"),
+]
 WRONG_UNSAID_CHAT: Elsewhere = [
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": "[]"}, "guided_json"),
@@ -279,9 +311,13 @@ UNSUPPORTED: Table = {
     "audio": [{"voice": "ash"}, False],
     "web_search_options": [{}],
     "moderation": [{"model": "m"}],
+}
+UNSUPPORTED_CHAT: Table = {
+    "best_of": [2, 0, True, "1"],
+    "echo": [True, 0],
     "suffix": ["the end", 5],
 }
-UNSUPPORTED_CHAT: Table = {"best_of": [2, 0, True, "1"], "echo": [True, 0]}
+UNSUPPORTED_INFILL: Table = {"prompt_logprobs": [0, 5], "return_tokens_as_token_ids": [True]}
 UNSUPPORTED_COMPLETION: Table = {
     "top_logprobs": [1, False],
     "response_format": [JSON_OBJECT, "text"],
@@ -312,7 +348,6 @@ FINE: Table = {
     "stop_token_ids": [[], [0, 5, 2**31 - 1]],
     "bad_words": [[], ["a", " b c"]],
     "allowed_token_ids": [[0], [5, 2**31 - 1]],
-    "n": [1, 128],
     "guided_regex": ["a+"],
     "guided_choice": [["yes", "no"], [""]],
     "guided_grammar": ['start: "x"'],
@@ -329,7 +364,15 @@ FINE: Table = {
     "control_vector": ["calm", {}, {"calm": 1, "a/b c": -0.5}],
     "stream": [True, False],
     "stream_options": [{}, {"include_usage": True}, {"include_usage": None}],
+    "timings_per_token": [True, False],
+    "verbose": [True, False],
+    "return_token_ids": [True, False],
     "user": ["ada"],
+}
+FINE_ASKED: Table = {
+    "n": [1, 128],
+    "prompt_logprobs": [0, 20],
+    "return_tokens_as_token_ids": [True, False],
     "functions": [[]],
     "function_call": ["none", "auto"],
     "modalities": [["text"]],
@@ -358,6 +401,7 @@ FINE_COMPLETION: Table = {
     "logprobs": [0, 20],
     "echo": [True, False],
     "best_of": [1],
+    "suffix": ["", "x"],
     "top_logprobs": [0],
     "response_format": [{"type": "text"}],
     "tools": [[]],
@@ -446,10 +490,10 @@ KINDS = {
         chat(),
         wrong=_merge(WRONG, WRONG_CHAT),
         within=WRONG_WITHIN + WRONG_WITHIN_CHAT,
-        unsaid=WRONG_UNSAID + WRONG_UNSAID_CHAT,
+        unsaid=WRONG_UNSAID + WRONG_UNSAID_ASKED + WRONG_UNSAID_CHAT,
         missing=MISSING_CHAT,
         unsupported=_merge(UNSUPPORTED, UNSUPPORTED_CHAT),
-        fine=_merge(FINE, FINE_CHAT),
+        fine=_merge(FINE, _merge(FINE_ASKED, FINE_CHAT)),
         together=FINE_TOGETHER + FINE_TOGETHER_CHAT,
     ),
     "completion": Kind(
@@ -458,10 +502,21 @@ KINDS = {
         completion(),
         wrong=_merge(WRONG, WRONG_COMPLETION),
         within=WRONG_WITHIN + WRONG_WITHIN_COMPLETION,
-        unsaid=WRONG_UNSAID,
+        unsaid=WRONG_UNSAID + WRONG_UNSAID_ASKED + WRONG_UNSAID_COMPLETION,
         unsupported=_merge(UNSUPPORTED, UNSUPPORTED_COMPLETION),
-        fine=_merge(FINE, FINE_COMPLETION),
+        fine=_merge(FINE, _merge(FINE_ASKED, FINE_COMPLETION)),
         together=FINE_TOGETHER + FINE_TOGETHER_COMPLETION,
+    ),
+    "infill": Kind(
+        infill.INFILL_REQUESTS,
+        infill.InfillRequest,
+        {"input_prefix": "a", "input_suffix": "b"},
+        wrong=_merge({**WRONG, "prompt_logprobs": []}, WRONG_INFILL),
+        within=WRONG_WITHIN + WRONG_WITHIN_INFILL,
+        unsaid=WRONG_UNSAID,
+        unsupported=UNSUPPORTED_INFILL,
+        fine=_merge(FINE, {"input_extra": [[], [{"text": "x"}]], "prompt": ["", "x"], "n": [1]}),
+        together=FINE_TOGETHER,
     ),
     "tokenize": Kind(
         requests.TOKENIZE_REQUESTS,

@@ -22,6 +22,7 @@ from tests.wire.schemas import Body, as_sent, read_chunks
 OPENAI = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/infill"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{id:path}"),
     ("POST", "/v1/embeddings"),
@@ -135,7 +136,7 @@ def test_a_mounted_app_says_where() -> None:
 def test_refusals_have_the_one_shape(method: str, path: str) -> None:
     errors = operation(method, path)["responses"].keys() - {"200"}
     if method == "POST":
-        generates = {"507"} if path.startswith("/v1/") else set()
+        generates = {"507"} if path.startswith(("/v1/", "/infill")) else set()
         guarding = {"400", "401", "403", "408", "429", "431"}
         assert errors == guarding | {"404", "405", "413", "500", "503", "504"} | generates
     assert errors >= {"405", "500"}
@@ -160,6 +161,7 @@ PATHS = {
     "completion": "/v1/completions",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
+    "infill": "/infill",
 }
 
 

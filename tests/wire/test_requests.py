@@ -200,8 +200,8 @@ def test_an_unknown_tool_is_named_beside_the_known() -> None:
     assert "f, g" in error.message
 
 
-def test_a_suffix_says_what_the_model_lacks() -> None:
-    assert "fill-in-the-middle" in refusal(KINDS["completion"], completion(suffix="x")).message
+def test_a_chat_says_where_a_suffix_may_be() -> None:
+    assert "/v1/completions" in refusal(KINDS["chat"], chat(suffix="x")).message
 
 
 @pytest.mark.parametrize(

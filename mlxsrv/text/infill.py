@@ -1,0 +1,170 @@
+"""Where prefix and suffix go in the prompt of a model that fills in the middle, by family.
+
+A family is known by its marker tokens. Its layout is the one that the model was trained on, as its
+paper, model card or reference tokenizer writes it; other files go where these have a place for
+them, and else before the prefix, each after the line that llama.cpp's server writes there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+
+from msgspec import Struct
+
+
+class File(Struct, frozen=True):
+    """Another file of the project, which the text to fill in may refer to."""
+
+    name: str
+    text: str
+
+
+class Part(Struct, frozen=True):
+    """Text, to be tokenized; `joined` to what stands before it, so that a tokenizer that writes a
+    space before each text writes none."""
+
+    text: str
+    joined: bool = False
+
+
+Marker = str
+"""One token, by its name in the vocabulary."""
+
+
+class Hole(Enum):
+    """Where in a layout the client's texts go."""
+
+    PREFIX = "prefix"
+    SUFFIX = "suffix"
+
+
+PREFIX, SUFFIX = Hole.PREFIX, Hole.SUFFIX
+
+
+class Family(Struct, frozen=True):
+    """How one family of models is asked.
+
+    Attributes:
+        layout: markers and holes, in the order of the prompt.
+        repository: what stands before all files, with `{}` for the repository's name.
+        file: what stands before another file, with `{}` for its name.
+        this_file: what stands before the file that is to be filled in.
+        ends: tokens that end what is filled in, beside those that end any answer.
+    """
+
+    layout: tuple[Marker | Hole, ...]
+    repository: tuple[Marker, str] | None = None
+    file: tuple[Marker, str] | None = None
+    this_file: tuple[Marker, str] | None = None
+    ends: tuple[Marker, ...] = ()
+
+    @property
+    def markers(self) -> tuple[Marker, ...]:
+        """What the vocabulary of a model of the family has."""
+        around = (self.repository, self.file, self.this_file)
+        return (
+            *(part for part in self.layout if isinstance(part, str)),
+            *(each[0] for each in around if each is not None),
+        )
+
+
+_QWEN = ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>")
+_STARCODER = ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>")
+
+FAMILIES: Mapping[str, Family] = {
+    # arxiv.org/abs/2409.12186, and the model card: file and repository level.
+    "Qwen2.5-Coder, Qwen3-Coder": Family(
+        _QWEN,
+        repository=("<|repo_name|>", "{}\n"),
+        file=("<|file_sep|>", "{}\n"),
+        this_file=("<|file_sep|>", "{}\n"),
+        ends=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
+    ),
+    # ai.google.dev/gemma/docs/codegemma (the separator ends an answer); Granite 4's model card.
+    "CodeGemma, Granite 4": Family(_QWEN, ends=("<|file_separator|>", "<|fim_pad|>")),
+    # arxiv.org/abs/2402.19173, section 3.3.
+    "StarCoder2": Family(
+        _STARCODER,
+        repository=("<repo_name>", "{}"),
+        file=("<file_sep>", "{}\n"),
+        this_file=("<file_sep>", ""),
+        ends=("<fim_pad>", "<file_sep>"),
+    ),
+    # arxiv.org/abs/2305.06161 and arxiv.org/abs/2405.04324.
+    "StarCoder, Granite Code": Family(_STARCODER, ends=("<fim_pad>",)),
+    # The model card of bigcode/santacoder.
+    "SantaCoder": Family(("<fim-prefix>", PREFIX, "<fim-suffix>", SUFFIX, "<fim-middle>")),
+    # github.com/deepseek-ai/DeepSeek-Coder: the hole is where the middle goes.
+    "DeepSeek-Coder": Family(
+        (
+            "<\uff5cfim\u2581begin\uff5c>",
+            PREFIX,
+            "<\uff5cfim\u2581hole\uff5c>",
+            SUFFIX,
+            "<\uff5cfim\u2581end\uff5c>",
+        )
+    ),
+    # arxiv.org/abs/2308.12950, and Hugging Face's CodeLlamaTokenizer.
+    "CodeLlama": Family(
+        ("\u2581<PRE>", PREFIX, "\u2581<SUF>", SUFFIX, "\u2581<MID>"), ends=("\u2581<EOT>",)
+    ),
+    # mistral-common, encode_fim: the suffix goes first, and nothing stands after the prefix.
+    "Codestral": Family(("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX)),
+}
+"""The first whose markers a vocabulary has is the model's: the more a family has, the earlier."""
+
+_SNIPPET = "\n\n--- snippet ---\n\n"  # llama.cpp's, for families without a token for files
+
+# A prompt of files needs names where the request has none: llama.cpp's.
+_REPOSITORY = "myproject"
+_THIS_FILE = "filename"
+
+
+def find_family(vocabulary: Mapping[str, int]) -> Family | None:
+    """The family of a model with these tokens; None: it cannot fill in the middle."""
+    known = (each for each in FAMILIES.values() if all(m in vocabulary for m in each.markers))
+    return next(known, None)
+
+
+def lay_out(
+    family: Family, prefix: str, suffix: str, files: Sequence[File] = ()
+) -> Iterator[Marker | Part]:
+    """The prompt, in order, without the token that begins any text."""
+    if files:
+        yield from _files(family, files)
+    for part in family.layout:
+        if isinstance(part, str):
+            yield part
+        else:
+            yield Part(prefix) if part is PREFIX else Part(suffix, joined=True)
+
+
+def _files(family: Family, files: Sequence[File]) -> Iterator[Marker | Part]:
+    if family.repository is not None:
+        yield from _headed(family.repository, _REPOSITORY)
+    for file in files:
+        if family.file is not None:
+            yield from _headed(family.file, file.name, file.text)
+        else:
+            yield Part(f"{_SNIPPET}{file.text}", joined=True)
+    if family.this_file is not None:
+        yield from _headed(family.this_file, _THIS_FILE)
+
+
+def _headed(head: tuple[Marker, str], name: str, text: str = "") -> Iterator[Marker | Part]:
+    marker, form = head
+    yield marker
+    yield Part(form.replace("{}", name) + text, joined=True)
+
+
+def to_tokens(
+    parts: Iterable[Marker | Part],
+    vocabulary: Mapping[str, int],
+    encode: Callable[[Part], Sequence[int]],
+) -> list[int]:
+    """The token ids of a prompt; `encode` gives those of a text."""
+    tokens: list[int] = []
+    for part in parts:
+        tokens.extend([vocabulary[part]] if isinstance(part, str) else encode(part))
+    return tokens

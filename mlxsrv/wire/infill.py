@@ -1,0 +1,154 @@
+"""What is to be written between two texts, as llama.cpp's server is asked and answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from mlxsrv.errors import InvalidRequest, ServeError, UnsupportedParameter
+from mlxsrv.events import Answer, Channel, FinishReason, TokenScore, Usage
+from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.openai import ErrorBody, Identity, error_response
+from mlxsrv.wire.requests import GenerationRequest, check_generation
+from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
+from mlxsrv.wire.streams import Stream, UsageMode
+from mlxsrv.wire.timings import TimingsBody
+
+# Requests.
+
+
+class InfillFile(Struct, frozen=True):
+    """Another file of the project."""
+
+    text: str
+    filename: str = "tmp"
+
+
+class InfillRequest(GenerationRequest, frozen=True, kw_only=True):
+    """`prompt` is what has been written already, right behind the prefix."""
+
+    input_prefix: str
+    input_suffix: str
+    input_extra: Annotated[list[InfillFile], Meta(max_length=1000)] | None = None
+    prompt: str | None = None
+
+
+NOT_HERE = {"prompt_logprobs": (None,), "return_tokens_as_token_ids": (None, False)}
+"""Fields of log-probabilities, which llama.cpp's answer has no place for; and values that ask for
+nothing."""
+
+
+def _check_infill(request: InfillRequest) -> None:
+    check_generation(request)
+    for name, neutral in NOT_HERE.items():
+        if getattr(request, name) not in neutral:
+            raise UnsupportedParameter(
+                f"{name}: /infill tells no log-probabilities; use /v1/completions with suffix",
+                param=name,
+            )
+    if request.choices > 1:
+        raise InvalidRequest("n: /infill gives one answer; use /v1/completions", param="n")
+
+
+def _idle_options(request: InfillRequest) -> list[str]:
+    return [] if request.stream_options is None else ["stream_options"]
+
+
+INFILL_REQUESTS = RequestDecoder(InfillRequest, check=_check_infill, idle=_idle_options)
+
+# Answers.
+
+StopType = Literal["eos", "word", "limit"]
+
+
+class InfillCompletion(Struct, frozen=True, kw_only=True):
+    """A whole answer; with `stop` false, a piece of a streamed one, whose last has the rest."""
+
+    index: Literal[0] = 0
+    content: str
+    tokens: list[int] | UnsetType = UNSET
+    stop: bool = True
+    model: str | UnsetType = UNSET
+    tokens_predicted: int | UnsetType = UNSET
+    tokens_evaluated: int | UnsetType = UNSET
+    tokens_cached: int | UnsetType = UNSET
+    truncated: bool | UnsetType = UNSET
+    stop_type: StopType | UnsetType = UNSET
+    stopping_word: str | UnsetType = UNSET
+    timings: TimingsBody | UnsetType = UNSET
+    error: ErrorBody | UnsetType = UNSET
+
+
+def infill_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> InfillCompletion:
+    """The whole response."""
+    [answer] = answers
+    tokens = UNSET if answer.tokens is None else [*answer.tokens]
+    return _last(who, answer.content, answer.reason, answer.stop, usage, tokens)
+
+
+def _last(
+    who: Identity,
+    content: str,
+    reason: FinishReason,
+    stop: str | None,
+    usage: Usage,
+    tokens: list[int] | UnsetType = UNSET,
+) -> InfillCompletion:
+    ends: StopType = "word" if stop is not None else "eos"
+    return InfillCompletion(
+        content=content,
+        tokens=tokens,
+        model=who.model,
+        tokens_predicted=usage.completion_tokens,
+        tokens_evaluated=usage.prompt_tokens,
+        tokens_cached=usage.cached_tokens,
+        truncated=False,
+        stop_type=ends if reason == "stop" else "limit",
+        stopping_word=stop or "",
+        timings=TimingsBody.of(usage),
+    )
+
+
+class InfillStream(Stream):
+    """Its last event is the last piece: llama.cpp's has no `[DONE]`."""
+
+    def __init__(
+        self,
+        who: Identity,
+        usage: UsageMode,
+        *,
+        choices: int = 1,
+        scored: bool = False,
+        timed: bool = False,
+    ) -> None:
+        super().__init__(who, usage, choices=choices, scored=scored, timed=timed)
+        self._encode_anew()
+
+    def _encode_anew(self) -> None:
+        piece = InfillCompletion(content=PLACEHOLDER, stop=False, timings=self._timings)
+        self._text = text_frames(piece)
+
+    def opening(self) -> bytes:
+        return b""
+
+    def text(
+        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
+    ) -> bytes:
+        return self._text(text)
+
+    def prompt(self, choice: int, tokens: Sequence[int]) -> bytes:
+        return b""
+
+    def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
+        return frame(InfillCompletion(content="", tokens=[*tokens], stop=False))
+
+    def end(
+        self, choice: int, reason: FinishReason, usage: Usage | None, stop: str | None = None
+    ) -> bytes:
+        assert usage is not None  # there is one choice
+        return frame(_last(self._who, "", reason, stop, usage))
+
+    def error(self, error: ServeError) -> bytes:
+        return frame(InfillCompletion(content="", error=error_response(error).error))
