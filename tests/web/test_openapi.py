@@ -163,7 +163,8 @@ OF_THE_MODEL = re.compile(
     r"|this model's vectors have|^instruction: this model's files|^model: this model does not judge"
     r"|^min_tokens: |which means the same; give one of them|no fill-in-the-middle tokens"
     r"|^prompt_logprobs: not in a stream|^suffix: |needs include_usage"
-    r"|^(guided_(regex|grammar|json)|response_format)\b|cannot be combined with tools"
+    r"|^(guided_(regex|grammar|json)|grammar|json_schema|structured_outputs|response_format)\b"
+    r"|cannot be combined with tools"
 )
 """Why a body may be refused that the schemas allow: they do not know the model, nor the settings,
 and JSON Schema can hardly say that two fields agree or that a text is JSON or a grammar."""
