@@ -47,7 +47,7 @@ class Connection(Protocol):
         assert isinstance(app, App)
         self._patience = app.settings.body_timeout
         self._hurry: asyncio.TimerHandle | None = None
-        self._most_stall = app.settings.request_timeout
+        self._most_stall = app.settings.stall_timeout
         self._stall: asyncio.TimerHandle | None = None
         self._unparsed = 0  # bytes since the parser last made something of them
         self._data = b""  # what it parses now

@@ -230,6 +230,13 @@ class Started(msgspec.Struct, frozen=True):
     job: int
 
 
+class Progress(msgspec.Struct, frozen=True):
+    """A slice of what the job asks to be read has been read, or of what comes before it. Told once
+    a slice, of jobs that take several."""
+
+    job: int
+
+
 class PromptRead(msgspec.Struct, frozen=True):
     """The prompt is read; `cached` of its tokens were found in the prompt cache. `seconds` is how
     long the rest took, other work in between included, but no wait before."""
@@ -311,6 +318,7 @@ Event = (
     Loaded
     | LoadFailed
     | Started
+    | Progress
     | PromptRead
     | PromptScored
     | Token

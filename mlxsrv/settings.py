@@ -214,9 +214,29 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: Annotated[
         int, Meta(ge=1, description="`max_tokens` of a chat that names none.")
     ] = 4096
-    request_timeout: Annotated[
-        float, Meta(gt=0, description="Seconds a request may take, waiting included.")
+    queue_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds a request may wait for its turn, for a row and for the prompts "
+            "before its own; beyond that: 503. A load of its model does not count.",
+        ),
     ] = 300.0
+    stall_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Seconds in which nothing of a request is read or drawn, or its client "
+            "takes nothing of the answer, before it is ended; without any text: 504.",
+        ),
+    ] = 300.0
+    request_timeout: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(
+            description="Seconds a request may take in all, waiting included; without any text: "
+            "504. 0: no limit, as by default.",
+        ),
+    ] = None
     keepalive: Annotated[
         float, Meta(gt=0, description="Seconds of silence before a stream gets a comment line.")
     ] = 15.0

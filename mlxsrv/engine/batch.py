@@ -199,6 +199,10 @@ class Batch:
             self._guard(into, partial(into.join, read.rows, read.cache), read.events, read.rows)
         return read.events
 
+    def take_progress(self) -> list[int]:
+        """The jobs that a slice has brought on and that were told of nothing else."""
+        return self._prefill.take_moved()
+
     def _prepare_draft(self) -> list[Event]:
         """Have the draft read a slice of what the only row has seen, if it lacks much of it."""
         events: list[Event] = []

@@ -160,7 +160,7 @@ class _Client:
                 self.deliver(model.decode())
                 beside = any(other is not model for other in streaming)
                 self._clock.begin("reading prompts", name)
-                self.deliver(model.read(beside=beside))
+                self.deliver(model.read(beside=beside) + model.progress())
             except Exception as error:
                 # The batch finds out whose an error is. One that escapes it is its own, so all of
                 # its rows fail; other models' rows and the thread go on.

@@ -198,6 +198,7 @@ class Embedder:
         self._long: _Long | None = None
         self._long_is_next = False
         self._slices = 0
+        self._moved = False  # a slice was run that nobody was told of yet
         self._second: float | None = None  # tokens that one takes, padding included
 
     @property
@@ -279,12 +280,19 @@ class Embedder:
             return [Failed(job.id, describe(error)) for job in jobs]
         seconds = perf_counter() - begun
         self._slices += 1
+        self._moved = True
         if self._slices % _CLEAR_EVERY == 0:
             mx.clear_cache()
         self._pace.saw_chunk(tokens, seconds, decoding=decoding)
         if not (decoding or beside):
             self._second = tokens / max(seconds, 1e-6)
         return self._complete({text.job for text in concerned})
+
+    def take_progress(self) -> list[int]:
+        """If a slice was run since this was last asked: the jobs that are not complete, which take
+        turns."""
+        moved, self._moved = self._moved, False
+        return [job.id for job in self._jobs.values()] if moved else []
 
     @property
     def _reading(self) -> _Long:

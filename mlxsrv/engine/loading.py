@@ -50,6 +50,7 @@ from mlxsrv.events import (
     Job,
     Load,
     Loaded,
+    Progress,
     Report,
     Sampling,
     Token,
@@ -171,6 +172,13 @@ class Resident:
             self._texts_turn = not self._texts_turn
             return self._embed(beside) if self._texts_turn else self._prefill(beside)
         return self._prefill(beside) + self._embed(beside)
+
+    def progress(self) -> list[Event]:
+        """What is told of slices that completed nothing."""
+        jobs = [] if self.embedder.idle else self.embedder.take_progress()
+        if self._batch is not None:
+            jobs += self._batch.take_progress()
+        return [Progress(job) for job in jobs]
 
     @property
     def _asked(self) -> int:

@@ -37,6 +37,7 @@ from mlxsrv.events import (
     Load,
     Loaded,
     LoadFailed,
+    Progress,
     PromptRead,
     PromptScored,
     Report,
@@ -51,7 +52,17 @@ from mlxsrv.events import (
 if TYPE_CHECKING:
     from mlxsrv.engine.device import DeviceThread
 
-JobEvent = Started | PromptRead | PromptScored | Token | Activations | Finished | Embedded | Failed
+JobEvent = (
+    Started
+    | Progress
+    | PromptRead
+    | PromptScored
+    | Token
+    | Activations
+    | Finished
+    | Embedded
+    | Failed
+)
 Receiver = Callable[[JobEvent], None]
 
 _log = logging.getLogger("mlxsrv.engine")
@@ -60,8 +71,9 @@ _log = logging.getLogger("mlxsrv.engine")
 class Port:
     """The event loop's end of the device thread: one per app, used on its loop only.
 
-    A job's receiver hears Started, PromptRead, PromptScored if that was asked for, then Tokens, and
-    exactly one end: a Token with `finish`, Finished, or Failed. After `cancel` it hears nothing:
+    A job's receiver hears Started, Progress while its prompt takes several slices, PromptRead,
+    PromptScored if that was asked for, then Tokens, and exactly one end: a Token with `finish`,
+    Finished, or Failed. After `cancel` it hears nothing:
     events already on their way find no receiver and are dropped. Texts to be embedded have no
     receiver: `embed` waits for their vectors. A receiver that raises has heard enough: its job is
     cancelled, and others hear theirs.
@@ -86,6 +98,8 @@ class Port:
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(1)
         self.failure: str | None = None
+        self.heard = loop.time()
+        """When anything last came, for whomever."""
         self._watchdog = Watchdog(device.clock, loop, step_timeout, self._waits)
 
     @property
@@ -109,8 +123,9 @@ class Port:
         if self._receivers.pop(job_id, None) is not None:
             self._device.send(self, Cancel(job_id))
 
-    async def embed(self, command: Embed) -> Vectors:
-        """The vectors of texts. A caller that is cancelled takes back what is not computed yet.
+    async def embed(self, command: Embed, progressed: Callable[[], None] = lambda: None) -> Vectors:
+        """The vectors of texts; `progressed` is called while they take several slices. A caller
+        that is cancelled takes back what is not computed yet.
 
         Raises:
             EngineFailed: the device thread died.
@@ -118,7 +133,7 @@ class Port:
         """
         self._require_alive()
         future: asyncio.Future[JobEvent] = self._loop.create_future()
-        self._receivers[command.id] = partial(_settle, future)
+        self._receivers[command.id] = partial(_settle_or_tell, future, progressed)
         self._device.send(self, command)
         self._watchdog.wake()
         try:
@@ -210,11 +225,14 @@ class Port:
         return True
 
     def _receive(self, events: Sequence[Event | Answer]) -> None:
+        self.heard = self._loop.time()
         if self._watchdog.reported is not None:
             self._watchdog.look()
         for event in events:
             match event:
-                case Token() | Activations() | Started() | PromptRead() | PromptScored():
+                case (
+                    Token() | Activations() | Started() | Progress() | PromptRead() | PromptScored()
+                ):
                     receiver = self._receivers.get(event.job)
                     if receiver is not None:
                         if isinstance(event, Token) and event.finish is not None:
@@ -265,6 +283,15 @@ def _settle(future: asyncio.Future[Any] | None, outcome: Any) -> None:
         future.set_exception(outcome)
     else:
         future.set_result(outcome)
+
+
+def _settle_or_tell(
+    future: asyncio.Future[Any], progressed: Callable[[], None], event: JobEvent
+) -> None:
+    if isinstance(event, Progress):
+        progressed()
+    else:
+        _settle(future, event)
 
 
 class Open(msgspec.Struct, frozen=True):

@@ -131,7 +131,7 @@ class Prefill:
         self._pace = pace
         self._cached = cached
         self._steerer = steerer
-        self._turns = Turns(self._measure)
+        self._turns = Turns(cached, steerer)
         self._lost: deque[Waiting] = deque()  # rows of failed steps, to be tried one by one
         self._trial: Reading | None = None  # of the first of them
         self._moved = False  # a slice was read that nobody was told of yet
@@ -312,14 +312,14 @@ class Prefill:
 
     def _group(self, first: Waiting, free: int, limit: int) -> list[Reading]:
         """The first, and as many of the other prompts as fit its slice."""
-        longest = self._measure(first)
+        longest = self._turns.measure(first)
         group = [self._begin(first, free)]
         # With nothing to read there is nothing to pad beside others.
         if longest == 0 or first.alone or not self.batched:
             return group
         free -= len(group[0].jobs)
         for waiting in self._turns.shortest(free, limit):
-            rest = self._measure(waiting)
+            rest = self._turns.measure(waiting)
             if free <= 0 or max(rest, longest) * (len(group) + 1) > limit:
                 break
             # A twin of one that was begun is no longer there.
@@ -328,16 +328,6 @@ class Prefill:
                 group.append(self._begin(waiting, free))
                 free -= len(group[-1].jobs)
         return group
-
-    def _measure(self, waiting: Waiting) -> int:
-        """How many tokens of a prompt that waits are to be read."""
-        found = 0 if self._reads_anew(waiting) else waiting.shared(self._cached)
-        return waiting.body.size - found
-
-    def _reads_anew(self, waiting: Waiting) -> bool:
-        """Whether something is to be told of each of the prompt's tokens: scores, activations."""
-        wanted = waiting.job.scores is not None or self._steerer.watches
-        return wanted and not waiting.row.told
 
     def _pads_well(self, rest: int, longest: int) -> bool:
         """Whether a prompt with `rest` tokens to read may be read beside one with more or fewer."""
@@ -352,7 +342,7 @@ class Prefill:
     def _open(self, head: Waiting) -> tuple[Cache, int]:
         """The cache that its text is to go into, and how much of it is there."""
         found = None
-        if not self._reads_anew(head):
+        if not self._turns.reads_anew(head):
             try:
                 found = self._cached.take(head.body, head.job.steering)
             except Exception as error:  # a copy of a cache may be all that memory has no room for

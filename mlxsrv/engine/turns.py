@@ -18,10 +18,12 @@ Used on the device thread only. Decides, and reads nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import count
 
+from mlxsrv.engine.prompt_cache import PromptCache
 from mlxsrv.engine.reading import Reading, Waiting
+from mlxsrv.engine.steering.steerer import Steerer
 
 _MOST_BEGUN = 16
 
@@ -30,13 +32,15 @@ class Turns:
     """The prompts of one model that are to be read.
 
     Args:
-        measure: how many tokens of a prompt that waits are to be read: not what is cached of it.
+        cached: prompts that have been read before.
+        steerer: tells whether somebody watches.
     """
 
-    def __init__(self, measure: Callable[[Waiting], int]) -> None:
+    def __init__(self, cached: PromptCache, steerer: Steerer) -> None:
         self.waiting: list[Waiting] = []
         self.begun: list[Reading] = []
-        self._measure = measure
+        self._cached = cached
+        self._steerer = steerer
         self._numbers = count()
         self._oldest_is_next = False
         self._most_begun = _MOST_BEGUN
@@ -96,10 +100,20 @@ class Turns:
         self._oldest_is_next = chosen is not oldest
         return chosen
 
+    def measure(self, waiting: Waiting) -> int:
+        """How many tokens of a prompt that waits are to be read: not what is cached of it."""
+        found = 0 if self.reads_anew(waiting) else waiting.shared(self._cached)
+        return waiting.body.size - found
+
+    def reads_anew(self, waiting: Waiting) -> bool:
+        """Whether something is to be told of each of the prompt's tokens: scores, activations."""
+        wanted = waiting.job.scores is not None or self._steerer.watches
+        return wanted and not waiting.row.told
+
     def fits(self, waiting: Waiting, limit: int) -> bool:
         """Whether it is read whole in a slice of `limit` tokens. One that is scored is not: each
         of its tokens leaves a row of logits."""
-        return waiting.job.scores is None and self._measure(waiting) <= limit
+        return waiting.job.scores is None and self.measure(waiting) <= limit
 
     def shortest(self, rows: int, limit: int) -> list[Waiting]:
         """Those that fit a slice and may share it, the shortest first, where there are `rows`."""
@@ -111,5 +125,5 @@ class Turns:
         return self.waiting[: max(rows, 0)]
 
     def _order(self, each: Waiting | Reading) -> tuple[int, int]:
-        left = each.left if isinstance(each, Reading) else self._measure(each)
+        left = each.left if isinstance(each, Reading) else self.measure(each)
         return left, each.number

@@ -105,6 +105,11 @@ class Model:
         return any(lease.ticket is not None and not lease.ticket.done() for lease in self.waiting)
 
     @property
+    def coming(self) -> bool:
+        """Its files, its tokenizer or its weights are on their way; it does not wait for room."""
+        return self.preparing is not None or (self.loading is not None and self.turn is None)
+
+    @property
     def state(self) -> Literal["loaded", "loading", "waiting for room", "unused"]:
         if self.loaded is not None:
             return "loaded"

@@ -69,6 +69,7 @@ class Choice:
         self.finish: FinishReason | None = None
 
         self.submitted = False
+        self.begun = False  # the engine has read or drawn something for it
         self._end: Token | None = None
         self.cached_tokens = 0
         self.ended = False  # Ended was read

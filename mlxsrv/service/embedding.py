@@ -16,7 +16,6 @@ import anyio.to_thread
 from mlxsrv.engine.port import Port
 from mlxsrv.engine.recipe import Recipe
 from mlxsrv.errors import (
-    DeadlineExceeded,
     EngineFailed,
     ServeError,
     ShuttingDown,
@@ -26,6 +25,7 @@ from mlxsrv.events import Embed, Vectors
 from mlxsrv.logs import log
 from mlxsrv.models.lease import Lease
 from mlxsrv.models.passages import Passages, plan_embedding, plan_rerank
+from mlxsrv.service.patience import Patience, Stage
 from mlxsrv.settings import Settings
 from mlxsrv.wire.embeddings import (
     EmbeddingList,
@@ -60,7 +60,14 @@ class Embedding:
         self._lease = lease
         self._request_id = request_id
         self._scope = anyio.CancelScope()
-        self._stopped = False
+        self._error: ServeError | None = None  # what ended it from outside
+        self._begun = asyncio.get_running_loop().time()
+        self._patience = Patience(
+            home.settings,
+            self._end,
+            loading=lambda: lease.model.coming,
+            heard=lambda: home.port.heard,
+        )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """Raises ServeError."""
@@ -79,31 +86,33 @@ class Embedding:
 
     def stop(self) -> None:
         """End it from outside: the server is shutting down."""
-        self._stopped = True
+        self._end(ShuttingDown("the server is shutting down"))
+
+    def _end(self, error: ServeError) -> None:
+        self._error = self._error or error
         self._scope.cancel()
 
     def close(self) -> None:
+        self._patience.close()
         self._lease.return_row(self)
         self._lease.release()
 
     @contextmanager
     def _in_time(self) -> Iterator[None]:
-        """Raises ShuttingDown and DeadlineExceeded, if the block was ended for that."""
-        seconds = self._home.settings.request_timeout
-        with self._scope, anyio.move_on_after(seconds) as deadline:
+        """Raises ServeError, if the block was ended from outside."""
+        with self._scope:
             yield
-        if self._stopped:
-            raise ShuttingDown("the server is shutting down")
-        if deadline.cancelled_caught:
-            raise DeadlineExceeded(f"not within the {seconds:g} s a request may take")
+        if self._error is not None:
+            raise self._error
 
     async def _compute(self, plan: Callable[[Tokenizer], Passages]) -> tuple[Passages, Vectors]:
         """The texts' vectors, from the model's batches that other requests are part of, too."""
-        begun = asyncio.get_running_loop().time()
         lease = self._lease
         tokenizer = await lease.tokenizer()
+        self._patience.enter(Stage.QUEUED)
         passages = await lease.model.tokenizing.run(partial(plan, tokenizer))
         await lease.enter()
+        self._patience.enter(Stage.QUEUED)
         await lease.borrow_row(self)
         command = Embed(self._home.next_job_id(), lease.model.name, passages.texts, passages.firsts)
         vectors = await self._embed(command)
@@ -116,13 +125,14 @@ class Embedding:
             model=lease.model.name,
             texts=len(passages.texts),
             tokens=passages.tokens,
-            seconds=asyncio.get_running_loop().time() - begun,
+            seconds=asyncio.get_running_loop().time() - self._begun,
         )
         return passages, vectors
 
     async def _embed(self, command: Embed) -> Vectors:
+        self._patience.enter(Stage.SUBMITTED)
         try:
-            return await self._home.port.embed(command)
+            return await self._home.port.embed(command, self._progress)
         except EngineFailed:
             raise
         except ServeError as error:
@@ -139,6 +149,9 @@ class Embedding:
                 "the server failed while embedding; its log says why under request id "
                 f"{self._request_id}"
             ) from None
+
+    def _progress(self) -> None:
+        self._patience.enter(Stage.BEGUN)
 
     def _plan_texts(self, request: EmbeddingRequest, tokenizer: Tokenizer) -> Passages:
         recipe = self._recipe

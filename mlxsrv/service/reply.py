@@ -17,12 +17,11 @@ from mlxsrv.engine.faults import survivable
 from mlxsrv.engine.port import JobEvent, Port, Receiver
 from mlxsrv.errors import (
     ContextLengthExceeded,
-    DeadlineExceeded,
     EngineFailed,
     ServeError,
     UnsupportedParameter,
 )
-from mlxsrv.events import Activations, Failed, Job, Started, Steering, Usage
+from mlxsrv.events import Activations, Failed, Job, Progress, Started, Steering, Usage
 from mlxsrv.logs import log
 from mlxsrv.models.lease import Lease
 from mlxsrv.models.prompts import Plan
@@ -31,6 +30,7 @@ from mlxsrv.service.choice import Choice
 from mlxsrv.service.observing import Generated, Timing
 from mlxsrv.service.outputs import Ended, Opened, Output
 from mlxsrv.service.parameters import end_tokens, sampling
+from mlxsrv.service.patience import Patience, Stage
 from mlxsrv.service.scores import Scores
 from mlxsrv.wire.openai import Identity
 
@@ -45,8 +45,8 @@ class Reply:
     """Lives on the event loop; whoever makes it must `close` it.
 
     The device thread's events arrive through callbacks on the loop that only note them; `outputs`
-    turns them into text on its reader's time. The timers for silence and for the deadline wake the
-    reader too, so no read lasts longer than `keepalive` seconds.
+    turns them into text on its reader's time. The timers for silence and for time that is over wake
+    the reader too, so no read lasts longer than `keepalive` seconds.
     """
 
     def __init__(self, home: Home, lease: Lease, asked: Asked) -> None:
@@ -83,7 +83,12 @@ class Reply:
         self._waiter: asyncio.Future[None] | None = None
         self._begun = self._last_read = self._loop.time()
         settings = home.settings
-        self._deadline = self._loop.call_later(settings.request_timeout, self._expire)
+        self._patience = Patience(
+            settings,
+            self._lapse,
+            loading=lambda: lease.model.coming,
+            heard=lambda: self._begun if self._port is None else self._port.heard,
+        )
         self._keepalive = self._loop.call_later(settings.keepalive, self._check_silence)
 
     # Admission.
@@ -102,6 +107,7 @@ class Reply:
 
     async def _submit(self) -> None:
         tokenizer = await self._lease.tokenizer()
+        self._patience.enter(Stage.QUEUED)
         if "completion" not in self._lease.capabilities:
             raise UnsupportedParameter(
                 "model: it writes no text, it only makes embeddings or judges texts", param="model"
@@ -113,6 +119,7 @@ class Reply:
         template = await self._compile(tokenizer, plan)
         self._choices = self._make_choices(tokenizer, plan, template, steering)
         await self._lease.enter()
+        self._patience.enter(Stage.QUEUED)
         for choice in self._choices:
             await self._lease.borrow_row(choice)
             if self._over:
@@ -129,6 +136,7 @@ class Reply:
                 receive = self._timing.watch(receive)
             self._port.submit(choice.job, receive, choice.constraint)
             choice.submitted = True
+            self._patience.enter(self._stage)
         log(_log, logging.INFO, "stream start", **self._fields(), prompt_tokens=self._prompt_tokens)
 
     def _confirm_steering(self, job: Job) -> Job:
@@ -266,10 +274,27 @@ class Reply:
         """All choices have come to their end, though it may not have been read yet."""
         return bool(self._choices) and all(choice.finish for choice in self._choices)
 
+    @property
+    def _stage(self) -> Stage:
+        """How far those choices are that are not over."""
+        running = [choice for choice in self._choices if choice.finish is None]
+        if any(choice.begun for choice in running):
+            return Stage.BEGUN
+        submitted = any(choice.submitted for choice in running)
+        return Stage.SUBMITTED if submitted else Stage.QUEUED
+
     def _receive(self, choice: Choice, event: JobEvent) -> None:
+        if isinstance(event, Started):
+            self._started = True
+            self._wake()
+            return
+        self._patience.move()
+        if not choice.begun:
+            choice.begun = True
+            self._patience.enter(self._stage)
         match event:
-            case Started():
-                self._started = True
+            case Progress():
+                return
             case Activations():
                 self._home.steering.record(self.who.model, self.who.id, event)
                 return
@@ -286,15 +311,15 @@ class Reply:
                     self._return_rows([choice])
         self._wake()
 
-    def _expire(self) -> None:
+    def _lapse(self, error: ServeError) -> None:
+        """Its time is over, in one way or another. What text there is, is an answer."""
         if self._over or self._finished:
             return
-        seconds = self._home.settings.request_timeout
         if self._first_text is None:
-            self.fail(DeadlineExceeded(f"no text within the {seconds:g} s a request may take"))
+            self.fail(error)
             return
         self._expired = True
-        self._log_failure(logging.WARNING, "timeout", f"the {seconds:g} s it may take are over")
+        self._log_failure(logging.WARNING, "timeout", error.message)
         for choice in self._choices:
             choice.submitted = True  # or it would never be read
             choice.finish = choice.finish or "timeout"
@@ -381,7 +406,7 @@ class Reply:
         if self._closed:
             return
         self._closed = True
-        self._deadline.cancel()
+        self._patience.close()
         self._keepalive.cancel()
         self._free_rows(self._choices)
         self._home.forget(self)
@@ -401,7 +426,10 @@ class Reply:
         for choice in choices:
             self._lease.return_row(choice)
         if self._closed or self._over or self._finished:
+            self._patience.close()
             self._lease.release()
+        else:
+            self._patience.enter(self._stage)
 
     def _log_end(self) -> None:
         now = self._loop.time()

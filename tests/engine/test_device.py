@@ -17,7 +17,17 @@ import pytest
 from mlxsrv.engine.device import DeviceThread
 from mlxsrv.engine.port import JobEvent, Port
 from mlxsrv.errors import ModelNotLoaded
-from mlxsrv.events import Failed, Job, Load, PromptRead, Sampling, Started, Token
+from mlxsrv.events import (
+    Embed,
+    Failed,
+    Job,
+    Load,
+    Progress,
+    PromptRead,
+    Sampling,
+    Started,
+    Token,
+)
 from tests.engine.conftest import ModelFolder
 
 numbers = itertools.count(1)
@@ -91,6 +101,47 @@ def test_a_job_hears_started_then_tokens_then_one_end(model_folder: ModelFolder)
             assert len(heard.tokens) == 8
             ends = [event.finish for event in heard.events if isinstance(event, Token)]
             assert ends == [None] * 7 + ["length"]
+
+    run(test)
+
+
+def test_a_long_prompt_tells_of_its_slices_and_a_short_one_of_none(
+    model_folder: ModelFolder,
+) -> None:
+    async def test() -> None:
+        async with open_port() as port:
+            await port.load(load(model_folder("qwen3"), prefill_chunk=16))
+            long = generate(port, job(4, prompt=tuple(range(10, 211))))
+            other = generate(port, job(4, prompt=tuple(range(11, 261))))
+            short = generate(port, job(4))
+            before = port.heard
+            one, two, three = await asyncio.gather(long, other, short)
+            assert port.heard > before
+            told = [each.events.count(Progress(each.events[0].job)) for each in (one, two, three)]
+            assert 200 // 16 <= told[0] < 2 * told[1]
+            assert told[1] >= 249 // 16
+            assert told[2] == 0
+            for each in (one, two, three):
+                kinds = [type(event) for event in each.events]
+                assert kinds == sorted(kinds, key=[Started, Progress, PromptRead, Token].index)
+
+    run(test)
+
+
+def test_texts_that_take_several_slices_tell_of_them(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_port() as port:
+            await port.load(load(model_folder("qwen3"), prefill_chunk=16))
+            streaming = Listener()
+            endless = job(10**6)
+            port.submit(endless, streaming)
+            await streaming.began.wait()
+            told: list[None] = []
+            texts = tuple(tuple(range(5, 5 + 16 * n)) for n in (1, 3, 5))
+            vectors = await port.embed(Embed(next(numbers), "m", texts), lambda: told.append(None))
+            assert len(vectors) == 3
+            assert len(told) >= 8
+            port.cancel(endless.id)
 
     run(test)
 

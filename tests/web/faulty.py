@@ -1,7 +1,7 @@
 """`python -m tests.web.faulty` is the real server, but its model fails at certain tokens.
 
 A prompt that ends in one of them meets the fault in a decode step, beside everybody else's rows;
-the plain tiny models never write one.
+the plain tiny models never write one. One that has SLUGGISH in it is read slowly, on any machine.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from tests.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY
 RAISES, NAN, MEMORY, DEADLY = range(VOCABULARY - len(MARKER_TOKENS), VOCABULARY)
 SLOW = VOCABULARY - len(MARKER_TOKENS) - len(SPECIAL_TOKENS)
 SLOW_SECONDS = 3.0
+SLUGGISH = SLOW - 1
+SLUGGISH_SECONDS = 0.1
+"""Of each slice of a prompt that has such a token."""
 PANIC = "panic, please"
 
 
@@ -33,6 +36,8 @@ def _fail_at_tokens(model_class: Any) -> None:
 
     def call(self: Any, tokens: mx.array, cache: Any = None) -> Any:
         last = cast(list[int], tokens[:, -1].tolist()) if tokens.shape[1] == 1 else []
+        if tokens.shape[1] > 1 and SLUGGISH in cast(list[int], tokens[0].tolist()):
+            time.sleep(SLUGGISH_SECONDS)
         if RAISES in last:
             raise RuntimeError("this token is refused")
         if MEMORY in last:
