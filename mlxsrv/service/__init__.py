@@ -23,7 +23,7 @@ import anyio
 import msgspec
 
 from mlxsrv.engine.port import Port
-from mlxsrv.errors import DeadlineExceeded, EngineFailed, InvalidRequest, ServeError, ShuttingDown
+from mlxsrv.errors import EngineFailed, InvalidRequest, ServeError, ShuttingDown
 from mlxsrv.events import Report
 from mlxsrv.models.catalogue import Catalogue, Entry
 from mlxsrv.models.lease import Lease
@@ -41,6 +41,7 @@ from mlxsrv.models.store import Store
 from mlxsrv.service.asked import Asked
 from mlxsrv.service.embedding import Embedding
 from mlxsrv.service.observing import Observer
+from mlxsrv.service.patience import Bounded, Stage
 from mlxsrv.service.profiles import Profiles
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.saes import SAEs
@@ -92,7 +93,7 @@ class Service:
         self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
         self._replies: set[Reply] = set()
         self._embeddings: set[Embedding] = set()
-        self._spelling: set[anyio.CancelScope] = set()  # of texts to tokens, and back
+        self._spelling: set[Bounded] = set()  # of texts to tokens, and back
         self._job_ids = count(1)
         self._starting = False  # the default model is loaded for the first time
         self._draining = False
@@ -216,23 +217,23 @@ class Service:
         """Do `work` in a worker thread, with the model's tokenizer to itself.
 
         Raises:
-            DeadlineExceeded, ShuttingDown: it was ended before it was done.
+            DeadlineExceeded, Overloaded, ShuttingDown: it was ended before it was done.
         """
         lease = await self._lease(model)
-        seconds = self.settings.request_timeout
-        scope = anyio.CancelScope()
-        self._spelling.add(scope)
+        bounded = Bounded(
+            self.settings, loading=lambda: lease.model.coming, heard=lambda: self.port.heard
+        )
+        self._spelling.add(bounded)
         try:
-            with anyio.move_on_after(seconds) as deadline, scope:
+            with bounded.run():
                 tokenizer = await lease.tokenizer()
+                bounded.patience.enter(Stage.QUEUED)
                 return await lease.model.tokenizing.run(partial(work, tokenizer))
         finally:
-            self._spelling.discard(scope)
+            self._spelling.discard(bounded)
             lease.release()
             self._note_idle()
-        if deadline.cancelled_caught:
-            raise DeadlineExceeded(f"not within the {seconds:g} s a request may take")
-        raise ShuttingDown("the server is shutting down")
+        raise AssertionError("it was done, or ended with an error")
 
     @property
     def port(self) -> Port:
@@ -394,8 +395,8 @@ class Service:
             reply.fail(ShuttingDown("the server is shutting down"))
         for embedding in list(self._embeddings):
             embedding.stop()
-        for scope in self._spelling:
-            scope.cancel()
+        for bounded in self._spelling:
+            bounded.end(ShuttingDown("the server is shutting down"))
 
 
 _REPORT_SECONDS = 2.0

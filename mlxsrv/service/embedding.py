@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -25,7 +24,7 @@ from mlxsrv.events import Embed, Vectors
 from mlxsrv.logs import log
 from mlxsrv.models.lease import Lease
 from mlxsrv.models.passages import Passages, plan_embedding, plan_rerank
-from mlxsrv.service.patience import Patience, Stage
+from mlxsrv.service.patience import Bounded, Stage
 from mlxsrv.settings import Settings
 from mlxsrv.wire.embeddings import (
     EmbeddingList,
@@ -59,19 +58,14 @@ class Embedding:
         self._home = home
         self._lease = lease
         self._request_id = request_id
-        self._scope = anyio.CancelScope()
-        self._error: ServeError | None = None  # what ended it from outside
         self._begun = asyncio.get_running_loop().time()
-        self._patience = Patience(
-            home.settings,
-            self._end,
-            loading=lambda: lease.model.coming,
-            heard=lambda: home.port.heard,
+        self._bounded = Bounded(
+            home.settings, loading=lambda: lease.model.coming, heard=lambda: home.port.heard
         )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """Raises ServeError."""
-        with self._in_time():
+        with self._bounded.run():
             passages, vectors = await self._compute(partial(self._plan_texts, request))
         return await anyio.to_thread.run_sync(
             embedding_list, request, self._lease.model.name, vectors, passages.tokens
@@ -79,40 +73,28 @@ class Embedding:
 
     async def rerank(self, request: RerankRequest) -> RerankResponse:
         """Raises ServeError."""
-        with self._in_time():
+        with self._bounded.run():
             passages, logits = await self._compute(partial(self._plan_pairs, request))
         id = f"rerank-{uuid.uuid4().hex}"
         return rerank_response(request, id, self._lease.model.name, logits, passages.tokens)
 
     def stop(self) -> None:
         """End it from outside: the server is shutting down."""
-        self._end(ShuttingDown("the server is shutting down"))
-
-    def _end(self, error: ServeError) -> None:
-        self._error = self._error or error
-        self._scope.cancel()
+        self._bounded.end(ShuttingDown("the server is shutting down"))
 
     def close(self) -> None:
-        self._patience.close()
+        self._bounded.patience.close()
         self._lease.return_row(self)
         self._lease.release()
-
-    @contextmanager
-    def _in_time(self) -> Iterator[None]:
-        """Raises ServeError, if the block was ended from outside."""
-        with self._scope:
-            yield
-        if self._error is not None:
-            raise self._error
 
     async def _compute(self, plan: Callable[[Tokenizer], Passages]) -> tuple[Passages, Vectors]:
         """The texts' vectors, from the model's batches that other requests are part of, too."""
         lease = self._lease
         tokenizer = await lease.tokenizer()
-        self._patience.enter(Stage.QUEUED)
+        self._bounded.patience.enter(Stage.QUEUED)
         passages = await lease.model.tokenizing.run(partial(plan, tokenizer))
         await lease.enter()
-        self._patience.enter(Stage.QUEUED)
+        self._bounded.patience.enter(Stage.QUEUED)
         await lease.borrow_row(self)
         command = Embed(self._home.next_job_id(), lease.model.name, passages.texts, passages.firsts)
         vectors = await self._embed(command)
@@ -130,7 +112,7 @@ class Embedding:
         return passages, vectors
 
     async def _embed(self, command: Embed) -> Vectors:
-        self._patience.enter(Stage.SUBMITTED)
+        self._bounded.patience.enter(Stage.SUBMITTED)
         try:
             return await self._home.port.embed(command, self._progress)
         except EngineFailed:
@@ -151,7 +133,7 @@ class Embedding:
             ) from None
 
     def _progress(self) -> None:
-        self._patience.enter(Stage.BEGUN)
+        self._bounded.patience.enter(Stage.BEGUN)
 
     def _plan_texts(self, request: EmbeddingRequest, tokenizer: Tokenizer) -> Passages:
         recipe = self._recipe

@@ -10,8 +10,11 @@ Time in which the request's model is fetched or loaded is nobody's queue and doe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
+
+import anyio
 
 from mlxsrv.errors import DeadlineExceeded, Overloaded, ServeError
 from mlxsrv.settings import Settings
@@ -125,3 +128,33 @@ class Patience:
                 f"not within the {self._whole:g} s a request may take (--request-timeout)"
             )
         )
+
+
+class Bounded:
+    """A piece of work in one task, which ends when a clock runs out or `end` is called.
+
+    Args: as those of Patience.
+    """
+
+    def __init__(
+        self, settings: Settings, *, loading: Callable[[], bool], heard: Callable[[], float]
+    ) -> None:
+        self._scope = anyio.CancelScope()
+        self._error: ServeError | None = None
+        self.patience = Patience(settings, self.end, loading=loading, heard=heard)
+
+    def end(self, error: ServeError) -> None:
+        """The first error counts."""
+        self._error = self._error or error
+        self._scope.cancel()
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Raises the ServeError with which the block was ended."""
+        try:
+            with self._scope:
+                yield
+        finally:
+            self.patience.close()
+        if self._error is not None:
+            raise self._error
