@@ -7,10 +7,13 @@ import contextlib
 import gc
 import ipaddress
 import logging
+import math
 import os
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import NoReturn
@@ -30,6 +33,36 @@ from mlxsrv.web.app import App, create_app
 _log = logging.getLogger("mlxsrv.server")
 
 _TICK_SECONDS = 1.0
+_CLOSING_SECONDS = 8.0  # after the grace: last frames, connections, models, traces
+_THREADS_SECONDS = 1.0  # after all that, for threads to come to their end
+_HURRY_SECONDS = 1.0  # from the second signal to the end of the process
+
+
+class End:
+    """The end of the process, which no thread can put off.
+
+    Python waits for its threads, and one that tokenizes or renders cannot be stopped: it may take a
+    minute, or for ever. The operating system does not wait.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._at = math.inf  # by monotonic
+        self._timer: threading.Timer | None = None
+
+    def within(self, seconds: float) -> None:
+        """Have the process end in `seconds` at the latest; a later end than is set is not."""
+        at = time.monotonic() + seconds
+        if at < self._at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._at, self._timer = at, threading.Timer(seconds, self.now)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def now(self) -> NoReturn:
+        os._exit(self.status)
+
 
 _BACKLOG = 2048
 _ACCEPTED = 8
@@ -38,7 +71,11 @@ than the descriptors that connections leave. uvicorn knows one number for this a
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but it listens until running requests are over, so that new ones hear a 503."""
+    """uvicorn, but it listens until running requests are over, so that new ones hear a 503.
+
+    The first signal begins the grace, the second one ends the process. The process is its own:
+    mounted in another app, mlxsrv ends nothing but its work.
+    """
 
     def __init__(self, app: App, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -46,8 +83,10 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._exiting = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
-        self.failed = False  # the engine, and the process is to end with it
         self._loading: asyncio.Task[None] | None = None
+        self.end = End()
+        self._hurried = False  # by a second signal
+        self._over = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -60,8 +99,8 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._loading = asyncio.create_task(self._collect_after_load())
         while not await self.on_tick(0):
-            self.failed = self._app.settings.exit_on_failure and self._app.failed
-            if self.failed:
+            if self._app.settings.exit_on_failure and self._app.failed:
+                self.end.status = 3
                 return
             with anyio.move_on_after(_TICK_SECONDS):
                 await self._exiting.wait()
@@ -74,31 +113,49 @@ class Server(uvicorn.Server):
         gc.enable()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        log(_log, logging.INFO, "shutting down", grace=self._app.settings.shutdown_grace)
+        grace = self._app.settings.shutdown_grace
+        log(_log, logging.INFO, "shutting down", grace=grace)
+        self.end.within(grace + _CLOSING_SECONDS)
         self._draining = asyncio.create_task(self._app.drain())
+        if self._hurried:
+            self._obey()
         await asyncio.gather(self._draining, return_exceptions=True)
         for connection in self.server_state.connections:
             if isinstance(connection, Connection):
                 connection.give_up()
         await super().shutdown(sockets)
+        self._over = True
+        if self.server_state.tasks:  # they wait for threads, and nobody waits for them
+            log(_log, logging.WARNING, "ending", requests=len(self.server_state.tasks))
+            self.end.now()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # Signal handlers run between two bytecodes of the loop's thread, where nothing of the loop
         # may be touched but through call_soon_threadsafe, which also wakes it.
-        if self._draining is None or self._draining.done():
-            super().handle_exit(sig, frame)
-            if self._loop is not None and not self._loop.is_closed():
-                self._loop.call_soon_threadsafe(self._exiting.set)
+        if self._over:  # uvicorn raises each again once it has been obeyed
+            return
+        if self.should_exit:
+            self._hurried = True
+            self.end.within(_HURRY_SECONDS)
         else:
-            # A second Ctrl-C ends the grace.
-            self._draining.get_loop().call_soon_threadsafe(self._draining.cancel)
+            super().handle_exit(sig, frame)
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._obey)
+
+    def _obey(self) -> None:
+        """Leave the main loop; after a second signal what is left of the grace, too."""
+        self._exiting.set()
+        if self._hurried and self._draining is not None:
+            # Not before it has begun: it ends what runs, with last frames, only then.
+            self._draining.get_loop().call_soon(self._draining.cancel)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command; without one, serve until a signal.
 
-    Exit status: 0 after a shutdown or when the command has done its work, 1 if it could not, 2 for
-    a wrong setting, 3 if the engine failed under `--exit-on-failure`.
+    Exit status: 0 after a shutdown, even if a second signal cut it short, or when the command has
+    done its work, 1 if it could not, 2 for a wrong setting, 3 if the engine failed under
+    `--exit-on-failure`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = COMMANDS.get(arguments[0]) if arguments else None
@@ -156,7 +213,8 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
     server.run(sockets=[listener])
-    sys.exit(3 if server.failed else 0)
+    server.end.within(_THREADS_SECONDS)
+    sys.exit(server.end.status)
 
 
 @contextlib.contextmanager

@@ -144,6 +144,64 @@ def test_a_second_sigint_ends_the_grace(folders: Folders, tmp_path: Path) -> Non
         assert server.log_text().count("Traceback") == 0
 
 
+LOOPING = (
+    "{% if messages[-1].content == 'loop' %}{% for i in range(99999) %}"
+    "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+)
+"""A template that a thread is at for hours."""
+
+
+@pytest.fixture(scope="module")
+def looping(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("looping") / "m"
+    shutil.copytree(folders.plain, folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"chat_template": LOOPING}))
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_after_the_grace_it_ends_whatever_threads_do(
+    looping: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    options = ["--model", f"t={looping}", "--shutdown-grace", "0.5"]
+    with serving(tmp_path, *options) as server, RawClient(server, chat("loop")) as running:
+        server.logged("model loaded")
+        time.sleep(0.5)  # the request is with the template
+        server.signal(number)
+        running.until(rb'"code":"shutting_down"')
+        assert server.exit_status(seconds=12) == 0
+        assert "Traceback" not in server.log_text()
+
+
+def test_a_thread_that_nobody_waits_for_keeps_no_server(looping: Path, tmp_path: Path) -> None:
+    options = ["--model", f"t={looping}", "--request-timeout", "1", "--shutdown-grace", "1"]
+    with serving(tmp_path, *options) as server, server.client() as client:
+        refused(client.post(CHAT, json=chat("loop")), 504, "timeout")
+        client.close()
+        begun = time.monotonic()
+        server.signal(signal.SIGTERM)
+        assert server.exit_status(seconds=12) == 0
+        assert time.monotonic() - begun < 8
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(
+    looping: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    options = ["--model", f"t={looping}", "--shutdown-grace", "60"]
+    with serving(tmp_path, *options) as server, RawClient(server, chat("loop")) as running:
+        server.logged("model loaded")
+        time.sleep(0.5)  # the request is with the template
+        server.signal(number)
+        server.logged("shutting down")
+        begun = time.monotonic()
+        server.signal(number)
+        running.until(rb'"code":"shutting_down"')
+        assert server.exit_status() == 0
+        assert time.monotonic() - begun < 4
+
+
 @pytest.mark.parametrize(
     "sent",
     [
