@@ -11,12 +11,14 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import msgspec
 
 from mlxsrv.engine import gbnf_lark
 from mlxsrv.engine.gbnf import GBNFError
+from mlxsrv.engine.regexes import ascii_classes
+from mlxsrv.engine.schemas import KeysFound, SchemaError, list_keys, prepare, spell_out
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -40,26 +42,7 @@ _WHITESPACE = r" |\n {0,20}"
 
 _TRIAL_SECONDS = 5.0
 
-# The stack is a quarter of what threads have by default where they have least, so that what
-# compiles on it compiles in this process as well.
-_TRIAL = """
-import json, sys, threading
-sys.path.append(sys.argv[1])
-from llguidance import LLMatcher, LLParserLimits
-
-def check():
-    for i, grammar in enumerate(json.load(sys.stdin)):
-        failed, reasons = LLMatcher.validate_grammar_with_warnings(
-            grammar, limits=LLParserLimits(verbose_errors=False)
-        )
-        if failed:
-            return [i, reasons[0][:4096]]
-
-threading.stack_size(2 << 20)
-thread = threading.Thread(target=lambda: print(json.dumps(check())))
-thread.start()
-thread.join()
-"""
+_TRIAL = Path(__file__).with_name("trial.py")
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "tool"]
 
@@ -151,7 +134,7 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
             schema = _vetted(_parsed(spec.text), compact=spec.compact)
             grammar = LLMatcher.grammar_from_json_schema(schema)
         case "regex":
-            grammar = LLMatcher.grammar_from_regex(spec.text)
+            grammar = LLMatcher.grammar_from_regex(ascii_classes(spec.text))
         case "lark":
             grammar = _lark(spec.text)
         case "gbnf":
@@ -188,8 +171,31 @@ def _vetted(schema: dict[str, Any], name: str = "", *, compact: bool = False) ->
     message if it is nested too deeply."""
     if _depth(schema) > _DEEPEST:
         raise Refused(f"{name}{': ' if name else ''}nested more than {_DEEPEST} levels deep")
+    try:
+        if "oneOf" in msgspec.json.encode(schema).decode():
+            _check_one_of(prepare(schema, close=False))
+        schema = prepare(schema)
+        if (keys := list_keys(schema)) is not None:
+            schema = spell_out(schema, _run_trial({"keys": keys}, type=KeysFound))
+    except (SchemaError, Refused) as error:
+        raise Refused(f"{name}{': ' if name else ''}{error}") from None
     options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
     return msgspec.json.encode(schema | {"x-guidance": options}).decode()
+
+
+def _check_one_of(schema: dict[str, Any]) -> None:
+    """Refuse a `oneOf` whose options may both be satisfied. Closing them may hide that: then one
+    option forbids what another lists, and a client who checks the answer finds that both fit."""
+    from llguidance import LLMatcher
+
+    try:
+        _try([LLMatcher.grammar_from_json_schema(schema)])
+    except Refused as error:
+        if _SEVERAL in str(error):
+            raise
+
+
+_SEVERAL = "oneOf constraints are not supported"
 
 
 def _depth(value: Any) -> int:
@@ -241,13 +247,31 @@ def _try(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
 
     Raises Refused with the compiler's reason.
     """
+    failed = _run_trial({"grammars": grammars}, type=_Tried).failed
+    if failed is not None:
+        i, reason = failed
+        raise Refused(f"{names[i]}: {one_line(reason)}" if names else one_line(reason))
+
+
+class _Tried(msgspec.Struct):
+    failed: tuple[int, str] | None = None
+
+
+T = TypeVar("T")
+
+
+def _run_trial(asked: object, *, type: type[T]) -> T:
+    """What a process that may hang or crash answers.
+
+    Raises Refused if it did.
+    """
     import llguidance
 
-    command = [sys.executable, "-P", "-c", _TRIAL, str(Path(llguidance.__file__).parents[1])]
+    command = [sys.executable, "-P", str(_TRIAL), str(Path(llguidance.__file__).parents[1])]
     try:
         done = subprocess.run(
             command,
-            input=json.dumps(grammars).encode(),
+            input=msgspec.json.encode(asked),
             capture_output=True,
             timeout=_TRIAL_SECONDS,
         )
@@ -257,9 +281,7 @@ def _try(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
         raise Refused("more than the compiler takes: references may be nested too deeply")
     if done.returncode > 0 or not done.stdout:
         raise RuntimeError(f"cannot try a grammar: {done.stderr.decode(errors='replace')}")
-    if (failure := msgspec.json.decode(done.stdout, type=tuple[int, str] | None)) is not None:
-        i, reason = failure
-        raise Refused(f"{names[i]}: {one_line(reason)}" if names else one_line(reason))
+    return msgspec.json.decode(done.stdout, type=type)
 
 
 def one_line(reason: str) -> str:

@@ -1,0 +1,138 @@
+"""What is done with a client's grammars in a process of its own, which may hang or crash.
+
+This file is run, not imported, and imports nothing of this package, which takes a while: its first
+argument is where llguidance is. It reads one JSON object and writes one.
+
+`{"grammars": [...]}`: compile each, then write random texts of it. The answer is `{"failed":
+[index, reason]}` with the first that is refused or leads to where nothing may follow, else `{}`.
+
+`{"keys": {"patterns": [...], "names": [...]}}`: the answer is `{"only": {pattern: names},
+"all": bool}`: each pattern that matches none but some of these names, with them, and whether the
+patterns together match every key that there can be.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterable
+
+sys.path.append(sys.argv[1])
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+_STACK = 2 << 20
+"""A quarter of what threads have by default where they have least, so that what compiles on it
+compiles in the server's process as well."""
+
+_NOTHING = "nothing can satisfy it"
+_LONGEST_REASON = 4096
+_WALKS = 12
+_STEPS = 300
+_WALKING_SECONDS = 1.0
+_HURRY = 60  # steps after which a walk goes for the end
+_CLOSERS = frozenset(b'"}]')
+
+_BYTES = LLTokenizer("byte")
+_END = int(_BYTES.eos_token)
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    if "keys" in asked:
+        answer = _ask_keys(**asked["keys"])
+    else:
+        failed = _first_failure(asked["grammars"])
+        answer = {} if failed is None else {"failed": failed}
+    print(json.dumps(answer))
+
+
+def _first_failure(grammars: Iterable[str]) -> tuple[int, str] | None:
+    for i, grammar in enumerate(grammars):
+        failed, reasons = LLMatcher.validate_grammar_with_warnings(
+            grammar, limits=LLParserLimits(verbose_errors=False)
+        )
+        if failed:
+            return i, reasons[0][:_LONGEST_REASON]
+        if (text := _dead_end(grammar)) is not None:
+            return i, f"nothing may follow {json.dumps(text[-80:])}" if text else _NOTHING
+    return None
+
+
+def _dead_end(grammar: str) -> str | None:
+    """A text after which nothing may come, though it is not complete, if a few random ones lead to
+    it. Grammars that name a model's tokens are left alone."""
+    matcher = _matcher(grammar)
+    if matcher.is_error():
+        return None
+    until = time.monotonic() + _WALKING_SECONDS
+    for seed in range(_WALKS):
+        dice = random.Random(seed)
+        walker, text = matcher.deep_copy(), bytearray()
+        for step in range(_STEPS):
+            allowed = _allowed(walker)
+            if walker.get_error().startswith("NoExtension"):
+                return text.decode(errors="replace")
+            if not allowed or time.monotonic() > until:
+                break
+            if _END in allowed and (step > _HURRY or dice.random() < 0.3):
+                break
+            hurry = dice.random() < (0.9 if step > _HURRY else 0.3)
+            wanted = [token for token in allowed if token in _CLOSERS] if hurry else []
+            token = dice.choice(wanted or [token for token in allowed if token != _END] or [_END])
+            if token == _END or not walker.consume_token(token):
+                break
+            text.append(token)
+    return None
+
+
+def _allowed(matcher: LLMatcher) -> list[int]:
+    mask = matcher.compute_bitmask()
+    if matcher.is_stopped() and not matcher.is_error():
+        return [_END]
+    return [i for i in range(_BYTES.vocab_size) if mask[i >> 3] >> (i & 7) & 1]
+
+
+def _ask_keys(patterns: list[str], names: list[str]) -> dict[str, object]:
+    taken = dict.fromkeys(names, False)
+    only = {}
+    for pattern in patterns:
+        others = {"patternProperties": {pattern: True}, "additionalProperties": False}
+        if not _has_key({"properties": taken, **others}):
+            only[pattern] = _matched(pattern, names)
+    others = {"patternProperties": dict.fromkeys(patterns, False)}
+    return {"only": only, "all": not _has_key(others)}
+
+
+def _has_key(schema: dict[str, object]) -> bool:
+    """Whether an object of the schema may have a key; so it is, too, if it does not compile."""
+    matcher = _matcher(LLMatcher.grammar_from_json_schema({"type": "object", **schema}))
+    if matcher.is_error():
+        return True
+    matcher.consume_token(ord("{"))
+    return ord('"') in _allowed(matcher)
+
+
+def _matched(pattern: str, names: Iterable[str]) -> list[str]:
+    schema = {"type": "string", "pattern": pattern}
+    matcher = _matcher(LLMatcher.grammar_from_json_schema(schema))
+    matched = []
+    for name in names:
+        text = list(json.dumps(name, ensure_ascii=False).encode())
+        walker = matcher.deep_copy()
+        if walker.try_consume_tokens(text) == len(text) and walker.is_accepting():
+            matched.append(name)
+    return matched
+
+
+def _matcher(grammar: str) -> LLMatcher:
+    return LLMatcher(_BYTES, grammar, log_level=0, limits=LLParserLimits(verbose_errors=False))
+
+
+if __name__ == "__main__":
+    threading.stack_size(_STACK)
+    thread = threading.Thread(target=main)
+    thread.start()
+    thread.join()
