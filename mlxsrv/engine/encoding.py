@@ -12,19 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from mlxsrv.engine.cuts import find_cuts
 from mlxsrv.engine.widths import widest_token
-from mlxsrv.errors import ContextLengthExceeded, ServeError
+from mlxsrv.errors import ContextLengthExceeded, InvalidRequest, ServeError
 
 if TYPE_CHECKING:
     import re
 
 PIECE = 32 * 1024
 """Characters; some ten milliseconds of work."""
+
+
+_MORE = (0, 1, 3, 8, 32, 128)  # tokens beyond a cut, tried until those before are as they were
+_MOST_CUT = 16  # times a cut's tokens, of a text that is left to the tokenizer to cut
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -38,6 +42,13 @@ class Limit(msgspec.Struct, frozen=True):
         return ContextLengthExceeded(
             f"this model's maximum context length is {self.tokens} tokens{found}", param=self.param
         )
+
+
+class Cut(msgspec.Struct, frozen=True):
+    """Texts are cut to at most so many tokens, at one side."""
+
+    tokens: int
+    side: Literal["left", "right"]
 
 
 def _go_on() -> None:
@@ -85,6 +96,51 @@ class Encoder:
             if limit is not None and len(tokens) > limit.tokens:
                 raise limit.refusal(f"; the text has more, in {len(text.encode())} bytes")
         return tokens + after
+
+    def shorten(self, text: str, cut: Cut) -> str:
+        """A part of the text, hardly longer than the cut has it, whose tokens at the side that is
+        kept are those of the whole.
+
+        The tokenizer would cut the whole as well, but make encodings of all that it cuts off: of a
+        pair of texts as many as the product of theirs.
+
+        Raises:
+            InvalidRequest: there is no such part, and the text is long.
+        """
+        text = self._skip(text, cut)
+        if self._backend is None:
+            return text
+        whole = self._backend.encode(text, add_special_tokens=False)
+        if len(whole.ids) <= cut.tokens:
+            return text
+        right = cut.side == "right"
+        kept = slice(None, cut.tokens) if right else slice(-cut.tokens, None)
+        for more in _MORE:
+            count = min(cut.tokens + more, len(whole.ids))
+            end, begin = whole.offsets[count - 1][1], whole.offsets[-count][0]
+            part = text[:end] if right else text[begin:]
+            if self._whole(part, special=False)[kept] == whole.ids[kept]:
+                return part
+        if len(whole.ids) > _MOST_CUT * cut.tokens:
+            raise InvalidRequest(
+                "truncate: a text has no place where it can be cut; shorten it", param="truncate"
+            )
+        return text
+
+    def _skip(self, text: str, cut: Cut) -> str:
+        """Whole pieces of a long text, as many as have enough tokens."""
+        if len(text) <= PIECE or self._cuts is None:
+            return text
+        pieces, right = _pieces(text, self._cuts), cut.side == "right"
+        kept: list[str] = []
+        missing = cut.tokens
+        for piece in pieces if right else reversed([*pieces]):
+            self.pause()
+            kept.append(piece)
+            missing -= len(self._whole(piece, special=False))
+            if missing <= 0:
+                break
+        return "".join(kept if right else reversed(kept))
 
     def _whole(self, text: str, special: bool) -> list[int]:
         if self._backend is None:

@@ -23,6 +23,10 @@ from msgspec import Struct
 Pooling = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean"]
 """How the vectors of a text's tokens become one; `weightedmean` counts token n n times."""
 
+Activation = Literal["sigmoid", "identity", "softmax"]
+"""How a cross-encoder's logits become a score: one logit's sigmoid, one as it is, or of two the
+probability of the second."""
+
 _Object: TypeAlias = Mapping[str, Any]
 
 ROBERTA = frozenset({"roberta", "xlm-roberta", "camembert"})
@@ -31,6 +35,7 @@ _ENCODERS = frozenset({"bert", "modernbert"}) | ROBERTA
 _CLASSIFIER = re.compile(r"\w+ForSequenceClassification")
 
 _LONGEST = 10_000_000  # bytes of a JSON file
+_MOST_LABELS = 10**7
 _MODES: dict[str, Pooling] = {
     "cls_token": "cls",
     "max_tokens": "max",
@@ -42,7 +47,7 @@ _MODES: dict[str, Pooling] = {
 """The switches of `1_Pooling/config.json`, each behind `pooling_mode_`."""
 _RENAMED: dict[str, Pooling] = {"lasttoken": "last", "mean_sqrt_len_tokens": "mean_sqrt_len"}
 _LIMITS = tuple(f"sentence_{name}_config.json" for name in ("bert", "roberta", "xlm-roberta"))
-_ACTIVATION = re.compile(r"torch\.nn\.modules\.(?:activation|linear)\.(\w+)")
+_ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.(?:activation|linear)\.)?(\w+)")
 DENSE_ACTIVATIONS = frozenset({"Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid"})
 
 _BGE = re.compile(r"(?:^|[-_./ ])bge[-_]", re.IGNORECASE)
@@ -75,6 +80,12 @@ class Recipe(Struct, frozen=True):
     default_prompt: str | None
 
 
+class Judge(Struct, frozen=True):
+    """How the logits of a pair of texts become one score."""
+
+    activation: Activation
+
+
 def is_encoder(config: _Object) -> bool:
     """Whether `engine/encoders` runs models of this kind; `check_encoder` knows about this one."""
     family = config.get("model_type")
@@ -84,6 +95,57 @@ def is_encoder(config: _Object) -> bool:
 def is_classifier(config: _Object) -> bool:
     """Whether this is a cross-encoder: an encoder whose head judges a pair of texts."""
     return is_encoder(config) and any(map(_CLASSIFIER.fullmatch, _architectures(config)))
+
+
+def read_judge(folder: Path) -> Judge:
+    """How the cross-encoder in `folder` makes a score of its logits.
+
+    Raises ValueError with the reason, if there is none, or scores are not made here as it has them.
+    """
+    config = read_json(folder / "config.json")
+    if not is_classifier(config):
+        raise ValueError("it is no cross-encoder with a classification head")
+    labels = label_count(config)
+    if labels > 2:
+        raise ValueError(f"its head has {labels} labels, and relevance is read from one or two")
+    saved = _saved_activation(folder, config)
+    if labels == 2 and saved in (None, "Identity"):  # what is saved where nobody has chosen
+        return Judge("softmax")
+    if labels == 1 and saved in (None, "Sigmoid"):
+        return Judge("sigmoid")
+    if labels == 1 and saved == "Identity":
+        return Judge("identity")
+    raise ValueError(f"its scores of {labels} labels are made by {saved}, which is not done here")
+
+
+def label_count(config: _Object) -> int:
+    """How many logits a classification head gives, as transformers has it. Raises ValueError."""
+    names = config.get("id2label")
+    if isinstance(names, dict) and names:
+        return len(names)
+    count = config.get("num_labels", 2)
+    if type(count) is not int or not 0 < count < _MOST_LABELS:
+        raise ValueError(f"'config.json' has {count!r} for num_labels")
+    return count
+
+
+def _saved_activation(folder: Path, config: _Object) -> str | None:
+    """The class in PyTorch's `nn`, where sentence-transformers of any version has saved one.
+
+    Raises ValueError for code that is not PyTorch's.
+    """
+    saved = _read_object(folder / "config_sentence_transformers.json").get("activation_fn")
+    if saved is None:
+        nested = config.get("sentence_transformers")
+        saved = nested.get("activation_fn") if isinstance(nested, dict) else None
+    if saved is None:
+        saved = config.get("sbert_ce_default_activation_function")
+    if saved is None:
+        return None
+    found = _ACTIVATION.fullmatch(saved) if isinstance(saved, str) else None
+    if found is None:
+        raise ValueError(f"its scores are made by {str(saved)[:100]!r}, which is not known here")
+    return found[1]
 
 
 def check_encoder(config: _Object) -> None:
@@ -133,6 +195,10 @@ def read_recipe(folder: Path, *, decoder: bool, name: str = "") -> Recipe:
     else:
         check_encoder(config)
         check_bare(folder)
+        if is_classifier(config):
+            raise ValueError(
+                "it has a head that judges texts; a cross-encoder answers at /v1/rerank"
+            )
     listed = _read(folder / "modules.json")
     limits = next((found for file in _LIMITS if (found := _read_object(folder / file))), {})
     prompts, default = _prompts(_read_object(folder / "config_sentence_transformers.json"))
@@ -140,9 +206,10 @@ def read_recipe(folder: Path, *, decoder: bool, name: str = "") -> Recipe:
     if task != "feature-extraction":
         raise ValueError(f"its Transformer is for {str(task)[:100]!r}, not for vectors of tokens")
     if listed is not None:
-        pooling, dense, normalize = _follow(folder, listed)
+        pooling, dense, normalize = _follow(folder, listed, prompted=any(prompts.values()))
     else:
-        pooling, dense, normalize = _usual(folder, config, decoder=decoder, name=name), (), True
+        pooling = _usual(folder, config, decoder=decoder, name=name, prompted=any(prompts.values()))
+        dense, normalize = (), True
     return Recipe(
         pooling=pooling,
         dense=dense,
@@ -188,7 +255,7 @@ def read_dense(folder: Path) -> dict[str, Any]:
 # modules.json.
 
 
-def _follow(folder: Path, listed: Any) -> tuple[Pooling, tuple[Path, ...], bool]:
+def _follow(folder: Path, listed: Any, *, prompted: bool) -> tuple[Pooling, tuple[Path, ...], bool]:
     """What the modules say: Transformer, Pooling, any number of Dense, Normalize or not."""
     if not isinstance(listed, list) or not all(isinstance(entry, dict) for entry in listed):
         raise ValueError("'modules.json' is no list of modules")
@@ -202,7 +269,8 @@ def _follow(folder: Path, listed: Any) -> tuple[Pooling, tuple[Path, ...], bool]
         )
     if listed[0].get("path") not in (None, "", "."):
         raise ValueError("its Transformer is in a folder of its own, where it is not looked for")
-    pooling = read_pooling(read_json(_inside(folder, listed[1]) / "config.json"))
+    own = read_json(_inside(folder, listed[1]) / "config.json")
+    pooling = read_pooling(own, prompted=prompted)
     dense = tuple(_inside(folder, entry) for entry in listed[2 : 2 + len(between)])
     for path in dense:
         read_dense(path)
@@ -225,9 +293,12 @@ def _inside(folder: Path, entry: _Object) -> Path:
     return folder / path
 
 
-def read_pooling(config: _Object) -> Pooling:
-    """What a Pooling module's `config.json` says. Raises ValueError."""
-    if config.get("include_prompt", True) is not True:
+def read_pooling(config: _Object, *, prompted: bool = True) -> Pooling:
+    """What a Pooling module's `config.json` says; `prompted`: prompts come before texts.
+
+    Raises ValueError.
+    """
+    if prompted and config.get("include_prompt", True) is not True:
         raise ValueError("its pooling leaves out the prompt (include_prompt), which is not done")
     asked = config.get("pooling_mode")
     if asked is None:
@@ -251,11 +322,11 @@ def _mode(name: object) -> Pooling:
 # What is usual.
 
 
-def _usual(folder: Path, config: _Object, *, decoder: bool, name: str) -> Pooling:
+def _usual(folder: Path, config: _Object, *, decoder: bool, name: str, prompted: bool) -> Pooling:
     """The pooling of a model whose files do not say it, as its name tells."""
     own = _read_object(folder / "1_Pooling" / "config.json")  # conversions lose modules.json
     if own:
-        return read_pooling(own)
+        return read_pooling(own, prompted=prompted)
     called = name or folder.absolute().name
     if decoder:
         headless = any(map(_HEADLESS.fullmatch, _architectures(config)))

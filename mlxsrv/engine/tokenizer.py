@@ -10,6 +10,7 @@ import copy
 import inspect
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from mlx_lm.tokenizer_utils import (
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
-from mlxsrv.engine.encoding import PIECE, Encoder, Limit
+from mlxsrv.engine.encoding import PIECE, Cut, Encoder, Limit
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import (
@@ -198,13 +199,20 @@ class Tokenizer:
         sign = self.split(_SIGN, special=False)
         return self.split(_SIGN + part.text, special=False, limit=limit)[len(sign) :]
 
-    def split(self, text: str, *, special: bool, limit: Limit | None = None) -> list[int]:
+    def split(
+        self, text: str, *, special: bool, limit: Limit | None = None, cut: Cut | None = None
+    ) -> list[int]:
         """The token ids of a text, with those that the tokenizer puts around one if `special`.
 
         Raises:
             ContextLengthExceeded: it is so long over the limit that its tokens were not counted.
+            InvalidRequest: the cut leaves no room beside the special tokens.
         """
-        return self._encoder.encode(text, special=special, limit=limit)
+        if cut is None:
+            return self._encoder.encode(text, special=special, limit=limit)
+        short = self._encoder.shorten(text, cut)
+        with self._cutting(cut, pair=False) as options:
+            return list(self._wrapper.encode(short, add_special_tokens=special, **options))
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
         """The token ids of a word at the beginning of a text and, if they are others, after a
@@ -213,26 +221,50 @@ class Tokenizer:
         found = (tuple(self.split(text, special=False)) for text in (word, f" {word}"))
         return [spelling for spelling in dict.fromkeys(found) if spelling]
 
-    def pair(self, first: str, second: str, limit: Limit | None = None) -> tuple[list[int], int]:
+    def pair(
+        self, first: str, second: str, limit: Limit | None = None, cut: Cut | None = None
+    ) -> tuple[list[int], int]:
         """Two texts as one, as a cross-encoder reads them; and how many tokens belong to the first,
-        if the model tells them apart.
+        if the model tells them apart. Where it is to be cut, the longer of the two is.
 
         Raises:
             ContextLengthExceeded: one is so long over the limit that its tokens were not counted.
+            InvalidRequest: the cut leaves no room beside the special tokens.
         """
-        for text in (first, second) if limit is not None else ():
+        if cut is not None:
+            first, second = (self._encoder.shorten(text, cut) for text in (first, second))
+        for text in (first, second) if cut is None and limit is not None else ():
             if len(text) > PIECE:
                 self._encoder.encode(text, special=False, limit=limit)
-        encoded = self._wrapper._tokenizer(first, second, return_token_type_ids=True)
+        with self._cutting(cut, pair=True) as options:
+            encoded = self._wrapper._tokenizer(first, second, return_token_type_ids=True, **options)
         types: list[int] = encoded["token_type_ids"]
         return list(encoded["input_ids"]), types.index(1) if 1 in types else len(types)
 
-    def ensure_end(self, tokens: list[int]) -> list[int]:
-        """The tokens with an end token after them, where the tokenizer writes none."""
-        end = self._wrapper.eos_token_id
-        if end is None or (tokens and tokens[-1] in self.end_tokens):
-            return tokens
-        return [*tokens, end]
+    @contextmanager
+    def _cutting(self, cut: Cut | None, *, pair: bool) -> Iterator[dict[str, Any]]:
+        """What makes the tokenizer cut, which leaves its special tokens where they belong.
+
+        Raises InvalidRequest if they alone are too many.
+        """
+        if cut is None:
+            yield {}
+            return
+        tokenizer = self._wrapper._tokenizer
+        own = tokenizer.num_special_tokens_to_add(pair=pair)
+        if cut.tokens <= own:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens: {cut.tokens} leave no room for text, since the model's "
+                f"tokenizer adds {own} of its own",
+                param="truncate_prompt_tokens",
+            )
+        usual, tokenizer.truncation_side = tokenizer.truncation_side, cut.side
+        try:
+            yield {"truncation": "longest_first", "max_length": cut.tokens}
+        finally:
+            tokenizer.truncation_side = usual
+            if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
+                backend.no_truncation()  # others call it without transformers
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of token ids, special tokens included, nothing tidied up."""

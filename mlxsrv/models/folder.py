@@ -32,7 +32,13 @@ from mlxsrv.engine.headers import (
     read_object,
 )
 from mlxsrv.engine.headers import Unhealthy as Unhealthy
-from mlxsrv.engine.recipe import ROBERTA, check_bare, is_classifier, is_encoder
+from mlxsrv.engine.recipe import (
+    ROBERTA,
+    check_bare,
+    is_classifier,
+    is_encoder,
+    read_judge,
+)
 from mlxsrv.models.architectures import check_architecture, named_architectures, template_code
 from mlxsrv.models.files import read_start, reading
 
@@ -168,7 +174,9 @@ def describe(folder: Path, *, name: str = "", trust_remote_code: bool = False) -
             hidden_size=_width({**config, **_inner(config)}),
             layers=_depth({**config, **_inner(config)}),
             modified_at=_newest(folder, files),
-            capabilities=_encodes(config) if encoder else _capabilities(template, settings, embeds),
+            capabilities=_encodes(folder, config)
+            if encoder
+            else _capabilities(template, settings, embeds),
         )
 
 
@@ -357,8 +365,15 @@ def _check_bare(folder: Path) -> None:
         raise Unhealthy(str(error)) from None
 
 
-def _encodes(config: Object) -> tuple[str, ...]:
-    return ("rerank",) if is_classifier(config) else ("embedding",)
+def _encodes(folder: Path, config: Object) -> tuple[str, ...]:
+    """A head whose scores are not known to be of relevance is for nothing here."""
+    if not is_classifier(config):
+        return ("embedding",)
+    try:
+        read_judge(folder)
+    except ValueError:
+        return ()
+    return ("rerank",)
 
 
 def _capabilities(template: str | None, settings: Object, embeds: bool) -> tuple[str, ...]:

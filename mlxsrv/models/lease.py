@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING
 
-from mlxsrv.engine.recipe import Recipe
+from mlxsrv.engine.recipe import Judge, Recipe
 from mlxsrv.errors import ServeError
 from mlxsrv.models.model import Model
 
@@ -48,6 +48,12 @@ class Lease:
         """How its vectors are made, or why they cannot be; known with the tokenizer."""
         assert self.model.files is not None
         return self.model.files.recipe
+
+    @property
+    def judge(self) -> Judge | str:
+        """How pairs of texts are judged, or why they cannot be; known with the tokenizer."""
+        assert self.model.files is not None
+        return self.model.files.judge
 
     async def enter(self) -> None:
         """Wait until the model is loaded; it stays until `release`.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 import msgspec
 
-from mlxsrv.engine.recipe import Recipe, read_recipe
+from mlxsrv.engine.recipe import Judge, Recipe, read_judge, read_recipe
 from mlxsrv.engine.steering.files import SAEFile
 from mlxsrv.events import Attach, Loaded
 from mlxsrv.models.catalogue import Entry, Source
@@ -42,6 +42,8 @@ class Files(msgspec.Struct, frozen=True):
     capabilities: tuple[str, ...]
     recipe: Recipe | str
     """How texts become vectors, or why they cannot."""
+    judge: Judge | str
+    """How pairs of texts become scores, or why they cannot."""
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,12 +159,20 @@ def examine(
         context_length=capped(described.context_length, settings),
         capabilities=described.capabilities,
         recipe=_recipe(folder, described.capabilities, name),
+        judge=_judge(folder),
     )
 
 
 def _recipe(folder: Path, capabilities: Collection[str], name: str) -> Recipe | str:
     try:
         return read_recipe(folder, decoder="completion" in capabilities, name=name)
+    except ValueError as error:
+        return str(error)
+
+
+def _judge(folder: Path) -> Judge | str:
+    try:
+        return read_judge(folder)
     except ValueError as error:
         return str(error)
 

@@ -53,6 +53,8 @@ from mlxsrv.wire.embeddings import (
     EmbeddingRequest,
     RerankRequest,
     RerankResponse,
+    ScoreList,
+    ScoreRequest,
 )
 from mlxsrv.wire.infill import InfillRequest
 from mlxsrv.wire.openai import (
@@ -177,6 +179,11 @@ class Service:
         """Raises ServeError."""
         with await self._embedding(request.model, request_id) as embedding:
             return await embedding.rerank(request)
+
+    async def score(self, request: ScoreRequest, request_id: str) -> ScoreList:
+        """Raises ServeError."""
+        with await self._embedding(request.model, request_id) as embedding:
+            return await embedding.score(request)
 
     async def _embedding(
         self, model: str | None, request_id: str

@@ -1,4 +1,4 @@
-"""Requests whose answer is numbers: embeddings, and documents in the order of their relevance."""
+"""Requests whose answer is numbers: embeddings, relevance of documents, scores of pairs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import anyio
 import anyio.to_thread
 
 from mlxsrv.engine.port import Port
-from mlxsrv.engine.recipe import Recipe
+from mlxsrv.engine.recipe import Judge, Recipe
 from mlxsrv.errors import (
     EngineFailed,
     ServeError,
@@ -23,16 +23,20 @@ from mlxsrv.errors import (
 from mlxsrv.events import Embed, Vectors
 from mlxsrv.logs import log
 from mlxsrv.models.lease import Lease
-from mlxsrv.models.passages import Passages, plan_embedding, plan_rerank
+from mlxsrv.models.passages import Passages, plan_embedding, plan_pairs, plan_texts
 from mlxsrv.service.patience import Bounded, Stage
+from mlxsrv.service.relevance import cosines, judge
 from mlxsrv.settings import Settings
 from mlxsrv.wire.embeddings import (
     EmbeddingList,
     EmbeddingRequest,
     RerankRequest,
     RerankResponse,
+    ScoreList,
+    ScoreRequest,
     embedding_list,
     rerank_response,
+    score_list,
 )
 
 if TYPE_CHECKING:
@@ -74,9 +78,25 @@ class Embedding:
     async def rerank(self, request: RerankRequest) -> RerankResponse:
         """Raises ServeError."""
         with self._bounded.run():
-            passages, logits = await self._compute(partial(self._plan_pairs, request))
+            passages, logits = await self._compute(partial(self._plan_documents, request))
+        scores = judge(logits, self._find_judge().activation)
         id = f"rerank-{uuid.uuid4().hex}"
-        return rerank_response(request, id, self._lease.model.name, logits, passages.tokens)
+        return rerank_response(request, id, self._lease.model.name, scores, passages.tokens)
+
+    async def score(self, request: ScoreRequest) -> ScoreList:
+        """By a cross-encoder's judgement, or how near an embedder's vectors are.
+
+        Raises ServeError.
+        """
+        with self._bounded.run():
+            passages, made = await self._compute(partial(self._plan_score, request))
+        if passages.firsts:
+            scores = judge(made, self._find_judge().activation)
+        else:
+            ones = len(request.lists[0])
+            scores = cosines(made[:ones], made[ones:], request.pairs)
+        id = f"score-{uuid.uuid4().hex}"
+        return score_list(id, self._lease.model.name, scores, passages.tokens)
 
     def stop(self) -> None:
         """End it from outside: the server is shutting down."""
@@ -139,14 +159,39 @@ class Embedding:
         recipe = self._recipe
         return plan_embedding(request, recipe, self._longest(recipe.max_length), tokenizer)
 
-    def _plan_pairs(self, request: RerankRequest, tokenizer: Tokenizer) -> Passages:
-        if "rerank" not in self._lease.capabilities:
+    def _plan_documents(self, request: RerankRequest, tokenizer: Tokenizer) -> Passages:
+        self._find_judge()
+        pairs = [(request.query, text, f"documents[{i}]") for i, text in enumerate(request.texts)]
+        return plan_pairs(pairs, request, self._longest(None), tokenizer)
+
+    def _plan_score(self, request: ScoreRequest, tokenizer: Tokenizer) -> Passages:
+        """Pairs for a cross-encoder; for others the texts of both sides, one after the other."""
+        ones, others = request.lists
+        if not isinstance(self._lease.judge, str):
+            pairs = [(ones[i], others[k], request.path(1, k)) for i, k in request.pairs]
+            return plan_pairs(pairs, request, self._longest(None), tokenizer)
+        recipe = self._lease.recipe
+        if isinstance(recipe, str):
             raise UnsupportedParameter(
-                "model: this model does not judge pairs of texts; it is no cross-encoder with a "
-                "classification head",
+                f"model: it judges no pairs of texts: {self._lease.judge}; and it makes no "
+                f"embeddings: {recipe}",
                 param="model",
             )
-        return plan_rerank(request, self._longest(None), tokenizer)
+        texts = [
+            (text, request.path(side, i))
+            for side, listed in enumerate((ones, others))
+            for i, text in enumerate(listed)
+        ]
+        return plan_texts(texts, request, recipe, self._longest(recipe.max_length), tokenizer)
+
+    def _find_judge(self) -> Judge:
+        """How the model judges pairs of texts. Raises UnsupportedParameter."""
+        found = self._lease.judge
+        if isinstance(found, str):
+            raise UnsupportedParameter(
+                f"model: it judges no pairs of texts: {found}", param="model"
+            )
+        return found
 
     @property
     def _recipe(self) -> Recipe:
@@ -154,10 +199,6 @@ class Embedding:
         recipe = self._lease.recipe
         if isinstance(recipe, str):
             raise UnsupportedParameter(f"model: it makes no embeddings: {recipe}", param="model")
-        if "rerank" in self._lease.capabilities:
-            raise UnsupportedParameter(
-                "model: this is a cross-encoder; it answers at /v1/rerank", param="model"
-            )
         return recipe
 
     def _longest(self, own: int | None) -> int | None:

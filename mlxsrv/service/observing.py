@@ -20,13 +20,20 @@ from mlxsrv.models.observing import (
     ModelLoaded,
     ModelObserver,
 )
-from mlxsrv.wire.embeddings import EmbeddingRequest, RerankRequest
+from mlxsrv.wire.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from mlxsrv.wire.infill import InfillRequest
 from mlxsrv.wire.requests import ChatRequest, CompletionRequest
 
-Asked = ChatRequest | CompletionRequest | InfillRequest | EmbeddingRequest | RerankRequest
-Operation = Literal["chat", "text_completion", "embeddings", "rerank"]
-"""As OpenTelemetry's conventions name them; `rerank` is our own."""
+Asked = (
+    ChatRequest
+    | CompletionRequest
+    | InfillRequest
+    | EmbeddingRequest
+    | RerankRequest
+    | ScoreRequest
+)
+Operation = Literal["chat", "text_completion", "embeddings", "rerank", "score"]
+"""As OpenTelemetry's conventions name them; `rerank` and `score` are our own."""
 
 Tell = Callable[[float | None], None]
 """Told of each token the seconds since the one before it of its choice; None of the first."""

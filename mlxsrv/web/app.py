@@ -46,7 +46,7 @@ from mlxsrv.web.routing import Alias, aliases, place
 from mlxsrv.web.security import Cors, Guard, is_verbose, load_keys
 from mlxsrv.wire import openai, openapi, requests, streams
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS
+from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS, SCORE_REQUESTS
 from mlxsrv.wire.infill import INFILL_REQUESTS, InfillStream, infill_completion
 from mlxsrv.wire.sse import encode_json
 
@@ -67,6 +67,7 @@ class App(Starlette):
             Route("/v1/completions", completions, methods=["POST"]),
             Route("/v1/embeddings", embed, methods=["POST"]),
             Route("/v1/rerank", rerank, methods=["POST"]),
+            Route("/v1/score", score, methods=["POST"]),
             Route("/v1/models", list_models),
             Route("/v1/models/{id:path}", get_model),
         ]
@@ -236,6 +237,10 @@ async def embed(request: Request) -> Response:
 
 async def rerank(request: Request) -> Response:
     return await _compute(request, RERANK_REQUESTS, Service.rerank, "rerank")
+
+
+async def score(request: Request) -> Response:
+    return await _compute(request, SCORE_REQUESTS, Service.score, "score")
 
 
 async def _compute(

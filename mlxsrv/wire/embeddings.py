@@ -1,25 +1,51 @@
-"""Embeddings, as OpenAI has them, and rerank, as Jina and Cohere have it."""
+"""Embeddings, as OpenAI has them, rerank, as Jina and Cohere have it, and score, as vLLM has it."""
 
 from __future__ import annotations
 
 import base64
+import time
 from typing import Annotated, Literal, cast
 
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from mlxsrv.errors import InvalidRequest
+from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.events import Vectors
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.requests import NotEmpty, PositiveInt, TokenId, User
+from mlxsrv.wire.requests import Count, NotEmpty, PositiveInt, TokenId, User
 
 MOST_TEXTS = 2048
 
 Tokens = Annotated[list[TokenId], Meta(min_length=1)]
 Many = Annotated[list[NotEmpty | TokenId | Tokens], Meta(min_length=1, max_length=MOST_TEXTS)]
+Side = Literal["left", "right"]
 
 
-class EmbeddingRequest(Struct, frozen=True, kw_only=True):
+class Truncation(Struct, frozen=True, kw_only=True):
+    """What may be asked for texts that are too long: to cut them, where the default is a 400.
+
+    `truncate` is true or false, as text-embeddings-inference has it, with a `truncation_direction`;
+    or the side that is cut, as Cohere and NVIDIA have it. `truncate_prompt_tokens` is vLLM's: how
+    many tokens are left, -1 for as many as the model reads.
+    """
+
+    truncate: bool | Literal["NONE", "START", "END"] | None = None
+    truncation_direction: Literal["left", "right", "Left", "Right"] | None = None
+    truncate_prompt_tokens: Count | None = None
+
+    @property
+    def truncates(self) -> bool:
+        asked = self.truncate not in (None, False, "NONE")
+        return asked or self.truncate_prompt_tokens is not None
+
+    @property
+    def cut_side(self) -> Side:
+        """The side of a text that is cut off."""
+        left = self.truncate == "START" or self.truncation_direction in ("left", "Left")
+        return "left" if left and self.truncate != "END" else "right"
+
+
+class EmbeddingRequest(Truncation, frozen=True, kw_only=True):
     """`input_type` and `instruction` choose what the model's own files say to write before a text;
     OpenAI does not have them."""
 
@@ -50,7 +76,7 @@ class RerankDocument(Struct, frozen=True):
     text: NotEmpty
 
 
-class RerankRequest(Struct, frozen=True, kw_only=True):
+class RerankRequest(Truncation, frozen=True, kw_only=True):
     query: NotEmpty
     documents: Annotated[list[NotEmpty | RerankDocument], Meta(min_length=1, max_length=MOST_TEXTS)]
     model: str | None = None
@@ -63,7 +89,91 @@ class RerankRequest(Struct, frozen=True, kw_only=True):
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
+Texts = NotEmpty | Annotated[list[NotEmpty], Meta(min_length=1, max_length=MOST_TEXTS)]
+
+_SIDES = (
+    ("text_1", "text_2"),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+)
+"""What vLLM calls the two sides of pairs; all mean the same."""
+
+
+class ScoreRequest(Truncation, frozen=True, kw_only=True):
+    """Pairs of texts: `text_1` with `text_2`, or by other names `queries` with `documents` or
+    `items`, or `data_1` with `data_2`. A text and a list are the pairs of the text with each."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    items: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    model: str | None = None
+    user: User | None = None
+
+    @property
+    def sides(self) -> tuple[str, str]:
+        """The names that the two sides have. Raises MissingParameter, InvalidRequest."""
+        given = {name for names in _SIDES for name in names if getattr(self, name) is not None}
+        for names in _SIDES:
+            if given == {*names}:
+                return names
+        wanted = next((names for names in _SIDES if given & {*names}), _SIDES[0])
+        for name in wanted:
+            if name not in given:
+                raise MissingParameter(f"missing required parameter: {name}", param=name)
+        extra = min(given - {*wanted})
+        raise InvalidRequest(
+            f"{extra}: the pairs are given as {' and '.join(wanted)}; leave it out", param=extra
+        )
+
+    @property
+    def lists(self) -> tuple[list[str], list[str]]:
+        """The texts of each side, as they were given."""
+        one, other = (getattr(self, name) for name in self.sides)
+        return _as_list(one), _as_list(other)
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]:
+        """Which text of the first side goes with which of the second."""
+        one, other = self.lists
+        return [(0 if len(one) == 1 else i, i) for i in range(len(other))]
+
+    def path(self, side: int, index: int) -> str:
+        """Where in the request a text is."""
+        name = self.sides[side]
+        return name if isinstance(getattr(self, name), str) else f"{name}[{index}]"
+
+
+def _as_list(given: str | list[str]) -> list[str]:
+    return [given] if isinstance(given, str) else given
+
+
+def _check_cut(request: Truncation) -> None:
+    if request.truncate_prompt_tokens == 0:
+        raise InvalidRequest(
+            "truncate_prompt_tokens: must be at least 1, or -1 for as many as the model reads",
+            param="truncate_prompt_tokens",
+        )
+
+
+def _check_score(request: ScoreRequest) -> None:
+    _check_cut(request)
+    one, other = request.lists
+    if len(one) not in (1, len(other)):
+        name = request.sides[0]
+        raise InvalidRequest(
+            f"{name}: {len(one)} texts beside {len(other)}; there may be one beside any number, or "
+            "as many",
+            param=name,
+        )
+
+
 def _check_embedding(request: EmbeddingRequest) -> None:
+    _check_cut(request)
     given = request.input
     if not isinstance(given, str) and len({*map(type, given)}) != 1:
         raise InvalidRequest(
@@ -72,7 +182,8 @@ def _check_embedding(request: EmbeddingRequest) -> None:
 
 
 EMBEDDING_REQUESTS = RequestDecoder(EmbeddingRequest, check=_check_embedding)
-RERANK_REQUESTS = RequestDecoder(RerankRequest)
+RERANK_REQUESTS = RequestDecoder(RerankRequest, check=_check_cut)
+SCORE_REQUESTS = RequestDecoder(ScoreRequest, check=_check_score)
 
 
 class EmbeddingUsage(Struct, frozen=True):
@@ -115,6 +226,21 @@ class RerankResponse(Struct, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
+class Score(Struct, frozen=True, kw_only=True):
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+
+
+class ScoreList(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
+
+
 def embedding_list(
     request: EmbeddingRequest, model: str, vectors: Vectors, tokens: int
 ) -> EmbeddingList:
@@ -130,7 +256,7 @@ def embedding_list(
             param="dimensions",
         )
     if request.dimensions is not None and request.dimensions < width:
-        vectors = _normalise(vectors[:, : request.dimensions])
+        vectors = normalise(vectors[:, : request.dimensions])
     encode = _encode if request.encoding_format == "base64" else _list
     return EmbeddingList(
         data=[Embedding(index=i, embedding=encode(row)) for i, row in enumerate(vectors)],
@@ -139,7 +265,8 @@ def embedding_list(
     )
 
 
-def _normalise(vectors: Vectors) -> Vectors:
+def normalise(vectors: Vectors) -> Vectors:
+    """Each vector of length 1, but for zeros, which stay zeros."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return cast(Vectors, vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
 
@@ -156,11 +283,9 @@ def _encode(vector: Numbers) -> list[float] | str:
 
 
 def rerank_response(
-    request: RerankRequest, id: str, model: str, logits: Vectors, tokens: int
+    request: RerankRequest, id: str, model: str, scores: Numbers, tokens: int
 ) -> RerankResponse:
-    """The documents, the most relevant first: by the sigmoid of a model's one logit or, of two, by
-    the probability of the second, as cross-encoders are trained."""
-    scores = _relevance(logits)
+    """The documents by their scores, the most relevant first."""
     order = np.argsort(-scores, kind="stable")[: request.top_n]
     texts = request.texts
     return RerankResponse(
@@ -178,8 +303,11 @@ def rerank_response(
     )
 
 
-def _relevance(logits: Vectors) -> Numbers:
-    margin = logits[:, 0] if logits.shape[1] == 1 else logits[:, 1] - logits[:, 0]
-    # exp would overflow for a large negative margin, and its limit is then right anyway.
-    with np.errstate(over="ignore"):
-        return cast(Numbers, 1 / (1 + np.exp(-margin)))
+def score_list(id: str, model: str, scores: Numbers, tokens: int) -> ScoreList:
+    return ScoreList(
+        id=id,
+        created=int(time.time()),
+        model=model,
+        data=[Score(index=i, score=float(score)) for i, score in enumerate(scores)],
+        usage=EmbeddingUsage.of(tokens),
+    )

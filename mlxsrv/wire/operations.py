@@ -115,6 +115,16 @@ _INFERENCE = (
     ),
     Operation(
         method="POST",
+        path="/v1/score",
+        id="score",
+        summary="How well the texts of pairs go together",
+        description="By a cross-encoder's judgement, or how near an embedder's vectors are.",
+        asks=embeddings.ScoreRequest,
+        answer=embeddings.ScoreList,
+        errors=_GENERATED,
+    ),
+    Operation(
+        method="POST",
         path="/tokenize",
         id="tokenize",
         summary="The tokens of a text",

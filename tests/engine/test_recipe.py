@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.engine.recipe import Recipe, is_classifier, is_encoder, read_recipe
+from mlxsrv.engine.recipe import Recipe, is_classifier, is_encoder, read_judge, read_recipe
 from tests.embeddings.models import CONFIGS, references
 
 OLD = "sentence_transformers.models."
@@ -195,6 +195,76 @@ def test_a_lone_pooling_counts(tmp_path: Path) -> None:
     assert read(folder) == made("max")
 
 
+@pytest.mark.parametrize("prompts", [None, {}, {"query": "", "document": ""}])
+def test_without_prompts_it_does_not_matter_that_they_are_left_out(
+    prompts: dict[str, str] | None, tmp_path: Path
+) -> None:
+    folder = write(
+        tmp_path,
+        BERT,
+        modules=NORMAL,
+        _1_Pooling__config=pooling("cls_token", include_prompt=False),
+        config_sentence_transformers={"prompts": prompts},
+    )
+    assert read(folder) == made("cls", prompts=prompts or {})
+
+
+# Cross-encoders.
+
+JUDGE = BERT | {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}
+TWO = {"id2label": {"0": "no", "1": "yes"}}
+SIGMOID, IDENTITY = "torch.nn.modules.activation.Sigmoid", "torch.nn.modules.linear.Identity"
+
+
+@pytest.mark.parametrize(
+    ("config", "beside", "activation"),
+    [
+        ({}, {}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": SIGMOID}}, {}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": IDENTITY}}, {}, "identity"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.Identity"}}, {}, "identity"),
+        ({"sbert_ce_default_activation_function": IDENTITY}, {}, "identity"),
+        (
+            {"sbert_ce_default_activation_function": SIGMOID},
+            {"activation_fn": IDENTITY},
+            "identity",
+        ),
+        (TWO, {}, "softmax"),
+        (TWO, {"activation_fn": IDENTITY}, "softmax"),
+        ({"id2label": None}, {}, "softmax"),
+    ],
+)
+def test_how_a_cross_encoder_judges(
+    config: dict[str, Any], beside: dict[str, Any], activation: str, tmp_path: Path
+) -> None:
+    folder = write(tmp_path, JUDGE | config, config_sentence_transformers=beside)
+    assert read_judge(folder).activation == activation
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"architectures": ["BertModel"]}, "no cross-encoder"),
+        ({"id2label": {str(i): str(i) for i in range(5)}}, "5 labels"),
+        ({"id2label": None, "num_labels": 3}, "3 labels"),
+        ({"id2label": None, "num_labels": "x"}, "num_labels"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Tanh"}}, "Tanh"),
+        ({"sentence_transformers": {"activation_fn": "my.code.Softly"}}, r"my\.code\.Softly"),
+        (TWO | {"sentence_transformers": {"activation_fn": SIGMOID}}, "Sigmoid"),
+    ],
+)
+def test_a_judgement_that_is_not_known_is_refused(
+    config: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_judge(write(tmp_path, JUDGE | config))
+
+
+def test_a_cross_encoder_makes_no_vectors(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="/v1/rerank"):
+        read(write(tmp_path, JUDGE))
+
+
 # Refusals.
 
 
@@ -217,7 +287,13 @@ def test_a_lone_pooling_counts(tmp_path: Path) -> None:
         ({"modules": [PLAIN[0], {**PLAIN[1], "path": "2_Pooling"}]}, "config.json"),
         ({"_1_Pooling__config": {"pooling_mode": "attention"}}, "attention"),
         ({"_1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "several ways: cls, mean"),
-        ({"_1_Pooling__config": pooling("cls_token", include_prompt=False)}, "include_prompt"),
+        (
+            {
+                "_1_Pooling__config": pooling("cls_token", include_prompt=False),
+                "config_sentence_transformers": {"prompts": {"query": "q: ", "document": ""}},
+            },
+            "include_prompt",
+        ),
         ({"_1_Pooling__config": []}, "not a JSON object"),
         ({"sentence_bert_config": {"transformer_task": "fill-mask"}}, "fill-mask"),
         ({"adapter_config": {"peft_type": "LORA"}}, "adapter"),

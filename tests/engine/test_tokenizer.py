@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from mlx_lm.utils import load_tokenizer
 
+from mlxsrv.engine.encoding import Cut
 from mlxsrv.engine.tokenizer import Tokenizer
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.text.tools import ToolCalls, ToolOpened
@@ -209,3 +211,32 @@ def test_the_markers_of_calls_are_text_only_where_tools_were_given(folder: Path)
     assert parts[0] == ("content", "so")
     assert isinstance(parts[1], ToolOpened)
     assert parts[1].name == "f"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("words", [30, 60_000])
+def test_a_text_is_cut_as_its_tokenizer_does_it(
+    folder: Path, words: int, side: Literal["left", "right"]
+) -> None:
+    """However long it is; and nothing is cut afterwards."""
+    text = " ".join(f"word{i % 97} and" for i in range(words))
+    theirs = load_tokenizer(folder)._tokenizer
+    theirs.truncation_side = side
+    ours = Tokenizer(folder)
+    whole = ours.split(text, special=True)
+    for count in (5, 17):
+        expected = theirs(text, truncation=True, max_length=count)["input_ids"]
+        assert ours.split(text, special=True, cut=Cut(count, side)) == expected
+        assert ours.split(text, special=True) == whole
+    assert ours.split("a", special=True, cut=Cut(5, side)) == ours.split("a", special=True)
+
+
+def test_of_two_texts_the_longer_is_cut(folder: Path) -> None:
+    theirs, ours = load_tokenizer(folder)._tokenizer, Tokenizer(folder)
+    for one, other in (("a b c", "word " * 50), ("word " * 30, "and so " * 40)):
+        expected = theirs(one, other, truncation="longest_first", max_length=20)["input_ids"]
+        assert ours.pair(one, other, cut=Cut(20, "right"))[0] == expected
+    # The tokenizer alone would make millions of encodings of what it cuts off here.
+    begun = time.perf_counter()
+    assert ours.pair("word " * 50_000, "and so " * 90_000, cut=Cut(20, "right"))[0] == expected
+    assert time.perf_counter() - begun < 10

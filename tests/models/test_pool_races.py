@@ -279,7 +279,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             raise Unhealthy("scripted")
         size = SIZES[path.name]
         return Files(
-            path, None, None, base=size, own=0, context_length=None, capabilities=(), recipe=""
+            path,
+            None,
+            None,
+            base=size,
+            own=0,
+            context_length=None,
+            capabilities=(),
+            recipe="",
+            judge="",
         )
 
     async def run_sync(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:

@@ -26,6 +26,7 @@ def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = 
         context_length=None,
         capabilities=(),
         recipe="",
+        judge="",
     )
     made.users, made.used = users, used
     return made

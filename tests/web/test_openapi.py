@@ -149,7 +149,10 @@ def test_a_proxys_prefix_is_told() -> None:
 
 # Whatever is asked, what is answered is as described.
 
-POSTS = [CHAT, COMPLETIONS, "/infill", "/v1/embeddings", "/v1/rerank", "/tokenize", "/detokenize"]
+POSTS = [
+    *(CHAT, COMPLETIONS, "/infill", "/v1/embeddings", "/v1/rerank", "/v1/score"),
+    *("/tokenize", "/detokenize"),
+]
 GETS = ["/v1/models", "/v1/models/{id}", "/health", "/health/live", DOCUMENT]
 MANAGED = [
     *("/api/saes", "/api/saes/attachment", "/api/saes/{id}", "/api/saes/{id}/compatibility"),

@@ -27,6 +27,7 @@ OPENAI = [
     ("GET", "/v1/models/{id:path}"),
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/rerank"),
+    ("POST", "/v1/score"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
     ("GET", "/health"),

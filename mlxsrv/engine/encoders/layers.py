@@ -17,7 +17,7 @@ from mlx.nn.layers.normalization import LayerNorm
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx.utils import tree_flatten
 
-from mlxsrv.engine.recipe import is_classifier
+from mlxsrv.engine.recipe import is_classifier, label_count
 
 Config: TypeAlias = Mapping[str, Any]
 Step: TypeAlias = Callable[[mx.array], mx.array]
@@ -49,7 +49,7 @@ class Encoder(Part):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.width = size(config, "hidden_size")
-        self.labels = _labels(config) if is_classifier(config) else 0
+        self.labels = label_count(config) if is_classifier(config) else 0
         self.longest: int | None = None
 
     def __call__(
@@ -193,14 +193,6 @@ def _at_most(config: Config, key: str, limit: int) -> int:
     if value > limit:
         raise ValueError(f"'config.json' has {value!r} for {key}")
     return value
-
-
-def _labels(config: Config) -> int:
-    """How many logits a head has: what transformers takes from a config."""
-    names = config.get("id2label")
-    if isinstance(names, dict) and names:
-        return len(names)
-    return size(config, "num_labels", 2)
 
 
 # Weights.

@@ -1,0 +1,23 @@
+"""Scores of pairs, from logits and from vectors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mlxsrv.service.relevance import cosines, judge
+
+
+def test_a_score_is_a_probability_or_the_logit_itself() -> None:
+    one = np.array([[-200.0], [3.0]], dtype=np.float32)
+    assert judge(one, "sigmoid") == pytest.approx([0, 1 / (1 + np.exp(-3))], abs=1e-6)
+    assert judge(one, "identity") == pytest.approx([-200, 3])
+    two = np.array([[1.0, 3.0]], dtype=np.float32)
+    assert judge(two, "softmax") == pytest.approx([1 / (1 + np.exp(-2))], abs=1e-6)
+
+
+def test_nearness_does_not_depend_on_lengths() -> None:
+    ones = np.array([[2.0, 0.0]], dtype=np.float32)
+    others = np.array([[5.0, 0.0], [0.0, 1.0], [-3.0, 0.0], [0.0, 0.0]], dtype=np.float32)
+    pairs = [(0, i) for i in range(4)]
+    assert cosines(ones, others, pairs) == pytest.approx([1, 0, -1, 0])
