@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-import sys
 import uuid
 from typing import Any
 
 from mlxsrv.descriptors import most_connections
-from mlxsrv.errors import HeadersTooLarge, InvalidHTTP, Overloaded, ServeError
+from mlxsrv.errors import InvalidHTTP, Overloaded, ServeError
+from mlxsrv.framing import Framing
 from mlxsrv.logs import log
 from mlxsrv.web.app import App
 from mlxsrv.web.security import MOST_HEADER_BYTES
@@ -29,16 +29,14 @@ except ImportError:
 
 _log = logging.getLogger("mlxsrv.server")
 
-_HTTPTOOLS = Protocol.__name__ == "HttpToolsProtocol"
-
 
 class Connection(Protocol):
     """uvicorn's connection, but a client has only so long, and so many bytes, for the head of a
     request, and hears in our shape of what is no HTTP. One that takes nothing of its answer for as
     long as a request may take is cut off: nothing else would end a write that waits for it.
 
-    While the app has a request, its own limits hold. Only httptools calls what begins with `on_`,
-    and only h11 has limits of its own for what must come whole.
+    While the app has a request, its own limits hold. What is sent is framed before uvicorn's parser
+    sees it. Only httptools calls `on_headers_complete`.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
@@ -49,8 +47,7 @@ class Connection(Protocol):
         self._hurry: asyncio.TimerHandle | None = None
         self._most_stall = app.settings.stall_timeout
         self._stall: asyncio.TimerHandle | None = None
-        self._unparsed = 0  # bytes since the parser last made something of them
-        self._data = b""  # what it parses now
+        self._framing = Framing(MOST_HEADER_BYTES)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -97,54 +94,22 @@ class Connection(Protocol):
             self._stall = None
 
     def data_received(self, data: bytes) -> None:
-        self._unparsed += len(data)
-        self._data = data
-        super().data_received(data)
-        if _HTTPTOOLS and self._unparsed > MOST_HEADER_BYTES:
-            self._refuse(_too_large())
+        try:
+            for piece in self._framing.pieces(data):
+                super().data_received(piece)
+                if self.transport.is_closing():
+                    return
+        except ServeError as error:
+            self._refuse(error)
         self._watch()
 
     def on_headers_complete(self) -> None:
-        self._unparsed = 0
-        if not self.parser.should_upgrade():
-            super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._unparsed = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._unparsed = 0
-        if not self.parser.should_upgrade():
-            super().on_message_complete()
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Decline an upgrade, which is an offer, and answer the request as if it had made none.
-
-        httptools takes what follows such a head for the other protocol, and so loses the body that
-        Java's client and curl's send with theirs: it gets to read the head again, without it.
-        """
-        upgrade = sys.exception()
-        if not _HTTPTOOLS or upgrade is None:
-            return
-        if not any(name == b"upgrade" for name, _ in self.headers):
-            self._refuse(InvalidHTTP("this server is no proxy"))  # CONNECT
-            return
-        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-        lines = [method + b" " + self.url + b" HTTP/" + version]
-        lines += [
-            name + b": " + (_without_upgrade(value) if name == b"connection" else value)
-            for name, value in self.headers
-            if name != b"upgrade"
-        ]
-        rest = self._data[upgrade.args[0] :]
-        self.parser = type(self.parser)(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-        self.data_received(b"\r\n".join([*lines, b"", b""]) + rest)
+        super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _end_by_closing(self.cycle)
 
     def send_400_response(self, msg: str) -> None:
-        too_large = getattr(sys.exception(), "error_status_hint", 400) == 431
-        self._refuse(_too_large() if too_large else InvalidHTTP(msg))
+        self._refuse(InvalidHTTP(msg))
 
     def _watch(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
@@ -166,13 +131,18 @@ class Connection(Protocol):
         self.transport.close()
 
 
-def _without_upgrade(connection: bytes) -> bytes:
-    options = (option.strip() for option in connection.split(b","))
-    return b", ".join(option for option in options if option.lower() != b"upgrade")
+def _end_by_closing(cycle: Any) -> None:
+    """Have httptools' cycle end a body by closing the connection, as HTTP/1.0 wants it: uvicorn
+    would send such clients the sizes of chunks."""
+    send = cycle.send
+    cycle.chunked_encoding = False
 
+    async def send_unframed(message: Any) -> None:
+        # As long as what comes: uvicorn checks the sum of it against Content-Length.
+        cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
 
-def _too_large() -> HeadersTooLarge:
-    return HeadersTooLarge(f"headers are larger than {MOST_HEADER_BYTES} bytes")
+    cycle.send = send_unframed
 
 
 def _last_response(error: ServeError) -> bytes:

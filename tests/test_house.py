@@ -26,6 +26,7 @@ FLOORS = {
     "web": 5,
     "commands": 6,
     "descriptors": 0,
+    "framing": 1,
     "connection": 6,
     "cli": 6,
     "__main__": 6,
