@@ -54,6 +54,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         "vocab_size": 4096,
     },
     "46m": {"family": "qwen3-46m"},
+    "large": {"family": "qwen3", "vocab_size": 151_936},
 }
 _WORDS = ("one", "token", "after", "another", "while", "the", "reader", "waits", "for", "more")
 _PROMPT_TOKENS = 64
@@ -169,8 +170,8 @@ def take_throughput(kind: SamplingKind, streams: int) -> Take:
 
     def take(place: Place) -> Reading:
         load = _make_throughput(place, kind, streams)
-        _warm_up(place, load)
-        report = _measure(load)
+        warm_up(place, load)
+        report = measure(load)
         if place.is_ours:
             place.bench.cpu_shares[streams] = report.cpu_share
         return Reading({"tokens/s": report.tokens_per_second}, (report,))
@@ -181,10 +182,10 @@ def take_throughput(kind: SamplingKind, streams: int) -> Take:
 def take_mixing(place: Place) -> Reading:
     """Tokens per second of 32 streams, greedy and mixed; turns so short that a machine whose speed
     changes is as fast for both."""
-    _warm_up(place, _make_throughput(place, "mixed", 32))
+    warm_up(place, _make_throughput(place, "mixed", 32))
     rates: dict[str, list[float]] = {}
     for turn, kind in enumerate(_MIXING * place.bench.choose(3, 1)):
-        report = _measure(_make_throughput(place, kind, 32, f"turn {turn}"))
+        report = measure(_make_throughput(place, kind, 32, f"turn {turn}"))
         rates.setdefault(kind, []).append(report.tokens_per_second)
     return Reading({kind: statistics.median(taken) for kind, taken in rates.items()})
 
@@ -225,8 +226,8 @@ def take_single_gap(place: Place) -> Reading:
         max_tokens=place.bench.choose(200, 100),
         bodies=_write_bodies(_write_single(place)),
     )
-    _warm_up(place, load)
-    report = _measure(load)
+    warm_up(place, load)
+    report = measure(load)
     return Reading({"gap": _known(report.gap_p50)}, (report,))
 
 
@@ -248,8 +249,8 @@ def take_ttft(*, connect_each: bool) -> Take:
             bodies=_write_bodies(chats),
             connect_each=connect_each,
         )
-        _warm_up(place, load)
-        report = _measure(load)
+        warm_up(place, load)
+        report = measure(load)
         return Reading({"ttft": _known(report.ttft_p99)}, (report,))
 
     return take
@@ -264,8 +265,8 @@ def take_heavy(place: Place) -> Reading:
         max_tokens=place.bench.choose(16, 8),
         bodies=_write_bodies(chats),
     )
-    _warm_up(place, load, requests=1, max_tokens=2)
-    report = _measure(load)
+    warm_up(place, load, requests=1, max_tokens=2)
+    report = measure(load)
     return Reading({"tokens/s": report.tokens_per_second}, (report,))
 
 
@@ -333,13 +334,13 @@ def take_memory(place: Place) -> Reading:
                 bodies=_write_bodies(place.write_chats(name, requests, 16)),
                 connect_each=True,  # else thousands were open at a time
             )
-            reports.append(_measure(load))
+            reports.append(measure(load))
             time.sleep(0.5)  # for the server to tidy up
             figures[name] = _read_resident(running.pid)
     return Reading(figures, tuple(reports))
 
 
-def _measure(load: Load) -> Report:
+def measure(load: Load) -> Report:
     """The load's report, if all its requests went as they should."""
     report = asyncio.run(run_load(load))
     if report.errors:
@@ -349,7 +350,7 @@ def _measure(load: Load) -> Report:
     return report
 
 
-def _warm_up(place: Place, load: Load, requests: int | None = None, max_tokens: int = 8) -> None:
+def warm_up(place: Place, load: Load, requests: int | None = None, max_tokens: int = 8) -> None:
     """Send the like of the load, so that what happens once per process has happened.
 
     The prompts are others than the load's: those must be new to the server.
@@ -358,7 +359,7 @@ def _warm_up(place: Place, load: Load, requests: int | None = None, max_tokens: 
     bodies = tuple(
         body | {"messages": chat} for body, chat in zip(cycle(load.bodies), chats, strict=False)
     )
-    _measure(
+    measure(
         msgspec.structs.replace(
             load, requests=len(chats), max_tokens=max_tokens, bodies=bodies, connect_each=False
         )

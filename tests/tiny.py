@@ -359,7 +359,10 @@ def _training_text(vocabulary: int) -> Iterator[str]:
     yield from _TEXT.splitlines(keepends=True)
     dice = random.Random(0)
     syllables = [a + b for a in "bcdfghjklmnprstvwz" for b in "aeiou"]
-    for _ in range(vocabulary if vocabulary > 2 * VOCABULARY else 0):
+    words = 0 if vocabulary <= 2 * VOCABULARY else vocabulary
+    if vocabulary > 2**16:  # of which words have fewer parts that are not there yet
+        words *= 2
+    for _ in range(words):
         word = "".join(dice.choices(syllables, k=dice.randint(2, 4)))
         yield f" {word} {word}"
 
