@@ -7,7 +7,8 @@ so what is sorted in the end is k entries.
 
 Entries are in a strict order: the larger one first, and of equal ones the one with the lower id. A
 key of 64 bits holds both, the value in its high word, so that comparing keys compares by value and
-then by id, and no two keys are equal. So the k first are the same ones on every device.
+then by id, and no two keys are equal. (-0 comes after 0.)
+So the k first are the same ones on every device.
 
 What MLX offers instead does not suit: `sort`, `argsort`, `partition`, `argpartition` and `topk` are
 full merge sorts on Metal and CUDA (`Partition::eval_gpu` calls the sort there), and on the CPU
@@ -25,8 +26,10 @@ import mlx.core as mx
 SIZE = 128  # entries of a block
 
 _FEW = 4096  # entries: as fast without blocks
+_CACHED = 5 * 2**18  # entries: 8 rows of 151,936
 _STEPS = (8, 16)  # of a reduction; their product is the size
 _SIZES = (SIZE, 16, 4)  # of blocks within blocks
+_MANY = 4096  # entries a row, from which on there is use in choosing blocks of them first
 _WORTH = 2  # times as many blocks as are wanted must there be, or choosing among them saves nothing
 
 
@@ -65,12 +68,15 @@ class Blocks:
     def log_total(self) -> mx.array:
         """The logarithm of the sum of each row's exponentials `(rows, 1)`. By powers: MLX's CPU
         back end takes a third of the time of its exp for them."""
-        powers = mx.power(mx.array(e, dtype=mx.float32), self.logits - self.highest)
-        sums = powers if self.few else sum_blocks(powers)
-        return self.highest + mx.log(sums.sum(axis=-1, keepdims=True))
+        base = mx.array(e, dtype=mx.float32)
+        sums = [
+            _sum(mx.power(base, self.logits[part] - self.highest[part]), self.few)
+            for part in divide_rows(*self.logits.shape)
+        ]
+        return self.highest + mx.log(mx.concatenate(sums))
 
-    def take(self, rows: mx.array) -> Blocks:
-        """The rows at these indices alone."""
+    def take(self, rows: mx.array | slice) -> Blocks:
+        """These rows alone."""
         taken = Blocks.__new__(Blocks)
         taken.vocabulary, taken.few = self.vocabulary, self.few
         taken.logits = self.logits[rows]
@@ -91,29 +97,68 @@ class Blocks:
         count = min(count, self.vocabulary)
         width = self.logits.shape[-1]
         first: mx.array | None = None  # the blocks that are left, by the ids they begin with
-        before = 0  # their size
+        before = width  # their size
         for size in _SIZES:
-            if self.few or width < _WORTH * count * size:
+            # Where there is less to choose from, the entries themselves are as fast.
+            many = width if first is None else count * before
+            if self.few or many <= _MANY or width < _WORTH * count * size:
                 continue
-            maxima, starts = self._divide(first, before, size)
-            first, before = _read_keys(_choose(_make_keys(maxima, starts), count))[0], size
-        keys = _choose(_make_keys(*self._divide(first, before, 1)), count)
-        return _read_keys(mx.sort(keys, axis=-1)[:, ::-1])
+            keys = _first(self._key(first, before, size), count)
+            first, before = self._read_ids(keys), size
+        keys = mx.sort(_first(self._key(first, before, 1), count), axis=-1)[:, ::-1]
+        ids = self._read_ids(keys)
+        return ids, mx.take_along_axis(self.logits, ids, axis=-1)
 
-    def _divide(self, first: mx.array | None, before: int, size: int) -> tuple[mx.array, mx.array]:
-        """Blocks of `size` within those that begin with the ids `first` and have the size `before`,
-        or within the row: their maxima and the ids they begin with `(rows, n)`."""
+    def _key(self, first: mx.array | None, before: int, size: int) -> mx.array:
+        """The keys `(rows, n)` of the blocks of `size` within those that begin with the ids `first`
+        and have the size `before`, or within the row.
+
+        A block's is that of its first entry in order, as if that were its first by id: blocks do
+        not overlap, so they compare alike.
+        """
         rows, width = self.logits.shape
         if first is None:
-            starts = mx.broadcast_to(
-                mx.arange(0, width, size, dtype=mx.uint32), (rows, width // size)
-            )
-            if size == SIZE:
-                return self.maxima, starts
-            return _reduce(self.logits, size), starts
-        entries = take_blocks(self.logits, first // before, before)
-        starts = first[:, :, None] + mx.arange(0, before, size, dtype=mx.uint32)
-        return _reduce(entries.reshape(rows, -1), size), starts.reshape(rows, -1)
+            maxima = self._reduce_all(size)
+            turned = mx.arange(width, 0, -size, dtype=mx.int64)
+        else:
+            entries = take_blocks(self.logits, first // before, before)
+            maxima = _reduce(entries.reshape(rows, -1), size)
+            turned = (width - first.astype(mx.int64))[:, :, None]
+            if before > size:
+                turned = turned - mx.arange(0, before, size, dtype=mx.int64)
+            turned = turned.reshape(rows, -1)
+        bits = maxima.view(mx.int32)
+        # Floats below zero compare as integers do once all bits but the sign are turned.
+        value = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+        return (value.astype(mx.int64) << 32) | turned
+
+    def _reduce_all(self, size: int) -> mx.array:
+        """The maxima of all blocks of `size`."""
+        if size == SIZE:
+            return self.maxima
+        maxima = _reduce(self.logits, size)
+        if self._maxima is None and size > 1:
+            self._maxima = _reduce(maxima, SIZE // size)
+        return maxima
+
+    def _read_ids(self, keys: mx.array) -> mx.array:
+        """The ids `(rows, n)` in the low words of keys. (All that MLX runs on is little-endian.)"""
+        return self.logits.shape[-1] - keys.view(mx.uint32)[:, ::2]
+
+
+def divide_rows(rows: int, width: int) -> list[slice]:
+    """The parts of `(rows, width)` to be taken one after another, where each is to go through many
+    operations: on a CPU as much as its caches hold, on a GPU all at once. Larger arrays would be
+    given back to the system, too, and each page of a new one costs as much as it is written."""
+    if mx.default_device().type != mx.DeviceType.cpu:
+        return [slice(0, rows)]
+    step = max(_CACHED // width, 1)
+    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
+
+
+def _sum(values: mx.array, few: bool) -> mx.array:
+    """`(rows, 1)`"""
+    return (values if few else sum_blocks(values)).sum(axis=-1, keepdims=True)
 
 
 def sum_blocks(values: mx.array) -> mx.array:
@@ -134,28 +179,9 @@ def _reduce(values: mx.array, size: int) -> mx.array:
     return values if size == 1 else values.reshape(values.shape[0], -1, size).max(axis=-1)
 
 
-def _choose(keys: mx.array, count: int) -> mx.array:
+def _first(keys: mx.array, count: int) -> mx.array:
     """The `count` greatest keys of each row, in no order."""
     width = keys.shape[-1]
     return (
         keys if count >= width else mx.partition(keys, width - count, axis=-1)[:, width - count :]
     )
-
-
-def _make_keys(values: mx.array, ids: mx.array) -> mx.array:
-    """Keys that compare as values do, and of equal ones as ids do, turned round. (All that MLX runs
-    on is little-endian.)"""
-    return mx.stack([~ids, _flip(values + 0).view(mx.uint32)], axis=-1).view(mx.int64)[..., 0]
-
-
-def _read_keys(keys: mx.array) -> tuple[mx.array, mx.array]:
-    """Ids and values."""
-    words = keys[..., None].view(mx.uint32)
-    return ~words[..., 0], _flip(words[..., 1].view(mx.float32)).view(mx.float32)
-
-
-def _flip(values: mx.array) -> mx.array:
-    """Floats as integers that compare alike, or back: those below zero have all bits but the sign
-    turned. (Zero is to have no sign.)"""
-    bits = values.view(mx.int32)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)

@@ -31,11 +31,12 @@ from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 from math import exp, inf, log
+from typing import TypeAlias
 
 import mlx.core as mx
 import numpy as np
 
-from mlxsrv.engine.blocks import SIZE, Blocks, sum_blocks, take_blocks
+from mlxsrv.engine.blocks import SIZE, Blocks, divide_rows, sum_blocks, take_blocks
 from mlxsrv.events import Sampling
 
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads close seeds over both words
@@ -76,18 +77,9 @@ class Sampler:
     """
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int = _AHEAD) -> None:
-        ways = [_choose_way(row) for row in rows]
-        groups = {way: [i for i, each in enumerate(ways) if each is way] for way in _Way}
-        self._groups = [
-            (
-                mx.array(members) if len(members) < len(rows) else None,
-                _MAKERS[way]([rows[i] for i in members], [drawn[i] for i in members], ahead),
-            )
-            for way, members in groups.items()
-            if members
-        ]
-        order = [i for members in groups.values() for i in members]
-        self._places = mx.array(np.argsort(order)) if len(self._groups) > 1 else None
+        self._rows, self._drawn, self._ahead = rows, drawn, ahead
+        self._groups: list[tuple[mx.array | slice | None, _Group]] | None = None  # by vocabulary
+        self._places: mx.array | None = None  # of the rows in the groups' tokens, if they move
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Token ids `(rows,)` for logits `(rows, vocabulary)`; advances each row's stream."""
@@ -100,13 +92,43 @@ class Sampler:
 
     def draw_from(self, blocks: Blocks) -> tuple[mx.array, mx.array]:
         """As `draw`."""
+        groups = self._groups or self._divide(blocks.vocabulary)
         parts = [
             group.draw(blocks if members is None else blocks.take(members)).astype(mx.uint32)
-            for members, group in self._groups
+            for members, group in groups
         ]
-        if self._places is None:
-            return parts[0].squeeze(-1), blocks.highest
-        return mx.concatenate(parts).squeeze(-1)[self._places], blocks.highest
+        tokens = (parts[0] if len(parts) == 1 else mx.concatenate(parts)).squeeze(-1)
+        return tokens if self._places is None else tokens[self._places], blocks.highest
+
+    def _divide(self, vocabulary: int) -> list[tuple[mx.array | slice | None, _Group]]:
+        """Put rows that are drawn in one way together."""
+        ways = [_choose_way(row) for row in self._rows]
+        groups: list[tuple[_Way, list[int]]] = []
+        for way in _Way:
+            members = [i for i, each in enumerate(ways) if each is way]
+            wide = way in (_Way.WHOLE, _Way.NUCLEUS)  # through many operations on all entries
+            parts = divide_rows(len(members), vocabulary) if wide else [slice(None)]
+            groups += [(way, members[part]) for part in parts if members[part]]
+        order = [i for _, members in groups for i in members]
+        if order != sorted(order):
+            self._places = mx.array(np.argsort(order))
+        self._groups = [
+            (self._locate(members), self._make(way, members)) for way, members in groups
+        ]
+        return self._groups
+
+    def _locate(self, members: Sequence[int]) -> mx.array | slice | None:
+        """Where a group's rows are in the batch; None for all of it."""
+        if len(members) == len(self._rows):
+            return None
+        first, last = members[0], members[-1]
+        if last - first == len(members) - 1:
+            return slice(first, last + 1)
+        return mx.array(list(members))
+
+    def _make(self, way: _Way, members: Sequence[int]) -> _Group:
+        rows, drawn = [self._rows[i] for i in members], [self._drawn[i] for i in members]
+        return _MAKERS[way](rows, drawn, self._ahead)
 
 
 class _Greedy:
@@ -246,7 +268,8 @@ class _Nucleus(_Ranked):
         return _choose(mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1), blocks)
 
 
-_MAKERS = {
+_Group: TypeAlias = _Greedy | _Ranked | _Whole | _Nucleus
+_MAKERS: dict[_Way, type[_Group]] = {
     _Way.GREEDY: _Greedy,
     _Way.RANKED: _Ranked,
     _Way.WHOLE: _Whole,
