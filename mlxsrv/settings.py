@@ -244,6 +244,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         int,
         Meta(ge=1024, description="Largest request body; beyond that: 413.", extra=_BYTES),
     ] = 32 * 1024 * 1024
+    max_bodies: Annotated[
+        Annotated[int, Meta(ge=1024)] | None,
+        Meta(
+            description="Bytes of all request bodies held at once, from their arrival until they "
+            "are tokens; beyond that: 503. Default: 4 times --max-body.",
+            extra=_BYTES,
+        ),
+    ] = None
     body_timeout: Annotated[
         float,
         Meta(
@@ -308,6 +316,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 msgspec.convert(getattr(self, option.name), option.type, strict=True)
             except msgspec.ValidationError as error:
                 raise SettingsError(f"{option.name}: {error}") from None
+        if self.max_bodies is not None and self.max_bodies < self.max_body:
+            raise SettingsError(
+                f"max_bodies: less than max_body ({self.max_body}), so such a body would never fit"
+            )
 
     def __repr__(self) -> str:
         """With secrets counted and not shown: a repr may end in a log or a traceback."""

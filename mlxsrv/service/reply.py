@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,7 @@ class Reply:
         self._lease = lease
         self._asked = asked
         self._closed = False
+        self._tell_read: Callable[[], None] = lambda: None
 
         # What has arrived and was not read yet.
         self._started = False
@@ -91,6 +93,11 @@ class Reply:
         )
         self._keepalive = self._loop.call_later(settings.keepalive, self._check_silence)
 
+    def once_read(self, done: Callable[[], None]) -> None:
+        """Have `done` called, perhaps more than once, when the prompts are tokens or never will
+        be."""
+        self._tell_read = done
+
     # Admission.
 
     async def admit(self) -> None:
@@ -113,6 +120,7 @@ class Reply:
                 "model: it writes no text, it only makes embeddings or judges texts", param="model"
             )
         plan = await self._lease.model.tokenizing.run(partial(self._asked.prepare, tokenizer))
+        self._tell_read()
         steering = await self._home.steering.resolve(self._asked.request, self.who.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self._thinks = tokenizer.thinks
@@ -406,6 +414,7 @@ class Reply:
         if self._closed:
             return
         self._closed = True
+        self._tell_read()
         self._patience.close()
         self._keepalive.cancel()
         self._free_rows(self._choices)

@@ -31,7 +31,7 @@ from mlxsrv.service.reply import Reply
 from mlxsrv.service.saes import check_steering
 from mlxsrv.settings import Settings, load_settings
 from mlxsrv.web import management
-from mlxsrv.web.bodies import Ignored, read_body
+from mlxsrv.web.bodies import Bodies, Ignored, read_body, share_of
 from mlxsrv.web.middleware import RequestLog, request_id
 from mlxsrv.web.observing import account_of, label, make_watchers
 from mlxsrv.web.responses import (
@@ -95,14 +95,21 @@ class App(Starlette):
         self.router.redirect_slashes = False  # a wrong path is a 404 in our shape
         self.settings = settings
         self.ignored = Ignored()
+        self.bodies = Bodies(settings.max_bodies or 4 * settings.max_body)
         self._observers = watchers.observers
         self._service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            scope = {**scope, **place(scope, self.settings.root_path)}
-        await super().__call__(scope, receive, send)
+            share = self.bodies.share()
+            scope = {**scope, **place(scope, self.settings.root_path), "mlxsrv.body": share}
+            try:
+                await super().__call__(scope, receive, send)
+            finally:
+                share.release()
+        else:
+            await super().__call__(scope, receive, send)
 
     @property
     def service(self) -> Service:
@@ -219,6 +226,8 @@ async def _generate(request: Request, form: Form) -> Response:
     account.asked, account.model = asked, label(app.service.pool.catalogue, asked.model)
     headers = app.ignored.header(ignored)
     reply = account.reply = await form.serve(app.service, asked, request_id(request.scope))
+    # Its answer may take long; what it holds from then on are the tokens of a prompt that fits.
+    reply.once_read(share_of(request.scope).release)
     if not asked.stream:
         return ReplyBody(reply, form.fold, headers=headers)
     frames = form.stream(

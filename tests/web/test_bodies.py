@@ -1,0 +1,97 @@
+"""All bodies that are held at once: one bound for their bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from mlxsrv.errors import Overloaded
+from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.web.bodies import Bodies
+from tests.web.client import COMPLETIONS, RawClient, ask, chat, completion, refused
+from tests.web.conftest import Folders
+from tests.web.serving import Server, serving, wait_for
+
+MOST = 1_000_000
+LARGE = {"content": "a " * (MOST * 2 // 5)}  # 0.8 of a body's limit
+
+
+@pytest.fixture(scope="module")
+def bounded(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    options = ["--max-body", str(MOST), "--max-bodies", str(2 * MOST), "--body-timeout", "60"]
+    folder = tmp_path_factory.mktemp("bounded")
+    with serving(folder, "--model", f"t={folders.endless}", *options) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def half_sent(server: Server, *framing: str) -> Iterator[socket.socket]:
+    """A request whose body is under way."""
+    head = ["POST /tokenize HTTP/1.1", "Host: localhost", *framing]
+    with socket.create_connection(server.address) as raw:
+        raw.sendall("\r\n".join([*head, "", ""]).encode())
+        yield raw
+
+
+def test_bodies_together_are_bounded_and_small_ones_get_in(bounded: Server) -> None:
+    with bounded.client() as client:
+        ask(client, LARGE, "/tokenize")
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                stack.enter_context(half_sent(bounded, f"Content-Length: {MOST}"))
+            time.sleep(0.3)
+            error = refused(client.post("/tokenize", json=LARGE), 503, "overloaded")
+            assert str(2 * MOST) in error["message"]
+            assert client.post("/tokenize", json=LARGE).headers["retry-after"] == "1"
+            for _ in range(3):
+                ask(client, chat(max_tokens=1))
+            assert client.get("/health").status_code == 200
+        wait_for(lambda: client.post("/tokenize", json=LARGE).is_success, why="there is room")
+
+
+def test_bodies_of_unknown_length_count_as_they_come(bounded: Server) -> None:
+    with bounded.client() as client, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            raw = stack.enter_context(half_sent(bounded, "Transfer-Encoding: chunked"))
+            raw.sendall(b"%x\r\n" % 700_000 + b"x" * 700_000)
+        raw.settimeout(10)
+        assert raw.recv(999).startswith(b"HTTP/1.1 503 ")
+        refused(client.post("/tokenize", json=LARGE), 503, "overloaded")
+    with bounded.client() as client:
+        wait_for(lambda: client.post("/tokenize", json=LARGE).is_success, why="there is room")
+
+
+def test_a_prompt_that_is_tokens_has_given_its_room_back(bounded: Server) -> None:
+    long = completion("a " * (MOST * 2 // 5), max_tokens=100_000, stream=True)
+    with bounded.client() as client, contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(RawClient(bounded, long, COMPLETIONS))
+            wait_for(lambda: client.post("/tokenize", json=LARGE).is_success, why="there is room")
+
+
+def test_room_is_taken_once_and_given_back_once() -> None:
+    bodies = Bodies(1_000_000)
+    one, two, small = bodies.share(), bodies.share(), bodies.share()
+    one.grow(600_000)
+    one.grow(500_000)
+    assert bodies.held == 600_000
+    with pytest.raises(Overloaded):
+        two.grow(500_000)
+    assert bodies.held == 600_000
+    two.grow(400_000)
+    small.grow(60_000)
+    with pytest.raises(Overloaded):
+        bodies.share().grow(65_500)
+    for share in (one, one, two, small, small):
+        share.release()
+    assert bodies.held == 0
+
+
+def test_a_bound_below_that_of_one_body_is_refused() -> None:
+    with pytest.raises(SettingsError, match="max_bodies"):
+        Settings(max_body=2048, max_bodies=2047)
+    assert Settings(max_body=2048, max_bodies=2048).max_bodies == 2048
