@@ -118,6 +118,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     trust_remote_code: Annotated[
         bool, Meta(description="Run Python code that comes with a model's files.")
     ] = False
+    allow_chat_template: Annotated[
+        bool,
+        Meta(
+            description="Let a request bring its own chat_template. It runs in a sandbox, and no "
+            "longer than 5 s, but may take much memory: for clients that are trusted."
+        ),
+    ] = False
     sae_dir: Annotated[
         tuple[str, ...],
         Meta(

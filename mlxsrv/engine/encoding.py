@@ -149,9 +149,9 @@ class Encoder:
 
     def _check_bytes(self, text: str, limit: Limit) -> None:
         """Raises the limit's refusal if the text has too many tokens whatever they are."""
-        if self._widest is None:
+        if self.widest is None:
             return
-        most, size = limit.tokens * self._widest, len(text.encode())
+        most, size = limit.tokens * self.widest, len(text.encode())
         if size > most:
             raise limit.refusal(f", which are at most {most} bytes; the text has {size} bytes")
 
@@ -175,7 +175,8 @@ class Encoder:
         return backend
 
     @cached_property
-    def _widest(self) -> int | None:
+    def widest(self) -> int | None:
+        """Bytes of the longest token, if known; more characters no token stands for."""
         return None if self._backend is None else widest_token(self._backend)
 
     @cached_property

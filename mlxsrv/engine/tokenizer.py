@@ -26,6 +26,7 @@ from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.engine.encoding import PIECE, Cut, Encoder, Limit
+from mlxsrv.engine.timelimit import time_limit
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import (
@@ -78,6 +79,8 @@ _INSIDE_CALLS = (
 _RENDERED = frozenset({"self", "conversations", "messages"})
 
 _SIGN = "\u263a"
+_TEMPLATE_SECONDS = 5.0  # for a client's template, whose loops nobody has looked at
+_UNSURE = 64  # tokens
 
 if TYPE_CHECKING:
     from mlxsrv.engine.grammar import Grammars
@@ -157,15 +160,34 @@ class Tokenizer:
         """What the context allows the text at `param`, if it has an end."""
         return None if self.context is None else Limit(self.context, param)
 
-    def encode(self, text: str, limit: Limit | None = None) -> Prompt:
-        """A text to be continued. Starts with the model's start token if it has one.
+    def encode(self, text: str, limit: Limit | None = None, last: int | None = None) -> Prompt:
+        """A text to be continued. Starts with the model's start token if it has one. Or the `last`
+        so many tokens of that.
 
         Raises:
             ContextLengthExceeded: it is so long over the limit that its tokens were not counted.
         """
         bos = self._wrapper.bos_token
         special = bos is None or not text.startswith(bos)
-        return Prompt(tuple(self._encoder.encode(text, special=special, limit=limit)), text)
+        return self._cut(Prompt(self._read(text, special, limit, last), text), last)
+
+    def _read(
+        self, text: str, special: bool, limit: Limit | None, last: int | None
+    ) -> tuple[int, ...]:
+        """The token ids of a text: not all where only the `last` are wanted."""
+        if last is not None:
+            limit = None
+            if len(text) > PIECE and (widest := self._encoder.widest) is not None:
+                # Where the cut is, tokens may be others than they were.
+                text = text[-(last + _UNSURE) * widest :]
+        return tuple(self._encoder.encode(text, special=special, limit=limit))
+
+    def _cut(self, prompt: Prompt, last: int | None) -> Prompt:
+        """The end of a prompt, from its `last` tokens on."""
+        if last is None or len(prompt.tokens) <= last:
+            return prompt
+        tokens = prompt.tokens[-last:]
+        return Prompt(tokens, self.decode(tokens), thinking=prompt.thinking)
 
     def given(self, tokens: Sequence[int]) -> Prompt:
         """Token ids that a client made itself."""
@@ -291,28 +313,43 @@ class Tokenizer:
         *,
         variables: Mapping[str, Any],
         continue_final: bool,
+        answers: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        template: str | None = None,
         limit: Limit | None = None,
+        last: int | None = None,
     ) -> Prompt:
         """A chat through the model's template.
+
+        Args:
+            continue_final: the last message goes on.
+            answers: else, the beginning of an answer follows.
+            template: a client's, in place of the model's.
+            last: how many tokens of the end are wanted, if not all.
 
         Raises:
             InvalidRequest: the template refuses these messages; the error is the template's.
             ContextLengthExceeded: it is so long over the limit that its tokens were not counted.
         """
-        if not self.chats:
+        if not self.chats and template is None:
             raise UnsupportedParameter(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
+        apply: Any = partial(
+            self._apply_template(),
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=answers and not continue_final,
+            continue_final_message=continue_final,
+            tools=None if tools is None else list(tools),
+            **variables,
+        )
         try:
-            text: str = self._apply_template()(
-                list(messages),
-                tokenize=False,
-                add_generation_prompt=not continue_final,
-                continue_final_message=continue_final,
-                tools=None if tools is None else list(tools),
-                **variables,
-            )
+            if template is None:
+                text: str = apply()
+            else:
+                with time_limit(_TEMPLATE_SECONDS, "the template"):
+                    text = apply(chat_template=template)
         except (
             TemplateError,
             ValueError,
@@ -322,16 +359,13 @@ class Tokenizer:
             RecursionError,
             AttributeError,
         ) as error:
-            raise InvalidRequest(
-                f"messages: the model's chat template refused them: {error}", param="messages"
-            ) from None
-        tokens = tuple(self._encoder.encode(text, special=False, limit=limit))
-        return Prompt(
-            tokens,
-            text,
-            thinking=self._opens_thinking(text),
-            checkpoint=self._system_tokens(tokens, messages, {**variables, "tools": tools}),
-        )
+            raise _template_refusal(error, template) from None
+        tokens = self._read(text, False, limit, last)
+        checkpoint = 0
+        if template is None and last is None:
+            checkpoint = self._system_tokens(tokens, messages, {**variables, "tools": tools})
+        thinking = self._opens_thinking(text)
+        return self._cut(Prompt(tokens, text, thinking=thinking, checkpoint=checkpoint), last)
 
     def _system_tokens(
         self,
@@ -496,6 +530,14 @@ class Tokenizer:
         table = self._call_table if calls else self._chat_table if chat else self._text_table
         # In a completion the space belongs between the prompt and what follows it.
         return Detokenizer(table, strip_first_space=chat and self.strips_first_space)
+
+
+def _template_refusal(error: Exception, template: str | None) -> InvalidRequest:
+    if template is None:
+        what, param = "messages: the model's chat template refused them", "messages"
+    else:
+        what, param = "chat_template: it cannot be rendered", "chat_template"
+    return InvalidRequest(f"{what}: {error}", param=param)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

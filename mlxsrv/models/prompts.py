@@ -127,24 +127,21 @@ def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer:
     _check_biases(request, tokenizer)
     tools = _offered(request)
     dialect = tokenizer.dialect(tools) if tools else None
-    if tools and (dialect is None or not tokenizer.knows("tools")):
+    if tools and (dialect is None or not _knows("tools", request, tokenizer)):
         raise UnsupportedParameter(
             "tools: this model's chat template has no tools, or calls them in a way that is not "
             "known here",
             param="tools",
         )
-    variables = dict(request.chat_template_kwargs or {})
-    for name in tokenizer.reserved(variables):
-        path = f"chat_template_kwargs.{name}"
-        raise InvalidRequest(f"{path}: the server sets it; leave it out", param=path)
-    if request.reasoning_effort is not None and tokenizer.knows("reasoning_effort"):
-        variables["reasoning_effort"] = request.reasoning_effort
     prompt = tokenizer.render(
         messages,
-        variables=variables,
+        variables=_variables(request, tokenizer),
         continue_final=bool(request.continue_final_message),
+        answers=request.add_generation_prompt is not False,
         tools=tools or None,
+        template=request.chat_template,
         limit=tokenizer.limit("messages"),
+        last=_last(request, tokenizer),
     )
     return Plan(
         [prompt],
@@ -154,6 +151,35 @@ def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer:
         guide=_prepared(guide_chat(request, dialect), tokenizer),
         bans=_bans(request, tokenizer),
     )
+
+
+def _variables(request: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the template is given beside the messages. Raises InvalidRequest."""
+    variables = dict(request.chat_template_kwargs or {})
+    for name in tokenizer.reserved(variables):
+        path = f"chat_template_kwargs.{name}"
+        raise InvalidRequest(f"{path}: the server sets it; leave it out", param=path)
+    if request.effort is not None and _knows("reasoning_effort", request, tokenizer):
+        variables["reasoning_effort"] = request.effort
+    if request.thinking is not None:
+        variables["enable_thinking"] = request.thinking
+    return variables
+
+
+def _knows(variable: str, request: ChatRequest, tokenizer: Tokenizer) -> bool:
+    if request.chat_template is not None:
+        return variable in request.chat_template
+    return tokenizer.knows(variable)
+
+
+def _last(request: GenerationRequest, tokenizer: Tokenizer) -> int | None:
+    """Of how many tokens of a prompt only the last are wanted, if so. -1: as many as the context
+    holds beside the answer, which may have half of it."""
+    asked, context = request.truncate_prompt_tokens, tokenizer.context
+    if asked != -1 or context is None:
+        return None if asked == -1 else asked
+    half = context // 2
+    return context - min(half if request.limit is None else request.limit, half)
 
 
 def _prepared(guide: Guide | None, tokenizer: Tokenizer) -> Guide | None:
@@ -182,8 +208,9 @@ def plan_completion(
     if request.suffix:
         return _plan_suffix(request, prompts, tokenizer)
     paths = [_prompt_path(request, i) for i in range(len(prompts))]
+    last = _last(request, tokenizer)
     encoded = [
-        _encode(prompt, path, tokenizer) for prompt, path in zip(prompts, paths, strict=True)
+        _encode(prompt, path, tokenizer, last) for prompt, path in zip(prompts, paths, strict=True)
     ]
     return _plan_text(request, encoded, paths, tokenizer)
 
@@ -192,6 +219,7 @@ def _plan_suffix(
     request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
 ) -> Plan:
     """The texts between each prompt and the suffix. A decoded request has prompts of text only."""
+    _require_whole(request)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     limit = tokenizer.limit("prompt")
     filled = [tokenizer.infill(prefix, request.suffix or "", limit=limit) for prefix in texts]
@@ -211,6 +239,7 @@ def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> Plan:
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
     """
     _check_biases(request, tokenizer)
+    _require_whole(request)
     files = [File(each.filename, each.text) for each in request.input_extra or ()]
     prefix = request.input_prefix + (request.prompt or "")
     limit = tokenizer.limit("input_prefix")
@@ -221,6 +250,15 @@ def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> Plan:
             param="model",
         )
     return _plan_text(request, [prompt], ["input_prefix"], tokenizer)
+
+
+def _require_whole(request: GenerationRequest) -> None:
+    """Raises UnsupportedParameter: a part of these prompts would lack what marks the gap."""
+    if request.truncate_prompt_tokens is not None:
+        raise UnsupportedParameter(
+            "truncate_prompt_tokens: a text around a gap is read as a whole; leave it out",
+            param="truncate_prompt_tokens",
+        )
 
 
 def _plan_text(
@@ -240,11 +278,12 @@ def _prompt_path(request: CompletionRequest, index: int) -> str:
     return "prompt" if one else f"prompt[{index}]"
 
 
-def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer) -> Prompt:
+def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer, last: int | None) -> Prompt:
     limit = tokenizer.limit(path)
     if isinstance(prompt, str):
-        encoded = tokenizer.encode(prompt, limit)
+        encoded = tokenizer.encode(prompt, limit, last)
     else:
+        prompt = prompt[-last:] if last is not None else prompt
         check_length(prompt, limit)
         check_ids(prompt, path, tokenizer)
         encoded = tokenizer.given(prompt)

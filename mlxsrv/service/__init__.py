@@ -23,7 +23,13 @@ import anyio
 import msgspec
 
 from mlxsrv.engine.port import Port
-from mlxsrv.errors import EngineFailed, InvalidRequest, ServeError, ShuttingDown
+from mlxsrv.errors import (
+    EngineFailed,
+    InvalidRequest,
+    ServeError,
+    ShuttingDown,
+    UnsupportedParameter,
+)
 from mlxsrv.events import Report
 from mlxsrv.models.catalogue import Catalogue, Entry
 from mlxsrv.models.lease import Lease
@@ -105,6 +111,12 @@ class Service:
 
     async def chat(self, request: ChatRequest, request_id: str) -> Reply:
         """Raises ServeError for all that can be known before anything is waited for."""
+        if request.chat_template is not None and not self.settings.allow_chat_template:
+            raise UnsupportedParameter(
+                "chat_template: this server runs the models' own templates only; its operator may "
+                "allow others with --allow-chat-template",
+                param="chat_template",
+            )
         return await self._reply(
             request.model,
             Asked(

@@ -246,6 +246,7 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     chat["allOf"], text["allOf"] = _CHAT_RULES, _TEXT_RULES
     for name in ("FeaturesRequest", "ProfileRequest", "ProfileUpdate"):
         schemas[name]["properties"]["steering"]["propertyNames"] = _FEATURE
+    chat["properties"]["chat_template"]["description"] = "Where the operator allows it."
     for name in requests.SPELLINGS["max_tokens"]:
         chat["properties"][name]["description"] = "-1: none is given."
     text["properties"]["prompt"] = _PROMPT

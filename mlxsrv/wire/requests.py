@@ -82,6 +82,7 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     min_tokens: Annotated[int, Meta(ge=0)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Meta(max_length=1000)] | None = None
+    truncate_prompt_tokens: Count | None = None
     bad_words: Annotated[list[BadWord], Meta(max_length=1000)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)] | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -242,7 +243,23 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
     reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template: Annotated[str, Meta(min_length=1, max_length=2**20)] | None = None
+
+    @property
+    def thinking(self) -> bool | None:
+        """Whether the model is to think, if the request says."""
+        if self.enable_thinking is not None:
+            return self.enable_thinking
+        return None if self.think is None else bool(self.think)
+
+    @property
+    def effort(self) -> str | None:
+        """How much the model is to think, if the request says."""
+        return self.think if isinstance(self.think, str) else self.reasoning_effort
 
     @property
     def likeliest(self) -> int | None:
@@ -312,19 +329,55 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 def _check_spellings(request: GenerationRequest) -> None:
     for names in SPELLINGS.values():
         given = {name: getattr(request, name) for name in names}
-        told = [(name, value) for name, value in given.items() if value not in (None, -1)]
-        for name, value in told[1:]:
-            first, other = told[0]
-            if value != other:
-                raise InvalidRequest(
-                    f"{name}: {value} is not the {other} of {first}, which means the same; give "
-                    "one of them",
-                    param=name,
-                )
+        _check_same({name: None if value == -1 else value for name, value in given.items()})
+
+
+def _check_same(given: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest unless all that is given by these names is the same."""
+    told = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in told[1:]:
+        first, other = told[0]
+        if type(value) is not type(other) or value != other:
+            raise InvalidRequest(
+                f"{name}: {_shown(value)} is not the {_shown(other)} of {first}, which means the "
+                "same; give one of them",
+                param=name,
+            )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)[:100] if isinstance(value, str | int | float) else "this"
+
+
+def _check_thinking(request: ChatRequest) -> None:
+    own = request.chat_template_kwargs or {}
+    level = isinstance(request.think, str)
+    _check_same(
+        {
+            "chat_template_kwargs.enable_thinking": own.get("enable_thinking"),
+            "enable_thinking": request.enable_thinking,
+            "think": None if request.think is None else bool(request.think),
+        }
+    )
+    _check_same(
+        {
+            "chat_template_kwargs.reasoning_effort": own.get("reasoning_effort"),
+            "reasoning_effort": request.reasoning_effort,
+            "think": request.think if level else None,
+        }
+    )
+    if request.continue_final_message and request.add_generation_prompt:
+        raise InvalidRequest(
+            "add_generation_prompt: cannot be combined with continue_final_message; a message that "
+            "goes on is followed by no other",
+            param="add_generation_prompt",
+        )
 
 
 def _check_limits(request: GenerationRequest, *, echo: bool = False) -> None:
-    for name in SPELLINGS["max_tokens"]:
+    for name in (*SPELLINGS["max_tokens"], "truncate_prompt_tokens"):
         if getattr(request, name) == 0 and not (echo and name == "max_tokens"):
             echoing = "; 0 needs echo, to score the prompt" if name == "max_tokens" else ""
             raise InvalidRequest(
@@ -392,6 +445,7 @@ def check_generation(request: GenerationRequest, *, echo: bool = False) -> None:
 
 
 def _check_chat(request: ChatRequest) -> None:
+    _check_thinking(request)
     check_generation(request)
     if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", param="top_logprobs")

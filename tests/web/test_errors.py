@@ -71,6 +71,7 @@ WRONG: Table = {
     "repetition_penalty": ["1", 0, -1, 11, True],
     "repeat_penalty": ["1", 0, True],
     "n_predict": ["8", 0, -2, 1.5],
+    "truncate_prompt_tokens": ["8", 0, -2, 1.5],
     "min_tokens": ["8", -1, 1.5, 10**6],
     "ignore_eos": ["yes", 1],
     "stop_token_ids": [5, "5", [-1], ["5"], [512]],
@@ -97,6 +98,10 @@ WRONG_CHAT: Table = {
     "max_completion_tokens": ["8", 0, -2, 1.5],
     "chat_template_kwargs": [[], "x", 5, True],
     "reasoning_effort": [5, True, {}],
+    "enable_thinking": ["yes", 1],
+    "think": ["yes", 1, "max"],
+    "add_generation_prompt": ["yes", 1],
+    "chat_template": ["", 5],
     "continue_final_message": ["yes", 1],
 }
 WRONG_COMPLETION: Table = {
@@ -276,6 +281,7 @@ UNSUPPORTED_CHAT: Table = {
     "function_call": [{"name": "f"}],
     "modalities": [["text", "audio"]],
     "audio": [{"voice": "ash"}],
+    "chat_template": ["{{ messages }}"],
 }
 UNSUPPORTED_COMPLETION: Table = {
     "best_of": [2],
@@ -289,6 +295,7 @@ NEUTRAL: Table = {
     "top_k": [None, 0, -1],
     "max_completion_tokens": [None, -1],
     "n_predict": [None, -1],
+    "truncate_prompt_tokens": [None, -1, 4000],
     "min_tokens": [None, 0],
     "ignore_eos": [None, False],
     "stop_token_ids": [None, []],
@@ -306,6 +313,10 @@ NEUTRAL_CHAT: Table = {
     "functions": [None, []],
     "response_format": [None, {"type": "text"}],
     "top_logprobs": [None, 0],
+    "enable_thinking": [None, False],
+    "think": [None, False, "low"],
+    "add_generation_prompt": [None, True],
+    "chat_template": [None],
     "modalities": [None, ["text"]],
 }
 NEUTRAL_COMPLETION: Table = {

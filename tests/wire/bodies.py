@@ -56,6 +56,7 @@ WRONG: Table = {
     "max_completion_tokens": ["8", 0, -2, 1.5, True],
     "n_predict": ["8", 0, -2, 1.5, True],
     "min_tokens": ["8", -1, 1.5, True, []],
+    "truncate_prompt_tokens": ["8", 0, -2, 1.5, True, []],
     "ignore_eos": ["yes", 1, 0, []],
     "stop_token_ids": [5, "5", {}, True, [1] * 1001],
     "bad_words": ["a", 5, {}, True, ["a"] * 1001],
@@ -95,7 +96,11 @@ WRONG_CHAT: Table = {
     "response_format": ["json_object", 5, [], True],
     "chat_template_kwargs": [[], "x", 5, True],
     "reasoning_effort": [5, True, {}],
+    "enable_thinking": ["yes", 1, "high"],
+    "think": ["yes", 1, "max", []],
     "continue_final_message": ["yes", 1],
+    "add_generation_prompt": ["yes", 1],
+    "chat_template": ["", 5, True, []],
 }
 WRONG_COMPLETION: Table = {
     "prompt": [None, 5, True, {}, [], ["a", 5], [5, "a"], ["a", [5]], [5, [5]]],
@@ -269,6 +274,19 @@ WRONG_UNSAID_COMPLETION: Elsewhere = [
     ({"suffix": "x", "prompt": [[5]]}, "suffix"),
 ]
 WRONG_UNSAID_CHAT: Elsewhere = [
+    ({"enable_thinking": True, "think": False}, "think"),
+    ({"enable_thinking": False, "think": "low"}, "think"),
+    ({"think": True, "chat_template_kwargs": {"enable_thinking": False}}, "think"),
+    (
+        {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": [[]]}},
+        "enable_thinking",
+    ),
+    ({"think": "low", "reasoning_effort": "high"}, "think"),
+    (
+        {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}},
+        "reasoning_effort",
+    ),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_json": "[]"}, "guided_json"),
     ({"guided_json": "null"}, "guided_json"),
@@ -344,6 +362,7 @@ FINE: Table = {
     "max_completion_tokens": [-1, 1],
     "n_predict": [-1, 1],
     "min_tokens": [0, 5],
+    "truncate_prompt_tokens": [-1, 1, 2**40],
     "ignore_eos": [True, False],
     "stop_token_ids": [[], [0, 5, 2**31 - 1]],
     "bad_words": [[], ["a", " b c"]],
@@ -392,7 +411,11 @@ FINE_CHAT: Table = {
     ],
     "chat_template_kwargs": [{}, {"enable_thinking": False}],
     "reasoning_effort": ["low", "none"],
+    "enable_thinking": [True, False],
+    "think": [True, False, "low", "medium", "high"],
     "continue_final_message": [True],
+    "add_generation_prompt": [True, False],
+    "chat_template": ["{{ messages }}"],
     "best_of": [1],
     "echo": [False],
 }
@@ -416,6 +439,9 @@ FINE_TOGETHER: list[Body] = [
 ]
 FINE_TOGETHER_CHAT: list[Body] = [
     {"logprobs": True, "top_logprobs": 20},
+    {"enable_thinking": True, "think": "low", "reasoning_effort": "low"},
+    {"think": False, "chat_template_kwargs": {"enable_thinking": False}},
+    {"continue_final_message": True, "add_generation_prompt": False},
     {"tools": [tool()], "tool_choice": "required"},
     {"tools": [tool("f"), tool("g")], "tool_choice": tool("g")},
     {"tools": [tool()], "response_format": JSON_OBJECT},
