@@ -31,6 +31,9 @@ _MORE = (0, 1, 3, 8, 32, 128)  # tokens beyond a cut, tried until those before a
 _MOST_CUT = 16  # times a cut's tokens, of a text that is left to the tokenizer to cut
 
 
+_UNSURE = 64  # tokens behind a cut: they may be others than without
+
+
 class Limit(msgspec.Struct, frozen=True):
     """How many tokens a text may have, and where in its request it stands."""
 
@@ -141,6 +144,12 @@ class Encoder:
             if missing <= 0:
                 break
         return "".join(kept if right else reversed(kept))
+
+    def end(self, text: str, last: int) -> str:
+        """So much of a text's end that its `last` tokens are in it; all, if that is not known."""
+        if len(text) <= PIECE or self.widest is None:
+            return text
+        return text[-(last + _UNSURE) * self.widest :]
 
     def _whole(self, text: str, special: bool) -> list[int]:
         if self._backend is None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import (
     BPEStreamingDetokenizer,
     SPMStreamingDetokenizer,
@@ -26,7 +25,7 @@ from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.engine.encoding import PIECE, Cut, Encoder, Limit
-from mlxsrv.engine.timelimit import time_limit
+from mlxsrv.engine.templates import write
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import (
@@ -79,8 +78,6 @@ _INSIDE_CALLS = (
 _RENDERED = frozenset({"self", "conversations", "messages"})
 
 _SIGN = "\u263a"
-_TEMPLATE_SECONDS = 5.0  # for a client's template, whose loops nobody has looked at
-_UNSURE = 64  # tokens
 
 if TYPE_CHECKING:
     from mlxsrv.engine.grammar import Grammars
@@ -176,10 +173,7 @@ class Tokenizer:
     ) -> tuple[int, ...]:
         """The token ids of a text: not all where only the `last` are wanted."""
         if last is not None:
-            limit = None
-            if len(text) > PIECE and (widest := self._encoder.widest) is not None:
-                # Where the cut is, tokens may be others than they were.
-                text = text[-(last + _UNSURE) * widest :]
+            text, limit = self._encoder.end(text, last), None
         return tuple(self._encoder.encode(text, special=special, limit=limit))
 
     def _cut(self, prompt: Prompt, last: int | None) -> Prompt:
@@ -344,22 +338,7 @@ class Tokenizer:
             tools=None if tools is None else list(tools),
             **variables,
         )
-        try:
-            if template is None:
-                text: str = apply()
-            else:
-                with time_limit(_TEMPLATE_SECONDS, "the template"):
-                    text = apply(chat_template=template)
-        except (
-            TemplateError,
-            ValueError,
-            TypeError,
-            LookupError,
-            ArithmeticError,
-            RecursionError,
-            AttributeError,
-        ) as error:
-            raise _template_refusal(error, template) from None
+        text = write(apply, template)
         tokens = self._read(text, False, limit, last)
         checkpoint = 0
         if template is None and last is None:
@@ -530,14 +509,6 @@ class Tokenizer:
         table = self._call_table if calls else self._chat_table if chat else self._text_table
         # In a completion the space belongs between the prompt and what follows it.
         return Detokenizer(table, strip_first_space=chat and self.strips_first_space)
-
-
-def _template_refusal(error: Exception, template: str | None) -> InvalidRequest:
-    if template is None:
-        what, param = "messages: the model's chat template refused them", "messages"
-    else:
-        what, param = "chat_template: it cannot be rendered", "chat_template"
-    return InvalidRequest(f"{what}: {error}", param=param)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
