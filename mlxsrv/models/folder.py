@@ -41,6 +41,7 @@ from mlxsrv.engine.recipe import (
 )
 from mlxsrv.models.architectures import check_architecture, named_architectures, template_code
 from mlxsrv.models.files import read_start, reading
+from mlxsrv.models.shape import check_rank, check_shape
 
 Type: TypeAlias = Literal["chat", "base", "embedding"]
 
@@ -151,6 +152,8 @@ def describe(folder: Path, *, name: str = "", trust_remote_code: bool = False) -
         if config.get("model_file") is not None:
             check_content(folder / str(config["model_file"]))
         weights = _read_weights(folder, files)
+        if config.get("model_file") is None:  # what code of its own makes of a config is its own
+            check_shape(config, weights.tensors)
         _check_tokenizer(folder, files)
         settings = read_object(folder / "tokenizer_config.json", files)
         template = _template(folder, files, config, settings)
@@ -193,6 +196,8 @@ def adapter_bytes(folder: Path) -> int:
                 raise Unhealthy("it is an adapter of PEFT's; mlx-lm reads its own only")
             _check_lora(config)
         tensors, _ = read_header(folder / "adapters.safetensors")
+        if config.get("fine_tune_type", "lora") != "full":
+            check_rank(config["lora_parameters"]["rank"], tensors)
         return sum(tensor.bytes for tensor in tensors.values())
 
 
@@ -300,20 +305,6 @@ def _width(text: Object) -> int | None:
 
 def _product(config: Object, keys: Iterable[str]) -> int:
     return math.prod(number(config, key) or 0 for key in keys)
-
-
-def _attending(text: Object) -> int | None:
-    """How many layers have attention, where not all are alike."""
-    kinds = text.get("layer_types") or text.get("layers_block_type")
-    if isinstance(kinds, list):
-        named = [kind for kind in kinds if isinstance(kind, str)]
-        return sum("attention" in kind and "linear" not in kind for kind in named)
-    pattern = text.get("hybrid_override_pattern")
-    if isinstance(pattern, (str, list)):
-        return pattern.count("*")
-    layers = number(text, "num_hidden_layers") or 0
-    interval = number(text, "full_attention_interval", "attn_layer_period")
-    return None if interval is None else layers // interval
 
 
 def _kv_numbers(text: Object) -> int:

@@ -199,7 +199,7 @@ def test_weights_of_others_are_counted_unpacked(folder: Path) -> None:
 
 
 def test_the_type_of_the_numbers_is_that_of_most_bytes(folder: Path) -> None:
-    weights = {"a": mx.zeros((99,), dtype=mx.bfloat16), "b": mx.zeros((9,))}
+    weights = {"a": mx.zeros((990,), dtype=mx.bfloat16), "b": mx.zeros((90,))}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
     found = describe(folder)
     assert (found.quantization_level, found.format) == ("BF16", "safetensors")
