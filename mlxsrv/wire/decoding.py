@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -56,6 +58,10 @@ class RequestDecoder(Generic[T]):
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
         """The request, and the names of fields that were ignored."""
+        with _uncollected(body):
+            return self._read(body)
+
+    def _read(self, body: bytes) -> tuple[T, list[str]]:
         request = _decode(self._decoder.decode, body)
         unknown, ignored = _decode(self._known.read, body)
         for name, value in unknown.items():
@@ -72,6 +78,20 @@ class RequestDecoder(Generic[T]):
             raise UnsupportedParameter(
                 f"{name} is not supported ({reason}); leave it out", param=name
             )
+
+
+@contextlib.contextmanager
+def _uncollected(body: bytes) -> Iterator[None]:
+    """Nobody looks for garbage while a large body is decoded: it makes none, and millions of new
+    objects would be looked through again and again, while everybody else waits."""
+    collects = len(body) > _LARGE and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def read_query(kind: type[T], values: Mapping[str, str]) -> T:
@@ -109,6 +129,7 @@ _PATH = re.compile(
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
 _ANY_KEY = "[...]"  # which of them, the path does not say
 _LONGEST = 300
+_LARGE = 1024 * 1024  # bytes of a body
 _LONGEST_KEY = 64
 _MOST_KEYS = 10_000
 

@@ -23,8 +23,11 @@ from msgspec.inspect import (
     type_info,
 )
 
+from mlxsrv.errors import InvalidRequest
+
 _MOST_OBJECTS = 10_000
 _MOST_NAMES = 100
+_MOST_FIELDS = 10_000
 
 _fields = msgspec.json.Decoder(dict[str, Raw]).decode
 _items = msgspec.json.Decoder(list[Raw]).decode
@@ -74,8 +77,10 @@ class Fields:
 
     def read(self, body: bytes) -> tuple[dict[str, Raw], list[str]]:
         """The unknown fields of a body that is such an object, and the paths of those in objects
-        within. Raises UnicodeDecodeError where one is no text."""
+        within. Raises UnicodeDecodeError where one is no text, InvalidRequest of too many."""
         fields, search = _fields(body), Search()
+        if len(fields) > _MOST_FIELDS:
+            raise InvalidRequest(f"a body has at most {_MOST_FIELDS} fields, not {len(fields)}")
         self._go_into(fields, "", search)
         return self._unknown(fields), search.paths
 
@@ -90,7 +95,7 @@ class Fields:
     def _unknown(self, fields: Mapping[str, Raw]) -> dict[str, Raw]:
         """What is no field, but for values that are null."""
         unknown = {name: fields[name] for name in fields.keys() - self._known}
-        return {name: raw for name, raw in unknown.items() if str(raw, "utf-8") != "null"}
+        return {name: raw for name, raw in unknown.items() if bytes(memoryview(raw)[:5]) != b"null"}
 
     def _go_into(self, fields: Mapping[str, Raw], path: str, search: Search) -> None:
         for name in self._nested.keys() & fields.keys():

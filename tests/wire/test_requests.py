@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 from contextlib import suppress
@@ -540,3 +541,30 @@ def test_no_bytes_are_a_bug(kind: Kind, junk: bytes, at: int) -> None:
     text = json.dumps(kind.base | {"extra": "x"}).encode()
     with suppress(InvalidRequest):
         kind.decode(text[:at] + junk + text[at:])
+
+
+def test_there_are_only_so_many_fields() -> None:
+    body = {"prompt": "a"} | {f"x{i}": 1 for i in range(10_000)}
+    with pytest.raises(InvalidRequest, match="10000 fields"):
+        COMPLETION_REQUESTS.decode(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_looked_for_in_a_large_body(enabled: bool) -> None:
+    seen = []
+
+    def see(phase: str, info: dict[str, int]) -> None:
+        seen.append(phase)
+
+    was = gc.isenabled()
+    lists = b"[" + b"[]," * 400_000 + b"1]"
+    body = b'{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"a":%s}}' % lists
+    try:
+        (gc.enable if enabled else gc.disable)()
+        gc.callbacks.append(see)
+        CHAT_REQUESTS.decode(body)
+        gc.callbacks.remove(see)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+    assert len(seen) < 10
