@@ -28,7 +28,7 @@ SIZE = 128  # entries of a block
 _FEW = 4096  # entries: as fast without blocks
 _CACHED = 5 * 2**18  # entries: 8 rows of 151,936
 _STEPS = (8, 16)  # of a reduction; their product is the size
-_SIZES = (SIZE, 16, 4)  # of blocks within blocks
+_SIZES = (SIZE, 16)  # of blocks, and of blocks within these
 _MANY = 4096  # entries a row, from which on there is use in choosing blocks of them first
 _WORTH = 2  # times as many blocks as are wanted must there be, or choosing among them saves nothing
 
