@@ -88,8 +88,8 @@ def outcome(client: RawClient) -> str:
         told = json.loads(body)
         return str(told["error"]["code"] if "error" in told else finish(told))
     assert head.startswith(b"HTTP/1.1 200 ")
-    last = re.findall(rb"data: (\{.*\})\n\n", body)[-1]
-    chunk = json.loads(last)
+    chunks = [json.loads(data) for data in re.findall(rb"data: (\{.*\})\n\n", body)]
+    chunk = next(each for each in reversed(chunks) if "usage" not in each)
     if "error" in chunk:
         assert finish(chunk) == "error"
         return str(chunk["error"]["code"])

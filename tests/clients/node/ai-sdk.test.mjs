@@ -239,22 +239,10 @@ async function refusal(model) {
   return errors[0].error;
 }
 
-test("a refused stream gives an error part with the status and the reason", async () => {
+test("a refused stream gives an error part with the status and the server's own words", async () => {
   const error = await refusal(model);
   assert.ok(APICallError.isInstance(error));
   assert.equal(error.statusCode, 400);
-  assert.match(error.responseBody, /"param":"temperature"/);
-});
-
-test("a refused stream gives the server's own words to a client that accepts JSON", async () => {
-  const headers = { accept: "application/json" };
-  const accepting = createOpenAICompatible({
-    name: "mlxsrv",
-    baseURL: `${server.url}/v1`,
-    headers,
-  });
-  const error = await refusal(accepting(MODEL));
-  assert.equal(error.statusCode, 400);
   assert.equal(error.data.error.param, "temperature");
-  assert.match(await streamText({ model: accepting(MODEL), prompt: QUESTION }).text, ANSWER);
+  assert.match(error.message, /temperature/);
 });

@@ -69,7 +69,7 @@ test("every event is data alone, one line of JSON, and [DONE] comes last", async
 });
 
 test("the role comes first and once, the finish reason last and once", async () => {
-  const list = await chunks(QUESTION);
+  const list = await chunks(QUESTION, { stream_options: {} });
   const roles = list.map((chunk) => chunk.choices[0].delta.role ?? null);
   assert.deepEqual(roles, ["assistant", ...Array(list.length - 1).fill(null)]);
   const reasons = list.map((chunk) => chunk.choices[0].finish_reason);
@@ -78,9 +78,12 @@ test("the role comes first and once, the finish reason last and once", async () 
   assert.match(text(list), ANSWER);
 });
 
-test("usage comes on the finish chunk, on a chunk of its own, or nowhere", async () => {
+test("usage comes after the finish chunk, with an empty choice or with none, or nowhere", async () => {
   const unasked = await chunks(GREETING);
   assert.deepEqual(unasked.filter((chunk) => chunk.usage), [unasked.at(-1)]);
+  assert.equal(unasked.at(-2).choices[0].finish_reason, "stop");
+  const [empty] = unasked.at(-1).choices;
+  assert.deepEqual([empty.index, empty.delta, empty.finish_reason], [0, {}, null]);
   const asked = await chunks(GREETING, { stream_options: { include_usage: true } });
   assert.deepEqual(asked.filter((chunk) => chunk.usage), [asked.at(-1)]);
   assert.deepEqual(asked.at(-1).choices, []);
@@ -125,11 +128,11 @@ test("a tool call streams its name first, then its arguments", async () => {
   const written = calls.map((call) => call.function.arguments ?? "").join("");
   assert.deepEqual(JSON.parse(written), { city: "Paris" });
   assert.equal(text(list), "");
-  assert.equal(list.at(-1).choices[0].finish_reason, "tool_calls");
+  assert.equal(list.at(-2).choices[0].finish_reason, "tool_calls");
 });
 
 test("choices of one request interleave, and each ends on its own", async () => {
-  const list = await chunks(QUESTION, { n: 2 });
+  const list = await chunks(QUESTION, { n: 2, stream_options: {} });
   for (const index of [0, 1]) {
     const own = list.map((chunk) => chunk.choices[0]).filter((choice) => choice.index === index);
     assert.match(own.map((choice) => choice.delta.content ?? "").join(""), ANSWER);
@@ -140,24 +143,11 @@ test("choices of one request interleave, and each ends on its own", async () => 
   }
 });
 
-test("a refused stream has its own status, and a reader of frames sees why", async () => {
-  const response = await post(QUESTION, { stream: true, temperature: 5 });
-  assert.equal(response.status, 400);
-  assert.match(response.headers.get("content-type"), /^text\/event-stream/);
-  const list = await all(
-    response.body.pipeThrough(new TextDecoderStream()).pipeThrough(new EventSourceParserStream()),
-  );
-  assert.equal(list.length, 2);
-  const chunk = JSON.parse(list[0].data);
-  assert.equal(chunk.error.param, "temperature");
-  assert.equal(chunk.choices[0].finish_reason, "error");
-  assert.equal(list[1].data, "[DONE]");
-
-  const json = await post(
-    QUESTION,
-    { stream: true, temperature: 5 },
-    { accept: "application/json" },
-  );
-  assert.equal(json.status, 400);
-  assert.equal((await json.json()).error.param, "temperature");
+test("a refused stream is JSON with its own status, whatever Accept says", async () => {
+  for (const headers of [{}, { accept: "text/event-stream" }, { accept: "application/json" }]) {
+    const response = await post(QUESTION, { stream: true, temperature: 5 }, headers);
+    assert.equal(response.status, 400);
+    assert.equal(response.headers.get("content-type"), "application/json");
+    assert.equal((await response.json()).error.param, "temperature");
+  }
 });
