@@ -265,7 +265,8 @@ class ProfileExport(Struct, frozen=True, kw_only=True):
 
 class MonitorObject(Struct, frozen=True, kw_only=True):
     """What is watched, and how much of it is kept: tokens in the history, features in the
-    statistics."""
+    statistics. While it is enabled prompts are read from their first token and not from the prompt
+    cache, so that every token is seen."""
 
     enabled: bool
     features: tuple[int, ...]

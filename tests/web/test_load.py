@@ -140,7 +140,7 @@ def test_a_connection_that_takes_nothing_is_cut_off(folders: Folders, tmp_path: 
         for each in stalled:
             server.logged("stream end", request=each.request)
         wait_for(lambda: descriptors_of(server) == before, why="their connections are gone")
-        assert idle(client)
+        wait_for(lambda: idle(client), why="their rows are free")
         assert server.log_text().count("Traceback") == 0
 
 
