@@ -177,6 +177,8 @@ def _wrong_key(text: str, decode: Callable[[Any], object], data: bytes | msgspec
         except msgspec.ValidationError as error:
             if str(error) == text:
                 return key
+        except RecursionError:  # in an object that is one deeper here than in the body
+            return None
     return None
 
 
@@ -186,5 +188,5 @@ def _entries(data: bytes | msgspec.Raw, names: list[str]) -> dict[str, msgspec.R
         for name in names:
             data = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(name, b"{}")
         return msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         return {}
