@@ -143,6 +143,28 @@ class Tokenizer:
     def chats(self) -> bool:
         return bool(self._wrapper.has_chat_template)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The source of the template, if it is one of text."""
+        template = self._wrapper.chat_template if self.chats else None
+        return template if isinstance(template, str) else None
+
+    @property
+    def kind(self) -> str:
+        """The class that reads it."""
+        return type(self._wrapper._tokenizer).__name__
+
+    @property
+    def special_names(self) -> dict[str, str | None]:
+        """Names of the tokens with a part of their own."""
+        parts = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {part: getattr(self._wrapper, part) for part in parts}
+
+    def names(self, tokens: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them; ids beyond it have no name."""
+        found: list[str | None] = self._wrapper.convert_ids_to_tokens(list(tokens))
+        return [name or "" for name in found]
+
     def knows(self, variable: str) -> bool:
         """Whether the chat template has a variable of this name."""
         template = self._wrapper.chat_template

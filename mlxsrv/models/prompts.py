@@ -11,8 +11,6 @@ from mlxsrv.engine.encoding import Limit
 from mlxsrv.errors import (
     InvalidRequest,
     MissingParameter,
-    RequestTooLarge,
-    ServeError,
     UnsupportedParameter,
 )
 from mlxsrv.events import Bans
@@ -20,14 +18,11 @@ from mlxsrv.models.guides import Guide, guide_chat, guide_text
 from mlxsrv.text.infill import File
 from mlxsrv.text.tools import Dialect, ToolCalls
 from mlxsrv.wire.infill import InfillRequest
-from mlxsrv.wire.openai import DetokenizeResponse, TokenizeResponse, TokenPiece
 from mlxsrv.wire.requests import (
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     GenerationRequest,
     Message,
-    TokenizeRequest,
     ToolCall,
 )
 
@@ -329,28 +324,3 @@ def _bans(request: GenerationRequest, tokenizer: Tokenizer) -> Bans | None:
         ),
     )
     return None if bans == Bans() else bans
-
-
-class _TooMuch(Limit, frozen=True):
-    """Of a text that no model is to read."""
-
-    def refusal(self, found: str) -> ServeError:
-        return RequestTooLarge(
-            f"at most {self.tokens} tokens are told of one text{found}", param=self.param
-        )
-
-
-_MOST_TOKENIZED = _TooMuch(2**20, "content")  # as many as `tokens` may be at /detokenize
-
-
-def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse:
-    ids = tokenizer.split(request.content, special=request.special, limit=_MOST_TOKENIZED)
-    if not request.with_pieces:
-        return TokenizeResponse([*ids], len(ids))
-    return TokenizeResponse([TokenPiece.of(id, tokenizer.spelling(id)) for id in ids], len(ids))
-
-
-def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeResponse:
-    """Raises InvalidRequest for ids that the model does not have."""
-    check_ids(request.tokens, "tokens", tokenizer)
-    return DetokenizeResponse(tokenizer.decode(request.tokens))

@@ -37,13 +37,12 @@ from mlxsrv.models.model import Model, capped
 from mlxsrv.models.pool import Pool
 from mlxsrv.models.prompts import (
     chat_messages,
-    detokenize,
     plan_chat,
     plan_completion,
     plan_infill,
-    tokenize,
 )
 from mlxsrv.models.store import Store
+from mlxsrv.models.tokens import apply_template, detokenize, tokenize, tokenizer_info
 from mlxsrv.service.asked import Asked
 from mlxsrv.service.embedding import Embedding
 from mlxsrv.service.observing import Observer
@@ -64,7 +63,6 @@ from mlxsrv.wire.embeddings import (
 )
 from mlxsrv.wire.infill import InfillRequest
 from mlxsrv.wire.openai import (
-    DetokenizeResponse,
     EngineState,
     Health,
     HealthStatus,
@@ -72,13 +70,19 @@ from mlxsrv.wire.openai import (
     ModelDetails,
     ModelObject,
     ModelState,
-    TokenizeResponse,
 )
 from mlxsrv.wire.requests import (
     ChatRequest,
     CompletionRequest,
+)
+from mlxsrv.wire.tokens import (
+    AppliedTemplate,
     DetokenizeRequest,
+    DetokenizeResponse,
     TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+    TokenizerQuery,
 )
 
 if TYPE_CHECKING:
@@ -231,6 +235,14 @@ class Service:
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
         """Raises ServeError."""
         return await self._with_tokenizer(request.model, partial(detokenize, request))
+
+    async def apply_template(self, request: ChatRequest) -> AppliedTemplate:
+        """Raises ServeError."""
+        return await self._with_tokenizer(request.model, partial(apply_template, request))
+
+    async def tokenizer_info(self, request: TokenizerQuery) -> TokenizerInfo:
+        """Raises ServeError."""
+        return await self._with_tokenizer(request.model, tokenizer_info)
 
     async def _with_tokenizer(self, model: str | None, work: Callable[[Tokenizer], V]) -> V:
         """Do `work` in a worker thread, with the model's tokenizer to itself.

@@ -45,10 +45,11 @@ from mlxsrv.web.responses import (
 from mlxsrv.web.routing import Alias, aliases, place
 from mlxsrv.web.security import Cors, Guard, is_verbose, load_keys
 from mlxsrv.wire import openai, openapi, requests, streams
-from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS, SCORE_REQUESTS
 from mlxsrv.wire.infill import INFILL_REQUESTS, InfillStream, infill_completion
 from mlxsrv.wire.sse import encode_json
+from mlxsrv.wire.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS, TokenizerQuery
 
 
 class App(Starlette):
@@ -78,6 +79,8 @@ class App(Starlette):
                 Route("/infill", infill, methods=["POST"]),
                 Route("/tokenize", tokenize, methods=["POST"]),
                 Route("/detokenize", detokenize, methods=["POST"]),
+                Route("/tokenizer_info", tokenizer_info),
+                Route("/apply-template", apply_template, methods=["POST"]),
                 *management.ROUTES,
                 Route("/health", health),
                 Route("/health/live", live),
@@ -277,11 +280,23 @@ async def _numbers(answer: object, headers: Mapping[str, str]) -> Response:
 
 
 async def tokenize(request: Request) -> Response:
-    return await _spell(request, requests.TOKENIZE_REQUESTS, Service.tokenize, _MOST_TEXT)
+    return await _spell(request, TOKENIZE_REQUESTS, Service.tokenize, _MOST_TEXT)
 
 
 async def detokenize(request: Request) -> Response:
-    return await _spell(request, requests.DETOKENIZE_REQUESTS, Service.detokenize, _MOST_IDS)
+    return await _spell(request, DETOKENIZE_REQUESTS, Service.detokenize, _MOST_IDS)
+
+
+async def apply_template(request: Request) -> Response:
+    most: int = request.app.settings.max_body
+    return await _spell(request, requests.CHAT_REQUESTS, Service.apply_template, most)
+
+
+async def tokenizer_info(request: Request) -> Response:
+    app: App = request.app
+    query = read_query(TokenizerQuery, request.query_params)
+    work = app.service.tokenizer_info(query)
+    return JSONResponse(await unless_gone(request.receive, work))
 
 
 # Bytes of a body whose text is told in tokens, and of one that holds a million ids.

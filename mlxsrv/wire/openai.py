@@ -300,32 +300,6 @@ class ModelList(Struct, frozen=True, kw_only=True):
     data: list[ModelObject]
 
 
-# Tokens: not OpenAI's, which has no such endpoints, but llama.cpp's.
-
-
-class TokenPiece(Struct, frozen=True):
-    """A token and its text or, where its bytes are no text alone, their values."""
-
-    id: int
-    piece: str | list[int]
-
-    @classmethod
-    def of(cls, id: int, token: bytes) -> TokenPiece:
-        try:
-            return cls(id, token.decode())
-        except UnicodeDecodeError:
-            return cls(id, list(token))
-
-
-class TokenizeResponse(Struct, frozen=True):
-    tokens: list[int | TokenPiece]
-    count: int
-
-
-class DetokenizeResponse(Struct, frozen=True):
-    content: str
-
-
 # The server itself.
 
 HealthStatus = Literal["ok", "loading", "draining", "failed", "stalled"]

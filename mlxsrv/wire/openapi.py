@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.version import __version__
-from mlxsrv.wire import constraints, embeddings, infill, openai, requests
+from mlxsrv.wire import constraints, embeddings, infill, openai, requests, tokens
 from mlxsrv.wire.management import Problem
 from mlxsrv.wire.operations import OPERATIONS, Operation
 
@@ -107,7 +107,7 @@ def _operation(operation: Operation) -> Schema:
         described["security"] = [{}, {"bearer": []}, {"key": []}]
     if operation.asks is not None:
         described["requestBody"] = {
-            "required": any(field.required for field in msgspec.structs.fields(operation.asks)),
+            "required": _needs_body(operation.asks),
             "content": {"application/json": {"schema": _schema(operation.asks)}},
         }
     described["responses"] = {str(operation.status): _answer(operation)} | {
@@ -117,6 +117,12 @@ def _operation(operation: Operation) -> Schema:
     if operation.answer is openai.Health:  # answers in its own form when it is not well, too
         described["responses"]["503"] = _answer(operation, "No; the status tells why.")
     return described
+
+
+def _needs_body(kind: type[Struct]) -> bool:
+    """Whether nothing at all is no request of the kind; one of tokens needs one of three fields."""
+    required = any(field.required for field in msgspec.structs.fields(kind))
+    return required or kind is tokens.TokenizeRequest
 
 
 def _guarding(operation: Operation) -> list[int]:
@@ -254,6 +260,7 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     for name in constraints.REFUSED:
         structured["properties"][name] = {"type": "null", "description": "Not supported."}
     structured["oneOf"] = [_set(name) for name in constraints.FORMS]
+    schemas["TokenizeRequest"]["oneOf"] = [_set(name) for name in ("content", "prompt", "messages")]
     text["properties"]["suffix"]["description"] = "Not with `echo`; prompts are texts then."
     asked = schemas["InfillRequest"]["properties"]
     asked["n"] = {"enum": [None, 1], "description": "There is one answer."}

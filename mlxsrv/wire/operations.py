@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from mlxsrv.wire import embeddings, infill, management, openai, requests
+from mlxsrv.wire import embeddings, infill, management, openai, requests, tokens
 
 
 class Operation(Struct, frozen=True, kw_only=True):
@@ -128,8 +128,8 @@ _INFERENCE = (
         path="/tokenize",
         id="tokenize",
         summary="The tokens of a text",
-        asks=requests.TokenizeRequest,
-        answer=openai.TokenizeResponse,
+        asks=tokens.TokenizeRequest,
+        answer=tokens.TokenizeResponse,
         errors=_ASKED,
     ),
     Operation(
@@ -137,8 +137,27 @@ _INFERENCE = (
         path="/detokenize",
         id="detokenize",
         summary="The text of tokens",
-        asks=requests.DetokenizeRequest,
-        answer=openai.DetokenizeResponse,
+        asks=tokens.DetokenizeRequest,
+        answer=tokens.DetokenizeResponse,
+        errors=_ASKED,
+    ),
+    Operation(
+        method="GET",
+        path="/tokenizer_info",
+        id="getTokenizerInfo",
+        summary="What the tokenizer is",
+        query=tokens.TokenizerQuery,
+        answer=tokens.TokenizerInfo,
+        errors=(404, *_READ, 503, 504),
+    ),
+    Operation(
+        method="POST",
+        path="/apply-template",
+        id="applyTemplate",
+        summary="A chat as the model's template writes it",
+        description="Asked as a chat is. Nothing is generated.",
+        asks=requests.ChatRequest,
+        answer=tokens.AppliedTemplate,
         errors=_ASKED,
     ),
     Operation(

@@ -1,4 +1,4 @@
-"""What clients may ask: OpenAI's chat and text completions, tokenize, detokenize.
+"""What clients may ask: OpenAI's chat and text completions.
 
 A request Struct holds the fields that this server honours, so most of what can be wrong with a
 value is said by its type; what one field means for another is said by one check for each kind.
@@ -303,26 +303,6 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         return cast(list[str | list[int]], self.prompt)
 
 
-# Tokens.
-
-
-class TokenizeRequest(Struct, frozen=True, kw_only=True):
-    content: str
-    model: str | None = None
-    add_special_tokens: bool | None = None
-    with_pieces: bool | None = None
-
-    @property
-    def special(self) -> bool:
-        """Whether the tokens that the tokenizer puts around a text are wanted: by default, yes."""
-        return self.add_special_tokens is not False
-
-
-class DetokenizeRequest(Struct, frozen=True, kw_only=True):
-    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
-    model: str | None = None
-
-
 # What one field means for another.
 
 
@@ -518,5 +498,3 @@ COMPLETION_REQUESTS = RequestDecoder(
     reasons=_REASONS,
     idle=_idle_options,
 )
-TOKENIZE_REQUESTS = RequestDecoder(TokenizeRequest)
-DETOKENIZE_REQUESTS = RequestDecoder(DetokenizeRequest)

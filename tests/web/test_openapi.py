@@ -151,9 +151,9 @@ def test_a_proxys_prefix_is_told() -> None:
 
 POSTS = [
     *(CHAT, COMPLETIONS, "/infill", "/v1/embeddings", "/v1/rerank", "/v1/score"),
-    *("/tokenize", "/detokenize"),
+    *("/tokenize", "/detokenize", "/apply-template"),
 ]
-GETS = ["/v1/models", "/v1/models/{id}", "/health", "/health/live", DOCUMENT]
+GETS = ["/tokenizer_info", "/v1/models", "/v1/models/{id}", "/health", "/health/live", DOCUMENT]
 MANAGED = [
     *("/api/saes", "/api/saes/attachment", "/api/saes/{id}", "/api/saes/{id}/compatibility"),
     *("/api/saes/steering", "/api/profiles", "/api/profiles/{id}", "/api/monitoring/history"),

@@ -12,6 +12,7 @@ import httpx
 import mlx.core as mx
 import numpy as np
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from mlx_lm.utils import load_model
 from starlette.applications import Starlette
 from starlette.routing import Mount
@@ -64,7 +65,10 @@ def spelled(id: int) -> str:
 def test_a_text_is_what_its_tokens_say(client: httpx.Client, text: str) -> None:
     body = ask(client, {"content": text}, TOKENIZE)
     assert body == {"tokens": ids(text), "count": len(ids(text))}
-    assert ask(client, {"tokens": body["tokens"]}, DETOKENIZE) == {"content": text}
+    assert ask(client, {"tokens": body["tokens"]}, DETOKENIZE) == {
+        "content": text,
+        "prompt": text,
+    }
 
 
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: f"{text!r:.12}")
@@ -144,7 +148,7 @@ def test_any_model_tells_its_own_tokens(client: httpx.Client, model: str | None)
 
 
 def test_no_tokens_are_no_text(client: httpx.Client) -> None:
-    assert ask(client, {"tokens": []}, DETOKENIZE) == {"content": ""}
+    assert ask(client, {"tokens": []}, DETOKENIZE) == {"content": "", "prompt": ""}
 
 
 def test_every_token_has_a_text(client: httpx.Client) -> None:
@@ -167,7 +171,9 @@ def test_what_is_not_read_is_named(client: httpx.Client, path: str, body: Body) 
     ("path", "body", "code", "param"),
     [
         (TOKENIZE, {}, "missing_required_parameter", "content"),
-        (TOKENIZE, {"content": None}, "invalid_value", "content"),
+        (TOKENIZE, {"content": None}, "missing_required_parameter", "content"),
+        (TOKENIZE, {"content": "a", "prompt": "a"}, "invalid_value", "prompt"),
+        (TOKENIZE, {"prompt": "a", "messages": []}, "invalid_value", "messages"),
         (TOKENIZE, {"content": ["a"]}, "invalid_value", "content"),
         (TOKENIZE, {"content": "a", "with_pieces": 1}, "invalid_value", "with_pieces"),
         (TOKENIZE, {"content": "a", "add_special_tokens": "no"}, "invalid_value", None),
@@ -372,3 +378,80 @@ def test_no_number_brings_the_server_down(folders: Folders, tmp_path: Path) -> N
             assert client.post(COMPLETIONS, json=body).status_code in {200, 400}
             assert server.process.poll() is None
         assert said(client, COMPLETIONS, max_tokens=200) == before
+
+
+# As vLLM has it.
+
+
+def test_a_prompt_is_tokenized_as_vllm_tells_it(client: httpx.Client) -> None:
+    asked = {"prompt": TEXTS[0], "return_token_strs": True}
+    body = ask(client, asked, TOKENIZE)
+    vocabulary = {number: token for token, number in make_tokenizer().get_vocab().items()}
+    assert body == {
+        "tokens": ids(TEXTS[0]),
+        "count": len(ids(TEXTS[0])),
+        "max_model_len": 4096,
+        "token_strs": [vocabulary[id] for id in ids(TEXTS[0])],
+    }
+
+
+def test_a_chat_is_tokenized_as_it_is_answered(client: httpx.Client) -> None:
+    asked = chat(return_token_ids=True, max_tokens=1)
+    tokens = ask(client, asked)["prompt_token_ids"]
+    body = ask(client, {"messages": asked["messages"]}, TOKENIZE)
+    assert body == {"tokens": tokens, "count": len(tokens), "max_model_len": 4096}
+    applied = ask(client, {"messages": asked["messages"]}, "/apply-template")
+    assert applied == {"prompt": ask(client, {"tokens": tokens}, DETOKENIZE)["prompt"]}
+
+
+def test_a_template_is_applied_with_all_that_a_chat_may_say(client: httpx.Client) -> None:
+    function = {"name": "get_weather", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": function}]
+    asked = chat("Hi", tools=tools, chat_template_kwargs={"enable_thinking": True}, store=True)
+    response = client.post("/apply-template", json=asked)
+    assert response.headers["x-ignored-params"] == "store"
+    prompt = response.json()["prompt"]
+    assert "get_weather" in prompt
+    same = {name: asked[name] for name in ("messages", "tools", "chat_template_kwargs")}
+    tokens = ask(client, same, TOKENIZE)["tokens"]
+    assert ask(client, {"tokens": tokens}, DETOKENIZE)["prompt"] == prompt
+    wrong = chat("Hi", tools=[{"type": "function"}])
+    refused(
+        client.post("/apply-template", json=wrong),
+        400,
+        "missing_required_parameter",
+        param="tools[0].function",
+    )
+
+
+def test_the_tokenizer_tells_what_it_is(client: httpx.Client, folders: Folders) -> None:
+    info = client.get("/tokenizer_info").json()
+    settings = json.loads((folders.plain / "tokenizer_config.json").read_text("utf-8"))
+    assert info["chat_template"] == settings["chat_template"]
+    assert (info["eos_token"], info["pad_token"]) == ("<|im_end|>", "<|endoftext|>")
+    assert info["bos_token"] is None
+    assert (info["model_max_length"], info["vocab_size"]) == (4096, VOCABULARY)
+    assert "Tokenizer" in info["tokenizer_class"]
+    demo = client.get("/tokenizer_info", params={"model": "demo"}).json()
+    assert demo["vocab_size"] != VOCABULARY
+    unknown = client.get("/tokenizer_info", params={"model": "nobody"})
+    refused(unknown, 404, "model_not_found", param="model")
+
+
+def test_what_lm_evaluation_harness_asks_of_a_remote_tokenizer(client: httpx.Client) -> None:
+    """The requests of its `RemoteTokenizer`, and what it reads of the answers."""
+    info = client.get("/tokenizer_info").json()
+    assert "eos_token" in info
+
+    def encode(text: str) -> list[int]:
+        asked = {"prompt": text, "add_special_tokens": False}
+        return list(ask(client, asked, TOKENIZE)["tokens"])
+
+    assert encode("test") == ids("test")
+    assert encode(info["eos_token"]) == ids("<|im_end|>")
+    assert ask(client, {"tokens": ids(TEXTS[4])}, DETOKENIZE)["prompt"] == TEXTS[4]
+    history = [{"role": "user", "content": "Hi"}]
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string(info["chat_template"])
+    prompt = template.render(messages=history, add_generation_prompt=True)
+    assert prompt == ask(client, {"messages": history}, "/apply-template")["prompt"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mlxsrv.wire import infill, requests
+from mlxsrv.wire import infill, requests, tokens
 from mlxsrv.wire.decoding import RequestDecoder
 from tests.wire.schemas import Body
 
@@ -122,7 +122,10 @@ WRONG_WITHIN_INFILL: list[tuple[Body, str]] = [
     ({"input_extra": [{"text": "x", "filename": None}]}, "input_extra[0].filename"),
 ]
 WRONG_TOKENIZE: Table = {
-    "content": [None, 5, ["a"], {}, True],
+    "content": [5, ["a"], {}, True],
+    "prompt": [5, ["a"], "x"],
+    "messages": ["x", [], 5, [{"role": "user", "content": "x"}]],
+    "return_token_strs": [1, "true", []],
     "model": [5, [], True],
     "add_special_tokens": [1, "true", []],
     "with_pieces": [1, "true", []],
@@ -545,15 +548,15 @@ KINDS = {
         together=FINE_TOGETHER,
     ),
     "tokenize": Kind(
-        requests.TOKENIZE_REQUESTS,
-        requests.TokenizeRequest,
+        tokens.TOKENIZE_REQUESTS,
+        tokens.TokenizeRequest,
         {"content": "x"},
         wrong=WRONG_TOKENIZE,
         fine=FINE_TOKENIZE,
     ),
     "detokenize": Kind(
-        requests.DETOKENIZE_REQUESTS,
-        requests.DetokenizeRequest,
+        tokens.DETOKENIZE_REQUESTS,
+        tokens.DetokenizeRequest,
         {"tokens": [1]},
         wrong=WRONG_DETOKENIZE,
         within=WRONG_WITHIN_DETOKENIZE,

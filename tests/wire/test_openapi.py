@@ -13,7 +13,7 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.events import Answer, TokenScore, ToolUse, Usage
-from mlxsrv.wire import openai, streams
+from mlxsrv.wire import openai, streams, tokens
 from mlxsrv.wire.openapi import document
 from mlxsrv.wire.operations import OPERATIONS
 from tests.wire.bodies import KINDS, Kind
@@ -30,6 +30,8 @@ OPENAI = [
     ("POST", "/v1/score"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
+    ("GET", "/tokenizer_info"),
+    ("POST", "/apply-template"),
     ("GET", "/health"),
     ("GET", "/health/live"),
     ("GET", "/metrics"),
@@ -264,10 +266,10 @@ def test_the_rest_is_as_described() -> None:
     answers("GET", "/v1/models", 200).validate(as_sent(openai.ModelList(data=[model])))
     answers("GET", "/v1/models/{id}", 200).validate(as_sent(model))
     tokenized = answers("POST", "/tokenize", 200)
-    tokenized.validate(as_sent(openai.TokenizeResponse([1], 1)))
-    pieces = [openai.TokenPiece.of(1, b"a"), openai.TokenPiece.of(2, b"\xe2")]
-    tokenized.validate(as_sent(openai.TokenizeResponse([*pieces], 2)))
-    answers("POST", "/detokenize", 200).validate(as_sent(openai.DetokenizeResponse("a")))
+    tokenized.validate(as_sent(tokens.TokenizeResponse([1], 1)))
+    pieces = [tokens.TokenPiece.of(1, b"a"), tokens.TokenPiece.of(2, b"\xe2")]
+    tokenized.validate(as_sent(tokens.TokenizeResponse([*pieces], 2)))
+    answers("POST", "/detokenize", 200).validate(as_sent(tokens.DetokenizeResponse.of("a")))
     answers("GET", "/health", 200).validate(as_sent(openai.Health(status="ok")))
     for path in ("/health", "/health/live"):
         answers("GET", path, 503).validate(as_sent(openai.Health(status="stalled")))

@@ -20,12 +20,11 @@ from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.requests import (
     CHAT_REQUESTS,
     COMPLETION_REQUESTS,
-    DETOKENIZE_REQUESTS,
-    TOKENIZE_REQUESTS,
     ChatRequest,
     CompletionRequest,
     NamedTool,
 )
+from mlxsrv.wire.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS
 from tests.wire.bodies import JSON_SCHEMA, KINDS, Kind, chat, completion, message, tool
 from tests.wire.schemas import Body
 
@@ -74,7 +73,7 @@ def _fields(*, optional: bool) -> list[Any]:
         pytest.param(kind, field.encode_name, id=f"{name}-{field.encode_name}")
         for name, kind in KINDS.items()
         for field in msgspec.structs.fields(kind.struct)
-        if not (optional and field.required)
+        if not (optional and (field.required or field.encode_name in kind.base))
     ]
 
 

@@ -9,14 +9,12 @@ import pytest
 from mlxsrv.errors import InvalidRequest, ServeError
 from mlxsrv.events import Answer, FinishReason, TokenScore, ToolUse, Usage
 from mlxsrv.wire.openai import (
-    DetokenizeResponse,
     Identity,
-    TokenizeResponse,
-    TokenPiece,
     chat_completion,
     error_response,
     text_completion,
 )
+from mlxsrv.wire.tokens import DetokenizeResponse, TokenizeResponse, TokenPiece
 from tests.wire.schemas import Body, as_sent, check_chat, check_schema, check_text
 
 WHO = Identity("chatcmpl-" + "0" * 32, 1_790_000_000, "org/name", "mlxsrv-1")
@@ -205,4 +203,4 @@ def test_tokens_and_their_pieces() -> None:
         "tokens": [{"id": 5, "piece": "é"}, {"id": 6, "piece": [0xC3]}],
         "count": 2,
     }
-    assert as_sent(DetokenizeResponse("é")) == {"content": "é"}
+    assert as_sent(DetokenizeResponse.of("é")) == {"content": "é", "prompt": "é"}

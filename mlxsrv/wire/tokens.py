@@ -1,0 +1,142 @@
+"""What is told of tokens: llama.cpp's shapes, and vLLM's where its fields are asked with."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from mlxsrv.errors import InvalidRequest, MissingParameter
+from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.requests import ChatRequest, Message, TokenId, Tool
+
+# Requests.
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """A text, which llama.cpp calls `content` and vLLM `prompt`, or a chat."""
+
+    content: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=1000)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
+    continue_final_message: bool | None = None
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    with_pieces: bool | None = None
+    return_token_strs: bool | None = None
+
+    @property
+    def text(self) -> tuple[str, str | None]:
+        """The field that the text is in, and the text; None: it is a chat."""
+        return ("prompt", self.prompt) if self.content is None else ("content", self.content)
+
+    @property
+    def chat(self) -> ChatRequest:
+        """The chat of a request that has one."""
+        return ChatRequest(
+            messages=self.messages or [],
+            tools=self.tools,
+            chat_template_kwargs=self.chat_template_kwargs,
+            continue_final_message=self.continue_final_message,
+        )
+
+    @property
+    def special(self) -> bool:
+        """Whether the tokens that the tokenizer puts around a text are wanted: by default, yes."""
+        return self.add_special_tokens is not False
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
+    model: str | None = None
+
+
+_TEXTS = ("content", "prompt", "messages")
+_OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")
+
+
+def _check_tokenize(request: TokenizeRequest) -> None:
+    match [name for name in _TEXTS if getattr(request, name) is not None]:
+        case []:
+            raise MissingParameter("missing required parameter: content", param="content")
+        case [one, another, *_]:
+            raise InvalidRequest(f"{another}: cannot be combined with {one}", param=another)
+        case ["messages"] if request.add_special_tokens:
+            raise InvalidRequest(
+                "add_special_tokens: the chat template writes those of messages; leave it out",
+                param="add_special_tokens",
+            )
+
+
+def _idle_chat(request: TokenizeRequest) -> list[str]:
+    """Fields of a chat, where there is none."""
+    if request.messages is not None:
+        return []
+    return [name for name in _OF_CHATS if getattr(request, name) is not None]
+
+
+TOKENIZE_REQUESTS = RequestDecoder(TokenizeRequest, check=_check_tokenize, idle=_idle_chat)
+DETOKENIZE_REQUESTS = RequestDecoder(DetokenizeRequest)
+
+
+class TokenizerQuery(Struct, frozen=True):
+    model: str | None = None
+
+
+# Answers.
+
+
+class TokenPiece(Struct, frozen=True):
+    """A token and its text or, where its bytes are no text alone, their values."""
+
+    id: int
+    piece: str | list[int]
+
+    @classmethod
+    def of(cls, id: int, token: bytes) -> TokenPiece:
+        try:
+            return cls(id, token.decode())
+        except UnicodeDecodeError:
+            return cls(id, list(token))
+
+
+class TokenizeResponse(Struct, frozen=True):
+    """`max_model_len` answers a `prompt` or `messages`: null if the context has no known end.
+    `token_strs` are the tokens as the vocabulary spells them."""
+
+    tokens: list[int | TokenPiece]
+    count: int
+    max_model_len: int | UnsetType | None = UNSET
+    token_strs: list[str] | UnsetType = UNSET
+
+
+class DetokenizeResponse(Struct, frozen=True):
+    """The text, under the two names that it is looked for."""
+
+    content: str
+    prompt: str
+
+    @classmethod
+    def of(cls, text: str) -> DetokenizeResponse:
+        return cls(content=text, prompt=text)
+
+
+class TokenizerInfo(Struct, frozen=True, kw_only=True):
+    """What a client needs to write prompts itself. Null: the tokenizer has none."""
+
+    tokenizer_class: str
+    chat_template: str | None
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    unk_token: str | None
+    model_max_length: int | None
+    vocab_size: int
+
+
+class AppliedTemplate(Struct, frozen=True):
+    """A chat as the model's template writes it."""
+
+    prompt: str
