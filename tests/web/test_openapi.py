@@ -164,7 +164,7 @@ OF_THE_MODEL = re.compile(
     r"maximum context length|is no token id of this model|are made for one request"
     r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
     r"|this model's vectors have|^instruction: this model's files|^model: this model does not judge"
-    r"|^(min_tokens|chat_template|add_generation_prompt|truncate_prompt_tokens): "
+    r"|^(min_tokens|chat_template|add_generation_prompt|truncate_prompt_tokens|add_special_tokens): "
     r"|which means the same; give one of them|no fill-in-the-middle tokens"
     r"|^prompt_logprobs: not in a stream|^suffix: |needs include_usage"
     r"|^(guided_(regex|grammar|json)|grammar|json_schema|structured_outputs|response_format)\b"
@@ -199,7 +199,7 @@ def prepared(case: AnyCase, **fields: Any) -> AnyCase:
     """The case as a question that the default model can answer briefly. An integer is written as
     one, for a schema cannot tell 1 from 1.0."""
     body = {**_integral(case.body), "model": None}
-    if case.path in (CHAT, COMPLETIONS, "/infill"):
+    if case.path in (CHAT, COMPLETIONS, "/infill", "/apply-template"):
         # There is no SAE here, nor a profile or a control vector.
         body |= dict.fromkeys(("profile", "steering", "steering_mode", "control_vector"))
         body |= {"max_completion_tokens": None, "n_predict": None, **fields}
