@@ -35,7 +35,6 @@ from mlxsrv.text.detokenize import (
     TokenBytes,
     token_bytes,
 )
-from mlxsrv.text.infill import File, Part, find_family, lay_out, to_tokens
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import Dialect, ToolCalls
@@ -77,7 +76,6 @@ _INSIDE_CALLS = (
 # What rendering names itself where a signature does not say so, in transformers and Jinja.
 _RENDERED = frozenset({"self", "conversations", "messages"})
 
-_SIGN = "\u263a"
 
 if TYPE_CHECKING:
     from mlxsrv.engine.grammar import Grammars
@@ -209,33 +207,10 @@ class Tokenizer:
         """Token ids that a client made itself."""
         return Prompt(tuple(tokens), self.decode(tokens))
 
-    def infill(
-        self, prefix: str, suffix: str, files: Sequence[File] = (), limit: Limit | None = None
-    ) -> Prompt | None:
-        """What is to be written between two texts; None: the model has no tokens for that.
-
-        Raises:
-            ContextLengthExceeded: one is so long over the limit that its tokens were not counted.
-        """
-        vocabulary = self._wrapper.get_vocab()
-        family = find_family(vocabulary)
-        if family is None:
-            return None
-        parts = lay_out(family, prefix, suffix, files)
-        tokens = to_tokens(parts, vocabulary, partial(self._split_part, limit=limit))
-        start = self.split("", special=True)[:1]
-        if start and start[0] == self._wrapper.bos_token_id:
-            tokens = start + tokens
-        ends = (vocabulary[name] for name in family.ends if name in vocabulary)
-        return Prompt(tuple(tokens), self.decode(tokens), ends=frozenset(ends))
-
-    def _split_part(self, part: Part, *, limit: Limit | None) -> list[int]:
-        """A text within a prompt. Where the tokenizer writes a space before each text, it is cut
-        off behind a sign that no other is merged with."""
-        if not (part.joined and self.strips_first_space):
-            return self.split(part.text, special=False, limit=limit)
-        sign = self.split(_SIGN, special=False)
-        return self.split(_SIGN + part.text, special=False, limit=limit)[len(sign) :]
+    @property
+    def numbers(self) -> dict[str, int]:
+        """The vocabulary: ids by the names of tokens."""
+        return dict(self._wrapper.get_vocab())
 
     def split(
         self, text: str, *, special: bool, limit: Limit | None = None, cut: Cut | None = None

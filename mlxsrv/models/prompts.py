@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mlxsrv.engine.encoding import Limit
+from mlxsrv.engine.gaps import infill
 from mlxsrv.errors import (
     InvalidRequest,
     MissingParameter,
@@ -217,7 +218,7 @@ def _plan_suffix(
     _require_whole(request)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     limit = tokenizer.limit("prompt")
-    filled = [tokenizer.infill(prefix, request.suffix or "", limit=limit) for prefix in texts]
+    filled = [infill(tokenizer, text, request.suffix or "", limit=limit) for text in texts]
     found = [prompt for prompt in filled if prompt is not None]
     if len(found) < len(filled):
         raise UnsupportedParameter(
@@ -238,7 +239,7 @@ def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> Plan:
     files = [File(each.filename, each.text) for each in request.input_extra or ()]
     prefix = request.input_prefix + (request.prompt or "")
     limit = tokenizer.limit("input_prefix")
-    prompt = tokenizer.infill(prefix, request.input_suffix, files, limit)
+    prompt = infill(tokenizer, prefix, request.input_suffix, files, limit)
     if prompt is None:
         raise UnsupportedParameter(
             "model: it has no fill-in-the-middle tokens, so it cannot infill; ask another",

@@ -115,12 +115,7 @@ class Service:
 
     async def chat(self, request: ChatRequest, request_id: str) -> Reply:
         """Raises ServeError for all that can be known before anything is waited for."""
-        if request.chat_template is not None and not self.settings.allow_chat_template:
-            raise UnsupportedParameter(
-                "chat_template: this server runs the models' own templates only; its operator may "
-                "allow others with --allow-chat-template",
-                param="chat_template",
-            )
+        self._check_template(request)
         return await self._reply(
             request.model,
             Asked(
@@ -134,6 +129,15 @@ class Service:
                 timed=request.timed,
             ),
         )
+
+    def _check_template(self, request: ChatRequest) -> None:
+        """Raises UnsupportedParameter: a template is a program, and the operator's to allow."""
+        if request.chat_template is not None and not self.settings.allow_chat_template:
+            raise UnsupportedParameter(
+                "chat_template: this server runs the models' own templates only; its operator may "
+                "allow others with --allow-chat-template",
+                param="chat_template",
+            )
 
     async def complete(self, request: CompletionRequest, request_id: str) -> Reply:
         """Raises ServeError for all that can be known before anything is waited for."""
@@ -238,6 +242,7 @@ class Service:
 
     async def apply_template(self, request: ChatRequest) -> AppliedTemplate:
         """Raises ServeError."""
+        self._check_template(request)
         return await self._with_tokenizer(request.model, partial(apply_template, request))
 
     async def tokenizer_info(self, request: TokenizerQuery) -> TokenizerInfo:

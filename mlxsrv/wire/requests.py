@@ -348,6 +348,11 @@ def _check_thinking(request: ChatRequest) -> None:
             "think": request.think if level else None,
         }
     )
+    check_ending(request)
+
+
+def check_ending(request: ChatRequest) -> None:
+    """Raises InvalidRequest."""
     if request.continue_final_message and request.add_generation_prompt:
         raise InvalidRequest(
             "add_generation_prompt: cannot be combined with continue_final_message; a message that "

@@ -8,7 +8,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.requests import ChatRequest, Message, TokenId, Tool
+from mlxsrv.wire.requests import ChatRequest, Message, TokenId, Tool, check_ending
 
 # Requests.
 
@@ -22,6 +22,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
     tools: Annotated[list[Tool], Meta(max_length=1000)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     model: str | None = None
     add_special_tokens: bool | None = None
     with_pieces: bool | None = None
@@ -40,6 +41,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
             tools=self.tools,
             chat_template_kwargs=self.chat_template_kwargs,
             continue_final_message=self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt,
         )
 
     @property
@@ -54,7 +56,7 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
 
 
 _TEXTS = ("content", "prompt", "messages")
-_OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message")
+_OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 
 
 def _check_tokenize(request: TokenizeRequest) -> None:
@@ -68,6 +70,8 @@ def _check_tokenize(request: TokenizeRequest) -> None:
                 "add_special_tokens: the chat template writes those of messages; leave it out",
                 param="add_special_tokens",
             )
+        case ["messages"]:
+            check_ending(request.chat)
 
 
 def _idle_chat(request: TokenizeRequest) -> list[str]:

@@ -400,6 +400,8 @@ def test_a_chat_is_tokenized_as_it_is_answered(client: httpx.Client) -> None:
     tokens = ask(client, asked)["prompt_token_ids"]
     body = ask(client, {"messages": asked["messages"]}, TOKENIZE)
     assert body == {"tokens": tokens, "count": len(tokens), "max_model_len": 4096}
+    open_ended = {"messages": asked["messages"], "add_generation_prompt": False}
+    assert ask(client, open_ended, TOKENIZE)["count"] < len(tokens)
     applied = ask(client, {"messages": asked["messages"]}, "/apply-template")
     assert applied == {"prompt": ask(client, {"tokens": tokens}, DETOKENIZE)["prompt"]}
 
@@ -455,3 +457,16 @@ def test_what_lm_evaluation_harness_asks_of_a_remote_tokenizer(client: httpx.Cli
     template = environment.from_string(info["chat_template"])
     prompt = template.render(messages=history, add_generation_prompt=True)
     assert prompt == ask(client, {"messages": history}, "/apply-template")["prompt"]
+
+
+def test_a_template_of_the_clients_own_is_not_applied_either(client: httpx.Client) -> None:
+    asked = chat("Hi", chat_template="{{ 7 * 7 }}")
+    refused(
+        client.post("/apply-template", json=asked),
+        400,
+        "unsupported_parameter",
+        param="chat_template",
+    )
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    response = client.post(TOKENIZE, json={"messages": asked["messages"], **both})
+    refused(response, 400, "invalid_value", param="add_generation_prompt")
