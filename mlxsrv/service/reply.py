@@ -201,6 +201,7 @@ class Reply:
                 tokenizer.spelling,
                 strips_space=asked.chat and tokenizer.strips_first_space,
                 every=not asked.chat,
+                ends=tokenizer.turn_ends,
                 numbered=bool(asked.request.return_tokens_as_token_ids),
             )
         pipeline = tokenizer.pipeline(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import msgspec
 
 from mlxsrv.events import Likelihood, PromptScore, RankedToken, Token, TokenScore
+from mlxsrv.wire.logprobs import text_name
 
 _NEWLINES = b"\r\n"
 
@@ -23,7 +24,10 @@ class Scores:
         token_bytes: what a token writes.
         spelling: the same, with special tokens by their names, as in a prompt.
         strips_space: whether the text lacks the space that its first token begins with.
-        every: whether tokens that end up in no text are told too: see `rest`.
+        every: whether tokens that end up in no text are told too: see `rest`. That is the form of
+            text completions, where alternatives are told by name: the token itself is one of them,
+            and each has a name of its own.
+        ends: tokens that end answers; where one is ignored, it has its name all the same.
         numbered: whether tokens are named by their ids.
     """
 
@@ -34,11 +38,13 @@ class Scores:
         *,
         strips_space: bool,
         every: bool = False,
+        ends: Collection[int] = (),
         numbered: bool = False,
     ) -> None:
         self._token_bytes = token_bytes
         self._spelling = spelling
         self._every = every
+        self._ends = ends
         self._numbered = numbered
         self._strips_space = strips_space
         self._after_block = False  # leading newlines are dropped after a think block
@@ -58,7 +64,8 @@ class Scores:
             data = data.removeprefix(b" ")
             self._strips_space = False
         self._seen += len(data)
-        self._waiting.append((self._seen, self._score(token, data, likelihood)))
+        named = token in self._ends
+        self._waiting.append((self._seen, self._score(token, data, likelihood, named=named)))
 
     def leave(self) -> tuple[TokenScore, ...]:
         """What came last is no content after all: a marker, a thought, a call. The score of the
@@ -73,7 +80,7 @@ class Scores:
             end, score = self._waiting[0]
             written = self._sent - (end - len(score.token))
             if written > 0:
-                begun = (msgspec.structs.replace(score, token=score.token[:written]),)
+                begun = (_shortened(score, written, named=self._numbered),)
         self._waiting.clear()
         self._seen = self._sent
         return begun
@@ -93,7 +100,7 @@ class Scores:
             return self.cut()
         waiting = [score for _, score in self._waiting]
         if end is not None and end.likelihood is not None:
-            waiting.append(self._score(end.id, b"", end.likelihood))
+            waiting.append(self._score(end.id, b"", end.likelihood, named=True))
         return tuple(waiting)
 
     def of_prompt(
@@ -110,13 +117,42 @@ class Scores:
             scores.append(self._score(token, written, likelihood))
         return tuple(scores)
 
-    def _score(self, token: int, data: bytes, likelihood: Likelihood) -> TokenScore:
-        top = tuple((self._spelling(other), logprob) for other, logprob in likelihood.top)
+    def _score(
+        self, token: int, data: bytes, likelihood: Likelihood, *, named: bool = False
+    ) -> TokenScore:
+        """The score of a token that has written `data`, and is `named` as it is spelled."""
+        ids = [other for other, _ in likelihood.top]
+        logprobs = [logprob for _, logprob in likelihood.top]
+        if self._every and likelihood.logprob is not None and token not in ids:
+            ids.append(token)
+            logprobs.append(likelihood.logprob)
+        spelled = [self._spelling(id) for id in ids]
+        shown = self._spelling(token) if named else data
         names: tuple[str, ...] = ()
         if self._numbered:
-            ids = (token, *(other for other, _ in likelihood.top))
-            names = tuple(f"token_id:{id}" for id in ids)
+            names = tuple(f"token_id:{id}" for id in (token, *ids))
+        elif self._every:
+            names = (text_name(shown), *_distinct(ids, map(text_name, spelled)))
+        elif named:
+            names = tuple(each.decode(errors="replace") for each in (shown, *spelled))
+        top = tuple(zip(spelled, logprobs, strict=True))
         return TokenScore(data, likelihood.logprob, top, names)
+
+
+def _shortened(score: TokenScore, written: int, *, named: bool) -> TokenScore:
+    """The score of a token of which so many bytes are text, unless it is named otherwise."""
+    token, names = score.token[:written], score.names
+    if names and not named:
+        names = (text_name(token), *names[1:])
+    return msgspec.structs.replace(score, token=token, names=names)
+
+
+def _distinct(ids: Sequence[int], names: Iterable[str]) -> Iterator[str]:
+    """The names, but the ids of tokens whose name a likelier one has."""
+    taken: set[str] = set()
+    for id, name in zip(ids, names, strict=True):
+        yield f"token_id:{id}" if name in taken else name
+        taken.add(name)
 
 
 def cut_top(likelihoods: Sequence[Likelihood], most: int) -> list[Likelihood]:

@@ -90,7 +90,7 @@ class TextScores:
     def write(self, scores: Sequence[TokenScore]) -> TextLogprobs:
         logprobs = TextLogprobs([], [], [], [])
         for score in scores:
-            logprobs.tokens.append(_names(score, _text_token)[0])
+            logprobs.tokens.append(_names(score, text_name)[0])
             logprobs.token_logprobs.append(
                 None if score.logprob is None else _finite(score.logprob)
             )
@@ -101,19 +101,16 @@ class TextScores:
 
 
 def _text_top(score: TokenScore) -> dict[str, float] | None:
-    """The likeliest tokens and, as OpenAI has it, the token itself if it is none of them."""
+    """The likeliest tokens, of which the token itself is one."""
     if score.logprob is None:
         return None
-    top: dict[str, float] = {}
-    own, *others = _names(score, _text_token)
-    logprobs = (*(logprob for _, logprob in score.top), score.logprob)
-    for name, logprob in zip((*others, own), logprobs, strict=True):
-        # Where two tokens are written the same, the likelier one stands.
-        top.setdefault(name, _finite(logprob))
-    return top
+    names = _names(score, text_name)[1:]
+    logprobs = (_finite(logprob) for _, logprob in score.top)
+    return dict(zip(names, logprobs, strict=True))
 
 
-def _text_token(token: bytes) -> str:
+def text_name(token: bytes) -> str:
+    """What a text completion calls a token of these bytes, as OpenAI has it."""
     try:
         return token.decode()
     except UnicodeDecodeError:

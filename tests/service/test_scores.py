@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.events import Likelihood, Token, TokenScore
 from mlxsrv.service.scores import Scores
+from mlxsrv.wire.logprobs import TextScores, chat_logprobs
 
 TOKENS = [b"a", b"bc", b" d", b"\xe2\x82", b"\xac", b"\n", b"", "é".encode()]
 
 
-def scores(*, strips_space: bool = False, every: bool = False) -> Scores:
+END = 6
+
+
+def scores(**options: Any) -> Scores:
     def spelled(token: int) -> bytes:
         return TOKENS[token] or b"<s>"
 
-    return Scores(lambda token: TOKENS[token], spelled, strips_space=strips_space, every=every)
+    options.setdefault("strips_space", False)
+    return Scores(lambda token: TOKENS[token], spelled, ends={END}, **options)
 
 
 def likely(token: int) -> Likelihood:
@@ -68,6 +75,43 @@ def test_a_text_completion_tells_every_token() -> None:
     end = Token(1, 6, "stop", likely(6))
     assert [score.token for score in stage.rest(end)] == [b"\xe2\x82", b""]
     assert scores().rest(end) == ()
+
+
+def test_an_end_token_has_one_name_wherever_it_stands() -> None:
+    stage = scores(every=True)
+    take(stage, [0, END, 0])
+    told = [*stage.release("aa"), *stage.rest(Token(1, END, "stop", likely(END)))]
+    assert [score.token for score in told] == [b"a", b"", b"a", b""]
+    lists = TextScores().write(told)
+    assert lists.tokens == ["a", "<s>", "a", "<s>"]
+    assert lists.text_offset == [0, 1, 1, 2]
+    assert lists.top_logprobs == [{"a": 0.0}, {"<s>": -6.0}, {"a": 0.0}, {"<s>": -6.0}]
+    stage = scores()  # of a chat
+    take(stage, [END, 0])
+    content = chat_logprobs(stage.release("a")).content
+    assert [(each.token, each.bytes) for each in content] == [("<s>", []), ("a", [97])]
+    assert [each.token for each in content[0].top_logprobs] == ["<s>"]
+
+
+@pytest.mark.parametrize("own", [0, 8, 9])
+def test_there_are_as_many_alternatives_as_were_asked_for(own: int) -> None:
+    """Two tokens may be written the same, as `a` and the byte of it in some vocabularies."""
+    spelled = {0: b"a", 8: b"a", 9: b"b", 10: b"", 11: b""}
+    stage = Scores(spelled.__getitem__, spelled.__getitem__, strips_space=False, every=True)
+    top = ((0, -0.5), (8, -1.0), (10, -1.5), (11, -2.0))
+    stage.take(own, Likelihood(-1.0, top))
+    [told] = stage.release(spelled[own].decode())
+    [alternatives] = TextScores().write([told]).top_logprobs
+    wanted = {"a": -0.5, "token_id:8": -1.0, "": -1.5, "token_id:11": -2.0}
+    assert alternatives == (wanted if own != 9 else {**wanted, "b": -1.0})
+
+
+def test_a_token_that_is_cut_is_named_by_what_is_left() -> None:
+    stage = scores(every=True)
+    take(stage, [1])
+    assert stage.release("b") == ()
+    [told] = stage.cut()
+    assert TextScores().write([told]).tokens == ["b"]
 
 
 def test_a_prompts_tokens_are_where_its_text_has_them() -> None:

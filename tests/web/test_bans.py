@@ -49,6 +49,35 @@ def test_an_end_may_be_ignored_and_does_not_show(
     assert (streamed.content, streamed.finish_reason) == ("", "length")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_end_has_one_name_in_log_probabilities(client: httpx.Client, streaming: bool) -> None:
+    """In its place, among the alternatives, and where it is ignored."""
+    for more, places in (({}, 1), ({"ignore_eos": True}, 3), ({"min_tokens": 2}, 3)):
+        body = completion(**ENDING, max_tokens=3, logprobs=3, **more)
+        if streaming:
+            parts = [
+                chunk["choices"][0]["logprobs"]
+                for chunk in stream(client, body, COMPLETIONS).chunks
+                if chunk["choices"][0].get("logprobs")
+            ]
+        else:
+            parts = [ask(client, body, COMPLETIONS)["choices"][0]["logprobs"]]
+        names = [name for part in parts for name in part["tokens"]]
+        alternatives = [top for part in parts for top in part["top_logprobs"]]
+        assert len(names) == len(alternatives) == places
+        ends = range(places) if "min_tokens" not in more else [2]
+        for i in ends:
+            assert names[i] == "<|im_end|>"
+        for name, top in zip(names, alternatives, strict=True):
+            assert len(top) == 3 + (name not in [*top][:3])
+            assert "" not in top
+    told = ask(client, chat(**ENDING, max_tokens=2, logprobs=True, top_logprobs=2, ignore_eos=True))
+    for each in told["choices"][0]["logprobs"]["content"]:
+        assert (each["token"], each["bytes"]) == ("<|im_end|>", [])
+        assert len(each["top_logprobs"]) == 2
+        assert each["top_logprobs"][0]["token"] == "<|im_end|>"
+
+
 @pytest.mark.parametrize("least", [1, 2, 7])
 @pytest.mark.parametrize(("path", "form"), POST)
 def test_an_answer_has_its_least_tokens_before_its_end(

@@ -52,7 +52,7 @@ def test_a_completion_has_lists_side_by_side() -> None:
     scores = [
         TokenScore(b"Once", None),
         TokenScore(b" upon", -0.25, ((b" upon", -0.25), (b" more", -2.0))),
-        TokenScore(b" a", -3.0, ((b" the", -0.5),)),
+        TokenScore(b" a", -3.0, ((b" the", -0.5), (b" a", -3.0))),
     ]
     assert as_sent(TextScores().write(scores)) == {
         "tokens": ["Once", " upon", " a"],
@@ -74,9 +74,12 @@ def test_tokens_that_share_a_character_share_its_offset() -> None:
     assert TextScores().write([*scores, *scores]).text_offset == [0, 1, 1, 1, 2, 4, 5, 5, 5, 6]
 
 
-def test_the_likelier_of_two_tokens_that_are_written_the_same_stands() -> None:
-    score = TokenScore(b"a", -5.0, ((b"a", -0.5), (b"a", -1.0), (b"", -2.0)))
-    assert TextScores().write([score]).top_logprobs == [{"a": -0.5, "": -2.0}]
+def test_tokens_that_are_written_the_same_have_names() -> None:
+    top = ((b"a", -0.5), (b"a", -1.0), (b"", -2.0))
+    score = TokenScore(b"a", -1.0, top, names=("a", "a", "token_id:7", ""))
+    told = TextScores().write([score])
+    assert told.tokens == ["a"]
+    assert told.top_logprobs == [{"a": -0.5, "token_id:7": -1.0, "": -2.0}]
 
 
 @pytest.mark.parametrize("logprob", [-math.inf, math.nan, -10_000.0])
@@ -86,7 +89,7 @@ def test_the_impossible_has_a_number(logprob: float) -> None:
     assert [token["logprob"], token["top_logprobs"][0]["logprob"]] == [-9999.0, -9999.0]
     text = as_sent(TextScores().write([score]))
     assert text["token_logprobs"] == [-9999.0]
-    assert text["top_logprobs"] == [{"a": -9999.0, "b": -9999.0}]
+    assert text["top_logprobs"] == [{"b": -9999.0}]
 
 
 def test_a_chat_has_a_number_for_what_nothing_predicts() -> None:
