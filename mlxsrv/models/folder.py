@@ -15,7 +15,7 @@ import glob
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -42,6 +42,7 @@ from mlxsrv.engine.recipe import (
 from mlxsrv.models.architectures import check_architecture, named_architectures, template_code
 from mlxsrv.models.files import read_start, reading
 from mlxsrv.models.shape import check_rank, check_shape
+from mlxsrv.models.vocabulary import thinks
 
 Type: TypeAlias = Literal["chat", "base", "embedding"]
 
@@ -179,7 +180,7 @@ def describe(folder: Path, *, name: str = "", trust_remote_code: bool = False) -
             modified_at=_newest(folder, files),
             capabilities=_encodes(folder, config)
             if encoder
-            else _capabilities(template, settings, embeds),
+            else _capabilities(template, embeds, lambda: thinks(folder, files, settings)),
         )
 
 
@@ -367,19 +368,18 @@ def _encodes(folder: Path, config: Object) -> tuple[str, ...]:
     return ("rerank",)
 
 
-def _capabilities(template: str | None, settings: Object, embeds: bool) -> tuple[str, ...]:
+def _capabilities(
+    template: str | None, embeds: bool, thinks: Callable[[], bool]
+) -> tuple[str, ...]:
     """Of an embedder only what it is for, and that it is a decoder: its template is its base
-    model's."""
+    model's. The tokenizer is asked whether it `thinks` only where the template does not say so."""
     if embeds:
         return ("completion", "embedding")
     if template is None:
         return ("completion",)
-    added = settings.get("added_tokens_decoder")
-    tokens = added.values() if isinstance(added, dict) else ()
-    names = [token.get("content") for token in tokens if isinstance(token, dict)]
     found = {
         "tools": _TOOLS.search(template) is not None,
-        "thinking": _THINKING.search(template) is not None or "<think>" in names,
+        "thinking": _THINKING.search(template) is not None or thinks(),
     }
     return ("completion", "chat", *(name for name, has in found.items() if has))
 

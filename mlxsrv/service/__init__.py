@@ -330,7 +330,7 @@ class Service:
             ),
             size=said.size,
             modified_at=datetime.fromtimestamp(said.modified_at, UTC),
-            capabilities=said.capabilities,
+            capabilities=_capabilities(said.capabilities, model),
         )
 
     # Life.
@@ -437,3 +437,11 @@ class Service:
 
 _REPORT_SECONDS = 2.0
 _FAREWELL_SECONDS = 2.0  # for the last frames to reach clients that read them
+
+
+def _capabilities(said: tuple[str, ...], model: Model | None) -> tuple[str, ...]:
+    """What the files say, and what only the tokenizer's whole vocabulary tells once it is there."""
+    tokenizer = None if model is None else model.tokenizer
+    if tokenizer is None or not tokenizer.thinks or "chat" not in said or "thinking" in said:
+        return said
+    return (*said, "thinking")

@@ -270,11 +270,11 @@ PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
     ("settings", "files", "capabilities"),
     [
         ({}, {}, ()),
-        ({"chat_template": PLAIN}, {}, ("chat",)),
+        ({"chat_template": PLAIN}, {}, ("chat", "thinking")),
         ({"chat_template": CHAT_TEMPLATE}, {}, ("chat", "tools", "thinking")),
-        ({"chat_template": [{"name": "default", "template": PLAIN}]}, {}, ("chat",)),
-        ({}, {"chat_template.jinja": PLAIN + "{{ tools }}"}, ("chat", "tools")),
-        ({"chat_template": CHAT_TEMPLATE}, {"chat_template.jinja": PLAIN}, ("chat",)),
+        ({"chat_template": [{"name": "default", "template": PLAIN}]}, {}, ("chat", "thinking")),
+        ({}, {"chat_template.jinja": PLAIN + "{{ tools }}"}, ("chat", "tools", "thinking")),
+        ({"chat_template": CHAT_TEMPLATE}, {"chat_template.jinja": PLAIN}, ("chat", "thinking")),
         # Only processors of images read this one.
         ({}, {"chat_template.json": json.dumps({"chat_template": PLAIN})}, ()),
         ({"chat_template_type": "deepseek_v32"}, {}, ("chat", "tools", "thinking")),
@@ -291,10 +291,23 @@ def test_a_model_chats_if_its_tokenizer_will(
     assert (found.type == "chat") == Tokenizer(folder).chats
 
 
-def test_a_token_for_thinking_is_enough(folder: Path) -> None:
-    tokens = {"5": {"content": "<think>", "special": False}}
-    change(folder / "tokenizer_config.json", chat_template=PLAIN, added_tokens_decoder=tokens)
+def test_marks_of_thoughts_are_enough_whichever_file_lists_them(folder: Path) -> None:
+    both = [{"content": "<think>", "special": False}, {"content": "</think>", "special": False}]
+    change(folder / "tokenizer_config.json", chat_template=PLAIN)
     assert describe(folder).capabilities == ("completion", "chat", "thinking")
+    assert Tokenizer(folder).thinks
+    for added, listed, found in (
+        ([], {}, ()),
+        (both[:1], {}, ()),
+        (both, {}, ("thinking",)),
+        ([], {"5": both[0], "6": both[1]}, ("thinking",)),
+        ([{"content": 1}], {"5": 1}, ()),
+    ):
+        change(folder / "tokenizer.json", added_tokens=added)
+        change(folder / "tokenizer_config.json", added_tokens_decoder=listed)
+        assert describe(folder).capabilities == ("completion", "chat", *found)
+    (folder / "tokenizer.json").write_text("[")
+    assert describe(folder).capabilities == ("completion", "chat")
 
 
 def test_a_family_may_bring_its_template(folder: Path) -> None:

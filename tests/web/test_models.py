@@ -16,6 +16,8 @@ import httpx
 import msgspec
 import pytest
 
+import mlxsrv
+from mlxsrv.models.folder import describe
 from tests.tiny import write_model
 from tests.web.client import (
     CHAT,
@@ -31,7 +33,7 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.serving import PATIENCE, Server, serving, wait_for
+from tests.web.serving import PATIENCE, Server, hosted, serving, wait_for
 
 FOR_EVER = 500_000
 LONG = 1000
@@ -476,3 +478,20 @@ def _outcome(response: httpx.Response, body: Body, right: dict[str, str]) -> str
     assert right[body["model"]].startswith(said)
     assert tokens == body["max_tokens"]
     return "answered"
+
+
+def test_a_loaded_tokenizer_tells_what_no_list_of_its_tokens_does(tmp_path: Path) -> None:
+    """Marks of thoughts that are ordinary entries of the vocabulary."""
+    folder = write_model(tmp_path / "m", "qwen3", plain=True)
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    marks = [one for one in tokenizer["added_tokens"] if "think" in one["content"]]
+    tokenizer["added_tokens"] = [one for one in tokenizer["added_tokens"] if one not in marks]
+    tokenizer["model"]["vocab"] |= {one["content"]: one["id"] for one in marks}
+    file.write_text(json.dumps(tokenizer))
+    settings = mlxsrv.Settings(model=(f"m={folder}",), hf_cache=False)
+    with hosted(mlxsrv.create_app(settings)) as url, httpx.Client(base_url=url) as client:
+        client.post("/v1/chat/completions", json=chat(max_tokens=1)).raise_for_status()
+        model = client.get("/v1/models/m").json()
+        assert model["capabilities"] == ["completion", "chat", "tools", "thinking"]
+    assert "thinking" not in describe(folder).capabilities
