@@ -237,13 +237,22 @@ class Progress(msgspec.Struct, frozen=True):
     job: int
 
 
-class PromptRead(msgspec.Struct, frozen=True):
+class PromptRead(msgspec.Struct, frozen=True, eq=False):
     """The prompt is read; `cached` of its tokens were found in the prompt cache. `seconds` is how
-    long the rest took, other work in between included, but no wait before."""
+    long the rest took, other work in between included, but no wait before: a measurement, which
+    makes no difference between two that are else equal."""
 
     job: int
     cached: int
     seconds: float = 0.0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PromptRead):
+            return NotImplemented
+        return (self.job, self.cached) == (other.job, other.cached)
+
+    def __hash__(self) -> int:
+        return hash((self.job, self.cached))
 
 
 class Likelihood(msgspec.Struct, frozen=True):
