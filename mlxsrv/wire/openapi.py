@@ -122,7 +122,7 @@ def _operation(operation: Operation) -> Schema:
 def _needs_body(kind: type[Struct]) -> bool:
     """Whether nothing at all is no request of the kind; one of tokens needs one of three fields."""
     required = any(field.required for field in msgspec.structs.fields(kind))
-    return required or kind is tokens.TokenizeRequest
+    return required or kind in (tokens.TokenizeRequest, embeddings.ScoreRequest)
 
 
 def _guarding(operation: Operation) -> list[int]:

@@ -163,7 +163,10 @@ MANAGED = [
 OF_THE_MODEL = re.compile(
     r"maximum context length|is no token id of this model|are made for one request"
     r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
-    r"|this model's vectors have|^instruction: this model's files|^model: this model does not judge"
+    r"|this model's vectors have|^instruction: this model's files"
+    r"|^model: it (judges no pairs|makes no embeddings)|makes no token of it"
+    r"|^missing required parameter: (text_|queries|documents|items|data_)|the pairs are given as"
+    r"|there may be one beside any number"
     r"|^(min_tokens|chat_template|add_generation_prompt|truncate_prompt_tokens): "
     r"|which means the same; give one of them|no fill-in-the-middle tokens|^add_special_tokens: "
     r"|^prompt_logprobs: not in a stream|^suffix: |needs include_usage"
