@@ -277,11 +277,14 @@ class Decoder:
         for i in keep:
             row = rows[i]
             failure = row.constraint.failure if row.constraint is not None else None
-            reason = masks.faults.get(i, failure)
-            if reason is None:
-                kept.append(i)
+            if i in masks.faults:
+                events.append(_fail(row, masks.faults[i]))
+            elif failure is not None:
+                row.ended = True
+                clear = f"the grammar cannot go on: {failure}"
+                events.append(Failed(row.job.id, failure, clear=clear))
             else:
-                events.append(_fail(row, reason))
+                kept.append(i)
         return kept
 
     def _count_step(self) -> None:

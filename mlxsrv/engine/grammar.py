@@ -35,6 +35,11 @@ _CACHED = 64  # compiled grammars that a model keeps
 
 _WALKED = 4  # tokens
 
+# Items of the parser: for a step and a row. A terminal for each character takes more than a few
+# terminals do: 0.1 s for a step of 150,000 tokens at most.
+_ITEMS = 50_000, 2_000
+_ITEMS_OF_CHARACTERS = 1_000_000, 5_000
+
 
 class _Vocabulary(msgspec.Struct, frozen=True):
     """A model's tokens, as masks say them, and what llguidance makes of them.
@@ -141,7 +146,8 @@ class Grammars:
         if any(name in grammar.replace("\\", "") for name in vocabulary.added):
             grammar = unforced(grammar)
         # Not verbose: errors are logged, and what a model says is not for the log.
-        limits = LLParserLimits(verbose_errors=False)
+        step, row = _ITEMS_OF_CHARACTERS if spec.kind == "gbnf" else _ITEMS
+        limits = LLParserLimits(verbose_errors=False, step_max_items=step, max_items_in_row=row)
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if reason := matcher.get_error() or _first_error(matcher.deep_copy()):
             raise Refused(one_line(reason))

@@ -52,8 +52,8 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
     `text` is, by kind: nothing (json_object: any JSON object), the schema as JSON, the regex that
     the whole text matches, a JSON array of strings, the grammar in llguidance's variant of Lark
-    or in llama.cpp's GBNF; for "tool" it is what `tool_grammar` writes. `compact` is for JSON: it
-    has no whitespace then.
+    or in llama.cpp's GBNF; for "tool" it is what `tool_grammar` writes. `compact` is for JSON that
+    is an answer: it has no whitespace then.
     """
 
     kind: Kind
@@ -78,6 +78,7 @@ def tool_grammar(
     *,
     many: bool,
     otherwise: Mapping[str, Any] | None = None,
+    compact: bool = False,
 ) -> GrammarSpec:
     """Nothing but calls of `tools`, written as Qwen and Hermes models write them.
 
@@ -88,6 +89,7 @@ def tool_grammar(
         tools: each tool's name and the JSON schema of its arguments, which are an object
             whatever the schema says. At least one.
         otherwise: the JSON schema of an answer that may come in place of calls, if any may.
+        compact: whether that answer has no whitespace.
     """
     if not tools:
         raise ValueError("a call needs a tool to call")
@@ -98,7 +100,7 @@ def tool_grammar(
         many,
         None if otherwise is None else dict(otherwise),
     )
-    return GrammarSpec("tool", msgspec.json.encode(calls).decode())
+    return GrammarSpec("tool", msgspec.json.encode(calls).decode(), compact)
 
 
 class Refused(ValueError):
@@ -114,9 +116,8 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         raise Refused(f"{size} bytes are too many; at most {most}")
     match spec.kind:
         case "json_object":
-            return LLMatcher.grammar_from_json_schema(
-                _vetted({"type": "object"}, compact=spec.compact)
-            )
+            [schema] = _vetted([{"type": "object"}], compact=spec.compact)
+            return LLMatcher.grammar_from_json_schema(schema)
         case "choice":
             choices = msgspec.json.decode(spec.text, type=list[str])
             if not choices:
@@ -125,13 +126,15 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         case "tool":
             calls = msgspec.json.decode(spec.text, type=_Calls)
             names = [name for name, _ in calls.tools]
-            schemas = [_vetted(schema | {"type": "object"}, name) for name, schema in calls.tools]
-            answer = None if calls.otherwise is None else _vetted(calls.otherwise)
+            schemas = _vetted([schema | {"type": "object"} for _, schema in calls.tools], names)
+            answer = None
+            if calls.otherwise is not None:
+                [answer] = _vetted([calls.otherwise], compact=spec.compact)
             tried = schemas if answer is None else [*schemas, answer]
             _try([LLMatcher.grammar_from_json_schema(each) for each in tried], [*names, "schema"])
             return _lark(_tool_lark(calls, names, schemas, answer, tokenizer))
         case "json_schema":
-            schema = _vetted(_parsed(spec.text), compact=spec.compact)
+            [schema] = _vetted([_parsed(spec.text)], compact=spec.compact)
             grammar = LLMatcher.grammar_from_json_schema(schema)
         case "regex":
             grammar = LLMatcher.grammar_from_regex(ascii_classes(spec.text))
@@ -166,33 +169,49 @@ def _parsed(text: str) -> dict[str, Any]:
         raise Refused(f"not a JSON schema: {error}") from None
 
 
-def _vetted(schema: dict[str, Any], name: str = "", *, compact: bool = False) -> str:
-    """The schema with our options in place of what the client may have set. `name` is for the
-    message if it is nested too deeply."""
+def _vetted(
+    schemas: Sequence[dict[str, Any]], names: Sequence[str] = ("",), *, compact: bool = False
+) -> list[str]:
+    """The schemas, prepared, with our options in place of what the client may have set. `names`
+    are for messages, and empty where there is one schema."""
+    named = list(zip(names, schemas, strict=True))
+    ready = [_prepared(name, schema, close=True) for name, schema in named]
+    _check_one_of([(name, schema) for name, schema in named if _ONE_OF in str(schema)])
+    keys = [list_keys(schema) for schema in ready]
+    if asked := [each for each in keys if each is not None]:
+        found = iter(_run_trial({"keys": asked}, type=list[KeysFound]))
+        ready = [
+            schema if each is None else spell_out(schema, next(found))
+            for schema, each in zip(ready, keys, strict=True)
+        ]
+    options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
+    return [msgspec.json.encode(schema | {"x-guidance": options}).decode() for schema in ready]
+
+
+_ONE_OF = "oneOf"
+
+
+def _prepared(name: str, schema: dict[str, Any], *, close: bool) -> dict[str, Any]:
     if _depth(schema) > _DEEPEST:
         raise Refused(f"{name}{': ' if name else ''}nested more than {_DEEPEST} levels deep")
     try:
-        if "oneOf" in msgspec.json.encode(schema).decode():
-            _check_one_of(prepare(schema, close=False))
-        schema = prepare(schema)
-        if (keys := list_keys(schema)) is not None:
-            schema = spell_out(schema, _run_trial({"keys": keys}, type=KeysFound))
-    except (SchemaError, Refused) as error:
+        return prepare(schema, close=close)
+    except SchemaError as error:
         raise Refused(f"{name}{': ' if name else ''}{error}") from None
-    options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
-    return msgspec.json.encode(schema | {"x-guidance": options}).decode()
 
 
-def _check_one_of(schema: dict[str, Any]) -> None:
+def _check_one_of(named: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """Refuse a `oneOf` whose options may both be satisfied. Closing them may hide that: then one
     option forbids what another lists, and a client who checks the answer finds that both fit."""
     from llguidance import LLMatcher
 
-    try:
-        _try([LLMatcher.grammar_from_json_schema(schema)])
-    except Refused as error:
-        if _SEVERAL in str(error):
-            raise
+    opened = [_prepared(name, schema, close=False) for name, schema in named]
+    grammars = [
+        LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode())
+        for schema in opened
+    ]
+    if grammars:
+        _try(grammars, [name for name, _ in named], only=_SEVERAL)
 
 
 _SEVERAL = "oneOf constraints are not supported"
@@ -242,19 +261,15 @@ def _marker(text: str, tokenizer: LLTokenizer) -> str:
     return json.dumps(text)
 
 
-def _try(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
+def _try(grammars: Sequence[str], names: Sequence[str] = (), *, only: str = "") -> None:
     """Compile the grammars in a process that may hang or crash. `names` tell them apart.
 
-    Raises Refused with the compiler's reason.
+    Raises Refused with the compiler's reason, if it has `only` in it.
     """
-    failed = _run_trial({"grammars": grammars}, type=_Tried).failed
-    if failed is not None:
-        i, reason = failed
-        raise Refused(f"{names[i]}: {one_line(reason)}" if names else one_line(reason))
-
-
-class _Tried(msgspec.Struct):
-    failed: tuple[int, str] | None = None
+    for i, reason in _run_trial({"grammars": grammars}, type=list[tuple[int, str]]):
+        if only in reason:
+            name = names[i] if names else ""
+            raise Refused(f"{name}{': ' if name else ''}{one_line(reason)}")
 
 
 T = TypeVar("T")

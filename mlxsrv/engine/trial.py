@@ -1,14 +1,14 @@
 """What is done with a client's grammars in a process of its own, which may hang or crash.
 
 This file is run, not imported, and imports nothing of this package, which takes a while: its first
-argument is where llguidance is. It reads one JSON object and writes one.
+argument is where llguidance is. It reads one JSON object and writes the JSON answer.
 
-`{"grammars": [...]}`: compile each, then write random texts of it. The answer is `{"failed":
-[index, reason]}` with the first that is refused or leads to where nothing may follow, else `{}`.
+`{"grammars": [...]}`: compile each, then write random texts of it. The answer is a list of
+`[index, reason]`: those that are refused or lead to where nothing may follow.
 
-`{"keys": {"patterns": [...], "names": [...]}}`: the answer is `{"only": {pattern: names},
-"all": bool}`: each pattern that matches none but some of these names, with them, and whether the
-patterns together match every key that there can be.
+`{"keys": [{"patterns": [...], "names": [...]}, ...]}`: the answer is for each `{"only": {pattern:
+names}, "all": bool}`: each pattern that matches none but some of these names, with them, and
+whether the patterns together match every key that there can be.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 sys.path.append(sys.argv[1])
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -42,32 +42,29 @@ _END = int(_BYTES.eos_token)
 def main() -> None:
     asked = json.load(sys.stdin)
     if "keys" in asked:
-        answer = _ask_keys(**asked["keys"])
+        print(json.dumps([_ask_keys(**keys) for keys in asked["keys"]]))
     else:
-        failed = _first_failure(asked["grammars"])
-        answer = {} if failed is None else {"failed": failed}
-    print(json.dumps(answer))
+        print(json.dumps(list(_failures(asked["grammars"]))))
 
 
-def _first_failure(grammars: Iterable[str]) -> tuple[int, str] | None:
+def _failures(grammars: Iterable[str]) -> Iterator[tuple[int, str]]:
+    until = time.monotonic() + _WALKING_SECONDS
     for i, grammar in enumerate(grammars):
         failed, reasons = LLMatcher.validate_grammar_with_warnings(
             grammar, limits=LLParserLimits(verbose_errors=False)
         )
         if failed:
-            return i, reasons[0][:_LONGEST_REASON]
-        if (text := _dead_end(grammar)) is not None:
-            return i, f"nothing may follow {json.dumps(text[-80:])}" if text else _NOTHING
-    return None
+            yield i, reasons[0][:_LONGEST_REASON]
+        elif (text := _dead_end(grammar, until)) is not None:
+            yield i, f"nothing may follow {json.dumps(text[-80:])}" if text else _NOTHING
 
 
-def _dead_end(grammar: str) -> str | None:
+def _dead_end(grammar: str, until: float) -> str | None:
     """A text after which nothing may come, though it is not complete, if a few random ones lead to
     it. Grammars that name a model's tokens are left alone."""
     matcher = _matcher(grammar)
     if matcher.is_error():
         return None
-    until = time.monotonic() + _WALKING_SECONDS
     for seed in range(_WALKS):
         dice = random.Random(seed)
         walker, text = matcher.deep_copy(), bytearray()

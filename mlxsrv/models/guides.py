@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -47,7 +47,7 @@ def guide_chat(request: ChatRequest, dialect: Dialect | None) -> Guide | None:
             'set tool_choice to "none"',
             param=form.param,
         )
-    return _guide_calls(request, dialect, form.param, otherwise=form.schema)
+    return _guide_calls(request, dialect, form.param, otherwise=form)
 
 
 def guide_text(request: GenerationRequest) -> Guide | None:
@@ -79,7 +79,7 @@ def _guide_calls(
     request: ChatRequest,
     dialect: Dialect | None,
     param: str,
-    otherwise: dict[str, Any] | None = None,
+    otherwise: JSONForm | None = None,
 ) -> Guide:
     from mlxsrv.engine.specs import tool_grammar
 
@@ -96,5 +96,12 @@ def _guide_calls(
         if only in (None, tool.function.name)
     ]
     many = only is None and request.parallel_tool_calls is not False
-    spec = tool_grammar(tools, dialect.start, dialect.end, many=many, otherwise=otherwise)
+    spec = tool_grammar(
+        tools,
+        dialect.start,
+        dialect.end,
+        many=many,
+        otherwise=None if otherwise is None else otherwise.schema,
+        compact=otherwise is not None and otherwise.compact,
+    )
     return Guide(spec, param)

@@ -87,6 +87,18 @@ class Faulty:
         return logits if self._spoil is None else self._spoil(tokens, logits)
 
 
+class Stuck:
+    """A constraint that allows one token and then cannot go on."""
+
+    failure: str | None = None
+
+    def fill(self, mask: Mask) -> None:
+        pass
+
+    def accept(self, token: int) -> None:
+        self.failure = "too ambiguous"
+
+
 class Odd:
     """A constraint: odd tokens and even ones by turns. Raises at the n-th call of a method."""
 
@@ -408,6 +420,16 @@ def test_a_constraint_that_raises_ends_its_row_alone(
     assert got == expected
     assert faulty.calls == whole.calls, "nobody was read anew"
     assert_empty(batch)
+
+
+def test_a_row_whose_grammar_cannot_go_on_says_so(models: Any) -> None:
+    asked: list[tuple[Job, Constraint | None]] = [
+        (job(0, prompt(0), 10), None),
+        (job(1, prompt(1), 10), Stuck()),
+    ]
+    events = run(make(models("qwen3")), asked)
+    [failed] = [event for event in events if isinstance(event, Failed)]
+    assert (failed.job, failed.clear) == (1, "the grammar cannot go on: too ambiguous")
 
 
 def test_what_kills_the_thread_is_not_a_constraints_to_raise(models: Any) -> None:

@@ -146,6 +146,24 @@ def test_the_parameters_of_tools_are_closed() -> None:
     assert accepted(spec, *calls) == [True, True, False]
 
 
+def test_each_of_many_tools_is_prepared() -> None:
+    patterned: Schema = {"patternProperties": {"^a$": {"const": 1}}, "additionalProperties": False}
+    tools = [("f", A), ("g", patterned), ("f", B), ("h", patterned)]
+    spec = tool_grammar(tools, "<", ">", many=False)
+    calls = [
+        f'<\n{{"name": "{name}", "arguments": {arguments}}}\n>'
+        for name, arguments in [
+            ("g", '{"a":1}'),
+            ("h", '{"a":1}'),
+            ("f", '{"b":2}'),
+            ("f", '{"c":2}'),
+        ]
+    ]
+    assert accepted(spec, *calls) == [True, True, True, False]
+    with pytest.raises(Refused, match="h: oneOf constraints are not supported"):
+        translate(tool_grammar([*tools, ("h", {"oneOf": [A, B]})], "<", ">", many=False), BYTES)
+
+
 def test_one_of_is_as_disjoint_as_before_it_was_closed() -> None:
     one = {"oneOf": [A, B]}
     with pytest.raises(Refused, match="oneOf constraints are not supported"):
@@ -156,6 +174,7 @@ def test_one_of_is_as_disjoint_as_before_it_was_closed() -> None:
     ]
     values = [{"k": "x", "x": 1}, {"k": "y", "x": 1}]
     assert fits({"oneOf": kinds}, *values) == [True, False]
+    assert fits({"oneOf": [{"const": 10**30}, {"type": "null"}]}, None) == [True]
 
 
 def test_there_is_an_end_to_what_may_be_combined() -> None:

@@ -25,6 +25,8 @@ KEPT = ROOT / ".fuzz"
 _WATCHED = [
     *("mlxsrv.text", "mlxsrv.wire", "mlxsrv.engine.steering", "mlxsrv.engine.headers"),
     *("mlxsrv.engine.recipe", "mlxsrv.models.folder", "mlxsrv.models.architectures"),
+    *("mlxsrv.engine.schemas", "mlxsrv.engine.regexes"),
+    *("mlxsrv.engine.gbnf", "mlxsrv.engine.gbnf_lark"),
 ]
 _MEMORY = 4096  # MiB, with MLX and all of its own
 _LONGEST_RUN = 20  # seconds of one input

@@ -203,4 +203,5 @@ SEEDS: Mapping[str, Sequence[bytes]] = {
     "saes": _saes(),
     "vectors": _vectors(),
     "folders": _folders(),
+    "grammars": [b"a", b"b"],
 }

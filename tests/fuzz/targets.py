@@ -26,6 +26,7 @@ from mlxsrv.wire import embeddings, management, requests
 from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
 from tests.fuzz import file_targets
+from tests.fuzz.grammars import check_grammars
 from tests.text.test_tools import family, merge
 
 S = TypeVar("S", bound=Sequence[object])
@@ -479,4 +480,5 @@ TARGETS: Mapping[str, Callable[[bytes], None]] = {
     "saes": file_targets.check_saes,
     "vectors": file_targets.check_vectors,
     "folders": file_targets.check_folders,
+    "grammars": check_grammars,
 }

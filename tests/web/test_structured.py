@@ -112,7 +112,7 @@ each_case = pytest.mark.parametrize(("path", "kind"), CASES)
 
 def sampled(path: str, kind: str = "", /, **fields: Any) -> Body:
     """A request to the tiny model that may end, which soon does."""
-    usual = {"model": "thinking", "temperature": 1, "seed": 5, "max_tokens": 400}
+    usual = {"model": "thinking", "temperature": 1, "seed": 5, "max_tokens": 800}
     asked = {**usual, "logit_bias": hurry(close=8), **(KINDS[kind][0] if kind else {})}
     return FORMS[path](**{**asked, **fields})
 
@@ -293,7 +293,7 @@ def check_calls(said: Said) -> list[str]:
 @pytest.mark.parametrize("thinking", [False, True])
 def test_a_call_that_is_required_is_made(client: httpx.Client, thinking: bool) -> None:
     bias = LIVELY | {token("</think>"): 7}
-    more = THINK if thinking else {"n": 16, "seed": 50}
+    more = {"n": 16, "seed": 50} | (THINK if thinking else {})
     said = answers(client, calling(tool_choice="required", logit_bias=bias, **more))
     names = [check_calls(choice) for choice in said]
     assert {len(each) > 1 for each in names} == {True, False}, "one call or several"
