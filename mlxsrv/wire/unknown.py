@@ -93,9 +93,10 @@ class Fields:
             self._go_into(fields, path, search)
 
     def _unknown(self, fields: Mapping[str, Raw]) -> dict[str, Raw]:
-        """What is no field, but for values that are null."""
+        """What is no field, but for values that are null. All are read as text: what is ignored
+        must be JSON all the same."""
         unknown = {name: fields[name] for name in fields.keys() - self._known}
-        return {name: raw for name, raw in unknown.items() if bytes(memoryview(raw)[:5]) != b"null"}
+        return {name: raw for name, raw in unknown.items() if str(raw, "utf-8") != "null"}
 
     def _go_into(self, fields: Mapping[str, Raw], path: str, search: Search) -> None:
         for name in self._nested.keys() & fields.keys():
