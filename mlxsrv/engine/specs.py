@@ -202,7 +202,8 @@ def _prepared(name: str, schema: dict[str, Any], *, close: bool) -> dict[str, An
 
 def _check_one_of(named: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """Refuse a `oneOf` whose options may both be satisfied. Closing them may hide that: then one
-    option forbids what another lists, and a client who checks the answer finds that both fit."""
+    option forbids what another lists, and a client who checks the answer finds that both fit. So
+    they are tried as they were."""
     from llguidance import LLMatcher
 
     opened = [_prepared(name, schema, close=False) for name, schema in named]
@@ -211,10 +212,7 @@ def _check_one_of(named: Sequence[tuple[str, dict[str, Any]]]) -> None:
         for schema in opened
     ]
     if grammars:
-        _try(grammars, [name for name, _ in named], only=_SEVERAL)
-
-
-_SEVERAL = "oneOf constraints are not supported"
+        _try(grammars, [name for name, _ in named])
 
 
 def _depth(value: Any) -> int:
@@ -261,15 +259,14 @@ def _marker(text: str, tokenizer: LLTokenizer) -> str:
     return json.dumps(text)
 
 
-def _try(grammars: Sequence[str], names: Sequence[str] = (), *, only: str = "") -> None:
+def _try(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
     """Compile the grammars in a process that may hang or crash. `names` tell them apart.
 
-    Raises Refused with the compiler's reason, if it has `only` in it.
+    Raises Refused with the compiler's reason.
     """
     for i, reason in _run_trial({"grammars": grammars}, type=list[tuple[int, str]]):
-        if only in reason:
-            name = names[i] if names else ""
-            raise Refused(f"{name}{': ' if name else ''}{one_line(reason)}")
+        name = names[i] if names else ""
+        raise Refused(f"{name}{': ' if name else ''}{one_line(reason)}")
 
 
 T = TypeVar("T")
