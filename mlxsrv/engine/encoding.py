@@ -10,9 +10,9 @@ would, whatever stands on either side (`engine.cuts`). Where that is not certain
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import msgspec
 
@@ -54,7 +54,14 @@ class Cut(msgspec.Struct, frozen=True):
     side: Literal["left", "right"]
 
 
-def _go_on() -> None:
+class Pause(Protocol):
+    """Called between two texts or pieces, after so many `characters` since the last call. It may
+    let another thread use the tokenizer meanwhile, and raises to end the work."""
+
+    def __call__(self, characters: int = PIECE, /) -> None: ...
+
+
+def _go_on(characters: int = PIECE) -> None:
     """Nobody else waits."""
 
 
@@ -65,14 +72,12 @@ class Encoder:
         wrapper: mlx-lm's tokenizer.
 
     Attributes:
-        pause: called between two pieces; may let another thread use the tokenizer meanwhile, and
-            raises to end the work.
+        pause: called between two texts or pieces.
     """
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
-        self.pause: Callable[[], None] = _go_on
-        self._unpaused = 0  # characters
+        self.pause: Pause = _go_on
 
     def encode(self, text: str, *, special: bool, limit: Limit | None = None) -> list[int]:
         """The ids of a text, with those that the tokenizer puts around one if `special`.
@@ -81,11 +86,8 @@ class Encoder:
             ServeError: the limit's refusal. Tokens of a text that fits a piece are for the caller
                 to count.
         """
-        self._unpaused += len(text)
-        if self._unpaused > PIECE:
-            self._unpaused = 0
-            self.pause()
         if len(text) <= PIECE:
+            self.pause(len(text))
             return list(self._wrapper.encode(text, add_special_tokens=special))
         if limit is not None:
             self._check_bytes(text, limit)

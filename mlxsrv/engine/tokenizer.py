@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from mlx_lm.tokenizer_utils import (
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
-from mlxsrv.engine.encoding import PIECE, Cut, Encoder, Limit
+from mlxsrv.engine.encoding import PIECE, Cut, Encoder, Limit, Pause
 from mlxsrv.engine.templates import write
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.text.channels import Channels
@@ -168,9 +168,8 @@ class Tokenizer:
         template = self._wrapper.chat_template
         return isinstance(template, str) and variable in template
 
-    def lend(self, pause: Callable[[], None]) -> None:
-        """Have `pause` called between two pieces of a long text: it may let another thread use the
-        tokenizer, and raises to end the work."""
+    def lend(self, pause: Pause) -> None:
+        """Have `pause` called between two texts, or two pieces of a long one."""
         self._encoder.pause = pause
 
     def limit(self, param: str) -> Limit | None:

@@ -17,6 +17,8 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
+from mlxsrv.engine.encoding import PIECE
+
 V = TypeVar("V")
 
 
@@ -25,7 +27,8 @@ class Turns:
 
     def __init__(self) -> None:
         self._limiter = anyio.CapacityLimiter(1)
-        self._here = threading.local()  # `turn`: the worker thread's own
+        # The worker thread's own: `turn`, and the `characters` of its texts since it began or paused.
+        self._here = threading.local()
 
     @property
     def busy(self) -> bool:
@@ -46,15 +49,20 @@ class Turns:
                 self._limiter.release_on_behalf_of(turn)
 
     def _work(self, turn: object, work: Callable[[], V]) -> V:
-        self._here.turn = turn
+        self._here.turn, self._here.characters = turn, 0
         try:
             return work()
         finally:
-            del self._here.turn
+            del self._here.turn, self._here.characters
 
-    def pause(self) -> None:
-        """Let those who wait have their turn. Raises CancelledError if nobody waits for this
-        work any more."""
+    def pause(self, characters: int = PIECE) -> None:
+        """Let those who wait have their turn, once this one has had the characters of a piece.
+        Raises CancelledError if nobody waits for this work any more."""
+        # Counted by turn: what others had before is not for this one to make up for.
+        self._here.characters += characters
+        if self._here.characters < PIECE:
+            return
+        self._here.characters = 0
         anyio.from_thread.check_cancelled()
         # Read without a lock: at worst, who comes now waits for one more piece.
         if self._limiter.statistics().tasks_waiting:

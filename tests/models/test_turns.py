@@ -10,6 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
+from mlxsrv.engine.encoding import PIECE
 from mlxsrv.models.turns import Turns
 
 PATIENCE = 10.0
@@ -111,3 +112,43 @@ def test_what_the_work_raises_is_raised() -> None:
         assert not turns.busy
 
     asyncio.run(main())
+
+
+def test_short_texts_of_others_cost_nobody_a_turn() -> None:
+    async def main() -> list[int]:
+        turns, done = Turns(), []
+
+        def work(number: int) -> None:
+            turns.pause(PIECE // 3)
+            done.append(number)
+
+        async with anyio.create_task_group() as group:
+            for number in range(20):
+                group.start_soon(turns.run, partial(work, number))
+        return done
+
+    assert asyncio.run(main()) == list(range(20))
+
+
+def test_many_short_texts_are_as_good_as_a_long_one() -> None:
+    async def main() -> list[str]:
+        turns, done = Turns(), []
+        begun, go = threading.Event(), threading.Event()
+
+        def many() -> None:
+            begun.set()
+            go.wait(PATIENCE)
+            for _ in range(4):
+                turns.pause(PIECE // 3)
+            done.append("many")
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(turns.run, many)
+            await asyncio.to_thread(begun.wait, PATIENCE)
+            group.start_soon(turns.run, partial(done.append, "one"))
+            await anyio.lowlevel.checkpoint()
+            await anyio.lowlevel.checkpoint()
+            go.set()
+        return done
+
+    assert asyncio.run(main()) == ["one", "many"]
