@@ -27,7 +27,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._limiter = anyio.CapacityLimiter(1)
-        # The worker thread's own: `turn`, and the `characters` of its texts since it began or paused.
+        # The worker thread's own: `turn`, and `characters` of its texts since it began or paused.
         self._here = threading.local()
 
     @property

@@ -297,7 +297,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in SIZES:
         (tmp_path / name).mkdir()
     monkeypatch.setattr(module, "examine", examine)
-    monkeypatch.setattr(module, "make_tokenizer", lambda *_: SimpleNamespace())
+    monkeypatch.setattr(
+        module, "make_tokenizer", lambda *_: SimpleNamespace(lend=lambda pause: None, thinks=False)
+    )
     monkeypatch.setattr(anyio.to_thread, "run_sync", run_sync)
     return tmp_path
 

@@ -226,7 +226,7 @@ for (const stream of [false, true]) {
       constructor: OpenAI.NotFoundError,
       code: "model_not_found",
     });
-    await assert.rejects(chat.create(request(QUESTION, { max_tokens: CONTEXT_AND_MORE, stream })), {
+    await assert.rejects(chat.create(request("long ".repeat(CONTEXT_AND_MORE), { stream })), {
       constructor: OpenAI.BadRequestError,
       code: "context_length_exceeded",
     });
