@@ -200,14 +200,14 @@ class _Download:
             for file in commit.weights:
                 (folder / file.path).write_bytes(_STAND_IN)
             try:
-                self._describe(folder)
+                self._describe(folder, stand_ins=True)
             except ModelNotFound:
                 self._discard()
                 raise
 
-    def _describe(self, folder: Path) -> None:
+    def _describe(self, folder: Path, *, stand_ins: bool = False) -> None:
         try:
-            describe(folder, name=self.repository.id)
+            describe(folder, name=self.repository.id, stand_ins=stand_ins)
         except Unhealthy as error:
             raise self._refuse(str(error)) from None
 

@@ -135,13 +135,17 @@ class Description(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...]
 
 
-def describe(folder: Path, *, name: str = "", trust_remote_code: bool = False) -> Description:
+def describe(
+    folder: Path, *, name: str = "", trust_remote_code: bool = False, stand_ins: bool = False
+) -> Description:
     """What is in the folder.
 
     Args:
         folder: the model's files, which may be links.
         name: what the model is called, where the folder's name is not it.
         trust_remote_code: Python code that comes with the files may be run.
+        stand_ins: the weights are still to come, and other tensors are in their place: the config
+            is not compared with them.
 
     Raises:
         Unhealthy: mlx-lm cannot load it; the message says why.
@@ -153,7 +157,8 @@ def describe(folder: Path, *, name: str = "", trust_remote_code: bool = False) -
         if config.get("model_file") is not None:
             check_content(folder / str(config["model_file"]))
         weights = _read_weights(folder, files)
-        if config.get("model_file") is None:  # what code of its own makes of a config is its own
+        # What code of its own makes of a config is its own.
+        if config.get("model_file") is None and not stand_ins:
             check_shape(config, weights.tensors)
         _check_tokenizer(folder, files)
         settings = read_object(folder / "tokenizer_config.json", files)

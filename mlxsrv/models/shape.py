@@ -19,7 +19,7 @@ from mlxsrv.engine.headers import Object, Tensor, Unhealthy
 MOST_LAYERS = 1000
 """Of any model; the deepest that there are have some two hundred."""
 
-_LAYERS = re.compile(r"(?:num|n)_(?:\w+_)?layers?|num_loops|altup_num_inputs")
+_LAYERS = re.compile(r"(?!\w*_per_)(?:num|n)_(?:\w+_)?layers?|num_loops|altup_num_inputs")
 _LISTS = re.compile(r"\w*(?:layer|block)\w*|\w*pattern")
 _PATTERNS = re.compile(r"\w*pattern")
 """Lists of which each entry is a layer, and texts of which each letter is."""
@@ -66,19 +66,17 @@ def _refuse(key: str, value: int, why: str) -> None:
     raise Unhealthy(f"'config.json' has {str(value)[:20]} for {key}, and {why}")
 
 
-def _entries(value: list[object] | str) -> re.Pattern[str]:
-    """The keys whose values have an entry for each layer."""
-    return _PATTERNS if isinstance(value, str) else _LISTS
-
-
 def _depths(config: Object, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """How many layers a config asks for, by its keys; those of configs inside too."""
+    """How many layers a config asks for, by its keys; those of configs inside too.
+
+    How weights are packed is no such config: it may name each matrix that is not.
+    """
     for key, value in config.items():
         if type(value) is int and _LAYERS.fullmatch(key):
             yield key, value
         elif (isinstance(value, list) and _LISTS.fullmatch(key)) or (
-            isinstance(value, str) and key.endswith("pattern")
+            isinstance(value, str) and _PATTERNS.fullmatch(key)
         ):
             yield key, len(value)
-        elif isinstance(value, dict) and depth < _DEEPEST:
+        elif isinstance(value, dict) and depth < _DEEPEST and not key.startswith("quantization"):
             yield from _depths(value, depth + 1)

@@ -432,6 +432,14 @@ def test_weights_that_are_none_are_refused(hub: Hub, copy: Path) -> None:
     assert cached(TINY) is None
 
 
+def test_weights_that_do_not_fit_the_config_are_refused(hub: Hub, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 60_000}))
+    hub.add(TINY.id, copy)
+    assert "60000 for num_hidden_layers" in refusal()
+    assert cached(TINY) is None
+
+
 def test_what_the_hub_does_not_have_or_give(hub: Hub, model: Path) -> None:
     hub.add(TINY.id, model)
     assert "no repository 'org/other'" in refusal(Repository("org/other"))

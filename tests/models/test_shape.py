@@ -109,6 +109,29 @@ def test_parts_that_a_conversion_left_out_are_no_reason(tmp_path: Path) -> None:
     assert describe(folder).layers == 6
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"quantization_config": {"quant_method": "fp8", "ignored_layers": ["lm_head"] * 2000}},
+        {"num_experts_per_layer": 512},
+    ],
+)
+def test_numbers_that_are_not_of_layers_are_no_reason(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "m", "qwen3")
+    change(folder, **values)
+    assert describe(folder).layers == 2
+
+
+def test_stand_ins_are_not_compared(tmp_path: Path) -> None:
+    """A download looks at a folder before its weights are there."""
+    folder = write_model(tmp_path / "m", "qwen3")
+    mx.save_safetensors(str(folder / "model.safetensors"), {"stand-in": mx.zeros((1,))})
+    assert "no tensor in its weights" in refusal(folder)
+    assert describe(folder, stand_ins=True).layers == 2
+
+
 # Adapters.
 
 
