@@ -2,19 +2,23 @@
 
 The maxima of blocks of 128 entries take one pass over the logits, the only one there is. The k
 largest entries of a row lie in the k blocks whose maxima are largest, for each of those blocks has
-an entry that comes before all of any other block. The same holds for smaller blocks within these,
-so what is sorted in the end is k entries.
+an entry that comes before all of any other block. Blocks fall into combs: a comb of 16 is each 8th
+entry of a block, a comb of 4 is each 32nd, so each comb is some of a larger one. Choosing combs of
+16, then combs of 4 within these, then entries sees a few thousand of each. Entries of a comb lie
+apart, so that the maxima of many combs are taken at once along memory.
 
-Entries are in a strict order: the larger one first, and of equal ones the one with the lower id. A
-key of 64 bits holds both, the value in its high word, so that comparing keys compares by value and
-then by id, and no two keys are equal. (-0 comes after 0.)
-So the k first are the same ones on every device.
+Entries are in a strict order: the larger one first, and of equal ones the one with the lower id.
+(-0 comes after 0.) A key of 64 bits holds both, the value in its high word, so that comparing keys
+compares by value and then by id, and no two keys are equal. So the k first are the same ones on
+every device. A comb's key has its maximum and its place. Of equal ones in different blocks that is
+the order of ids, but combs of one block cross: of equal ones there the last may have the first id.
+So as many more are chosen as a block has other combs, for no more than these can be wrongly before.
 
 What MLX offers instead does not suit: `sort`, `argsort`, `partition`, `argpartition` and `topk` are
 full merge sorts on Metal and CUDA (`Partition::eval_gpu` calls the sort there), and on the CPU
 `partition` of 32 x 151,936 entries takes some 30 ms where the maxima take 2. Here they see a few
-thousand entries a row at most, for any k up to 1,024. Sums and maxima are taken in two steps, of 8
-entries and of 16: the first step's inner loop runs along memory, which a compiler makes vectors of.
+thousand entries a row at most, for any k up to 1,024. Sums are taken in two steps, of 8 entries and
+of 16: the first step's inner loop runs along memory, which a compiler makes vectors of.
 """
 
 from __future__ import annotations
@@ -28,9 +32,10 @@ SIZE = 128  # entries of a block
 _FEW = 4096  # entries: as fast without blocks
 _CACHED = 5 * 2**18  # entries: 8 rows of 151,936
 _STEPS = (8, 16)  # of a reduction; their product is the size
-_SIZES = (SIZE, 16)  # of blocks, and of blocks within these
-_MANY = 4096  # entries a row, from which on there is use in choosing blocks of them first
-_WORTH = 2  # times as many blocks as are wanted must there be, or choosing among them saves nothing
+_SIZES = (SIZE, 16, 4)  # of combs; the largest is a block
+_FINER = {SIZE: 16, 16: 4, 4: 1}  # whose maxima a size's are the maxima of
+_MANY = 4096  # entries a row, from which on there is use in choosing combs of them first
+_WORTH = 2  # times as many combs as are wanted must there be, or choosing among them saves nothing
 
 
 class Blocks:
@@ -49,15 +54,12 @@ class Blocks:
         if not self.few and (surplus := -self.vocabulary % SIZE):
             logits = mx.pad(logits, [(0, 0), (0, surplus)], constant_values=-mx.inf)
         self.logits = logits  # (rows, width), padded to whole blocks with minus infinity
-        self._maxima: mx.array | None = None
+        self._maxima: dict[int, mx.array] = {1: logits}  # by the size of combs
 
     @property
     def maxima(self) -> mx.array:
         """Of each block `(rows, blocks)`. NaN where one of its entries is."""
-        if self._maxima is None:
-            parts = self.logits.reshape(-1, *_STEPS).max(axis=1)
-            self._maxima = parts.reshape(self.logits.shape[0], -1, _STEPS[1]).max(axis=-1)
-        return self._maxima
+        return self._reduce(SIZE)
 
     @property
     def highest(self) -> mx.array:
@@ -79,8 +81,10 @@ class Blocks:
         """These rows alone."""
         taken = Blocks.__new__(Blocks)
         taken.vocabulary, taken.few = self.vocabulary, self.few
-        taken.logits = self.logits[rows]
-        taken._maxima = None if self.few else self.maxima[rows]
+        if not self.few:
+            self._reduce(SIZE)  # once for all parts
+        taken._maxima = {size: maxima[rows] for size, maxima in self._maxima.items()}
+        taken.logits = taken._maxima[1]
         return taken
 
     def likeliest(self) -> mx.array:
@@ -95,55 +99,53 @@ class Blocks:
         """The first `count` entries of each row in order: ids and logits `(rows, count)`; all there
         are where `count` is more than the vocabulary."""
         count = min(count, self.vocabulary)
-        width = self.logits.shape[-1]
-        first: mx.array | None = None  # the blocks that are left, by the ids they begin with
-        before = width  # their size
-        for size in _SIZES:
-            # Where there is less to choose from, the entries themselves are as fast.
-            many = width if first is None else count * before
-            if self.few or many <= _MANY or width < _WORTH * count * size:
-                continue
-            keys = _first(self._key(first, before, size), count)
-            first, before = self._read_ids(keys), size
-        keys = mx.sort(_first(self._key(first, before, 1), count), axis=-1)[:, ::-1]
-        ids = self._read_ids(keys)
+        combs: mx.array | None = None  # the places of those that are left; at first, all
+        size = SIZE
+        for smaller in self._choose_sizes(count):
+            crossing = SIZE // smaller - 1
+            keys = _first(self._key(combs, size, smaller), count + crossing)
+            combs, size = _read_places(keys), smaller
+        keys = mx.sort(_first(self._key(combs, size, 1), count), axis=-1)[:, ::-1]
+        ids = _read_places(keys)
         return ids, mx.take_along_axis(self.logits, ids, axis=-1)
 
-    def _key(self, first: mx.array | None, before: int, size: int) -> mx.array:
-        """The keys `(rows, n)` of the blocks of `size` within those that begin with the ids `first`
-        and have the size `before`, or within the row.
+    def _choose_sizes(self, count: int) -> list[int]:
+        """The sizes of the combs to choose among, before the entries themselves."""
+        entries = self.logits.shape[-1]
+        sizes: list[int] = []
+        for size in () if self.few else _SIZES:
+            # Where there is less to choose from, smaller combs and entries are as fast.
+            if entries > _MANY and entries >= _WORTH * count * size:
+                sizes.append(size)
+                entries = count * size
+        return sizes
 
-        A block's is that of its first entry in order, as if that were its first by id: blocks do
-        not overlap, so they compare alike.
-        """
-        rows, width = self.logits.shape
-        if first is None:
-            maxima = self._reduce_all(size)
-            turned = mx.arange(width, 0, -size, dtype=mx.int64)
+    def _key(self, combs: mx.array | None, size: int, smaller: int) -> mx.array:
+        """The keys `(rows, n)` of the `smaller` combs within the combs of `size` at these places,
+        or within the whole row."""
+        maxima = self._reduce(smaller)
+        if combs is None:
+            places = mx.arange(maxima.shape[-1], dtype=mx.uint32)
         else:
-            entries = take_blocks(self.logits, first // before, before)
-            maxima = _reduce(entries.reshape(rows, -1), size)
-            turned = (width - first.astype(mx.int64))[:, :, None]
-            if before > size:
-                turned = turned - mx.arange(0, before, size, dtype=mx.int64)
-            turned = turned.reshape(rows, -1)
+            here, there = SIZE // size, SIZE // smaller  # combs a block
+            first = combs + combs // here * (there - here)
+            within = first[:, :, None] + mx.arange(0, there, here, dtype=mx.uint32)
+            places = within.reshape(first.shape[0], -1)
+            maxima = mx.take_along_axis(maxima, places, axis=-1)
         bits = maxima.view(mx.int32)
         # Floats below zero compare as integers do once all bits but the sign are turned.
-        value = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        return (value.astype(mx.int64) << 32) | turned
+        high = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(mx.uint32)
+        low = mx.broadcast_to(~places, high.shape)
+        # All that MLX runs on is little-endian.
+        return mx.stack([low, high], axis=-1).view(mx.int64).squeeze(-1)
 
-    def _reduce_all(self, size: int) -> mx.array:
-        """The maxima of all blocks of `size`."""
-        if size == SIZE:
-            return self.maxima
-        maxima = _reduce(self.logits, size)
-        if self._maxima is None and size > 1:
-            self._maxima = _reduce(maxima, SIZE // size)
-        return maxima
-
-    def _read_ids(self, keys: mx.array) -> mx.array:
-        """The ids `(rows, n)` in the low words of keys. (All that MLX runs on is little-endian.)"""
-        return self.logits.shape[-1] - keys.view(mx.uint32)[:, ::2]
+    def _reduce(self, size: int) -> mx.array:
+        """The maxima of all combs of `size` `(rows, combs)`, those of a block side by side."""
+        if size not in self._maxima:
+            finer = _FINER[size]
+            crossed = self._reduce(finer).reshape(-1, size // finer, SIZE // size)
+            self._maxima[size] = crossed.max(axis=1).reshape(self.logits.shape[0], -1)
+        return self._maxima[size]
 
 
 def divide_rows(rows: int, width: int) -> list[slice]:
@@ -174,9 +176,9 @@ def take_blocks(values: mx.array, blocks: mx.array, size: int) -> mx.array:
     return values.reshape(-1, size)[blocks + offsets]
 
 
-def _reduce(values: mx.array, size: int) -> mx.array:
-    """Maxima `(rows, n)` of each `size` values of `(rows, n * size)`."""
-    return values if size == 1 else values.reshape(values.shape[0], -1, size).max(axis=-1)
+def _read_places(keys: mx.array) -> mx.array:
+    """The places `(rows, n)` in the low words of keys."""
+    return ~keys.view(mx.uint32)[:, ::2]
 
 
 def _first(keys: mx.array, count: int) -> mx.array:
