@@ -287,7 +287,8 @@ Heard = tuple[list[str | tuple[str, str]], int, bool]
 
 def check_tools(data: bytes) -> None:
     """However a text is cut, the content and the calls are the same. Arguments that a parser has
-    read are a JSON object; a call in JSON that is one comes out as it was written."""
+    read are a JSON object; a call in JSON that is one comes out as it was written. A call that a
+    limit cut is the last, and its arguments are none or a part of the text."""
     source = Source(data)
     dialect = _DIALECTS[source.number(len(_DIALECTS))]
     end, parallel, bound = source.flag(), source.flag(), source.flag()
@@ -306,8 +307,14 @@ def check_tools(data: bytes) -> None:
     assert len(calls) == whole[1]
     assert parallel or len(calls) < 2
     assert all(name for name, _ in calls)
+    broken = whole[2]
+    if broken:
+        assert end
+        assert whole[0][-1] == calls[-1]
+        assert calls[-1][1] in text
     if not dialect.json:
-        assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+        read = calls[:-1] if broken else calls
+        assert all(isinstance(json.loads(arguments), dict) for _, arguments in read)
     elif (written := _written_call(text, dialect)) is not None:
         [name_and_arguments] = calls
         assert name_and_arguments == written
