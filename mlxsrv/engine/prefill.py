@@ -299,34 +299,44 @@ class Prefill:
         chosen = self._turns.choose(free, limit)
         if chosen is None or isinstance(chosen, Reading):
             return [] if chosen is None else [chosen]
-        if self._turns.fits(chosen, limit):
-            return self._group(chosen, free, limit)
+        fits = self._turns.fits(chosen, limit)
         reading = self._begin(chosen, free)
+        # More may be left than was measured, where no copy of what is kept could be made.
+        if fits and reading.left <= limit:
+            return self._group(reading, free, limit)
+        self._begin_long(reading)
+        return [reading]
+
+    def _begin_long(self, reading: Reading) -> None:
+        """It takes more than a slice."""
         reading.checkpoint = reading.job.checkpoint
         self._turns.begin(reading)
-        return [reading]
 
     def _try_next(self) -> Reading:
         opened = self._open(self._lost[0])
         return Reading([self._lost.popleft()], *opened)
 
-    def _group(self, first: Waiting, free: int, limit: int) -> list[Reading]:
+    def _group(self, first: Reading, free: int, limit: int) -> list[Reading]:
         """The first, and as many of the other prompts as fit its slice."""
-        longest = self._turns.measure(first)
-        group = [self._begin(first, free)]
+        longest = first.left
+        group = [first]
         # With nothing to read there is nothing to pad beside others.
-        if longest == 0 or first.alone or not self.batched:
+        if longest == 0 or first.waiting[0].alone or not self.batched:
             return group
-        free -= len(group[0].jobs)
+        free -= len(first.jobs)
         for waiting in self._turns.shortest(free, limit):
             rest = self._turns.measure(waiting)
             if free <= 0 or max(rest, longest) * (len(group) + 1) > limit:
                 break
             # A twin of one that was begun is no longer there.
             if self._pads_well(rest, longest) and waiting in self._turns.waiting:
+                reading = self._begin(waiting, free)
+                if reading.left > rest:
+                    self._begin_long(reading)
+                    break
                 longest = max(longest, rest)
-                group.append(self._begin(waiting, free))
-                free -= len(group[-1].jobs)
+                group.append(reading)
+                free -= len(reading.jobs)
         return group
 
     def _pads_well(self, rest: int, longest: int) -> bool:

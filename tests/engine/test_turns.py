@@ -408,3 +408,30 @@ def test_a_half_read_prompt_of_one_that_left_is_told_anew(
     events = finish(batch)
     positions = [e.position for e in events if isinstance(e, Activations) and e.job == 1]
     assert positions[:200] == [*range(200)]
+
+
+# A kept prompt that cannot be copied.
+
+
+class Uncopied(PromptCache):
+    """Has no room for copies of what it keeps."""
+
+    def take(self, *asked: Any) -> Any:
+        if self.shared(*asked):
+            raise MemoryError("no room")
+        return None
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_prompt_is_read_whole_where_what_is_kept_of_it_cannot_be_copied(
+    models: Any, beside: int
+) -> None:
+    """It was to fit a slice, alone or beside a short one, and takes several."""
+    model, first = models("qwen3"), prompt(1, 5 * CHUNK)
+    batch = Batch(model, max_rows=4, pace=Pace(CHUNK, 10.0), cached=Uncopied(ENOUGH))
+    batch.submit(job(0, first))
+    finish(batch)
+    asked = [prompt(number, 5) for number in range(beside)] + [first + prompt(2, 9)]
+    for number, tokens in enumerate(asked):
+        batch.submit(job(number, tokens))
+    assert texts(finish(batch)) == {i: solo(model, tokens) for i, tokens in enumerate(asked)}
