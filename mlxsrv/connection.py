@@ -10,6 +10,7 @@ import asyncio
 import http
 import logging
 import uuid
+from collections import deque
 from typing import Any
 
 from mlxsrv.descriptors import most_connections
@@ -48,6 +49,9 @@ class Connection(Protocol):
         self._most_stall = app.settings.stall_timeout
         self._stall: asyncio.TimerHandle | None = None
         self._framing = Framing(MOST_HEADER_BYTES)
+        # Requests that are not answered yet, first come first. uvicorn's `cycle` is the last of
+        # them. Only httptools reads a request before the one in front of it is answered.
+        self._cycles: deque[Any] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -57,6 +61,10 @@ class Connection(Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells only the last, and the first is being answered
+            cycle.disconnected = True
+            cycle.message_event.set()
+        self._cycles.clear()
         # uvicorn leaves it where the client has reset the connection, and it would hold on to this.
         self._unset_keepalive_if_required()
         self._relax()
@@ -71,6 +79,8 @@ class Connection(Protocol):
         self._end_stall()
 
     def on_response_complete(self) -> None:
+        if self._cycles:
+            self._cycles.popleft()
         super().on_response_complete()
         self._await_reader()
 
@@ -105,6 +115,7 @@ class Connection(Protocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
+        self._cycles.append(self.cycle)
         if self.scope["http_version"] == "1.0":
             _end_by_closing(self.cycle)
 
@@ -125,8 +136,8 @@ class Connection(Protocol):
     def _refuse(self, error: ServeError) -> None:
         if self.transport.is_closing():
             return
-        answering = self.cycle is not None and not self.cycle.response_complete
-        if not answering or not self.cycle.response_started:
+        cycle = self._cycles[0] if self._cycles else self.cycle
+        if cycle is None or cycle.response_complete or not cycle.response_started:
             self.transport.write(_last_response(error))
         self.transport.close()
 

@@ -153,9 +153,10 @@ ROLE = rb'"role":"assistant"'
 
 
 class RawClient:
-    """One request on a socket of its own, so that a test can leave at any moment."""
+    """One request on a socket of its own, so that a test can leave at any moment; perhaps with
+    `more` behind it."""
 
-    def __init__(self, server: Server, body: Body, path: str = CHAT) -> None:
+    def __init__(self, server: Server, body: Body, path: str = CHAT, *, more: bytes = b"") -> None:
         self.request = uuid.uuid4().hex
         self.data = b""
         self.socket = socket.create_connection(server.address, PATIENCE)
@@ -166,7 +167,7 @@ class RawClient:
             f"Content-Length: {len(content)}",
             f"X-Request-ID: {self.request}",
         ]
-        self.socket.sendall("\r\n".join([*head, "", ""]).encode() + content)
+        self.socket.sendall("\r\n".join([*head, "", ""]).encode() + content + more)
 
     def __enter__(self) -> RawClient:
         return self

@@ -35,6 +35,8 @@ FOR_EVER = 500_000
 LONG = [{"role": "user", "content": "ä" * 40_000}]
 """A prompt that takes longer to read than a test may wait."""
 
+BEHIND = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
 KEEPALIVE = rb": keep-alive\n\n"
 
 
@@ -111,6 +113,28 @@ def test_leaving_without_waiting_for_the_whole_answer_frees_the_row(
         leaver.hang_up(how)
     assert left(narrow, leaver)
     assert answer(ask(narrow_client, chat()))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_leaving_with_another_request_behind_frees_the_row(
+    narrow: Server, narrow_client: httpx.Client, how: HangUp, stream: bool
+) -> None:
+    with RawClient(narrow, endless(stream=stream), more=BEHIND) as leaver:
+        wait_for(lambda: started(narrow, leaver), why="the request gets its row")
+        leaver.hang_up(how)
+    assert left(narrow, leaver)
+    assert answer(ask(narrow_client, chat()))
+
+
+def test_a_stream_is_not_interrupted_by_a_refusal_of_what_is_behind(narrow: Server) -> None:
+    with RawClient(narrow, endless()) as client:
+        client.until(FIRST_CONTENT)
+        client.socket.sendall(BEHIND + b"no request\r\n\r\n")
+        client.socket.settimeout(10)
+        while part := client.socket.recv(65536):
+            client.data += part
+    assert client.data.count(b"HTTP/1.1 ") == 1
+    assert left(narrow, client)
 
 
 def test_leaving_the_queue_of_whole_answers_frees_the_place(narrow: Server, how: HangUp) -> None:
