@@ -389,5 +389,6 @@ def _choose(drawn: mx.array, passed: mx.array, blocks: Blocks) -> mx.array:
     """The first of each row's tokens `(rows, tries)` that has `passed` `(rows, 1)`. There is one,
     but for once in a million times: then it is the likeliest token, which always passes."""
     first = mx.argmax(passed, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(drawn, first, axis=-1)
+    # Where weights are no numbers it may be of the padding, which has no embedding.
+    chosen = mx.minimum(mx.take_along_axis(drawn, first, axis=-1), blocks.vocabulary - 1)
     return mx.where(passed.any(axis=-1, keepdims=True), chosen, blocks.likeliest())
