@@ -108,9 +108,11 @@ class Server(uvicorn.Server):
     async def _collect_after_load(self) -> None:
         """Look for garbage from now on, but not among what all imports and the load have left: a
         full collection of that would hold up every stream for 50 ms."""
-        await self._app.service.preload()
-        gc.freeze()
-        gc.enable()
+        try:
+            await self._app.service.preload()
+        finally:
+            gc.freeze()
+            gc.enable()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         grace = self._app.settings.shutdown_grace

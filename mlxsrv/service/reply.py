@@ -380,7 +380,8 @@ class Reply:
             read = choice.read()
             if not read:
                 continue
-            if self._first_text is None:
+            # What is told of the prompt is no text of the answer.
+            if self._first_text is None and choice.tokens:
                 self._first_text = self._loop.time()
             if choice.ended:
                 self._free_rows([choice])

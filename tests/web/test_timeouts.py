@@ -190,11 +190,13 @@ def test_there_is_no_limit_to_the_whole_unless_one_is_set(folders: Folders, tmp_
 # Asking again.
 
 
+@pytest.mark.parametrize("more", [{}, {"echo": True}, {"return_token_ids": True}], ids=str)
 def test_who_asks_again_after_a_timeout_gets_an_answer_in_the_end(
-    folders: Folders, tmp_path: Path
+    folders: Folders, tmp_path: Path, more: dict[str, bool]
 ) -> None:
+    """What is told of the prompt before any text is no answer."""
     options = ["--prefill-chunk", f"{CHUNK}", "--request-timeout", "2"]
-    body = completion(long(33, 50), max_tokens=1)
+    body = completion(long(33, 50), max_tokens=1, **more)
     with (
         serving_faulty(tmp_path, "--model", f"t={folders.endless}", *options) as server,
         server.client() as client,
