@@ -73,10 +73,10 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.ratios $(ARGS)
 
 demo: $(VENV)/.serve  ## train the built-in demo model anew: a quarter of an hour on two cores
-	$(BIN)/python -m mlxsrv.models.demo.train $(ARGS)
+	$(BIN)/python -m mlxsrv.models.demo.training.train $(ARGS)
 
 demo-sae: $(VENV)/.serve  ## train the demo model's sparse autoencoder anew (ARGS=--features to see what it does)
-	$(BIN)/python -m mlxsrv.models.demo.train_sae $(ARGS)
+	$(BIN)/python -m mlxsrv.models.demo.training.train_sae $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz dist build

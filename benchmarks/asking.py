@@ -21,13 +21,13 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from benchmarks.step import Case, write_prompts
-from mlxsrv.engine.batch import Batch
-from mlxsrv.engine.grammar import Grammars, Template
-from mlxsrv.engine.prefill import Pace
-from mlxsrv.engine.prompt_cache import PromptCache
-from mlxsrv.engine.specs import GrammarSpec
+from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.events import Constraint, Job, Sampling, Token
-from tests.tiny import FAMILIES, VOCABULARY, write_model
+from mlxsrv.prompts.grammars.grammar import Grammars, Template
+from mlxsrv.prompts.grammars.specs import GrammarSpec
+from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 Ask: TypeAlias = Callable[[Job], tuple[Job, Constraint | None]]
 

@@ -35,12 +35,12 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.engine.embedding import DecoderRunner, Embedder, EncoderRunner, Finish, Runner
-from mlxsrv.engine.encoders import load_encoder
-from mlxsrv.engine.prefill import Pace
-from mlxsrv.engine.recipe import is_encoder, read_json, read_recipe
+from mlxsrv.engine.embedding.embedder import DecoderRunner, Embedder, EncoderRunner, Finish, Runner
+from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.events import Embed, Embedded, Failed
-from tests.tiny import write_model
+from mlxsrv.formats.pooling import is_encoder, read_json, read_recipe
+from tests.support.tiny import write_model
 
 Tokens: TypeAlias = tuple[tuple[int, ...], ...]
 Encode: TypeAlias = Callable[[list[str]], int]

@@ -12,10 +12,10 @@ import statistics
 import time
 from functools import partial
 
-from mlxsrv.engine.port import JobEvent, Receiver
+from mlxsrv.engine.client import JobEvent, Receiver
 from mlxsrv.events import Token
 from mlxsrv.service.observing import Observer, Timing
-from mlxsrv.web.metrics import Metrics
+from mlxsrv.web.observability.metrics import Metrics
 
 ROWS = 32
 STEPS = 2_000

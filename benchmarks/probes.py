@@ -34,7 +34,7 @@ from benchmarks.load import (
     run_load,
     run_streams,
 )
-from tests.tiny import write_model
+from tests.support.tiny import write_model
 
 SamplingKind = Literal["greedy", "mixed", "seeded"]
 Chat: TypeAlias = list[dict[str, str]]

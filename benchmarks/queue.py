@@ -22,7 +22,7 @@ import msgspec
 
 from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from tests.tiny import FAMILIES, VOCABULARY, write_model
+from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 _AHEAD = (0, 1, 2, 4, 8)
 _SHORT = 5  # tokens

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from tests.tiny import FAMILIES, write_model
+from tests.support.tiny import FAMILIES, write_model
 
 Document: TypeAlias = dict[str, Any]
 Documents: TypeAlias = Mapping[str, Sequence[Document]]

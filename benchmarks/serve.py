@@ -32,7 +32,7 @@ from benchmarks.report import (
     write_json,
 )
 from benchmarks.servers import Side
-from tests.tiny import FAMILIES, write_model
+from tests.support.tiny import FAMILIES, write_model
 
 
 class Result(msgspec.Struct, frozen=True):

@@ -23,12 +23,12 @@ import msgspec
 from mlx_lm.utils import load_model
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.engine.batch import Batch, weights
-from mlxsrv.engine.loading import lay_out
-from mlxsrv.engine.prefill import Pace
-from mlxsrv.engine.prompt_cache import PromptCache
+from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.execution.batch import Batch, weights
+from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.loading.load import lay_out
 from mlxsrv.events import Job, Sampling, Token
-from tests.tiny import FAMILIES, VOCABULARY, write_model
+from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 _PROMPT_TOKENS = 32
 _PREFILL_CHUNK = 512

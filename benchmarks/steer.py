@@ -26,15 +26,15 @@ import numpy as np
 from mlx_lm.utils import load_model
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.engine.batch import Batch, weights
-from mlxsrv.engine.loading import lay_out
-from mlxsrv.engine.prefill import Pace
-from mlxsrv.engine.prompt_cache import PromptCache
+from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.execution.batch import Batch, weights
+from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.loading.load import lay_out
 from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.events import Attach, Job, Sampling, Steering, Token, Watch
-from tests.ggufs import write_gguf
-from tests.saes import write_sae
-from tests.tiny import FAMILIES, VOCABULARY, write_model
+from tests.support.ggufs import write_gguf
+from tests.support.saes import write_sae
+from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 MakeSteering: TypeAlias = Callable[[random.Random, int], Steering]
 """What one row asks for, of an SAE with so many features."""

@@ -26,11 +26,11 @@ from mlx_lm.utils import load_model
 from benchmarks.inprocess import SampleTokens, generate_batch
 from benchmarks.probes import SamplingKind, choose_sampling
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.engine.batch import Batch
-from mlxsrv.engine.prefill import Pace
-from mlxsrv.engine.prompt_cache import PromptCache
+from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.events import Job, Sampling, Token
-from tests.tiny import FAMILIES, VOCABULARY, write_model
+from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 Prompts: TypeAlias = Sequence[tuple[int, ...]]
 Generate: TypeAlias = Callable[[Any, "Case", Prompts], int]

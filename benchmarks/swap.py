@@ -31,7 +31,7 @@ import msgspec
 
 from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from tests.tiny import write_model
+from tests.support.tiny import write_model
 
 _TOKENS = 600
 

@@ -22,7 +22,7 @@ from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.stops import StopStrings
-from tests.tiny import MARKER_TOKENS, SPECIAL_TOKENS, write_model
+from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, write_model
 
 Read: TypeAlias = Callable[[Sequence[int]], None]
 """Reads one answer, id by id."""

@@ -22,11 +22,11 @@ import anyio
 import uvicorn
 
 from mlxsrv.commands import COMMANDS
-from mlxsrv.connection import Connection
-from mlxsrv.descriptors import raise_limit
 from mlxsrv.engine.device import require_backend
 from mlxsrv.errors import BackendMissing, ServeError
 from mlxsrv.logs import configure, log
+from mlxsrv.server.connection import Connection
+from mlxsrv.server.descriptors import raise_limit
 from mlxsrv.settings import Settings, SettingsError, load_settings
 from mlxsrv.web.app import App, create_app
 

@@ -11,8 +11,8 @@ from typing import Final
 
 import msgspec
 
-from mlxsrv.models import hub
-from mlxsrv.models.catalogue import Catalogue, Entry
+from mlxsrv.models.catalogue import hub
+from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
 from mlxsrv.settings import SettingsError, option_parser, settle
 
 

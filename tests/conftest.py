@@ -1,10 +1,14 @@
-"""What all tests share: how hypothesis behaves."""
+"""Hypothesis settings and the fixtures that tests of several rooms share."""
 
 from __future__ import annotations
 
 import os
 
 from hypothesis import HealthCheck, settings
+
+from tests.support.fixtures import client, folders, model_folder, narrow, server
+
+__all__ = ["client", "folders", "model_folder", "narrow", "server"]
 
 # A shared machine may stop for a moment at any example, so none has a deadline. A change is judged
 # by the same examples each time it is checked; who develops gets new ones.

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import write_model
-from tests.web.serving import environment
+from tests.support.serving import environment
+from tests.support.tiny import write_model
 
 
 def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

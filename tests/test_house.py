@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
+
+import pytest
 
 import mlxsrv
 
@@ -19,94 +22,181 @@ FLOORS = {
     "logs": 0,
     "version": 0,
     "text": 1,
+    "formats": 1,
     "wire": 1,
-    "engine": 2,
-    "models": 3,
-    "service": 4,
-    "web": 5,
-    "commands": 6,
-    "descriptors": 0,
-    "framing": 1,
-    "connection": 6,
-    "cli": 6,
-    "__main__": 6,
-    "__init__": 6,
+    "prompts": 2,
+    "engine": 3,
+    "models": 4,
+    "service": 5,
+    "web": 6,
+    "server": 7,
+    "commands": 7,
+    "cli": 8,
+    "__init__": 8,
+    "__main__": 9,
 }
+"""A file imports from floors below its own, or from its own package."""
 
-# Where a library may be imported: a floor, or one file.
 LIBRARIES = {
     "mlx": {"engine"},
-    "mlx_lm": {"engine"},
+    "mlx_lm": {"engine", "prompts/tokenizer"},
     "starlette": {"web"},
-    "uvicorn": {"cli", "connection"},
+    "uvicorn": {"cli", "server"},
 }
+"""Where a library may be imported: a package, or one file."""
 
-# A tool that makes the demo model: it is run, not imported, and trains with MLX.
-TOOLS = "models/demo/"
+WITHOUT_MLX = {"engine/client", "engine/orders", "engine/watchdog", "engine/scheduling"}
+"""Parts of the engine that decide or carry, and touch no array."""
+
+TRAINING = "models/demo/training/"
+"""It makes the demo model: it is run, not imported, and trains with MLX."""
 
 
-def modules() -> Iterator[Path]:
-    return ROOT.rglob("*.py")
+@cache
+def modules() -> Mapping[str, Path]:
+    """Every module by its name inside the package: `engine/device`; a package by its own."""
+    return {name(path): path for path in sorted(ROOT.rglob("*.py"))}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """Every module that the file imports, wherever in it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def name(path: Path) -> str:
+    relative = path.relative_to(ROOT).with_suffix("")
+    return (relative.parent if relative.name == "__init__" else relative).as_posix().lstrip(".")
+
+
+def served() -> Iterator[str]:
+    """The modules that are not the demo model's training."""
+    return (module for module in modules() if not module.startswith(TRAINING))
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """What a module imports, wherever in it: dotted names, each as deep as a module may be."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are absolute"
+            assert node.level == 0, f"{module}: imports are absolute"
             assert node.module is not None
-            yield node.module
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                found.add(inner if local(inner) in modules() else node.module)
+    return frozenset(found)
 
 
-def room(path: Path) -> str:
-    """The file's or package's place in FLOORS."""
-    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+def local(dotted: str) -> str:
+    """A dotted name inside the package as `modules` has it; others stay as they are."""
+    return dotted.removeprefix("mlxsrv").lstrip(".").replace(".", "/")
+
+
+def imported(module: str) -> set[str]:
+    """The modules of the package that a module imports."""
+    return {
+        local(dotted)
+        for dotted in imports(module)
+        if dotted == "mlxsrv" or dotted.startswith("mlxsrv.")
+    }
+
+
+def floor(module: str) -> int:
+    return FLOORS[module.split("/")[0] or "__init__"]
+
+
+def circle(graph: Mapping[str, Iterable[str]]) -> list[str]:
+    """The nodes of one circle of a graph; empty if there is none."""
+    finished: set[str] = set()
+
+    def search(node: str, path: list[str]) -> list[str]:
+        if node in path:
+            return path[path.index(node) :]
+        if node in finished:
+            return []
+        for following in graph.get(node, ()):
+            if found := search(following, [*path, node]):
+                return found
+        finished.add(node)
+        return []
+
+    return next((found for node in graph if (found := search(node, []))), [])
 
 
 def test_every_file_has_a_floor() -> None:
-    assert {room(path) for path in modules()} == set(FLOORS)
+    assert {module.split("/")[0] or "__init__" for module in modules()} == set(FLOORS)
 
 
 def test_no_import_runs_up() -> None:
-    for path in modules():
-        here = room(path)
-        for name in imports(path):
-            package, *rest = name.split(".")
-            if package != "mlxsrv" or TOOLS in path.as_posix():
-                continue
-            there = rest[0] if rest else "__init__"
-            inside = here == there and path.parent != ROOT
-            entry = (here, there) in {
-                ("__main__", "cli"),
-                ("cli", "commands"),
-                ("cli", "connection"),
-            }
-            assert inside or entry or FLOORS[there] < FLOORS[here] or here == "__init__", (
-                f"{path.relative_to(ROOT)} on floor {FLOORS[here]} imports {name}"
+    for module in served():
+        for other in imported(module):
+            inside = "/" in module and module.split("/")[0] == other.split("/")[0]
+            assert inside or floor(other) < floor(module), (
+                f"{module} on floor {floor(module)} imports {other} on floor {floor(other)}"
             )
 
 
+@pytest.mark.xfail(reason="five circles are left", strict=True)
+def test_no_modules_import_each_other() -> None:
+    assert circle({module: imported(module) for module in served()}) == []
+
+
+@pytest.mark.xfail(reason="five circles are left", strict=True)
+def test_no_rooms_import_each_other() -> None:
+    """A room is a package; files of a package that has rooms of its own belong to none."""
+    graph: dict[str, set[str]] = {}
+    for module in served():
+        here = room(module)
+        there = {room(other) for other in imported(module)}
+        graph.setdefault(here, set()).update(there - {here})
+    assert circle(graph) == []
+
+
+def room(module: str) -> str:
+    """The package that a module is in; a file beside rooms is a room for itself."""
+    package = module.rpartition("/")[0]
+    beside = any(
+        other.startswith(f"{package}/") and "/" in other[len(package) + 1 :] for other in modules()
+    )
+    return module if beside else package or module
+
+
+def test_circle_finds_one() -> None:
+    assert circle({"a": ["b"], "b": ["c"], "c": []}) == []
+    assert circle({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b", "c"]
+    assert circle({"a": ["a"]}) == ["a"]
+
+
+def test_rooms_say_what_they_are_for() -> None:
+    for module, path in modules().items():
+        if path.name == "__init__.py" and module:
+            text = ast.get_docstring(ast.parse(path.read_text()))
+            assert text, f"{module} has no sentence"
+            assert len(ast.parse(path.read_text()).body) == 1, f"{module}/__init__.py holds code"
+
+
 def test_libraries_stay_in_their_rooms() -> None:
-    for path in modules():
-        if TOOLS in path.as_posix():
-            continue
-        for name in imports(path):
-            allowed = LIBRARIES.get(name.split(".")[0])
-            assert allowed is None or room(path) in allowed, f"{path} imports {name}"
+    for module in served():
+        for dotted in imports(module):
+            library = dotted.split(".")[0]
+            allowed = LIBRARIES.get(library)
+            if allowed is None:
+                continue
+            assert within(module, allowed), f"{module} imports {dotted}"
+            if library in ("mlx", "mlx_lm"):
+                assert not within(module, WITHOUT_MLX), f"{module} imports {dotted}"
 
 
-def test_nothing_imports_the_tools() -> None:
-    for path in modules():
-        if TOOLS not in path.as_posix():
-            assert not [name for name in imports(path) if name.startswith("mlxsrv.models.demo")]
+def within(module: str, places: Iterable[str]) -> bool:
+    return any(module == place or module.startswith(f"{place}/") for place in places)
+
+
+def test_nothing_imports_the_training() -> None:
+    for module in served():
+        assert not [other for other in imported(module) if other.startswith(TRAINING)]
 
 
 def test_files_stay_readable() -> None:
-    for path in modules():
-        if TOOLS not in path.as_posix():
-            assert len(path.read_text().splitlines()) <= 550, f"{path} has two reasons to change"
+    for module in served():
+        lines = len(modules()[module].read_text().splitlines())
+        assert lines <= 550, f"{module} has two reasons to change"
 
 
 def test_public_names() -> None:

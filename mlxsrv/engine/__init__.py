@@ -1,1 +1,1 @@
-"""Everything that touches MLX: the device thread, the batch, the sampler, loading."""
+"""The device thread and everything that it drives; MLX is called here only."""

@@ -27,9 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
 
-from mlxsrv.engine import imports
-from mlxsrv.engine.faults import describe, survivable
-from mlxsrv.engine.port import (
+from mlxsrv.engine.client import (
     Answer,
     Ask,
     Close,
@@ -41,7 +39,9 @@ from mlxsrv.engine.port import (
     Ready,
     TakeStock,
 )
-from mlxsrv.engine.watch import Clock
+from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.patches import imports
+from mlxsrv.engine.watchdog import Clock
 from mlxsrv.errors import (
     BackendMissing,
     EngineFailed,
@@ -67,7 +67,7 @@ from mlxsrv.events import (
 )
 
 if TYPE_CHECKING:
-    from mlxsrv.engine.loading import Resident
+    from mlxsrv.engine.loading.load import Resident
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -377,7 +377,7 @@ def _load(
     # Imported here, by the thread that uses it: an app that is only imported, or asked for
     # --help, does not pay for MLX and transformers.
     try:
-        from mlxsrv.engine.loading import load
+        from mlxsrv.engine.loading.load import load
 
         resident = yield from load(command, others)
     except BaseException as error:
@@ -406,7 +406,7 @@ def _answer(client: _Client, question: Question) -> Any:
     """What `question` asks, or the ServeError that tells why not."""
     try:
         require_backend()
-        from mlxsrv.engine import loading
+        from mlxsrv.engine.loading import load as loading
 
         match question:
             case Ready():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mlxsrv.events import Failed
 
 if TYPE_CHECKING:
-    from mlxsrv.engine.lanes import Row
+    from mlxsrv.engine.execution.sub_batches import Row
 
 _log = logging.getLogger("mlxsrv.engine")
 

@@ -1,1 +1,1 @@
-"""What can be served, and what of it is loaded."""
+"""The models of an app: where they are found, and which of them are loaded."""

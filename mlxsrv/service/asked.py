@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from mlxsrv.engine.port import Port
+from mlxsrv.engine.client import Port
 from mlxsrv.events import Activations, Steering
-from mlxsrv.models.prompts import Plan
+from mlxsrv.prompts.planning import Plan
 from mlxsrv.service.observing import Observer
 from mlxsrv.settings import Settings
 from mlxsrv.wire.requests import GenerationRequest
 
 if TYPE_CHECKING:
-    from mlxsrv.engine.tokenizer import Tokenizer
+    from mlxsrv.prompts.tokenizer import Tokenizer
     from mlxsrv.service.reply import Reply
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlxsrv.engine.port import JobEvent
+from mlxsrv.engine.client import JobEvent
 from mlxsrv.events import (
     Constraint,
     Finished,

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import anyio.to_thread
 
-from mlxsrv.engine.port import Port
-from mlxsrv.engine.recipe import Judge, Recipe
+from mlxsrv.engine.client import Port
 from mlxsrv.errors import (
     EngineFailed,
     ServeError,
@@ -21,9 +20,10 @@ from mlxsrv.errors import (
     UnsupportedParameter,
 )
 from mlxsrv.events import Embed, Vectors
+from mlxsrv.formats.pooling import Judge, Recipe
 from mlxsrv.logs import log
-from mlxsrv.models.lease import Lease
-from mlxsrv.models.passages import Passages, plan_embedding, plan_pairs, plan_texts
+from mlxsrv.models.pool.lease import Lease
+from mlxsrv.prompts.embedding_inputs import Passages, plan_embedding, plan_pairs, plan_texts
 from mlxsrv.service.patience import Bounded, Stage
 from mlxsrv.service.relevance import cosines, judge
 from mlxsrv.settings import Settings
@@ -40,9 +40,9 @@ from mlxsrv.wire.embeddings import (
 )
 
 if TYPE_CHECKING:
-    from mlxsrv.engine.tokenizer import Tokenizer
+    from mlxsrv.prompts.tokenizer import Tokenizer
 
-_log = logging.getLogger("mlxsrv.service")
+_log = logging.getLogger("mlxsrv.service.service")
 
 
 class Home(Protocol):

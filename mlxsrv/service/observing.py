@@ -12,9 +12,9 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from mlxsrv.engine.port import JobEvent, Receiver
+from mlxsrv.engine.client import JobEvent, Receiver
 from mlxsrv.events import FinishReason, PromptRead, Timings, Token, Usage
-from mlxsrv.models.observing import (
+from mlxsrv.models.pool.observing import (
     ModelEvicted,
     ModelFailed,
     ModelLoaded,

@@ -9,7 +9,7 @@ from mlxsrv.events import Sampling
 from mlxsrv.wire.requests import GenerationRequest
 
 if TYPE_CHECKING:
-    from mlxsrv.engine.tokenizer import Tokenizer
+    from mlxsrv.prompts.tokenizer import Tokenizer
 
 
 def sampling(request: GenerationRequest, tokenizer: Tokenizer, copy: int) -> Sampling:

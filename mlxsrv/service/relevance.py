@@ -7,8 +7,8 @@ from typing import cast
 
 import numpy as np
 
-from mlxsrv.engine.recipe import Activation
 from mlxsrv.events import Vectors
+from mlxsrv.formats.pooling import Activation
 from mlxsrv.wire.embeddings import Numbers, normalise
 
 

@@ -14,8 +14,8 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from mlxsrv.engine.client import JobEvent, Port, Receiver
 from mlxsrv.engine.faults import survivable
-from mlxsrv.engine.port import JobEvent, Port, Receiver
 from mlxsrv.errors import (
     ContextLengthExceeded,
     EngineFailed,
@@ -24,8 +24,8 @@ from mlxsrv.errors import (
 )
 from mlxsrv.events import Activations, Failed, Job, Progress, Started, Steering, Usage
 from mlxsrv.logs import log
-from mlxsrv.models.lease import Lease
-from mlxsrv.models.prompts import Plan
+from mlxsrv.models.pool.lease import Lease
+from mlxsrv.prompts.planning import Plan
 from mlxsrv.service.asked import Asked, Home
 from mlxsrv.service.choice import Choice
 from mlxsrv.service.observing import Generated, Timing
@@ -36,10 +36,10 @@ from mlxsrv.service.scores import Scores
 from mlxsrv.wire.openai import Identity
 
 if TYPE_CHECKING:
-    from mlxsrv.engine.grammar import Template
-    from mlxsrv.engine.tokenizer import Prompt, Tokenizer
+    from mlxsrv.prompts.grammars.grammar import Template
+    from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
 
-_log = logging.getLogger("mlxsrv.service")
+_log = logging.getLogger("mlxsrv.service.service")
 
 
 class Reply:

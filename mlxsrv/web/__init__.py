@@ -1,1 +1,1 @@
-"""The ASGI app: routes, responses that send themselves, middleware."""
+"""HTTP: the app, its routes, responses and middleware."""

@@ -24,16 +24,16 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import MethodNotAllowed, RouteNotFound, ServeError
-from mlxsrv.models.catalogue import Catalogue
-from mlxsrv.service import Service
+from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.service.observing import Operation
 from mlxsrv.service.reply import Reply
-from mlxsrv.service.saes import check_steering
+from mlxsrv.service.service import Service
+from mlxsrv.service.steering.attachments import check_steering
 from mlxsrv.settings import Settings, load_settings
 from mlxsrv.web import management
 from mlxsrv.web.bodies import Bodies, Ignored, read_body, share_of
 from mlxsrv.web.middleware import RequestLog, request_id
-from mlxsrv.web.observing import account_of, label, make_watchers
+from mlxsrv.web.observability.accounts import account_of, label, make_watchers
 from mlxsrv.web.responses import (
     Fold,
     JSONResponse,
@@ -43,7 +43,7 @@ from mlxsrv.web.responses import (
     unless_gone,
 )
 from mlxsrv.web.routing import Alias, aliases, place
-from mlxsrv.web.security import Cors, Guard, is_verbose, load_keys
+from mlxsrv.web.security.guard import Cors, Guard, is_verbose, load_keys
 from mlxsrv.wire import openai, openapi, requests, streams
 from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.embeddings import EMBEDDING_REQUESTS, RERANK_REQUESTS, SCORE_REQUESTS

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from mlxsrv.errors import InvalidFeatureIndex
-from mlxsrv.service import Service
+from mlxsrv.service.service import Service
 from mlxsrv.web.bodies import read_body
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire

@@ -19,7 +19,7 @@ from mlxsrv.engine.faults import survivable
 from mlxsrv.errors import ServeError
 from mlxsrv.logs import log
 from mlxsrv.service.observing import Observer, RequestEnded
-from mlxsrv.web.observing import open_account
+from mlxsrv.web.observability.accounts import open_account
 from mlxsrv.web.responses import refusal
 
 _log = logging.getLogger("mlxsrv.access")

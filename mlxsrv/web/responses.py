@@ -25,7 +25,7 @@ from mlxsrv.service.outputs import (
     ToolStarted,
 )
 from mlxsrv.service.reply import Reply
-from mlxsrv.web.observing import account_of
+from mlxsrv.web.observability.accounts import account_of
 from mlxsrv.wire import management, openai, streams
 from mlxsrv.wire.sse import KEEPALIVE, encode_json
 

@@ -1,1 +1,1 @@
-"""Bytes to values and back: no MLX, no HTTP framework."""
+"""Request and response bodies, and the SSE encoder."""

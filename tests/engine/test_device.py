@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from mlxsrv.engine.client import JobEvent, Port
 from mlxsrv.engine.device import DeviceThread
-from mlxsrv.engine.port import JobEvent, Port
 from mlxsrv.errors import ModelNotLoaded
 from mlxsrv.events import (
     Embed,
@@ -28,7 +28,7 @@ from mlxsrv.events import (
     Started,
     Token,
 )
-from tests.engine.conftest import ModelFolder
+from tests.support.fixtures import ModelFolder
 
 numbers = itertools.count(1)
 
@@ -421,7 +421,7 @@ def test_without_a_back_end_the_thread_lives_and_says_so() -> None:
 DYING = """
 import asyncio, sys
 from mlxsrv.engine.device import DeviceThread
-from mlxsrv.engine import loading
+from mlxsrv.engine.loading import load as loading
 from mlxsrv.errors import EngineFailed
 from mlxsrv.events import Failed, Job, Load, Sampling
 

@@ -7,9 +7,9 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlxsrv.engine.loading import Reader
-from tests.embeddings.models import write_encoder
-from tests.tiny import write_model
+from mlxsrv.engine.loading.load import Reader
+from tests.support.encoders import write_encoder
+from tests.support.tiny import write_model
 
 
 def test_a_load_leaves_no_keys_to_be_split(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from mlxsrv.engine.headers import Unhealthy
-from mlxsrv.engine.steering.arrays import PIECE
-from mlxsrv.engine.steering.files import SAEFile, read_sae
 from mlxsrv.engine.steering.sae import SAE, load_sae
-from mlxsrv.engine.steering.vector_files import VectorFile, read_directions, read_vector
-from mlxsrv.models.folder import Description, describe
-from tests.saes import make_arrays, write_sae, write_safetensors
+from mlxsrv.formats.arrays import PIECE
+from mlxsrv.formats.control_vectors import VectorFile, read_directions, read_vector
+from mlxsrv.formats.headers import Unhealthy
+from mlxsrv.formats.model_folder import Description, describe
+from mlxsrv.formats.sae_files import SAEFile, read_sae
+from tests.support.saes import make_arrays, write_sae, write_safetensors
 
 T = TypeVar("T")
 

@@ -20,11 +20,11 @@ import jsonschema
 import msgspec
 import numpy as np
 
-from mlxsrv.engine.grammar import Grammars
-from mlxsrv.engine.specs import GrammarSpec
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.events import Mask
-from tests.tiny import END_TOKENS, make_tokenizer
+from mlxsrv.prompts.grammars.grammar import Grammars
+from mlxsrv.prompts.grammars.specs import GrammarSpec
+from tests.support.tiny import END_TOKENS, make_tokenizer
 
 Schema = dict[str, Any]
 

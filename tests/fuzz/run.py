@@ -22,12 +22,7 @@ FOUND = Path(__file__).parent / "found"
 KEPT = ROOT / ".fuzz"
 
 # What the targets are about; a search has no use for the branches of all else.
-_WATCHED = [
-    *("mlxsrv.text", "mlxsrv.wire", "mlxsrv.engine.steering", "mlxsrv.engine.headers"),
-    *("mlxsrv.engine.recipe", "mlxsrv.models.folder", "mlxsrv.models.architectures"),
-    *("mlxsrv.engine.schemas", "mlxsrv.engine.regexes"),
-    *("mlxsrv.engine.gbnf", "mlxsrv.engine.gbnf_lark"),
-]
+_WATCHED = ["mlxsrv.text", "mlxsrv.wire", "mlxsrv.formats", "mlxsrv.prompts.grammars"]
 _MEMORY = 4096  # MiB, with MLX and all of its own
 _LONGEST_RUN = 20  # seconds of one input
 

@@ -6,10 +6,10 @@ import asyncio
 from pathlib import Path
 
 from mlxsrv.errors import ShuttingDown
-from mlxsrv.service import Service
+from mlxsrv.service.service import Service
 from mlxsrv.settings import Settings
 from mlxsrv.wire.requests import ChatRequest, Message
-from tests.tiny import write_model
+from tests.support.tiny import write_model
 
 
 def test_a_reply_that_failed_in_the_queue_takes_no_row(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.text.channels import Channels, Piece
-from tests.text.cuts import cut, joined
+from tests.support.cuts import cut, joined
 
 START, END = "<think>", "</think>"
 FRAGMENTS = [START, END, "<th", "ink>", "</", "<", "\n", " ", "\r\n", "a", "é", "🙂 b"]

@@ -12,7 +12,7 @@ from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes,
 from mlxsrv.text.pipeline import Part, TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import Dialect, ToolArguments, ToolCalls, ToolOpened
-from tests.text.cuts import cut, joined
+from tests.support.cuts import cut, joined
 
 START, END = "<think>", "</think>"
 # The last of the markers are spelled by several tokens.

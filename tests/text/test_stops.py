@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.text.scan import Scanner
 from mlxsrv.text.stops import StopStrings
-from tests.text.cuts import cut
+from tests.support.cuts import cut
 
 SMALL = st.text(alphabet="ab\n你", max_size=14)
 STOPS = st.lists(st.text(alphabet="ab\n你", min_size=1, max_size=4), max_size=4)

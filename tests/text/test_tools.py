@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm import tool_parsers
 
 from mlxsrv.text.tools import Dialect, Part, ToolArguments, ToolCalls, ToolOpened
-from tests.text.cuts import cut
+from tests.support.cuts import cut
 
 TOOLS = [
     {

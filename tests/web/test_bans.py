@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     Body,

@@ -12,9 +12,9 @@ import pytest
 from mlxsrv.errors import Overloaded
 from mlxsrv.settings import Settings, SettingsError
 from mlxsrv.web.bodies import Bodies
-from tests.web.client import COMPLETIONS, RawClient, ask, chat, completion, refused
-from tests.web.conftest import Folders
-from tests.web.serving import Server, serving, wait_for
+from tests.support.client import COMPLETIONS, RawClient, ask, chat, completion, refused
+from tests.support.fixtures import Folders
+from tests.support.serving import Server, serving, wait_for
 
 MOST = 1_000_000
 LARGE = {"content": "a " * (MOST * 2 // 5)}  # 0.8 of a body's limit

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     Body,
     answer,
@@ -22,8 +22,8 @@ from tests.web.client import (
     stream,
     stream_async,
 )
-from tests.web.conftest import CONTEXT
-from tests.web.serving import PATIENCE, Server
+from tests.support.fixtures import CONTEXT
+from tests.support.serving import PATIENCE, Server
 
 # The whole answer.
 

@@ -15,9 +15,8 @@ from anyio import CapacityLimiter
 from starlette.types import Receive, Scope, Send
 
 import mlxsrv
-from mlxsrv.models.pool import Pool
-from tests.tiny import make_tokenizer
-from tests.web.client import (
+from mlxsrv.models.pool.pool import Pool
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     FIRST_CONTENT,
@@ -34,8 +33,9 @@ from tests.web.client import (
     stream,
     text_of,
 )
-from tests.web.conftest import CONTEXT, Folders
-from tests.web.serving import PATIENCE, Server, hosted, serving
+from tests.support.fixtures import CONTEXT, Folders
+from tests.support.serving import PATIENCE, Server, hosted, serving
+from tests.support.tiny import make_tokenizer
 
 FORMS: dict[str, Callable[..., Body]] = {CHAT: chat, COMPLETIONS: completion}
 FOR_EVER = 500_000

@@ -11,9 +11,18 @@ import httpx
 import pytest
 
 import mlxsrv
-from tests.tiny import END_TOKENS, make_tokenizer, write_model
-from tests.web.client import COMPLETIONS, Body, answer, ask, chat, check_schema, completion, stream
-from tests.web.serving import hosted
+from tests.support.client import (
+    COMPLETIONS,
+    Body,
+    answer,
+    ask,
+    chat,
+    check_schema,
+    completion,
+    stream,
+)
+from tests.support.serving import hosted
+from tests.support.tiny import END_TOKENS, make_tokenizer, write_model
 
 TEXT = "The quick brown fox"
 

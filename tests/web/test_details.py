@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from tests.tiny import make_tokenizer
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     Body,
@@ -24,7 +23,8 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
+from tests.support.fixtures import Folders
+from tests.support.tiny import make_tokenizer
 
 TEXT = "The quick brown fox"
 DETOKENIZE = "/detokenize"

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     FIRST_CONTENT,
@@ -26,8 +26,8 @@ from tests.web.client import (
     completion,
     refused,
 )
-from tests.web.conftest import MAX_QUEUE, Folders
-from tests.web.serving import Server, serving, wait_for
+from tests.support.fixtures import MAX_QUEUE, Folders
+from tests.support.serving import Server, serving, wait_for
 
 FOR_EVER = 500_000
 """More tokens than are made while the tests run."""

@@ -11,10 +11,10 @@ import httpx
 import msgspec
 import pytest
 
-from tests.hub import Hub
-from tests.tiny import write_model
-from tests.web.client import CHAT, Body, answer, ask, chat, refused
-from tests.web.serving import Server, serving
+from tests.support.client import CHAT, Body, answer, ask, chat, refused
+from tests.support.hub import Hub
+from tests.support.serving import Server, serving
+from tests.support.tiny import write_model
 
 WEIGHTS = "model.safetensors"
 

@@ -14,11 +14,11 @@ import pytest
 from mlx_lm.utils import load_model
 
 import mlxsrv
-from tests.tiny import Array, make_tokenizer
-from tests.web.client import Body, RawClient, answer, ask, chat, refused, stream
-from tests.web.conftest import CONTEXT, Folders
-from tests.web.serving import Server, hosted, wait_for
-from tests.wire.schemas import check_schema
+from tests.support.client import Body, RawClient, answer, ask, chat, refused, stream
+from tests.support.fixtures import CONTEXT, Folders
+from tests.support.schemas import check_schema
+from tests.support.serving import Server, hosted, wait_for
+from tests.support.tiny import Array, make_tokenizer
 
 EMBEDDINGS = "/v1/embeddings"
 TEXTS = ["The quick brown fox", "x", "a longer text, " * 9, "你好，世界 👩‍👩‍👧‍👦", " "]
@@ -137,7 +137,7 @@ def test_a_failure_inside_is_told_to_the_log_and_not_to_the_client(
     def broken(*_: object) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr("mlxsrv.engine.embedding.find_inner", broken)
+    monkeypatch.setattr("mlxsrv.engine.embedding.embedder.find_inner", broken)
     settings = mlxsrv.Settings(model=(f"t={folders.plain}",), hf_cache=False)
     with hosted(mlxsrv.create_app(settings)) as url, httpx.Client(base_url=url) as client:
         headers = {"X-Request-ID": "wanted"}

@@ -18,11 +18,11 @@ import pytest
 from mlx_lm.utils import load_model
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from mlxsrv.engine.encoders import load_encoder
-from tests.embeddings.models import make_weights, recorded, references, write_encoder
-from tests.tiny import Array, write_model
-from tests.web.client import chat, refused
-from tests.web.serving import Server, serving
+from mlxsrv.engine.embedding.encoders.load import load_encoder
+from tests.support.client import chat, refused
+from tests.support.encoders import make_weights, recorded, references, write_encoder
+from tests.support.serving import Server, serving
+from tests.support.tiny import Array, write_model
 
 EMBEDDINGS = "/v1/embeddings"
 RERANK = "/v1/rerank"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     Body,
@@ -22,8 +22,8 @@ from tests.web.client import (
     read_stream,
     refused,
 )
-from tests.web.conftest import CONTEXT
-from tests.web.serving import Server
+from tests.support.fixtures import CONTEXT
+from tests.support.serving import Server
 
 ENDPOINTS = {CHAT: chat, COMPLETIONS: completion}
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.web import faulty
-from tests.web.client import (
+from tests.support import faulty
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     FIRST_CONTENT,
@@ -29,19 +29,27 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import Server, environment, wait_for
+from tests.support.fixtures import Folders
+from tests.support.serving import Server, environment, wait_for
 
 BEGIN = (30, 31, 32, 33)
 FOR_EVER = 500_000
 
 
 class FaultyServer(Server):
-    """A running `python -m tests.web.faulty`."""
+    """A running `python -m tests.support.faulty`."""
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
         self._log = folder / "log"
-        command = [sys.executable, "-m", "tests.web.faulty", "--port", "0", "--log-format", "json"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.faulty",
+            "--port",
+            "0",
+            "--log-format",
+            "json",
+        ]
         with self._log.open("wb") as stderr:
             self.process = subprocess.Popen(
                 [*command, *arguments], stderr=stderr, env=environment()

@@ -11,9 +11,9 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from mlxsrv.text.infill import FAMILIES
-from tests.tiny import make_tokenizer, write_model
-from tests.web.client import COMPLETIONS, Body, answer, ask, completion, refused, stream
-from tests.web.serving import Server, serving
+from tests.support.client import COMPLETIONS, Body, answer, ask, completion, refused, stream
+from tests.support.serving import Server, serving
+from tests.support.tiny import make_tokenizer, write_model
 
 INFILL = "/infill"
 DETOKENIZE = "/detokenize"

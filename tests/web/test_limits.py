@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.web.client import CHAT, COMPLETIONS, ask, chat, completion, refused
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Server, serving
+from tests.support.client import CHAT, COMPLETIONS, ask, chat, completion, refused
+from tests.support.fixtures import Folders
+from tests.support.serving import PATIENCE, Server, serving
 
 LIMIT = 64 * 1024
 """Bytes of headers."""

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from benchmarks.load import Load, prepare, run_streams
-from tests.web.client import RawClient, answer, ask, chat
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Server, serving, wait_for
+from tests.support.client import RawClient, answer, ask, chat
+from tests.support.fixtures import Folders
+from tests.support.serving import PATIENCE, Server, serving, wait_for
 
 CROWD = 1000
 ROWS = 32

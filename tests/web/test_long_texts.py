@@ -10,10 +10,19 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.tiny import write_model
-from tests.web.client import CHAT, COMPLETIONS, HangUp, RawClient, ask, chat, completion, refused
-from tests.web.conftest import CONTEXT, Folders
-from tests.web.serving import Server, serving
+from tests.support.client import (
+    CHAT,
+    COMPLETIONS,
+    HangUp,
+    RawClient,
+    ask,
+    chat,
+    completion,
+    refused,
+)
+from tests.support.fixtures import CONTEXT, Folders
+from tests.support.serving import Server, serving
+from tests.support.tiny import write_model
 
 WIDEST = 13  # bytes of <|endoftext|>
 MEGABYTE = "The quick brown fox jumps over the lazy dog. " * 23_000

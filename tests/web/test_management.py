@@ -24,11 +24,9 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 import mlxsrv
-from mlxsrv.service.saes import SAEs
+from mlxsrv.service.steering.attachments import SAEs
 from mlxsrv.settings import SettingsError
-from tests.saes import write_sae
-from tests.tiny import write_model
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     Body,
@@ -39,8 +37,10 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, hosted, wait_for
+from tests.support.fixtures import Folders
+from tests.support.saes import write_sae
+from tests.support.serving import PATIENCE, hosted, wait_for
+from tests.support.tiny import write_model
 
 D_SAE = 128
 STRONG = {"5": 60.0, "9": -60.0}

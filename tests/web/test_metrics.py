@@ -22,7 +22,7 @@ from starlette.testclient import TestClient
 
 import mlxsrv
 from mlxsrv.settings import SettingsError
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     FIRST_CONTENT,
@@ -33,8 +33,8 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import Server, serving, wait_for
+from tests.support.fixtures import Folders
+from tests.support.serving import Server, serving, wait_for
 
 FOR_EVER = 500_000
 OBSERVABILITY = Path(__file__).parent.parent.parent / "benchmarks" / "observability"
@@ -357,8 +357,8 @@ def test_without_its_extra_an_option_says_what_to_install(
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "mlxsrv.web.metrics", raising=False)
-    monkeypatch.delitem(sys.modules, "mlxsrv.web.tracing", raising=False)
+    monkeypatch.delitem(sys.modules, "mlxsrv.web.observability.metrics", raising=False)
+    monkeypatch.delitem(sys.modules, "mlxsrv.web.observability.tracing", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SettingsError, match=rf"--{option} .*pip install 'mlxsrv\[{option}\]'"):
         make_app(folders, **{option: True})

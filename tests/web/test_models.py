@@ -17,9 +17,8 @@ import msgspec
 import pytest
 
 import mlxsrv
-from mlxsrv.models.folder import describe
-from tests.tiny import write_model
-from tests.web.client import (
+from mlxsrv.formats.model_folder import describe
+from tests.support.client import (
     CHAT,
     FIRST_CONTENT,
     Body,
@@ -33,7 +32,8 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.serving import PATIENCE, Server, hosted, serving, wait_for
+from tests.support.serving import PATIENCE, Server, hosted, serving, wait_for
+from tests.support.tiny import write_model
 
 FOR_EVER = 500_000
 LONG = 1000

@@ -17,9 +17,9 @@ from starlette.testclient import TestClient
 
 import mlxsrv
 from mlxsrv.web.app import App
-from tests.web.client import CHAT, answer, ask, chat, check_schema, refused, stream
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, hosted, wait_for
+from tests.support.client import CHAT, answer, ask, chat, check_schema, refused, stream
+from tests.support.fixtures import Folders
+from tests.support.serving import PATIENCE, hosted, wait_for
 
 PREFIX = "/llm"
 

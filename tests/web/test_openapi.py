@@ -26,9 +26,9 @@ from starlette.testclient import TestClient
 
 import mlxsrv
 from mlxsrv.web.routing import Alias
-from tests.web.client import CHAT, COMPLETIONS, Body, read_stream
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Server, hosted, serving
+from tests.support.client import CHAT, COMPLETIONS, Body, read_stream
+from tests.support.fixtures import Folders
+from tests.support.serving import PATIENCE, Server, hosted, serving
 
 DOCUMENT = "/openapi.json"
 MAX_CHOICES = 4

@@ -18,10 +18,10 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from mlxsrv.wire.operations import OPERATIONS, Operation
-from tests.saes import write_sae
-from tests.web.client import CHAT, Body, chat
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, serving
+from tests.support.client import CHAT, Body, chat
+from tests.support.fixtures import Folders
+from tests.support.saes import write_sae
+from tests.support.serving import PATIENCE, serving
 
 EXAMPLES = 16
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]

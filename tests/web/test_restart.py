@@ -15,9 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.hub import Hub
-from tests.tiny import write_model
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     FIRST_CONTENT,
     ROLE,
@@ -28,8 +26,10 @@ from tests.web.client import (
     chat,
     refused,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Server, serving, wait_for
+from tests.support.fixtures import Folders
+from tests.support.hub import Hub
+from tests.support.serving import PATIENCE, Server, serving, wait_for
+from tests.support.tiny import write_model
 
 ROWS = 32
 FOR_EVER = 500_000

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model, load_tokenizer
 
-from tests.tiny import MARKER_TOKENS, Array, make_tokenizer
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     Body,
@@ -27,9 +26,10 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.scripted import cut, spell, write_scripted
-from tests.web.serving import Server, serving
+from tests.support.fixtures import Folders
+from tests.support.scripted import cut, spell, write_scripted
+from tests.support.serving import Server, serving
+from tests.support.tiny import MARKER_TOKENS, Array, make_tokenizer
 
 TEXT = "The quick brown fox"
 NEAR = 1e-3

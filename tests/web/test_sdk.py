@@ -9,8 +9,8 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.web.conftest import CONTEXT
-from tests.web.serving import PATIENCE, Server
+from tests.support.fixtures import CONTEXT
+from tests.support.serving import PATIENCE, Server
 
 MESSAGES: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Tell me of the sea."}]
 

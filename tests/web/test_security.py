@@ -18,11 +18,11 @@ from starlette.routing import Mount
 
 import mlxsrv
 from mlxsrv.settings import Settings, SettingsError, load_settings
-from mlxsrv.web.rates import RateLimit
-from tests.tiny import write_model
-from tests.web.client import CHAT, Body, ask, chat, check_schema, refused
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Server, hosted, serving, wait_for
+from mlxsrv.web.security.rates import RateLimit
+from tests.support.client import CHAT, Body, ask, chat, check_schema, refused
+from tests.support.fixtures import Folders
+from tests.support.serving import PATIENCE, Server, hosted, serving, wait_for
+from tests.support.tiny import write_model
 
 MODELS = "/v1/models"
 PAGE = "https://app.example"

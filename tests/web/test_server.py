@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     FIRST_CONTENT,
     RawClient,
@@ -29,8 +29,8 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import CONTEXT, Folders
-from tests.web.serving import PATIENCE, Server, environment, serving
+from tests.support.fixtures import CONTEXT, Folders
+from tests.support.serving import PATIENCE, Server, environment, serving
 
 FOR_EVER = 500_000
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 import mlxsrv
-from mlxsrv.service import Service
-from tests.web.client import (
+from mlxsrv.service.service import Service
+from tests.support.client import (
     CHAT,
     FIRST_CONTENT,
     RawClient,
@@ -20,8 +20,8 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Line, Server, hosted, serving
+from tests.support.fixtures import Folders
+from tests.support.serving import PATIENCE, Line, Server, hosted, serving
 
 FOR_EVER = 500_000
 

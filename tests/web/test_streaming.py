@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     FIRST_CONTENT,
     RawClient,
@@ -26,8 +26,8 @@ from tests.web.client import (
     stream,
     stream_async,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import Server, serving
+from tests.support.fixtures import Folders
+from tests.support.serving import Server, serving
 
 DEADLINE = 2.0
 FOR_EVER = 500_000

@@ -17,9 +17,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from tests.engine.test_grammar import CITY, SCHEMAS, TOOLS, Schema, chain, strict_json
-from tests.tiny import END_TOKENS, VOCABULARY, make_tokenizer
-from tests.web.client import (
+from tests.prompts.grammars.test_grammar import CITY, SCHEMAS, TOOLS, Schema, chain, strict_json
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     FIRST_CONTENT,
@@ -33,8 +32,9 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import Server, serving, wait_for
+from tests.support.fixtures import Folders
+from tests.support.serving import Server, serving, wait_for
+from tests.support.tiny import END_TOKENS, VOCABULARY, make_tokenizer
 from tests.web.test_choices import by_choice
 from tests.web.test_disconnect import endless, left, started
 from tests.web.test_tools import put_together

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.web.client import CHAT, COMPLETIONS, Body, answer, ask, chat, completion, refused
-from tests.web.conftest import CONTEXT, Folders
-from tests.web.serving import serving
+from tests.support.client import CHAT, COMPLETIONS, Body, answer, ask, chat, completion, refused
+from tests.support.fixtures import CONTEXT, Folders
+from tests.support.serving import serving
 
 
 def thinks(body: Body) -> bool:

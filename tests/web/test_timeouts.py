@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.web import faulty
-from tests.web.client import (
+from tests.support import faulty
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     FIRST_CONTENT,
@@ -23,8 +23,8 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import Server, serving, wait_for
+from tests.support.fixtures import Folders
+from tests.support.serving import Server, serving, wait_for
 from tests.web.test_faults import serving as serving_faulty
 
 FOR_EVER = 500_000

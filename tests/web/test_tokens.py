@@ -18,8 +18,7 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 import mlxsrv
-from tests.tiny import SPECIAL_TOKENS, Array, make_tokenizer, write_model
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     Body,
@@ -30,8 +29,9 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Server, hosted, serving
+from tests.support.fixtures import Folders
+from tests.support.serving import PATIENCE, Server, hosted, serving
+from tests.support.tiny import SPECIAL_TOKENS, Array, make_tokenizer, write_model
 
 TOKENIZE = "/tokenize"
 DETOKENIZE = "/detokenize"

@@ -12,10 +12,10 @@ import httpx
 import openai
 import pytest
 
-from tests.tiny import CHAT_TEMPLATE
-from tests.web.client import CHAT, Body, Streamed, ask, chat, check_schema, refused, stream
-from tests.web.scripted import cut, write_scripted
-from tests.web.serving import Server, serving
+from tests.support.client import CHAT, Body, Streamed, ask, chat, check_schema, refused, stream
+from tests.support.scripted import cut, write_scripted
+from tests.support.serving import Server, serving
+from tests.support.tiny import CHAT_TEMPLATE
 
 
 def tool(name: str, **properties: str) -> Body:

@@ -21,7 +21,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 
-from tests.web.client import (
+from tests.support.client import (
     CHAT,
     COMPLETIONS,
     FIRST_CONTENT,
@@ -32,8 +32,8 @@ from tests.web.client import (
     refused,
     stream,
 )
-from tests.web.conftest import Folders
-from tests.web.serving import PATIENCE, Server, environment, serving, wait_for
+from tests.support.fixtures import Folders
+from tests.support.serving import PATIENCE, Server, environment, serving, wait_for
 
 FOR_EVER = 500_000
 SECRET = "xyzzy"

@@ -18,7 +18,7 @@ from mlxsrv.wire.embeddings import (
     embedding_list,
     rerank_response,
 )
-from tests.wire.schemas import Body, as_sent, check_schema
+from tests.support.schemas import Body, as_sent, check_schema
 
 VECTORS = np.random.default_rng(0).normal(size=(3, 8)).astype(np.float32)
 

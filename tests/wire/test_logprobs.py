@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.events import TokenScore
 from mlxsrv.wire.logprobs import TextScores, chat_logprobs
-from tests.wire.schemas import as_sent
+from tests.support.schemas import as_sent
 
 EURO = "€".encode()
 PARTS = [TokenScore(EURO[i : i + 1], -0.5) for i in range(3)]

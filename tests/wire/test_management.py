@@ -27,7 +27,7 @@ from mlxsrv.wire.management import (
 )
 from mlxsrv.wire.openapi import document
 from mlxsrv.wire.operations import OPERATIONS, Operation
-from tests.wire.schemas import Body, as_sent
+from tests.support.schemas import Body, as_sent
 
 PROFILE: Body = {
     "name": "calm",

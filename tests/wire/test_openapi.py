@@ -16,8 +16,8 @@ from mlxsrv.events import Answer, TokenScore, ToolUse, Usage
 from mlxsrv.wire import openai, streams, tokens
 from mlxsrv.wire.openapi import document
 from mlxsrv.wire.operations import OPERATIONS
-from tests.wire.bodies import KINDS, Kind
-from tests.wire.schemas import Body, as_sent, read_chunks
+from tests.support.bodies import KINDS, Kind
+from tests.support.schemas import Body, as_sent, read_chunks
 
 OPENAI = [
     ("POST", "/v1/chat/completions"),

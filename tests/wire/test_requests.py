@@ -25,8 +25,8 @@ from mlxsrv.wire.requests import (
     NamedTool,
 )
 from mlxsrv.wire.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS
-from tests.wire.bodies import JSON_SCHEMA, KINDS, Kind, chat, completion, message, tool
-from tests.wire.schemas import Body
+from tests.support.bodies import JSON_SCHEMA, KINDS, Kind, chat, completion, message, tool
+from tests.support.schemas import Body
 
 
 def read_chat(**fields: Any) -> ChatRequest:

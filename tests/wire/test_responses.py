@@ -15,7 +15,7 @@ from mlxsrv.wire.openai import (
     text_completion,
 )
 from mlxsrv.wire.tokens import DetokenizeResponse, TokenizeResponse, TokenPiece
-from tests.wire.schemas import Body, as_sent, check_chat, check_schema, check_text
+from tests.support.schemas import Body, as_sent, check_chat, check_schema, check_text
 
 WHO = Identity("chatcmpl-" + "0" * 32, 1_790_000_000, "org/name", "mlxsrv-1")
 USAGE = Usage(prompt_tokens=5, completion_tokens=7)

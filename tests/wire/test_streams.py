@@ -17,7 +17,7 @@ from mlxsrv.events import Answer, Channel, TokenScore, ToolUse, Usage
 from mlxsrv.wire.openai import Identity, chat_completion, text_completion
 from mlxsrv.wire.requests import StreamOptions
 from mlxsrv.wire.streams import ChatStream, CompletionStream, Stream, UsageMode, usage_mode
-from tests.wire.schemas import (
+from tests.support.schemas import (
     Body,
     as_sent,
     check_chat_chunk,

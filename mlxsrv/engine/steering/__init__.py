@@ -1,1 +1,1 @@
-"""Steering: what is added to hidden states while a model runs, and what is read off them."""
+"""Add SAE features and control vectors to a model, and watch activations."""

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxsrv.engine.headers import Unhealthy
-from mlxsrv.engine.steering.arrays import PIECE, read_array
-from mlxsrv.engine.steering.files import SAEFile
-from mlxsrv.engine.steering.parts import Part, Role, list_parts, sizes
+from mlxsrv.formats.arrays import PIECE, read_array
+from mlxsrv.formats.headers import Unhealthy
+from mlxsrv.formats.sae_files import SAEFile
+from mlxsrv.formats.sae_tensors import Part, Role, list_parts, sizes
 
 _LEAST_LENGTH = 1e-8  # of a decoder's row, where activations are counted in it
 

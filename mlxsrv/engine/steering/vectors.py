@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from mlxsrv.engine.steering.vector_files import VectorFile, read_directions
+from mlxsrv.formats.control_vectors import VectorFile, read_directions
 
 
 def load_vector(file: VectorFile) -> dict[int, mx.array]:

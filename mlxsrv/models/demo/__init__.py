@@ -1,1 +1,1 @@
-"""The built-in demo model: weights, tokenizer and template, and the script that makes them."""
+"""The built-in demo model and its SAE."""

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlxsrv.engine.steering.arrays import PIECE
-from mlxsrv.engine.steering.files import read_sae
 from mlxsrv.engine.steering.sae import SAE, load_sae
-from tests.saes import Array, Kind, Layout, Precision, make_arrays, write_sae
+from mlxsrv.formats.arrays import PIECE
+from mlxsrv.formats.sae_files import read_sae
+from tests.support.saes import Array, Kind, Layout, Precision, make_arrays, write_sae
 
 D_IN, D_SAE, K = 24, 40, 5
 KINDS: list[tuple[Layout, Kind]] = [

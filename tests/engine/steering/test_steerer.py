@@ -16,9 +16,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.batch import Batch
-from mlxsrv.engine.prefill import Pace
-from mlxsrv.engine.prompt_cache import LEAST, PromptCache
+from mlxsrv.engine.cache.prompt_cache import LEAST, PromptCache
+from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
@@ -34,9 +34,9 @@ from mlxsrv.events import (
     Token,
     Watch,
 )
-from tests.engine.test_speculative import Always
-from tests.saes import make_arrays, write_sae, write_safetensors
-from tests.tiny import FAMILIES, write_model
+from tests.engine.execution.test_speculation import Always
+from tests.support.saes import make_arrays, write_sae, write_safetensors
+from tests.support.tiny import FAMILIES, write_model
 
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
 FEATURES = 128

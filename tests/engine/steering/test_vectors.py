@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxsrv.engine.steering.vector_files import read_vector
 from mlxsrv.engine.steering.vectors import load_vector
-from tests.ggufs import REPENG, Array, Tensors, text, write_gguf
+from mlxsrv.formats.control_vectors import read_vector
+from tests.support.ggufs import REPENG, Array, Tensors, text, write_gguf
 
 WIDTH = 8
 ONE = np.arange(WIDTH, dtype=np.float32) / 3

@@ -1,0 +1,1 @@
+"""KV caches of rows, batches and prompts."""

@@ -1,0 +1,1 @@
+"""Turn texts into vectors, and pairs of texts into scores."""

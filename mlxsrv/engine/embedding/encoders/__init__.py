@@ -1,0 +1,1 @@
+"""Encoders that mlx-lm does not have: BERT and ModernBERT, with their heads."""

@@ -1,0 +1,42 @@
+"""Encoders: models that read a text in both directions and give a vector for each token.
+
+Loaded from Hugging Face's layout: `config.json` and safetensors. Modules are named as transformers
+names theirs, so that a weight's name is its place. What is not computed as transformers computes
+it is refused: see `mlxsrv.formats.pooling`.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mlxsrv.engine.embedding.encoders.bert import Bert
+from mlxsrv.engine.embedding.encoders.layers import Dense, Encoder, fill, read_weights
+from mlxsrv.engine.embedding.encoders.modernbert import ModernBert
+from mlxsrv.formats.pooling import check_bare, check_encoder, is_encoder, read_dense, read_json
+
+__all__ = ["Dense", "Encoder", "load_dense", "load_encoder"]
+
+
+def load_encoder(folder: Path) -> Encoder:
+    """The encoder in `folder`; its weights are mapped, and read when they are evaluated.
+
+    Raises ValueError if it is none that is run here, or its weights are not its own.
+    """
+    config = read_json(folder / "config.json")
+    if not is_encoder(config):
+        raise ValueError(f"there is no encoder of the type {config.get('model_type')!r}")
+    check_encoder(config)
+    check_bare(folder)
+    encoder = ModernBert(config) if config["model_type"] == "modernbert" else Bert(config)
+    fill(encoder, read_weights(folder))
+    encoder.eval()
+    return encoder
+
+
+def load_dense(folder: Path) -> Dense:
+    """A Dense module of sentence-transformers, mapped likewise. Raises ValueError."""
+    dense = Dense(read_dense(folder))
+    fill(dense, read_weights(folder))
+    return dense

@@ -1,0 +1,1 @@
+"""Run the model: prefill, decode steps, speculative decoding, recovery from faults."""

@@ -1,0 +1,474 @@
+"""Rows that decode together, a step at a time.
+
+- Decode-ahead: a step is launched before the tokens of the last one are read, so the device
+  works while Python looks at tokens. A row that ends has therefore drawn one token too many; it
+  is dropped with the row.
+- Rows of very different lengths are decoded in lanes of their own: see `lanes`.
+- A row that is alone may be decoded in rounds of several tokens: see `speculative`.
+
+What holds between any two of a decoder's methods, whether the last step was a plain one or a round:
+each row's cache holds `row.seen`; its input is the next token, drawn with the key of its place and
+neither fed nor delivered; the draft's cache holds a beginning of the seen tokens of some row, of
+whose end it may lack as much as it likes. So rounds give way to plain steps, rows join and leave,
+and a row's cache is filed, as if there were no rounds.
+
+What holds even after an exception: `row.drawn` are the tokens delivered, and its constraint has
+accepted these. So a row can be read anew: see `faults`.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+
+from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache
+from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.execution.speculation import Round, Speculation
+from mlxsrv.engine.execution.sub_batches import Lane, Row, close_lanes
+from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
+from mlxsrv.engine.sampling.bans import Banning
+from mlxsrv.engine.sampling.blocks import Blocks
+from mlxsrv.engine.sampling.processors import Drawn, Likelihoods, Masks, Penalties, Proof
+from mlxsrv.engine.sampling.sampler import Sampler
+from mlxsrv.engine.steering.plan import Place, Sight
+from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.events import Event, Failed, FinishReason, Likelihood, Token
+
+_CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
+
+
+class Step:
+    """What one decode step does with the logits of certain rows; made anew when they change."""
+
+    def __init__(self, rows: Sequence[Row], vocabulary: int) -> None:
+        self._rows = tuple(rows)
+        # A row that is not fresh has one token drawn and not yet delivered: its input.
+        drawn = [len(row.drawn) + (not row.fresh) for row in rows]
+        settings = [row.job.sampling for row in rows]
+        self._sampler = Sampler(settings, drawn)
+        penalised = any(map(Penalties.wanted, settings))
+        self._penalties = Penalties(rows, vocabulary) if penalised else None
+        scored = any(row.job.logprobs is not None for row in rows)
+        self._likelihoods = Likelihoods(rows) if scored else None
+        constraints = [row.constraint for row in rows]
+        self.masks = Masks(constraints, vocabulary) if any(constraints) else None
+        banned = any(map(Banning.wanted, rows))
+        self._banning = Banning(rows, drawn, vocabulary) if banned else None
+
+    def draw(
+        self, logits: mx.array, inputs: mx.array
+    ) -> tuple[mx.array, tuple[Proof], tuple[Drawn, ...]]:
+        """The tokens that follow `inputs`, launched; and how likely they are, if a row asks.
+
+        Log-probabilities are those before temperature, filters and masks: what the model says.
+        """
+        if self._penalties is not None:
+            logits = self._penalties(logits, inputs)
+        allowed = logits if self.masks is None else self.masks(logits)
+        if self._banning is not None:
+            allowed = self._banning(allowed, inputs)
+        blocks = Blocks(allowed)
+        tokens, highest = self._sampler.draw_from(blocks)
+        proof = Proof(self._rows, highest)
+        if self._likelihoods is None:
+            mx.async_eval(tokens, highest)  # type: ignore[no-untyped-call]  # mlx's stubs
+            return tokens, (proof,), ()
+        drawn = self._likelihoods(blocks if allowed is logits else Blocks(logits), tokens)
+        mx.async_eval(tokens, highest, *drawn[1:])  # type: ignore[no-untyped-call]  # as above
+        return tokens, (proof,), (drawn,)
+
+
+class Launched(NamedTuple):
+    """What steps under way tell beside the tokens; read when these are."""
+
+    proofs: tuple[Proof, ...] = ()
+    drawn: tuple[Drawn, ...] = ()
+    sights: tuple[tuple[Sight, list[Place]], ...] = ()
+
+    def broken(self) -> set[Row]:
+        """Rows whose token means nothing."""
+        found: set[Row] = set()
+        for proof in self.proofs:
+            if not proof.holds():
+                found |= proof.broken()
+        return found
+
+    def likelihoods(self) -> dict[Row, Likelihood]:
+        found: dict[Row, Likelihood] = {}
+        for drawn in self.drawn:
+            found |= drawn.read()
+        return found
+
+    def beside(self, other: Launched) -> Launched:
+        """Of both steps' rows."""
+        return Launched(
+            self.proofs + other.proofs, self.drawn + other.drawn, self.sights + other.sights
+        )
+
+
+class Decoder:
+    """Rows that decode together.
+
+    Args:
+        model: a model of mlx-lm's.
+        cached: where rows that end leave what they have seen.
+        batched: whether rows' caches can be merged; if not, there is one row.
+        padding: the most bytes of it for which rows share a pass.
+        steerer: what rows are steered with.
+        pace: is told how long steps take.
+        speculation: a draft model at work.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        cached: PromptCache,
+        batched: bool,
+        padding: int,
+        steerer: Steerer,
+        pace: Pace | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.lanes: list[Lane] = []
+        self.speculation = speculation
+        self.rounding = False  # a round is under way, or failed
+        self._model = model
+        self._cached = cached
+        self._batched = batched
+        self._padding = padding
+        self._steerer = steerer
+        self._pace = pace
+        self._inputs: mx.array | None = None  # (rows,), what each row is fed next, lane by lane
+        self._launched = Launched()  # with the inputs
+        self._step: Step | None = None  # None: rows have changed
+        self._steps = 0
+        self._stepped: float | None = None  # when the last step's tokens came, if rows are the same
+        self._round: Round | None = None  # what came of the last step, if it was one
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, in the order of the inputs."""
+        return [row for lane in self.lanes for row in lane.rows]
+
+    def replan(self) -> None:
+        """What is watched has changed."""
+        self._step = None
+
+    def skip(self) -> None:
+        """Something else happens between two steps: their distance tells nothing."""
+        self._stepped = None
+
+    def decode(self, events: list[Event], *, waited: bool) -> None:
+        """Launch a step for all rows; append the tokens of the step before.
+
+        Or run a round: several tokens of the one row there is; not while it is `waited` for.
+        """
+        if proposals := self._count_proposals(waited):
+            self._run_round(proposals, events)
+            return
+        assert self._inputs is not None
+        inputs, last, rows = self._inputs, self._launched, self.rows
+        logits = self._forward(inputs)
+        step = self._step or self._prepare(rows, logits.shape[-1])
+        if step.masks is None:
+            self._inputs, proofs, scores = step.draw(logits, inputs)
+            self._launched = Launched(proofs, scores, self._look())
+            keep = self._deliver(rows, inputs, last, events)
+        else:
+            # What may come next depends on what came, so the model runs while that is looked at.
+            mx.async_eval(logits)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
+            sights = self._look()
+            keep = self._accept(rows, self._deliver(rows, inputs, last, events), events)
+            self._inputs, proofs, scores = step.draw(logits, inputs)
+            self._launched = Launched(proofs, scores, sights)
+            keep = self._permit(rows, keep, step.masks, events)
+        self._count_step()
+        self._time_step(waited)
+        self._keep(keep)
+
+    def _prepare(self, rows: Sequence[Row], vocabulary: int) -> Step:
+        self._step = Step(rows, vocabulary)
+        return self._step
+
+    def _forward(self, inputs: mx.array) -> mx.array:
+        """The next logits of all rows."""
+        self._replan_lanes()
+        if len(self.lanes) == 1:
+            return self.lanes[0].decode(self._model, inputs)
+        ends = list(accumulate(len(lane.rows) for lane in self.lanes))
+        parts = mx.split(inputs, ends[:-1])
+        return mx.concatenate(
+            [lane.decode(self._model, part) for lane, part in zip(self.lanes, parts, strict=True)]
+        )
+
+    def _replan_lanes(self) -> None:
+        if self._step is None:  # rows have changed
+            for lane in self.lanes:
+                lane.plan = self._steerer.plan([row.steer for row in lane.rows])
+
+    def _look(self) -> tuple[tuple[Sight, list[Place]], ...]:
+        """What is watched in the step that was just launched."""
+        if not self._steerer.watches:
+            return ()
+        sights = tuple(
+            (lane.plan.sight, [row.place for row in lane.rows])
+            for lane in self.lanes
+            if lane.plan is not None and lane.plan.sight is not None
+        )
+        for sight, _ in sights:
+            mx.async_eval(sight.arrays)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
+        return sights
+
+    def _deliver(
+        self, rows: Sequence[Row], inputs: mx.array, last: Launched, events: list[Event]
+    ) -> list[int]:
+        """Append the tokens that the rows are being fed; the indices of those that go on."""
+        ids = cast(list[int], inputs.tolist())  # waits for the step that draws them
+        broken = last.broken()
+        likelihoods = last.likelihoods()
+        # What the tokens that came last were made of: of the step before, as they are.
+        for sight, places in last.sights:
+            events += sight.read(places)
+        keep: list[int] = []
+        for i, (row, token) in enumerate(zip(rows, ids, strict=True)):
+            if row.fresh:
+                row.fresh = False
+                keep.append(i)
+                continue
+            if broken and row in broken:
+                events.append(_lose(row))
+                continue
+            row.drawn.append(token)
+            finish = row.finish(token)
+            events.append(Token(row.job.id, token, finish, likelihoods.get(row)))
+            if finish is None:
+                keep.append(i)
+            else:
+                row.ended = True
+        return keep
+
+    def _accept(self, rows: Sequence[Row], keep: list[int], events: list[Event]) -> list[int]:
+        """Tell the constraints what came; of the indices to keep, those of rows that go on."""
+        for row in rows:
+            if row.constraint is None or row.accepted == len(row.drawn):
+                continue
+            try:
+                row.constraint.accept(row.drawn[-1])
+                row.accepted += 1
+            except BaseException as error:
+                if not survivable(error):
+                    raise
+                if not row.ended:
+                    events.append(_fail(row, describe(error)))
+        return [i for i in keep if not rows[i].ended]
+
+    def _permit(
+        self, rows: Sequence[Row], keep: list[int], masks: Masks, events: list[Event]
+    ) -> list[int]:
+        """The indices of rows whose constraint can go on."""
+        kept: list[int] = []
+        for i in keep:
+            row = rows[i]
+            failure = row.constraint.failure if row.constraint is not None else None
+            if i in masks.faults:
+                events.append(_fail(row, masks.faults[i]))
+            elif failure is not None:
+                row.ended = True
+                clear = f"the grammar cannot go on: {failure}"
+                events.append(Failed(row.job.id, failure, clear=clear))
+            else:
+                kept.append(i)
+        return kept
+
+    def _count_step(self) -> None:
+        self._steps += 1
+        if self._steps % _CLEAR_EVERY == 0:
+            mx.clear_cache()
+
+    def _time_step(self, waited: bool) -> None:
+        now = perf_counter()
+        seconds = None if self._stepped is None else now - self._stepped
+        if self._pace is not None:
+            self._pace.saw_step(seconds)
+        if seconds is not None and (lane := self._lone_lane(waited)) is not None:
+            assert self.speculation is not None
+            self.speculation.saw_step(lane, seconds)
+        self._stepped = now
+        self._round = None
+
+    # Rounds.
+
+    def _count_proposals(self, waited: bool) -> int:
+        """How many tokens to propose now; 0 for a plain step."""
+        lane = self._lone_lane(waited)
+        if lane is None:
+            return 0
+        assert self.speculation is not None
+        if self._round is not None and self._round.following in lane.rows[0].job.end_tokens:
+            return 0
+        return self.speculation.choose(lane)
+
+    def _lone_lane(self, waited: bool) -> Lane | None:
+        """The lane of the only row, where there is a draft and nobody waits for the row to leave,
+        or watches what becomes of each token."""
+        if self.speculation is None or waited or self._steerer.watches:
+            return None
+        if len(self.lanes) != 1 or len(self.lanes[0].rows) != 1:
+            return None
+        return self.lanes[0]
+
+    def _run_round(self, proposals: int, events: list[Event]) -> None:
+        """Several tokens of the only row: its input, and the proposals that hold."""
+        assert self.speculation is not None
+        assert self._inputs is not None
+        self.rounding = True
+        self._replan_lanes()
+        [lane] = self.lanes
+        [row] = lane.rows
+        last, self._launched = self._launched, Launched()
+        came = self.speculation.run(self._model, lane, self._inputs, proposals, self._round)
+        self._inputs, self._round = came.inputs, came
+        self._step, self._stepped = None, None  # the step's sampler is behind, its clock too
+        self._count_step()
+        if came.broken or last.broken():
+            events.append(_lose(row))
+            self._keep([])
+            self.rounding = False
+            return
+        finish: FinishReason | None = None
+        accepted = 0
+        for token in came.seen:
+            accepted += 1
+            row.drawn.append(token)
+            finish = row.finish(token)
+            events.append(Token(row.job.id, token, finish))
+            if finish is not None:
+                row.ended = True
+                break
+        self.speculation.settle(lane, proposals + 1 - accepted)
+        self._keep([0] if finish is None else [])
+        self.rounding = False
+
+    def prepare_draft(self, limit: int) -> None:
+        """Have the draft read at most `limit` tokens of what the only row has seen, if it lacks
+        much of it."""
+        lane = self._lone_lane(waited=False)
+        if lane is None:
+            return
+        assert self.speculation is not None
+        self.rounding = True
+        # The step that is under way is not the draft's to pay for; the next waits for both.
+        if self.speculation.read(lane, limit, self._inputs):
+            self._stepped, self._round = None, None
+        self.rounding = False
+
+    # Rows come and go.
+
+    def join(self, group: list[Row], cache: Cache) -> None:
+        """Take rows that have been read into `cache`, but for the last token of each."""
+        inputs = mx.array([row.seen[-1] for row in group], dtype=mx.uint32)
+        self._take(Lane(group, cache), inputs)
+
+    def absorb(self, other: Decoder) -> None:
+        """Take the other's rows, which are in one lane, as they are; it has them still."""
+        assert other._inputs is not None
+        launched = self._launched.beside(other._launched)
+        [lane] = other.lanes
+        self._take(lane, other._inputs)
+        self._launched = launched
+
+    def _take(self, lane: Lane, inputs: mx.array) -> None:
+        self._step = None
+        self._stepped = None
+        if self._inputs is not None:
+            inputs = mx.concatenate([self._inputs, inputs])
+        self.lanes.append(lane)
+        self._inputs = inputs
+        self._unite()
+
+    def drop_ended(self) -> None:
+        """Free the rows that have ended."""
+        self._keep([i for i, row in enumerate(self.rows) if not row.ended])
+
+    def abandon(self) -> list[Row]:
+        """Forget all rows, after an error: caches may be half of a step on. Those that had not
+        ended."""
+        rows = [row for row in self.rows if not row.ended]
+        self.lanes, self._inputs, self._launched = [], None, Launched()
+        self._step, self._stepped, self._round = None, None, None
+        self.rounding = False
+        if self.speculation is not None:
+            self.speculation.forget()
+        return rows
+
+    def _keep(self, indices: Sequence[int]) -> None:
+        """Drop all rows but those at `indices`, leaving what they have seen to the prompt cache."""
+        if len(indices) == len(self.rows):
+            return
+        self._step = None
+        self._stepped = None
+        kept = set(indices)
+        lanes: list[Lane] = []
+        first = 0
+        for lane in self.lanes:
+            keep = [i for i in range(len(lane.rows)) if first + i in kept]
+            first += len(lane.rows)
+            for i in set(range(len(lane.rows))).difference(keep):
+                self._file(lane, i)
+            if len(keep) == len(lane.rows):
+                lanes.append(lane)
+            elif keep:
+                lane.keep(keep)
+                lanes.append(lane)
+        self.lanes = lanes
+        if not lanes:
+            self._inputs, self._launched = None, Launched()
+            return
+        assert self._inputs is not None
+        self._inputs = self._inputs[mx.array(list(indices))]
+        self._unite()
+
+    def _unite(self) -> None:
+        """Merge lanes that need not be apart."""
+        while (pair := close_lanes(self.lanes, self._padding)) is not None:
+            one, other = pair
+            before = self.rows
+            one.absorb(other)
+            self.lanes.remove(other)
+            after = self.rows
+            if after != before:
+                assert self._inputs is not None
+                self._inputs = self._inputs[mx.array([before.index(row) for row in after])]
+
+    def _file(self, lane: Lane, index: int) -> None:
+        """Keep a row's cache for prompts that go on from there."""
+        row = lane.rows[index]
+        if row.lost:
+            self._cached.forget(row.seen, row.job.steering)
+            return
+        seen = row.seen[:-1] if row.fresh else row.seen
+        if not self._cached.wants(len(seen)):
+            return
+        cache = lane.extract(index) if self._batched else lane.cache
+        # Evaluated behind the step that is under way, and then free of the batch's arrays.
+        mx.async_eval([layer.state for layer in cache])  # type: ignore[no-untyped-call]  # as above
+        self._cached.put(seen, cache, row.job.steering)
+
+
+def _lose(row: Row) -> Failed:
+    """End a row whose numbers are none, and so is all that its cache holds."""
+    row.lost = True
+    row.ended = True
+    return Failed(row.job.id, NOT_A_NUMBER, clear=NOT_A_NUMBER)
+
+
+def _fail(row: Row, reason: str) -> Failed:
+    row.ended = True
+    return Failed(row.job.id, reason)

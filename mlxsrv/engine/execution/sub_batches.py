@@ -1,0 +1,145 @@
+"""Rows of about one length, decoded by one pass of the model.
+
+mlx-lm's batch caches are as long as their longest row, for every row: one row of 30,000 tokens
+beside seven of 300 would fill the memory of 240,000, all of it read at each step, and its joining
+would copy as much. A row like that gets a lane of its own. What this costs is another pass over
+the weights at each step, so lanes are kept apart only while their caches, padded to one length,
+would grow by more than the weights are long.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+import mlx.core as mx
+
+from mlxsrv.engine.cache.prompt_cache import Cache
+from mlxsrv.engine.faults import Fault
+from mlxsrv.engine.steering.plan import Place, Plan, Steer, run
+from mlxsrv.events import Constraint, FinishReason, Job
+
+
+class Row:
+    """A job in the decode batch.
+
+    What it needs to be decoded from any token on is here, so that its cache can be made anew: what
+    it has seen, what may come next, and its seed, for a token's key is its place.
+    """
+
+    __slots__ = (
+        "accepted",
+        "constraint",
+        "drawn",
+        "ended",
+        "faults",
+        "fresh",
+        "job",
+        "lost",
+        "steer",
+        "told",
+        "trial",
+    )
+
+    def __init__(
+        self, job: Job, constraint: Constraint | None = None, steer: Steer | None = None
+    ) -> None:
+        self.job = job
+        self.constraint = constraint
+        self.steer = steer
+        self.drawn: list[int] = []  # tokens delivered
+        self.accepted = 0  # tokens of them that its constraint knows of
+        self.fresh = True  # its pending input is the last token that it has seen
+        self.told = False  # its prompt is read, and who asked knows
+        self.ended = False  # it is to be dropped
+        self.lost = False  # its cache is of no use
+        self.faults: list[Fault] = []  # slices that failed while it was in them
+        self.trial: int | None = None  # tokens that it is to draw alone before it joins others
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The tokens that the row's cache holds between two steps; but for the last, while it is
+        fresh."""
+        return (*self.job.prompt, *self.drawn) if self.drawn else self.job.prompt
+
+    @property
+    def place(self) -> Place:
+        """Where in its text the row's pending input is."""
+        return Place((self.job.id,), len(self.job.prompt) + len(self.drawn) - self.fresh, 1)
+
+    def restart(self) -> None:
+        """Its cache is gone: it is to be read anew. The token that was drawn and not delivered is
+        drawn again, with the same key."""
+        self.fresh = self.told = True
+
+    def finish(self, token: int) -> FinishReason | None:
+        """Why the row ends with `token`, if it does."""
+        if token in self.job.end_tokens:
+            return "stop"
+        return "length" if len(self.drawn) >= self.job.max_tokens else None
+
+
+class Lane:
+    """Rows and their batch cache, or one row and its own cache where a model's cannot be merged.
+
+    `plan` is what passes add to them; to be made anew whenever the rows change.
+    """
+
+    __slots__ = ("cache", "plan", "rows")
+
+    def __init__(self, rows: list[Row], cache: Cache) -> None:
+        self.rows = rows
+        self.cache = cache
+        self.plan: Plan | None = None
+
+    def decode(self, model: Any, inputs: mx.array) -> mx.array:
+        """Feed each row its input `(rows,)`; logits `(rows, vocabulary)`, not evaluated."""
+        logits: mx.array = run(model, self.plan, inputs[:, None], self.cache)
+        return logits[:, -1, :]
+
+    def check(self, model: Any, tokens: mx.array) -> mx.array:
+        """Feed the only row several tokens `(n,)`; the logits behind each `(n, vocabulary)`."""
+        logits: mx.array = run(model, self.plan, tokens[None], self.cache)
+        return logits[0]
+
+    def cut(self, tokens: int) -> None:
+        """Take back the last tokens that the rows were fed."""
+        if tokens:
+            for layer in self.cache:
+                layer.trim(tokens)
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop all rows but those at `indices`, of which there is at least one."""
+        chosen = mx.array(list(indices))
+        for layer in self.cache:
+            layer.filter(chosen)
+        self.rows = [self.rows[i] for i in indices]
+
+    def absorb(self, other: Lane) -> None:
+        """Append the other's rows."""
+        for layer, joining in zip(self.cache, other.cache, strict=True):
+            layer.extend(joining)
+        self.rows += other.rows
+
+    def extract(self, index: int) -> Cache:
+        """The cache of one row alone."""
+        return [layer.extract(index) for layer in self.cache]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.cache)
+
+
+def close_lanes(lanes: Sequence[Lane], padding: int) -> tuple[Lane, Lane] | None:
+    """The first two lanes that would need no more than `padding` bytes of it to be one."""
+    return next((pair for pair in combinations(lanes, 2) if _padding(*pair) <= padding), None)
+
+
+def _padding(one: Lane, other: Lane) -> int:
+    """Bytes by which the caches would grow if all rows were as long as the longest."""
+    longest = max(one.nbytes / len(one.rows), other.nbytes / len(other.rows))
+    together = longest * (len(one.rows) + len(other.rows))
+    return int(together) - one.nbytes - other.nbytes

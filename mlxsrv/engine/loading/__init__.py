@@ -1,0 +1,1 @@
+"""Load a model slice by slice, and measure what it takes."""

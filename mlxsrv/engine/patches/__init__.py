@@ -1,0 +1,1 @@
+"""Change other libraries at run time; each change has a switch and a log line."""

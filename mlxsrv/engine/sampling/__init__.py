@@ -1,0 +1,1 @@
+"""Choose the next token of every row from its logits."""

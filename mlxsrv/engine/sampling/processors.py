@@ -1,0 +1,254 @@
+"""What changes a batch's logits before tokens are drawn, and what is read off them.
+
+Each is made anew when rows join or leave, and only if one of the rows asks for it: a batch in
+which nobody does pays nothing. Like the sampler they take all rows in the same few operations.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import isfinite
+from typing import NamedTuple, cast
+
+import mlx.core as mx
+import numpy as np
+
+from mlxsrv.engine.execution.sub_batches import Row
+from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.sampling.blocks import Blocks
+from mlxsrv.events import Constraint, Likelihood, Sampling
+
+_SLOTS = 64  # for tokens that are new to a row, made at once
+_LEAST_REPETITION = 1e-3  # what is divided by less may overflow
+
+
+class Penalties:
+    """Logit biases, and penalties for tokens that a row has had already.
+
+    Bias first, then repetition over the prompt and the answer (Keskar et al. 2019: a positive
+    logit is divided, a negative one multiplied), then frequency and presence over the answer as
+    OpenAI has them: `logit - count * frequency - (count > 0) * presence`.
+
+    Tokens are counted as they are fed, so what a step has drawn counts in the next, although the
+    host has not seen it yet. Only the logits of tokens that a row changes are touched: tables have
+    a slot for each of these, not for each of the vocabulary.
+    """
+
+    @staticmethod
+    def wanted(sampling: Sampling) -> bool:
+        return bool(
+            sampling.logit_bias
+            or sampling.repetition_penalty != 1
+            or sampling.frequency_penalty
+            or sampling.presence_penalty
+        )
+
+    def __init__(self, rows: Sequence[Row], vocabulary: int) -> None:
+        settings = [row.job.sampling for row in rows]
+        self._each = mx.arange(len(rows))
+        # A fresh row is fed the last token of its prompt, which is no token of its own.
+        self._own = mx.array([0.0 if row.fresh else 1.0 for row in rows])
+        self._repetition = _column(
+            [max(each.repetition_penalty, _LEAST_REPETITION) for each in settings]
+        )
+        self._frequency = _column([each.frequency_penalty for each in settings])
+        self._presence = _column([each.presence_penalty for each in settings])
+        self._repeats = any(each.repetition_penalty != 1 for each in settings)
+        self._counting = any(map(_counts, settings))
+        self._fill([_touched(row, vocabulary) for row in rows])
+
+    def _fill(self, touched: Sequence[dict[int, _Touch]]) -> None:
+        """Lay the tables out `(rows, slots)`. A slot that is free has the token of the first."""
+        most = max(map(len, touched))
+        ids = [[*each, *[next(iter(each))] * (most - len(each))] for each in touched]
+        touches = [[*each.values(), *[_Touch()] * (most - len(each))] for each in touched]
+        self._ids = mx.array(ids, dtype=mx.uint32)
+        self._bias, self._prompts, self._counts = (
+            mx.array([[touch[i] for touch in row] for row in touches], dtype=mx.float32)
+            for i in range(3)
+        )
+        self._used = mx.array([len(each) for each in touched])
+        self._room = 0  # slots that are free in every row
+
+    def __call__(self, logits: mx.array, inputs: mx.array) -> mx.array:
+        """Logits `(rows, vocabulary)` of the tokens that follow `inputs` `(rows,)`."""
+        if self._counting:
+            self._count(inputs)
+        logits = logits.astype(mx.float32)
+        values = mx.take_along_axis(logits, self._ids, axis=-1) + self._bias
+        had = self._counts > 0
+        if self._repeats:
+            factor = mx.where(values > 0, 1 / self._repetition, self._repetition)
+            values = mx.where(had | (self._prompts > 0), values * factor, values)
+        values = values - self._frequency * self._counts - self._presence * had
+        used = mx.arange(self._ids.shape[-1]) < self._used[:, None]
+        values = mx.where(used, values, values[:, :1])  # each slot of a token says the same
+        return mx.put_along_axis(logits, self._ids, values, axis=-1)
+
+    def _count(self, inputs: mx.array) -> None:
+        """Count the tokens that the rows are fed, in their slots or in new ones."""
+        if not self._room:
+            self._widen()
+        self._room -= 1
+        here = self._ids == inputs[:, None]
+        found = here.any(axis=-1)
+        slots = mx.where(found, mx.argmax(here, axis=-1), self._used)
+        self._used = self._used + mx.logical_not(found)
+        self._ids = mx.put_along_axis(
+            self._ids, slots[:, None], inputs[:, None].astype(mx.uint32), axis=-1
+        )
+        self._counts = self._counts.at[self._each, slots].add(self._own)
+        self._own = mx.ones_like(self._own)
+
+    def _widen(self) -> None:
+        free = mx.broadcast_to(self._ids[:, :1], (len(self._each), _SLOTS))
+        self._ids = mx.concatenate([self._ids, free], axis=-1)
+        self._bias, self._prompts, self._counts = (
+            mx.pad(table, [(0, 0), (0, _SLOTS)])
+            for table in (self._bias, self._prompts, self._counts)
+        )
+        self._room = _SLOTS
+
+
+class _Touch(NamedTuple):
+    """What changes a token's logit."""
+
+    bias: float = 0.0
+    prompt: float = 0.0  # 1 if it is in the prompt
+    drawn: float = 0.0  # how often the answer has it
+
+
+def _counts(sampling: Sampling) -> bool:
+    """Whether it matters what a row has had."""
+    return bool(
+        sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
+    )
+
+
+def _touched(row: Row, vocabulary: int) -> dict[int, _Touch]:
+    """The tokens whose logits the row changes; at least one."""
+    sampling = row.job.sampling
+    bias = dict(sampling.logit_bias)
+    prompt = set(row.job.prompt) if sampling.repetition_penalty != 1 else set()
+    counts = Counter(row.drawn if _counts(sampling) else ())
+    tokens = {token for token in bias.keys() | prompt | counts.keys() if token < vocabulary}
+    return {
+        token: _Touch(bias.get(token, 0.0), float(token in prompt), float(counts[token]))
+        for token in sorted(tokens) or [0]
+    }
+
+
+class Proof(NamedTuple):
+    """Each row's highest logit in a step: see `Sampler.draw`."""
+
+    rows: tuple[Row, ...]
+    highest: mx.array  # (rows, 1)
+
+    def holds(self) -> bool:
+        """Whether all tokens mean something. Waits for the step."""
+        values = cast(list[list[float]], self.highest.tolist())
+        return all(isfinite(value) for [value] in values)
+
+    def broken(self) -> set[Row]:
+        """Rows whose token means nothing."""
+        values = cast(list[list[float]], self.highest.tolist())
+        pairs = zip(self.rows, values, strict=True)
+        return {row for row, [value] in pairs if not isfinite(value)}
+
+
+class Drawn(NamedTuple):
+    """The likelihoods of a step's tokens, on the device: of those rows that ask for them."""
+
+    rows: tuple[Row, ...]
+    logprobs: mx.array  # (asking,)
+    ids: mx.array  # (asking, top), the likeliest in order
+    top: mx.array  # (asking, top), their log-probabilities
+
+    def read(self) -> dict[Row, Likelihood]:
+        """On the host; waits for the step."""
+        ids, top = np.asarray(self.ids), np.asarray(self.top)
+        return {
+            row: _likelihood(logprob, ids[i], top[i], row.job.logprobs or 0)
+            for i, (row, logprob) in enumerate(
+                zip(self.rows, cast(list[float], self.logprobs.tolist()), strict=True)
+            )
+        }
+
+
+class Likelihoods:
+    """Log-probabilities of the tokens drawn, for the rows that ask for them."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        asking = [i for i, row in enumerate(rows) if row.job.logprobs is not None]
+        self._rows = tuple(rows[i] for i in asking)
+        self._indices = None if len(asking) == len(rows) else mx.array(asking)
+        self._top = max(row.job.logprobs or 0 for row in self._rows)
+
+    def __call__(self, blocks: Blocks, tokens: mx.array) -> Drawn:
+        """Of `tokens` `(rows,)`, drawn from what became of the logits of `blocks`."""
+        if self._indices is not None:
+            blocks, tokens = blocks.take(self._indices), tokens[self._indices]
+        return Drawn(self._rows, *likelihoods(blocks, tokens, self._top))
+
+
+def likelihoods(blocks: Blocks, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Log-probabilities `(n,)` of `tokens` `(n,)` under the logits of `blocks` `(n, vocabulary)`,
+    and the ids and log-probabilities `(n, top)` of the likeliest, in order."""
+    total = blocks.log_total()
+    logprobs = (mx.take_along_axis(blocks.logits, tokens[:, None], axis=-1) - total)[:, 0]
+    if top == 0:
+        none = mx.zeros((tokens.shape[0], 0))
+        return logprobs, none.astype(mx.uint32), none
+    ids, values = blocks.top(top)
+    return logprobs, ids, values - total
+
+
+def read_likelihoods(parts: tuple[mx.array, mx.array, mx.array], top: int) -> list[Likelihood]:
+    """What `likelihoods` found, on the host."""
+    logprobs, ids, values = (np.asarray(part) for part in parts)
+    return [_likelihood(float(logprobs[i]), ids[i], values[i], top) for i in range(len(logprobs))]
+
+
+def _likelihood(logprob: float, ids: np.ndarray, values: np.ndarray, top: int) -> Likelihood:
+    order = np.argsort(-values, kind="stable")[:top]
+    return Likelihood(logprob, tuple((int(ids[i]), float(values[i])) for i in order))
+
+
+class Masks:
+    """What the rows' constraints allow.
+
+    Constraints know what may come only after they have seen what came, so a batch that has any is
+    not drawn from before its tokens are read; that happens while the model runs.
+    """
+
+    def __init__(self, constraints: Sequence[Constraint | None], vocabulary: int) -> None:
+        self._constraints = constraints
+        self.faults: dict[int, str] = {}  # rows whose constraint raised in the last call, and what
+        self._words = np.full((len(constraints), -(-vocabulary // 32)), -1, dtype=np.int32)
+        self._vocabulary = vocabulary
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Logits `(rows, vocabulary)` with what may not come now at minus infinity."""
+        self.faults = {}
+        for i, (constraint, words) in enumerate(zip(self._constraints, self._words, strict=True)):
+            if constraint is not None:
+                words[:] = -1
+                try:
+                    constraint.fill(words)
+                except BaseException as error:
+                    if not survivable(error):
+                        raise
+                    self.faults[i] = describe(error)
+        bits = np.unpackbits(
+            self._words.view(np.uint8), axis=-1, count=self._vocabulary, bitorder="little"
+        )
+        # No mx.where: MLX's CPU back end takes four times as long for it.
+        most = (mx.array(bits).astype(mx.float32) - 0.5) * mx.inf
+        return mx.minimum(logits, most)
+
+
+def _column(values: Sequence[float]) -> mx.array:
+    return mx.array(list(values), dtype=mx.float32)[:, None]

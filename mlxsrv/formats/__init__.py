@@ -1,0 +1,1 @@
+"""Read untrusted model files without MLX: headers, configs, SAE layouts, control vectors."""

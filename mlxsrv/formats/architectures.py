@@ -1,0 +1,153 @@
+"""The architectures that mlx-lm knows, found out without importing it.
+
+An import would take MLX and a second, and a list of models needs neither: mlx-lm's tables are
+literals and its models are files, so both can be read. A test compares them with the real ones.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from mlxsrv.formats.headers import Object, Unhealthy
+from mlxsrv.formats.pooling import check_encoder, is_encoder
+
+
+class _Architecture(msgspec.Struct, frozen=True):
+    """One file among mlx-lm's models.
+
+    `problem` is why it runs no model; `template` names the chat template that it brings.
+    """
+
+    problem: str | None
+    template: str | None
+
+
+def check_architecture(config: Object, *, trust_remote_code: bool) -> str:
+    """The `model_type` of a config, which there is code for: an encoder's is here, all others are
+    mlx-lm's. Raises Unhealthy."""
+    family = config.get("model_type")
+    if not isinstance(family, str) or not re.fullmatch(r"[\w.-]{1,100}", family, re.ASCII):
+        raise Unhealthy("'config.json' has no model_type")
+    if is_encoder(config):
+        try:
+            check_encoder(config)
+        except ValueError as error:
+            raise Unhealthy(str(error)) from None
+        return family
+    if config.get("model_file") is not None:
+        if not trust_remote_code:
+            raise Unhealthy("it needs Python code of its own to be run: --trust-remote-code")
+        return family
+    module = _module(config)
+    if module not in _modules("models"):
+        raise Unhealthy(f"mlx-lm does not know the model type {family!r}")
+    problem = _architecture(module).problem
+    if problem is not None:
+        raise Unhealthy(f"mlx-lm cannot run the model type {family!r}: {problem}")
+    return family
+
+
+def template_code(config: Object, settings: Object, *, given: bool) -> str | None:
+    """The code that mlx-lm renders chats with, where that is not a template of the model's own.
+
+    Args:
+        settings: of `tokenizer_config.json`.
+        given: the model has a template, which only code that `settings` name replaces.
+    """
+    name = settings.get("chat_template_type")
+    if name is None and not given and (module := _module(config)) in _modules("models"):
+        name = _architecture(module).template
+    if not isinstance(name, str) or name not in _modules("chat_templates"):
+        return None
+    return (_package() / "chat_templates" / f"{name}.py").read_text(encoding="utf-8")
+
+
+def named_architectures(config: Object) -> list[str]:
+    listed = config.get("architectures")
+    listed = listed if isinstance(listed, list) else [listed]
+    return [name for name in listed if isinstance(name, str)]
+
+
+def _module(config: Object) -> str:
+    """The module of mlx-lm's that runs this model, if there is one."""
+    family = str(config.get("model_type"))
+    families, pairs = _remappings()
+    for architecture in named_architectures(config):
+        if (family, architecture) in pairs:
+            return pairs[family, architecture]
+    return families.get(family, family)
+
+
+@cache
+def _package() -> Path:
+    """mlx-lm's folder; finding a package does not import it."""
+    spec = find_spec("mlx_lm")
+    if spec is None or not spec.submodule_search_locations:
+        raise Unhealthy("mlx-lm is not installed")
+    return Path(spec.submodule_search_locations[0])
+
+
+@cache
+def _modules(package: str) -> frozenset[str]:
+    """Names of files, so that nothing else is ever taken for one; a file system that cannot tell
+    `Llama.py` from `llama.py` would find either."""
+    names = os.listdir(_package() / package)
+    return frozenset(n.removesuffix(".py") for n in names if n.endswith(".py") and n[0] != "_")
+
+
+@cache
+def _remappings() -> tuple[Mapping[str, str], Mapping[tuple[str, str], str]]:
+    """mlx-lm's tables of model types that another one's code runs."""
+    values = _literals(ast.parse((_package() / "utils.py").read_bytes()))
+    return values.get("MODEL_REMAPPING", {}), values.get("MODEL_ARCHITECTURE_REMAPPING", {})
+
+
+@cache
+def _architecture(module: str) -> _Architecture:
+    tree = ast.parse((_package() / "models" / f"{module}.py").read_bytes())
+    defined = {name for statement in tree.body for name in _defined(statement)}
+    defaults = _literals(tree).get("TOKENIZER_DEFAULTS", {})
+    missing = [name for name in _imported(tree) if find_spec(name) is None]
+    problem = f"it needs the package {missing[0]!r}" if missing else None
+    if not defined >= {"Model", "ModelArgs"}:
+        problem = "it is no model"
+    return _Architecture(problem, defaults.get("chat_template_type"))
+
+
+def _defined(statement: ast.stmt) -> Iterator[str]:
+    if isinstance(statement, ast.ClassDef):
+        yield statement.name
+    elif isinstance(statement, ast.ImportFrom):
+        yield from (alias.asname or alias.name for alias in statement.names)
+    elif isinstance(statement, ast.Assign):
+        yield from (target.id for target in statement.targets if isinstance(target, ast.Name))
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    """The packages that a module imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.module.partition(".")[0]
+
+
+def _literals(tree: ast.Module) -> Object:
+    """A module's dictionaries of constants, by name."""
+    values: Object = {}
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
+            try:
+                value = ast.literal_eval(statement.value)
+            except ValueError:
+                continue
+            values |= dict.fromkeys(_defined(statement), value)
+    return values

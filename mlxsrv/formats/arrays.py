@@ -1,0 +1,227 @@
+"""The arrays in a file of weights, safetensors or NumPy's npz: where each is, and its numbers.
+
+No file is trusted, nor read whole: sizes come from headers that are checked against the file, and
+numbers in pieces of bounded size. Nothing here imports MLX. Whatever a file holds, it is read or
+`Unhealthy`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TypeAlias
+
+import msgspec
+import numpy as np
+
+from mlxsrv.formats.headers import Unhealthy, check_content, read_header
+
+Floats: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.float32]]
+
+PIECE = 16 * 1024 * 1024
+"""The most bytes, in float32, that one piece of an array has."""
+
+_LONGEST_HEADER = 1024 * 1024  # bytes, of a dozen arrays
+_MOST_SQUEEZED = 100  # bytes in one: weights hardly shrink, and zeros do to a thousandth
+_LAYOUTS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+_NPY_TYPES = {layout: name for name, layout in _LAYOUTS.items() if name != "BF16"}
+_NPY_START = struct.Struct("<6s2B")
+_NPY_HEADER = re.compile(
+    rb"\{'descr': '(<f[248])', 'fortran_order': (True|False), 'shape': \(([0-9, ]{0,99})\), \}\s*"
+)
+"""What NumPy writes; a header may hold any Python literal, but no writer of weights makes use of
+that."""
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """One array: its shape, and where its numbers are.
+
+    `start` is a byte of the file, or of the `member` of an archive. `swapped` is a matrix that is
+    written column by column.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    start: int
+    member: str | None = None
+    swapped: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(_LAYOUTS[self.dtype]).itemsize
+
+
+def list_arrays(path: Path) -> dict[str, Stored]:
+    """The arrays of a file by name; of types that are no floating-point numbers none.
+
+    Raises:
+        Unhealthy: it cannot be read, or contradicts itself.
+    """
+    with _reading(path):
+        size = check_content(path)
+        found = _list_npz(path, size) if path.suffix == ".npz" else _list_safetensors(path)
+        # Were they to lie on one another, a small file could ask for any amount of memory.
+        if path.suffix != ".npz" and sum(stored.bytes for stored in found.values()) > size:
+            raise Unhealthy(f"{path.name!r} has arrays that lie on one another")
+        return found
+
+
+def read_array(path: Path, stored: Stored) -> Iterator[Floats]:
+    """The array's numbers in pieces: so many rows each, in the order of the file.
+
+    Of a vector there is one row, of a swapped matrix the rows are its columns. Raises Unhealthy; a
+    number that is not finite counts as damage, too.
+    """
+    width = stored.shape[0 if stored.swapped else -1] if stored.shape else 1
+    total = math.prod(stored.shape) // max(width, 1)
+    layout = np.dtype(_LAYOUTS[stored.dtype])
+    step = max(1, PIECE // (4 * max(width, 1)))
+    with _reading(path), _opened(path, stored) as file:
+        for done in range(0, total, step):
+            rows = min(step, total - done)
+            data = _read(file, rows * width * layout.itemsize)
+            yield _floats(data, stored.dtype).reshape(rows, width)
+
+
+def _floats(data: bytes, dtype: str) -> Floats:
+    numbers = np.frombuffer(data, _LAYOUTS[dtype])
+    if dtype == "BF16":  # the upper half of a float32
+        numbers = (numbers.astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(over="ignore"):
+        numbers = numbers.astype(np.float32, copy=False)
+    if not np.isfinite(numbers).all():
+        raise Unhealthy("it has numbers that are not finite")
+    return numbers
+
+
+def _read(file: IO[bytes], count: int) -> bytes:
+    """Exactly so many bytes, asked for in pieces: the file's own sizes are not to be trusted."""
+    pieces = []
+    while count:
+        piece = file.read(min(count, _LONGEST_HEADER))
+        if not piece:
+            raise Unhealthy("it is cut short")
+        pieces.append(piece)
+        count -= len(piece)
+    return b"".join(pieces)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around all work on a file: whatever goes wrong names it."""
+    try:
+        yield
+    except Unhealthy as error:
+        text = str(error)
+        raise Unhealthy(text if path.name in text else f"{path.name!r}: {text}") from None
+    except OSError as error:
+        raise Unhealthy(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
+    except (
+        *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, IndexError),
+        *(ValueError, RuntimeError, OverflowError),  # what zipfile raises of odd ones
+    ):
+        raise Unhealthy(f"{path.name!r} is damaged") from None
+
+
+@contextmanager
+def _opened(path: Path, stored: Stored) -> Iterator[IO[bytes]]:
+    if stored.member is None:
+        with path.open("rb") as file:
+            file.seek(stored.start)
+            yield file
+    else:
+        with _archive(path) as archive, archive.open(stored.member) as member:
+            _read(member, stored.start)
+            yield member
+
+
+# safetensors
+
+
+def _list_safetensors(path: Path) -> dict[str, Stored]:
+    tensors, _ = read_header(path, limit=_LONGEST_HEADER)
+    with path.open("rb") as file:
+        data = 8 + int.from_bytes(file.read(8), "little")
+    return {
+        name: Stored(tuple(tensor.shape), tensor.dtype, data + tensor.data_offsets[0])
+        for name, tensor in tensors.items()
+        if tensor.dtype in _LAYOUTS
+    }
+
+
+# npz: a zip archive of one npy file an array, compressed or not.
+
+
+class _BoundedFile(io.FileIO):
+    """A file that is never read in large pieces: zipfile believes an archive's own sizes."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or size < 0:
+            here = self.tell()
+            size = max(0, self.seek(0, io.SEEK_END) - here)
+            self.seek(here)
+        if size > _LONGEST_HEADER:
+            raise Unhealthy("its directory is too long")
+        return super().read(size) or b""
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    with _BoundedFile(path) as file, zipfile.ZipFile(file) as archive:
+        yield archive
+
+
+def _list_npz(path: Path, size: int) -> dict[str, Stored]:
+    with _archive(path) as archive:
+        members = archive.infolist()
+        if len({member.filename for member in members}) < len(members):
+            raise Unhealthy("it has two members of one name")
+        # What they unpack to is judged by their sizes, which only the directory tells.
+        if sum(member.compress_size for member in members) > size:
+            raise Unhealthy("it has members that lie on one another, or beyond its end")
+        found: dict[str, Stored] = {}
+        for member in members:
+            stored = _look_into(archive, member)
+            if stored is not None:
+                found[member.filename.removesuffix(".npy")] = stored
+        return found
+
+
+def _look_into(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored | None:
+    """The member's array; None where it is not of floating-point numbers."""
+    if member.flag_bits & 1 or member.compress_type not in (
+        zipfile.ZIP_STORED,
+        zipfile.ZIP_DEFLATED,
+    ):
+        raise Unhealthy(f"{member.filename[:40]!r} is packed in a way that is not read")
+    # A bias may well be all zeros, so what is small may be squeezed as far as it goes.
+    if member.file_size > PIECE + _MOST_SQUEEZED * member.compress_size:
+        raise Unhealthy(f"{member.filename[:40]!r} would unpack to far more than it is")
+    if not member.filename.endswith(".npy"):
+        return None
+    with archive.open(member) as file:
+        magic, version, _ = _NPY_START.unpack(_read(file, _NPY_START.size))
+        if magic != b"\x93NUMPY":
+            raise Unhealthy(f"{member.filename[:40]!r} is not an array")
+        digits = 2 if version == 1 else 4
+        length = int.from_bytes(_read(file, digits), "little")
+        if length > _LONGEST_HEADER:
+            raise Unhealthy(f"{member.filename[:40]!r} has a header that is too long")
+        header = _read(file, length)
+    match = _NPY_HEADER.fullmatch(header)
+    if match is None:
+        return None
+    dtype, swapped, sizes = (group.decode() for group in match.groups())
+    shape = tuple(int(size) for size in sizes.split(",") if size.strip())
+    start = _NPY_START.size + digits + length
+    stored = Stored(shape, _NPY_TYPES[dtype], start, member.filename, swapped == "True")
+    if stored.bytes + start != member.file_size:
+        raise Unhealthy(f"{member.filename[:40]!r} has a shape that is not that of its bytes")
+    return stored

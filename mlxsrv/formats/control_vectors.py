@@ -1,0 +1,107 @@
+"""What files of control vectors say: one direction for each layer that the vector changes.
+
+repeng and llama.cpp write them as GGUF, others as safetensors, in both with tensors that are called
+`direction.N`: what is added to the output of layer N, counted from 0. Nothing here needs MLX, so
+the server looks at the files before there is a model.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import msgspec
+import numpy as np
+
+from mlxsrv.formats.arrays import Stored, list_arrays, read_array
+from mlxsrv.formats.gguf import is_gguf, list_gguf
+from mlxsrv.formats.headers import Unhealthy, check_content
+
+Direction: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
+
+_LONGEST_HINT = 100  # characters
+_NAME = re.compile(r"direction\.(0|[1-9][0-9]{0,3})")
+
+
+class VectorFile(msgspec.Struct, frozen=True):
+    """A control vector by its header: the layers it changes, in order, and the model's width.
+
+    `model_hint` is the kind of model, such as "qwen3", that the file says it was made for.
+    """
+
+    path: Path
+    layers: tuple[int, ...]
+    width: int
+    model_hint: str | None = None
+
+
+def read_vector(path: Path) -> VectorFile:
+    """What the header of a GGUF or safetensors file says.
+
+    Raises:
+        ValueError: it cannot be read, is cut short, or holds no control vector; one line, with the
+            file's name and not where it is.
+    """
+    with _reading(path):
+        return _look_into(path)[0]
+
+
+def read_directions(file: VectorFile) -> dict[int, Direction]:
+    """The direction of each layer, `(width,)` each.
+
+    Raises:
+        ValueError: as `read_vector`; also if a number is not finite, or the file has changed since.
+    """
+    with _reading(file.path):
+        found, directions = _look_into(file.path)
+        if found != file:
+            raise Unhealthy("it has changed since the server looked at it")
+        return {
+            layer: np.concatenate([piece.ravel() for piece in read_array(file.path, stored)])
+            for layer, stored in directions.items()
+        }
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around all work on a file: whatever goes wrong names it."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
+    except (Unhealthy, ValueError) as error:
+        text = str(error)
+        raise ValueError(text if repr(path.name) in text else f"{path.name!r}: {text}") from None
+
+
+def _look_into(path: Path) -> tuple[VectorFile, Mapping[int, Stored]]:
+    check_content(path)
+    arrays, fields = list_gguf(path) if is_gguf(path) else (list_arrays(path), {})
+    directions = _find_directions(arrays)
+    width, *others = {math.prod(stored.shape) for stored in directions.values()}
+    if others:
+        raise Unhealthy("its directions are not all of the same width")
+    hint = fields.get("controlvector.model_hint")
+    said = isinstance(hint, str) and 0 < len(hint) <= _LONGEST_HINT and hint.isprintable()
+    return VectorFile(path, tuple(directions), width, hint if said else None), directions
+
+
+def _find_directions(arrays: Mapping[str, Stored]) -> dict[int, Stored]:
+    """At least one, by its layer, in order. Other arrays may be there, too."""
+    found: dict[int, Stored] = {}
+    for name, stored in arrays.items():
+        if not name.startswith("direction."):
+            continue
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise Unhealthy(f"{name[:40]!r} is the direction of no layer")
+        if not stored.shape or not 0 < max(stored.shape) == math.prod(stored.shape):
+            raise Unhealthy(f"{name} is not a vector")
+        found[int(match[1])] = stored
+    if not found:
+        raise Unhealthy("it has no array of floating-point numbers that is called direction.N")
+    return dict(sorted(found.items()))

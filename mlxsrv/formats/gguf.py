@@ -1,0 +1,137 @@
+"""The arrays in a GGUF file, and what else it says.
+
+Only the header is read, in little-endian order: counts, fields with their values, then the arrays'
+names and places. No file is trusted: whatever it holds, it is read or `Unhealthy`.
+https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mlxsrv.formats.arrays import Stored
+from mlxsrv.formats.headers import Unhealthy
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)  # which are laid out alike
+_LONGEST_HEADER = 16 * 1024 * 1024  # bytes; that of a whole model, vocabulary and all, has ten
+_TEXT, _ARRAY = 8, 9
+_LAYOUTS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?"}
+_LAYOUTS |= {10: "<Q", 11: "<q", 12: "<d"}
+"""How a field's number is packed, by its type."""
+_DTYPES = {0: "F32", 1: "F16", 28: "F64", 30: "BF16"}
+_ALIGNMENTS = {1 << bits for bits in range(17)}
+_MOST_DIMENSIONS = 4
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether it begins as such a file does. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def list_gguf(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+    """The arrays by name, those of types that are no floating-point numbers left out; and the
+    numbers and texts among the fields.
+
+    Raises:
+        Unhealthy: its header is damaged or too long, or its arrays are not all there.
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        cursor = _Cursor(file.read(_LONGEST_HEADER))
+    cursor.skip(len(_MAGIC))
+    if cursor.number("<I") not in _VERSIONS:
+        raise Unhealthy("it is not GGUF of version 2 or 3 in little-endian order")
+    array_count, field_count = cursor.count(), cursor.count()
+    fields = {cursor.text(): cursor.value() for _ in range(field_count)}
+    found: dict[str, Stored] = {}
+    for _ in range(array_count):
+        name, stored = _read_array(cursor)
+        if name in found:
+            raise Unhealthy(f"it has {name[:40]!r} twice")
+        if stored is not None:
+            found[name] = stored
+    alignment = fields.get("general.alignment", 32)
+    if alignment not in _ALIGNMENTS:
+        raise Unhealthy("its alignment is no power of two")
+    data = -(-cursor.position // int(alignment)) * int(alignment)
+    arrays = {
+        name: msgspec.structs.replace(stored, start=data + stored.start)
+        for name, stored in found.items()
+    }
+    _check_places(arrays, path.stat().st_size)
+    return arrays, fields
+
+
+def _read_array(cursor: _Cursor) -> tuple[str, Stored | None]:
+    """The next array; its start counts from where the numbers begin."""
+    name = cursor.text()
+    dimensions = cursor.number("<I")
+    if dimensions > _MOST_DIMENSIONS:
+        raise Unhealthy("it has an array of more dimensions than there are in GGUF")
+    shape = tuple(cursor.count() for _ in range(dimensions))
+    dtype, start = _DTYPES.get(cursor.number("<I")), cursor.count()
+    # The first of GGUF's dimensions is the one that changes fastest.
+    return name, None if dtype is None else Stored(shape[::-1], dtype, start)
+
+
+def _check_places(arrays: dict[str, Stored], size: int) -> None:
+    """All are within the file, and do not lie on one another: a small file could else ask for any
+    amount of memory."""
+    if any(stored.start + stored.bytes > size for stored in arrays.values()):
+        raise Unhealthy("it is cut short")
+    if sum(stored.bytes for stored in arrays.values()) > size:
+        raise Unhealthy("it has arrays that lie on one another")
+
+
+class _Cursor:
+    """A place in a header that moves on with each read. Raises Unhealthy where there is no more."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self.position = 0
+
+    def skip(self, count: int) -> int:
+        """Move on, and return from where."""
+        start = self.position
+        if count > len(self._data) - start:
+            raise Unhealthy("its header is cut short, or too long")
+        self.position += count
+        return start
+
+    def number(self, layout: str) -> Any:
+        return struct.unpack_from(layout, self._data, self.skip(struct.calcsize(layout)))[0]
+
+    def count(self) -> int:
+        found: int = self.number("<Q")
+        return found
+
+    def text(self) -> str:
+        length = self.count()
+        start = self.skip(length)
+        return self._data[start : start + length].decode(errors="replace")
+
+    def value(self) -> Any:
+        """A field's number or text; of an array nothing is kept."""
+        kind = self.number("<I")
+        if kind != _ARRAY:
+            return self._item(kind)
+        kind, count = self.number("<I"), self.count()
+        if kind in _LAYOUTS:
+            self.skip(count * struct.calcsize(_LAYOUTS[kind]))
+        else:
+            for _ in range(count):
+                self._item(kind)
+        return None
+
+    def _item(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self.text()
+        if kind not in _LAYOUTS:
+            raise Unhealthy("its header has a value of a type that is not known")
+        return self.number(_LAYOUTS[kind])

@@ -1,0 +1,407 @@
+"""What the files of a sparse autoencoder say: its shape, its kind, and the layer it is for.
+
+Three families of files are read, those of SAELens, of Gemma Scope and of sparsify. Each is taken
+as its own library takes it, and what changes the maths in a way that is not computed here, a
+transcoder's skip connection for one, is refused with the reason: activations that are nearly right
+are worse than none. Matrices are oriented by their shapes; a square one by its library's custom.
+
+Nothing here imports MLX, so the floors above may look at files before there is a model. Files come
+from anywhere: each is bounded, and whatever is in one, the answer is a SAEFile or a ValueError,
+whose message is one line and has file names only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from mlxsrv.formats.headers import Object, Unhealthy, number, read_object
+from mlxsrv.formats.sae_tensors import (
+    BIASES,
+    Architecture,
+    Source,
+    list_parts,
+    refuse,
+    short,
+    sizes,
+)
+
+Normalization = Literal["none", "constant_norm_rescale", "layer_norm"]
+_LONGEST_TEXT = 1024 * 1024  # bytes of a cfg.json, which has a hundred lines at the most
+_LONGEST_NAME = 200  # characters
+_DEEPEST, _MOST_FOUND, _MOST_SEEN = 8, 1000, 100_000  # folders
+
+
+class SAEFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A sparse autoencoder by its files.
+
+    Attributes:
+        weights: the file of arrays.
+        layer: whose output it is for, or its input if `before`; None where the files do not say.
+        k: how many features of a token may be active, where that is what limits them.
+        subtracts_b_dec: whether the decoder's bias is taken off before encoding.
+        rescales: activations count in lengths of the decoder's rows.
+        bytes: of its arrays in float32, as the engine holds them.
+        warnings: what may surprise whoever uses it, a sentence each.
+    """
+
+    weights: Path
+    source: Source
+    architecture: Architecture
+    d_in: int
+    d_sae: int
+    layer: int | None
+    before: bool = False
+    hook_name: str | None = None
+    model_name: str | None = None
+    k: int | None = None
+    subtracts_b_dec: bool
+    normalization: Normalization = "none"
+    rescales: bool = False
+    bytes: int
+    warnings: tuple[str, ...] = ()
+
+
+def read_sae(path: Path) -> SAEFile:
+    """What the SAE in a folder, or in its file of weights, says.
+
+    Raises:
+        ValueError: there is none, or it cannot be used; one line, without the folder.
+    """
+    try:
+        if path.name in _READERS:
+            return _READERS[path.name](path)
+        for name, read in _READERS.items():
+            if (path / name).is_file():
+                return read(path / name)
+        refuse(f"there is none of {', '.join(_READERS)}")
+    except Unhealthy as error:
+        raise ValueError(str(error)) from None
+    except OSError as error:
+        raise ValueError(error.strerror or "it cannot be read") from None
+
+
+def find_saes(root: Path) -> Iterator[Path]:
+    """The folders at and below `root` that look like an SAE, in order, up to a thousand.
+
+    Links are followed, though no folder is looked at twice, and none inside an SAE.
+    """
+    waiting = [(root, 0)]
+    seen: set[tuple[int, int]] = set()
+    found = 0
+    while waiting and found < _MOST_FOUND and len(seen) < _MOST_SEEN:
+        folder, depth = waiting.pop()
+        try:
+            about = folder.stat()
+            if (about.st_dev, about.st_ino) in seen:
+                continue
+            seen.add((about.st_dev, about.st_ino))
+            with os.scandir(folder) as entries:
+                files, below = _split(entries)
+        except (OSError, ValueError):
+            continue
+        if any(name in files and (extra is None or extra in files) for name, extra in _MARKS):
+            found += 1
+            yield folder
+        elif depth < _DEEPEST:
+            waiting += [(folder / name, depth + 1) for name in sorted(below, reverse=True)]
+
+
+def _split(entries: Iterator[os.DirEntry[str]]) -> tuple[set[str], list[str]]:
+    files: set[str] = set()
+    below: list[str] = []
+    for entry in entries:
+        if entry.is_dir():
+            below.append(entry.name)
+        elif entry.name in _READERS or entry.name in ("cfg.json", "config.json"):
+            files.add(entry.name)
+    return files, below
+
+
+# Which layer.
+
+_PLACE = re.compile(
+    r"(?:[a-z_.]*[._])?(?:blocks|layers|layer|h)[._](\d{1,4})(?:[._](\w+))?",
+    re.ASCII | re.IGNORECASE,
+)
+_OUTPUTS = {None, "output", "hook_out", "resid_post", "hook_resid_post"}
+_INPUTS = {"input", "hook_in", "resid_pre", "hook_resid_pre"}
+
+
+def parse_hook(name: str) -> tuple[int, bool]:
+    """The layer of a hook's name, and whether it is at the layer's input.
+
+    Raises:
+        Unhealthy: it is at neither the input nor the output of a layer.
+    """
+    found = _PLACE.fullmatch(name) if len(name) <= _LONGEST_NAME else None
+    if found is None or found[2] not in _OUTPUTS | _INPUTS:
+        refuse(f"it is for {short(name)}, which is neither a layer's output nor its input")
+    return int(found[1]), found[2] in _INPUTS
+
+
+def _describe(
+    weights: Path, source: Source, architecture: Architecture, config: Object, **said: Any
+) -> SAEFile:
+    """The SAE with these arrays. What the config says of its shape must be so."""
+    parts = list_parts(weights, source, architecture)
+    d_in, d_sae = sizes(parts)
+    for key, size in (("d_in", d_in), ("d_sae", d_sae), ("num_latents", d_sae), ("width", d_sae)):
+        # A num_latents of 0 stands for another key.
+        if config.get(key) not in (None, 0, size):
+            refuse(f"its {key} is {short(config[key])}, that of its arrays is {size}")
+    has_threshold = "threshold" in parts
+    if has_threshold or architecture not in ("topk", "batch_topk"):
+        said["k"] = None
+    elif said["k"] is None or said["k"] > d_sae:
+        refuse(f"its k is {said['k']}, of {d_sae} features")
+    elif architecture == "batch_topk":
+        note = "it has no threshold, so the k largest of each token are active"
+        said["warnings"] = (*said["warnings"], note)
+    vectors = len(BIASES[architecture]) + (architecture == "batch_topk" and has_threshold)
+    vectors += said.get("rescales", False)  # the lengths of the decoder's rows
+    return SAEFile(
+        weights=weights,
+        source=source,
+        architecture=architecture,
+        d_in=d_in,
+        d_sae=d_sae,
+        bytes=4 * (2 * d_in * d_sae + vectors * d_sae + d_in),
+        **said,
+    )
+
+
+def _flag(config: Object, key: str, default: bool) -> bool:
+    value = config.get(key, default)
+    if not isinstance(value, bool):
+        refuse(f"its {key} is {short(value)}, which is neither true nor false")
+    return value
+
+
+def _text(value: object) -> str | None:
+    return (
+        value
+        if isinstance(value, str) and 0 < len(value) <= _LONGEST_NAME and value.isprintable()
+        else None
+    )
+
+
+def _count(config: Object, key: str) -> int:
+    """A number of something, which may be written as 64.0."""
+    value = config.get(key)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    found = number({key: value}, key)
+    if found is None:
+        refuse(f"its {key} is {short(value)}")
+    return found
+
+
+# SAELens. Before version 6 all keys were side by side, and some had other names.
+
+_KINDS: dict[str, Architecture] = {
+    "standard": "standard",
+    "jumprelu": "jumprelu",
+    "topk": "topk",
+    "gated": "gated",
+    # These are saved as jumprelu once trained; a checkpoint has its one threshold beside.
+    "batchtopk": "batch_topk",
+    "batch_topk": "batch_topk",
+    "matryoshka_batchtopk": "batch_topk",
+}
+_NORMALIZATIONS: dict[Any, Normalization] = {
+    None: "none",
+    False: "none",
+    "none": "none",
+    "constant_norm_rescale": "constant_norm_rescale",
+    "layer_norm": "layer_norm",
+}
+
+
+def _read_saelens(weights: Path) -> SAEFile:
+    config = read_object(weights.with_name("cfg.json"), limit=_LONGEST_TEXT)
+    nested = config.get("metadata")
+    said = {**(nested if isinstance(nested, dict) else {}), **config}
+    architecture, k = _saelens_kind(said)
+    if said.get("hook_head_index", said.get("hook_point_head_index")) is not None:
+        refuse("it is for one head of an attention")
+    if said.get("reshape_activations") not in (None, "none"):
+        refuse(f"it reshapes activations by {short(said['reshape_activations'])}")
+    if said.get("hook_name_out") is not None:
+        refuse("it is a transcoder")
+    warnings = []
+    hook_name = said.get("hook_name", said.get("hook_point"))
+    layer, before = _saelens_layer(hook_name, said.get("hook_layer", said.get("hook_point_layer")))
+    if hook_name is None:
+        warnings.append("its files do not say which hook it is for")
+    loading = said.get("model_from_pretrained_kwargs")
+    if isinstance(loading, dict) and loading.get("center_writing_weights") is True:
+        warnings.append("it was trained on hidden states with their mean taken out")
+    return _describe(
+        weights,
+        "saelens",
+        architecture,
+        config,
+        layer=layer,
+        before=before,
+        hook_name=_text(hook_name),
+        model_name=_text(said.get("model_name")),
+        k=k,
+        subtracts_b_dec=_flag(said, "apply_b_dec_to_input", True),
+        normalization=_normalization(said.get("normalize_activations")),
+        rescales=architecture in ("topk", "batch_topk")
+        and _flag(said, "rescale_acts_by_decoder_norm", False),
+        warnings=tuple(warnings),
+    )
+
+
+def _saelens_kind(said: Object) -> tuple[Architecture, int | None]:
+    name = said.get("architecture", "standard")
+    if not isinstance(name, str) or name not in _KINDS:
+        refuse(f"its architecture is {short(name)}, which is not supported")
+    architecture = _KINDS[name]
+    function = said.get("activation_fn_str", said.get("activation_fn"))
+    options = said.get("activation_fn_kwargs")
+    options = options if isinstance(options, dict) else {}
+    if options.get("signed"):
+        refuse("it takes the k largest by amount, whatever their sign")
+    if function == "topk" and architecture in ("standard", "topk"):
+        architecture = "topk"
+    elif function not in (None, "relu", name):
+        refuse(f"its activation function is {short(function)}, which is not supported")
+    if architecture not in ("topk", "batch_topk"):
+        return architecture, None
+    k = said.get("k", options.get("k"))
+    return architecture, None if k is None else _count({"k": k}, "k")
+
+
+def _saelens_layer(hook_name: object, hook_layer: object) -> tuple[int | None, bool]:
+    stated = hook_layer if type(hook_layer) is int and 0 <= hook_layer < 10_000 else None
+    if hook_name is None:
+        return stated, False
+    if not isinstance(hook_name, str):
+        refuse(f"its hook is {short(hook_name)}")
+    layer, before = parse_hook(hook_name)
+    if stated not in (None, layer):
+        refuse(f"its hook is {short(hook_name)}, its layer {stated}")
+    return layer, before
+
+
+def _normalization(value: object) -> Normalization:
+    if value is True or value == "expected_average_only_in":
+        refuse("it scales hidden states by a factor that its files do not tell")
+    if not (value is None or isinstance(value, bool | str)) or value not in _NORMALIZATIONS:
+        refuse(f"it normalizes activations by {short(value)}, which is not supported")
+    return _NORMALIZATIONS[value]
+
+
+# sparsify: the folder's name is the module whose output it is for.
+
+
+def _read_sparsify(weights: Path) -> SAEFile:
+    config = read_object(weights.with_name("cfg.json"), limit=_LONGEST_TEXT)
+    if config.get("activation", "topk") != "topk":
+        refuse(f"its activation is {short(config['activation'])}, which is not supported")
+    for key, what in (
+        ("transcode", "it is a transcoder"),
+        ("skip_connection", "it has a skip connection"),
+        ("embed_skip", "it has a skip connection"),
+        ("gram_lookup", "it reads a table of n-grams"),
+        ("signed", "it takes the k largest by amount, whatever their sign"),
+    ):
+        if _flag(config, key, False):
+            refuse(what)
+    if not config.get("num_latents"):
+        width = _count(config, "d_in") * _count(config, "expansion_factor")
+        config = config | {"num_latents": width}
+    folder = weights.absolute().parent
+    name = folder.parent.name if re.fullmatch(r"seed\d+", folder.name) else folder.name
+    layer, warnings = None, ["its folder's name does not say which layer it is for"]
+    if re.search(r"embed|wte", name):
+        refuse("it is for embeddings, not for a layer's output")
+    if re.search(r"(?:^|[._])(?:blocks|layers|layer|h)[._]\d", name):
+        (layer, _), warnings = parse_hook(name), []
+    return _describe(
+        weights,
+        "sparsify",
+        "topk",
+        config,
+        layer=layer,
+        hook_name=name if layer is not None else None,
+        model_name=_sparsify_model(folder.parent),
+        k=_count(config, "k"),
+        subtracts_b_dec=True,
+        warnings=tuple(warnings),
+    )
+
+
+def _sparsify_model(folder: Path) -> str | None:
+    """The model, by the config of the training run beside the folders of its SAEs."""
+    try:
+        return _text(read_object(folder / "config.json", limit=_LONGEST_TEXT).get("model"))
+    except (Unhealthy, OSError):
+        return None
+
+
+# Gemma Scope: the folders say which layer, the repository what it is for. The second edition, for
+# Gemma 3, has a config.json beside.
+
+_OTHER_SITES = re.compile(
+    r"gemma-scope.*-(?:att|mlp|transcoders)\b|(?:attn_out|mlp_out|transcoder|clt)"
+)
+
+
+def _read_gemma(weights: Path) -> SAEFile:
+    folders = weights.absolute().parent.parts[::-1]
+    if "embedding" in folders[:3]:
+        refuse("it is for embeddings, not for a layer's output")
+    if any(_OTHER_SITES.match(name.split("--")[-1]) for name in folders[:8]):
+        refuse("it is for an attention, an MLP or a transcoder, not for a layer's output")
+    layer, warnings = None, []
+    for name in folders[:4]:
+        if found := re.search(r"(?:^|_)layer_(\d{1,4})(?:_|$)", name):
+            layer = int(found[1])
+            break
+    if layer is None:
+        warnings.append("its folders' names do not say which layer it is for")
+    config: Object = {}
+    if weights.suffix != ".npz":
+        config = read_object(weights.with_name("config.json"), limit=_LONGEST_TEXT)
+        if config.get("architecture") != "jump_relu" or config.get("type", "sae") != "sae":
+            refuse("it is not a jumprelu SAE")
+        hook = config.get("hf_hook_point_in")
+        if hook is not None:
+            stated, before = parse_hook(hook if isinstance(hook, str) else short(hook))
+            if before or layer not in (None, stated):
+                refuse(f"its hook is {short(hook)}, and that is not what its folder says")
+            layer, warnings = stated, []
+    return _describe(
+        weights,
+        "gemma_scope",
+        "jumprelu",
+        config,
+        layer=layer,
+        model_name=_text(config.get("model_name")),
+        hook_name=_text(config.get("hf_hook_point_in")),
+        subtracts_b_dec=False,
+        warnings=tuple(warnings),
+    )
+
+
+_READERS: dict[str, Callable[[Path], SAEFile]] = {
+    "sae_weights.safetensors": _read_saelens,
+    "sae.safetensors": _read_sparsify,
+    "params.npz": _read_gemma,
+    "params.safetensors": _read_gemma,
+}
+_MARKS = (
+    ("sae_weights.safetensors", "cfg.json"),
+    ("sae.safetensors", "cfg.json"),
+    ("params.npz", None),
+    ("params.safetensors", "config.json"),
+)

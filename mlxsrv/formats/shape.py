@@ -1,0 +1,82 @@
+"""Whether what a config says of a model's size can be so, by the headers of its weights.
+
+A model is built from its config before a weight is read, on the thread that serves all models: a
+config of 60,000 layers beside two of them would hold everybody up for minutes, and take gigabytes.
+Loading would then fail, since every part must have its weights. So numbers that no weights could
+fit are told before anything is built.
+
+Only what is certain is refused. Conversions leave parts out, layers share weights, files pack
+several numbers in one: so a number may be some times what the files show.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from mlxsrv.formats.headers import Object, Tensor, Unhealthy
+
+MOST_LAYERS = 1000
+"""Of any model; the deepest that there are have some two hundred."""
+
+_LAYERS = re.compile(r"(?!\w*_per_)(?:num|n)_(?:\w+_)?layers?|num_loops|altup_num_inputs")
+_LISTS = re.compile(r"\w*(?:layer|block)\w*|\w*pattern")
+_PATTERNS = re.compile(r"\w*pattern")
+"""Lists of which each entry is a layer, and texts of which each letter is."""
+_SIZES = frozenset(
+    (
+        *("vocab_size", "hidden_size", "n_embd", "d_model", "head_dim"),
+        *("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size"),
+        *("num_attention_heads", "n_head", "n_heads", "num_key_value_heads"),
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    )
+)
+"""Numbers that a dimension of some tensor is a multiple of; or there is a tensor for each."""
+
+_ROOM = 4  # times what the files show
+_SPARE = 64  # layers, of parts that a conversion leaves out
+_DEEPEST = 3  # configs in configs
+
+
+def check_shape(config: Object, tensors: Mapping[str, Tensor]) -> None:
+    """Raises Unhealthy if a model of these sizes could never have these tensors."""
+    named = {name[: found.end()] for name in tensors for found in re.finditer(r"\d+", name)}
+    most = min(_ROOM * len(named) + _SPARE, MOST_LAYERS)
+    for key, value in _depths(config):
+        if value > most:
+            _refuse(key, value, "its weights are not of so many layers")
+    sizes = [size for tensor in tensors.values() for size in tensor.shape]
+    largest = _ROOM * max([len(tensors), *sizes])
+    inner = config.get("text_config")
+    for place in (config, inner if isinstance(inner, dict) else {}):
+        for key in _SIZES & place.keys():
+            if type(place[key]) is int and place[key] > largest:
+                _refuse(key, place[key], "no tensor in its weights is of such a size")
+
+
+def check_rank(rank: object, tensors: Mapping[str, Tensor]) -> None:
+    """Raises Unhealthy if a LoRA adapter of this rank could never have these tensors."""
+    for name, tensor in tensors.items():
+        if name.endswith(".lora_a") and rank in tensor.shape:
+            return
+    raise Unhealthy(f"its rank is {str(rank)[:100]}, and it has no such lora_a")
+
+
+def _refuse(key: str, value: int, why: str) -> None:
+    raise Unhealthy(f"'config.json' has {str(value)[:20]} for {key}, and {why}")
+
+
+def _depths(config: Object, depth: int = 0) -> Iterator[tuple[str, int]]:
+    """How many layers a config asks for, by its keys; those of configs inside too.
+
+    How weights are packed is no such config: it may name each matrix that is not.
+    """
+    for key, value in config.items():
+        if type(value) is int and _LAYERS.fullmatch(key):
+            yield key, value
+        elif (isinstance(value, list) and _LISTS.fullmatch(key)) or (
+            isinstance(value, str) and _PATTERNS.fullmatch(key)
+        ):
+            yield key, len(value)
+        elif isinstance(value, dict) and depth < _DEEPEST and not key.startswith("quantization"):
+            yield from _depths(value, depth + 1)

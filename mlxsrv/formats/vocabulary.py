@@ -1,0 +1,57 @@
+"""The tokens that a tokenizer's files add to its vocabulary, read without loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from mlxsrv.formats.folders import read_start
+from mlxsrv.formats.headers import LONGEST_TEXT, Object
+
+_THINKING = (
+    ("<think>", "</think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|channel>", "<channel|>"),
+)
+"""What mlx-lm takes for the marks of thoughts."""
+
+
+class _Added(msgspec.Struct):
+    content: Any = None
+
+
+class _File(msgspec.Struct):
+    """A `tokenizer.json`; the rest, megabytes of vocabulary, is skipped."""
+
+    added_tokens: list[_Added] = []
+
+
+_decode = msgspec.json.Decoder(_File).decode
+
+
+def thinks(folder: Path, files: Iterable[str], settings: Object) -> bool:
+    """Whether the tokenizer has marks of thoughts; `settings` are of `tokenizer_config.json`."""
+    added = _listed(settings) | _added(folder, files)
+    return any(start in added and end in added for start, end in _THINKING)
+
+
+def _listed(settings: Object) -> set[str]:
+    listed = settings.get("added_tokens_decoder")
+    tokens = listed.values() if isinstance(listed, dict) else ()
+    return {_text(token.get("content")) for token in tokens if isinstance(token, dict)}
+
+
+def _added(folder: Path, files: Iterable[str]) -> set[str]:
+    text = read_start(folder / "tokenizer.json", files, LONGEST_TEXT)
+    try:
+        return {_text(token.content) for token in _decode(text or "{}").added_tokens}
+    except (msgspec.DecodeError, RecursionError):
+        return set()  # loading it will say what is wrong
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

@@ -1,0 +1,1 @@
+"""Find models by name: in folders, in the hub cache, on the hub."""

@@ -1,0 +1,373 @@
+"""The models that this server may serve, by the names that requests use.
+
+Four sources, each adding what the ones before it have not named: the command line, `--models-dir`,
+the Hugging Face cache, and the demo. What the command line says is known at once; the others are
+looked through in a worker thread, again whenever they have changed. All of it is read from files:
+nothing is loaded, and nothing that a request says is ever taken for a path.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+import time
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from mlxsrv.errors import ModelNotFound
+from mlxsrv.formats.folders import signature
+from mlxsrv.formats.model_folder import Description, Unhealthy, adapter_bytes, describe
+from mlxsrv.logs import log
+from mlxsrv.models.catalogue import hub
+from mlxsrv.settings import Settings, SettingsError
+
+_log = logging.getLogger("mlxsrv.models")
+
+DEMO = "demo"
+_DEMO_FOLDER = Path(__file__).parents[1] / "demo"
+
+_LONGEST_NAME = 200  # characters that a message repeats and that near names are looked for
+_MOST_NAMES = 20  # that a message lists
+
+
+class Source(msgspec.Struct, frozen=True):
+    """Where a model's files are: a folder here, or a repository of the Hugging Face hub."""
+
+    place: Path | hub.Repository
+    adapter: Path | None = None
+
+    def __str__(self) -> str:
+        return str(self.place) + (f"+{self.adapter}" if self.adapter is not None else "")
+
+    def folder(self) -> Path | None:
+        """The files, if they are here. Looks at the disk."""
+        return self.place if isinstance(self.place, Path) else hub.cached(self.place)
+
+    def fetch(self, check: Callable[[], None]) -> Path:
+        """The folder, downloading a repository that is not here. Blocks; `check` stops a download
+        by raising. Raises ServeError."""
+        if isinstance(self.place, Path):
+            return self.place
+        return hub.cached(self.place) or hub.fetch(self.place, check=check)
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One model under its name, with what its files say once they have been looked at.
+
+    `problem` is why it cannot be served. Neither that nor a description: its files are not here.
+    """
+
+    name: str
+    source: Source
+    created: int
+    aliases: tuple[str, ...] = ()
+    description: Description | None = None
+    problem: str | None = None
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """All models that were found, at one time, and what they were found in."""
+
+    entries: dict[str, Entry]
+    names: dict[str, str]
+    """From every name and alias to the entry's name."""
+    state: Hashable = None
+
+
+class Catalogue:
+    """All entries. The first that `--model` names is the default; the demo is always there.
+
+    Used on the event loop, except for its making.
+
+    Raises:
+        SettingsError: a folder that is not there, or a name given to two models.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._named = _named(settings.model)
+        self._seen: dict[Path, tuple[Hashable, Description | str]] = {}
+        self._reported: set[tuple[str, str]] = set()
+        self._refreshing = anyio.Lock()
+        for folder in settings.models_dir:
+            if not os.path.isdir(Path(folder).expanduser()):
+                raise SettingsError(f"models_dir: there is no folder {folder!r}")
+        demo = Source(_DEMO_FOLDER)
+        self._named.append(Entry(DEMO, demo, _created(demo)))
+        self._listing = _list(self._named, ())
+        self.default = next(iter(self._listing.entries))
+        wanted = [*settings.preload, *settings.pin, *(target for target, _ in self.drafts)]
+        if any(name not in self._listing.names for name in wanted):
+            self.scan()
+            self._require(wanted)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._listing.entries.values())
+
+    @property
+    def drafts(self) -> list[tuple[str, Source]]:
+        """Names of models and their draft models, as `--draft-model` gives them."""
+        pairs = [_split(text, "draft_model") for text in self._settings.draft_model]
+        return [(name or self.default, source) for name, source in pairs]
+
+    def draft(self, entry: Entry) -> Source | None:
+        """The draft model of this entry."""
+        names = (entry.name, *entry.aliases)
+        return next((source for name, source in self.drafts if name in names), None)
+
+    def name(self, name: str | None) -> str:
+        """The entry's name for a name or an alias that is known; else the name as it is."""
+        if name is None or name == "default":
+            return self.default
+        return self._listing.names.get(name, name)
+
+    def known(self, name: str | None) -> Entry | None:
+        return self._listing.entries.get(self.name(name))
+
+    async def find(self, name: str | None, *, download: bool = True) -> Entry:
+        """The entry that a request's `model` names.
+
+        A name that is not known may be that of a model which has arrived since; with
+        `--allow-download` it may also be that of a repository, unless `download` is false.
+
+        Raises:
+            ModelNotFound: with near names, and with how to get it.
+        """
+        entry = self.known(name)
+        if entry is None or entry.problem is not None:
+            await self.refresh()
+            entry = self.known(name)
+        if entry is not None and (entry.problem is None or self._given(entry)):
+            return entry
+        name = self.name(name)
+        repository = _repository(name)
+        missing = entry is None or isinstance(entry.source.place, hub.Repository)
+        if missing and repository is not None and download and self._settings.allow_download:
+            return Entry(name, Source(repository), int(time.time()))
+        if entry is not None:
+            raise ModelNotFound(
+                f"the model {name!r} cannot be served: {entry.problem}", param="model"
+            )
+        raise ModelNotFound(self._unknown(name[:_LONGEST_NAME], repository), param="model")
+
+    def _given(self, entry: Entry) -> bool:
+        """Whether the command line names it: then its problem is the load's to tell."""
+        return any(entry.name == named.name for named in self._named)
+
+    def scan(self) -> None:
+        """As `refresh`, without a loop. Blocks."""
+        self._listing = self._scan()
+
+    async def refresh(self) -> None:
+        """Look through the sources again, if anything in them has changed.
+
+        A worker thread reads the disk, one at a time; the loop swaps in the new listing, whole.
+        """
+        async with self._refreshing:
+            self._listing = await anyio.to_thread.run_sync(self._scan)
+        for entry in self:
+            self._report(entry)
+
+    def _scan(self) -> Listing:
+        state = self._state()
+        if state == self._listing.state:
+            return self._listing
+        named = [msgspec.structs.replace(e, **self._look(e)) for e in self._named]
+        found: list[Entry] = []
+        for folder, name in _folders(self._settings.models_dir):
+            found.append(self._found(name, Source(folder)))
+        for cached in hub.cached_models() if self._settings.hf_cache else ():
+            repository = _repository(cached.name)
+            if not cached.incomplete:
+                found.append(self._found(cached.name, Source(cached.folder)))
+            elif repository is not None:
+                problem = f"its download is not complete; run: python -m mlxsrv pull {cached.name}"
+                source = Source(repository)
+                found.append(Entry(cached.name, source, _created(source), problem=problem))
+        return _list(named, found, state)
+
+    def _state(self) -> Hashable:
+        """Changes when a source does."""
+        folders = [
+            *(folder for entry in self._named if (folder := entry.source.folder()) is not None),
+            *(folder for folder, _ in _folders(self._settings.models_dir)),
+        ]
+        adapters = [entry.source.adapter for entry in self._named if entry.source.adapter]
+        cache = hub.cache_state() if self._settings.hf_cache else None
+        return (cache, tuple((folder, signature(folder)) for folder in [*folders, *adapters]))
+
+    def _found(self, name: str, source: Source) -> Entry:
+        entry = Entry(name, source, int(time.time()))
+        return msgspec.structs.replace(entry, **self._look(entry))
+
+    def _look(self, entry: Entry) -> dict[str, Any]:
+        """What an entry's files say, as fields of it; files that have not changed are not read."""
+        folder = entry.source.folder()
+        if folder is None:
+            return {}
+        stamp = signature(folder)
+        seen = self._seen.get(folder)
+        if seen is None or seen[0] != stamp:
+            seen = (stamp, self._describe(folder, entry.name))
+            self._seen[folder] = seen
+        said = seen[1]
+        if isinstance(said, Description) and entry.source.adapter is not None:
+            try:
+                adapter_bytes(entry.source.adapter)
+            except Unhealthy as error:
+                said = f"its adapter: {error}"
+        if isinstance(said, str):
+            return {"problem": said}
+        return {"description": said, "created": int(said.modified_at)}
+
+    def _describe(self, folder: Path, name: str) -> Description | str:
+        try:
+            # A revision is no part of what a name says.
+            name = name.partition("@")[0]
+            return describe(folder, name=name, trust_remote_code=self._settings.trust_remote_code)
+        except Unhealthy as error:
+            return str(error)
+
+    def _report(self, entry: Entry) -> None:
+        """Log a problem, once."""
+        if entry.problem is None or (entry.name, entry.problem) in self._reported:
+            return
+        self._reported.add((entry.name, entry.problem))
+        log(_log, logging.WARNING, "model left out", model=entry.name, reason=entry.problem)
+
+    def _require(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._listing.names:
+                raise SettingsError(f"the model {name!r} is not served here; {self._hint(name)}")
+
+    def _unknown(self, name: str, repository: hub.Repository | None) -> str:
+        text = f"the model {name!r} is not served here; {self._hint(name)}"
+        if repository is not None:
+            text += f". To get it: python -m mlxsrv pull {name}"
+        return text
+
+    def _hint(self, name: str) -> str:
+        names = [
+            n for n, id in self._listing.names.items() if not self._listing.entries[id].problem
+        ]
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        if near:
+            return "did you mean " + " or ".join(map(repr, near)) + "?"
+        return "served are: " + ", ".join(map(repr, names[:_MOST_NAMES]))
+
+
+def _named(models: Sequence[str]) -> list[Entry]:
+    """The entries of the command line; further names for the same files are aliases."""
+    entries: dict[Source, Entry] = {}
+    taken: dict[str, Source] = {}
+    for text in models:
+        name, source = _split(text, "model")
+        name = name or _own_name(source)
+        if taken.setdefault(name, source) != source:
+            raise SettingsError(f"model: two models are called {name!r}; use NAME=PATH")
+        entry = entries.get(source)
+        if entry is None:
+            entries[source] = Entry(name, source, _created(source))
+        elif name not in (entry.name, *entry.aliases):
+            entries[source] = msgspec.structs.replace(entry, aliases=(*entry.aliases, name))
+    return [
+        _with_id(entry) if _own_name(entry.source) not in taken else entry
+        for entry in entries.values()
+    ]
+
+
+def _with_id(entry: Entry) -> Entry:
+    """A repository keeps its id beside the name it is given."""
+    if not isinstance(entry.source.place, hub.Repository) or entry.source.adapter is not None:
+        return entry
+    return msgspec.structs.replace(entry, aliases=(*entry.aliases, _own_name(entry.source)))
+
+
+def _split(text: str, option: str) -> tuple[str, Source]:
+    """What `[NAME=]ID_OR_PATH[+ADAPTER_DIR]` means. The name is empty where none is given."""
+    name, equals, rest = text.partition("=")
+    if not equals or os.path.exists(text):
+        name, rest = "", text
+    adapter = None
+    if not os.path.isdir(os.path.expanduser(rest)) and "+" in rest:
+        rest, _, directory = rest.rpartition("+")
+        adapter = Path(directory).expanduser()
+        if not os.path.isdir(adapter):
+            raise SettingsError(f"{option}: there is no adapter folder {directory!r}")
+    return name, Source(_place(rest, option), adapter)
+
+
+def _place(text: str, option: str) -> Path | hub.Repository:
+    folder = Path(text).expanduser()
+    if text and os.path.isdir(folder):  # Path.is_dir raises on names that are too long
+        return folder
+    if text == DEMO:
+        return _DEMO_FOLDER
+    repository = _repository(text)
+    if repository is None:
+        raise SettingsError(f"{option}: there is no folder {text!r}")
+    return repository
+
+
+def _repository(text: str) -> hub.Repository | None:
+    if text.startswith((".", "/", "~")):
+        return None
+    try:
+        return hub.Repository.parse(text)
+    except ValueError:
+        return None
+
+
+def _own_name(source: Source) -> str:
+    place = source.place
+    name = place.resolve().name if isinstance(place, Path) else str(place)
+    return name if source.adapter is None else f"{name}+{source.adapter.resolve().name}"
+
+
+def _created(source: Source) -> int:
+    place = source.place
+    return int(place.stat().st_mtime if isinstance(place, Path) else time.time())
+
+
+def _list(named: Iterable[Entry], found: Iterable[Entry], state: Hashable = None) -> Listing:
+    """All entries, of those with the same name or the same files the first."""
+    entries: dict[str, Entry] = {}
+    names: dict[str, str] = {}
+    folders: set[Path] = set()
+    for entry in [*named, *found]:
+        place = entry.source.place
+        folder = place.resolve() if isinstance(place, Path) else None
+        again = entry.source.adapter is None and folder in folders
+        if again or entry.name in names:
+            continue
+        if folder is not None and entry.source.adapter is None:
+            folders.add(folder)
+        entries[entry.name] = entry
+        for name in (entry.name, *entry.aliases):
+            names.setdefault(name, entry.name)
+    return Listing(entries, names, state)
+
+
+def _folders(roots: Iterable[str]) -> Iterator[tuple[Path, str]]:
+    """Model folders below these, and what they are called: NAME or ORG/NAME."""
+    for root in map(Path, roots):
+        for one in _subfolders(root.expanduser()):
+            if (one / "config.json").exists():
+                yield one, one.name
+                continue
+            for two in _subfolders(one):
+                if (two / "config.json").exists():
+                    yield two, f"{one.name}/{two.name}"
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.is_dir())
+    except OSError:
+        return []

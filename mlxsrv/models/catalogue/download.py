@@ -1,0 +1,398 @@
+"""Bringing a model, or single files, from the Hugging Face hub into its cache.
+
+huggingface-hub signs the requests, names what is wrong with the answers, and makes the snapshot.
+Three things it does not do (2.4) are done here:
+
+- A download that broke goes on where it stopped, also one of a process that was killed.
+- A file becomes a blob only when its checksum is the one that the hub says.
+- The snapshot and the ref come last. So a model that is in the cache can be served while a newer
+  revision of it arrives, or fails to; and what the cache shows of a repository is whole.
+
+Files come one at a time, in the thread that asks: where that stops, nothing goes on. Imported on
+first use, for what it imports takes 0.1 s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any
+
+import msgspec
+from huggingface_hub import HfApi, constants, errors, hf_hub_url, snapshot_download
+from huggingface_hub.utils import (
+    WeakFileLock,
+    build_hf_headers,
+    hf_raise_for_status,
+    http_stream_backoff,
+    tqdm,
+)
+from msgspec import Meta
+
+from mlxsrv.errors import ModelNotFound, ModelNotLoaded, ServeError
+from mlxsrv.formats.model_folder import Unhealthy, describe
+from mlxsrv.models.catalogue.hub import Repository, cached, matches, read_ref
+from mlxsrv.version import __version__
+
+Choice = Callable[[Sequence[str]], Sequence[str]]
+"""Takes the paths on the hub, gives those that are to come; or raises."""
+
+_WEIGHTS = ("model*.safetensors", "?_Dense/model.safetensors")
+_FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", *_WEIGHTS)
+"""What serving may need. Never code, and of all formats of weights only the one that is read."""
+
+_WAITS = (1.0, 2.0, 4.0, 8.0)
+"""Seconds before each further try, while no bytes arrive; then the download has failed."""
+
+_CLIENT = {"library_name": "mlxsrv", "library_version": __version__}
+
+_HEADER = b'{"stand-in": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
+_STAND_IN = len(_HEADER).to_bytes(8, "little") + _HEADER + b"\0"
+"""A whole file of weights, of one number."""
+
+
+class File(msgspec.Struct, frozen=True):
+    """A file on the hub. Its checksum is SHA-256 if it is a large one, else what git has."""
+
+    path: str
+    size: Annotated[int, Meta(ge=0)]
+    checksum: Annotated[str, Meta(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})\Z")]
+
+    def __post_init__(self) -> None:
+        path = PurePosixPath(self.path)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{self.path!r} leads elsewhere")
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the file at `path` is this one. Reads all of it."""
+        if path.stat().st_size != self.size:
+            return False
+        with path.open("rb") as file:
+            if len(self.checksum) == 64:
+                return hashlib.file_digest(file, "sha256").hexdigest() == self.checksum
+            git = hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
+            git.update(file.read())
+            return git.hexdigest() == self.checksum
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """A repository's revision as the hub has it: its hash, and the files that serving needs."""
+
+    hash: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")]
+    weights: list[File]
+    others: list[File]
+
+
+def download(repository: Repository, progress: bool, check: Callable[[], None]) -> Path:
+    """What `hub.fetch` promises."""
+    return _run(_Download(repository, progress, check, _choose_model))
+
+
+def download_files(repository: Repository, choose: Choice, check: Callable[[], None]) -> Path:
+    """What `hub.fetch_files` promises."""
+    return _run(_FilesDownload(repository, False, check, choose))
+
+
+def _run(download: _Download) -> Path:
+    try:
+        return download.run()
+    except (errors.HTTPError, OSError, ValueError) as error:
+        raise _explain(error, download.repository) from error
+
+
+def _choose_model(paths: Sequence[str]) -> Sequence[str]:
+    return [path for path in paths if matches(path, _FILES)]
+
+
+class _Download:
+    """One call's work. `choose` takes the files, of the paths on the hub."""
+
+    def __init__(
+        self,
+        repository: Repository,
+        progress: bool,
+        check: Callable[[], None],
+        choose: Choice,
+    ) -> None:
+        self.repository = repository
+        self._progress = progress
+        self._check = check
+        self._choose = choose
+        self._blobs = repository.root / "blobs"
+        self._brought: list[Path] = []  # blobs that were not here before
+
+    def run(self) -> Path:
+        commit = self._ask()
+        self._require_files(commit)
+        self._require_space([*commit.others, *commit.weights])
+        for file in commit.others:
+            self._bring(file, commit.hash)
+        self._require_model(commit)
+        for file in commit.weights:
+            self._bring(file, commit.hash)
+        folder = self._link(commit)
+        self._describe(folder)
+        self._write_ref(commit.hash)
+        return folder
+
+    def _ask(self) -> Commit:
+        info = HfApi(**_CLIENT).model_info(
+            self.repository.id,
+            revision=self.repository.ref,
+            files_metadata=True,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+        )
+        siblings = info.siblings or ()
+        chosen = set(self._choose([found.rfilename for found in siblings]))
+        listed = [
+            {
+                "path": found.rfilename,
+                "size": found.size,
+                "checksum": found.lfs.sha256 if found.lfs else found.blob_id,
+            }
+            for found in siblings
+            if found.rfilename in chosen
+        ]
+        weights = [file for file in listed if matches(file["path"], _WEIGHTS)]
+        others = [file for file in listed if file not in weights]
+        # Checked, for hash and checksums are about to be names of files.
+        return msgspec.convert({"hash": info.sha, "weights": weights, "others": others}, Commit)
+
+    def _require_files(self, commit: Commit) -> None:
+        paths = [file.path for file in (*commit.others, *commit.weights)]
+        for needed in ("config.json", "model*.safetensors"):
+            if not any(matches(path, (needed,)) for path in paths):
+                raise self._refuse(f"it has no {needed}")
+
+    def _require_space(self, files: Sequence[File]) -> None:
+        missing = sum(
+            file.size - _size(self._partial(file))
+            for file in files
+            if not self._blob(file).exists()
+        )
+        there = next(path for path in self._blobs.absolute().parents if path.exists())
+        free = shutil.disk_usage(there).free
+        if missing > free:
+            raise ModelNotLoaded(
+                f"{str(self.repository)!r} does not fit on the disk of the Hugging Face cache: "
+                f"{missing / 1e9:.1f} GB are to come, and {free / 1e9:.1f} GB are free"
+            )
+
+    def _require_model(self, commit: Commit) -> None:
+        """Refuse what cannot be served before its weights come, and keep nothing of it.
+
+        The folder is described as it will be, with stand-ins for the weights.
+        """
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            for file in (*commit.others, *commit.weights):
+                (folder / file.path).parent.mkdir(parents=True, exist_ok=True)
+            for file in commit.others:
+                (folder / file.path).symlink_to(self._blob(file).absolute())
+            for file in commit.weights:
+                (folder / file.path).write_bytes(_STAND_IN)
+            try:
+                self._describe(folder, stand_ins=True)
+            except ModelNotFound:
+                self._discard()
+                raise
+
+    def _describe(self, folder: Path, *, stand_ins: bool = False) -> None:
+        try:
+            describe(folder, name=self.repository.id, stand_ins=stand_ins)
+        except Unhealthy as error:
+            raise self._refuse(str(error)) from None
+
+    def _refuse(self, reason: str) -> ModelNotFound:
+        name = str(self.repository)
+        return ModelNotFound(f"{name!r} cannot be served: {reason}", param="model")
+
+    def _discard(self) -> None:
+        """Remove what has been brought, and the folders that hold nothing else."""
+        for blob in self._brought:
+            blob.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._blobs.rmdir()
+            self.repository.root.rmdir()
+
+    def _blob(self, file: File) -> Path:
+        return self._blobs / file.checksum
+
+    def _partial(self, file: File) -> Path:
+        return self._blobs / f"{file.checksum}.incomplete"
+
+    def _bring(self, file: File, commit: str) -> None:
+        """Have the file among the blobs."""
+        blob, partial = self._blob(file), self._partial(file)
+        root = self.repository.root
+        # huggingface-hub's own lock of this file
+        lock = root.parent / ".locks" / root.name / f"{file.checksum}.lock"
+        for path in (blob, lock):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        with WeakFileLock(lock):
+            if blob.exists() and file.is_at(blob):
+                return
+            self._receive(file, commit, partial)
+            if not file.is_at(partial):
+                partial.unlink()
+                raise ModelNotLoaded(
+                    f"{file.path!r} of {str(self.repository)!r} arrived damaged: its checksum is "
+                    "not the one that the hub says; it was removed"
+                )
+            partial.replace(blob)
+            self._brought.append(blob)
+
+    def _receive(self, file: File, commit: str, partial: Path) -> None:
+        """Download what is missing of a file, and try again as long as that brings more."""
+        url = hf_hub_url(self.repository.id, file.path, revision=commit)
+        partial.touch()
+        if _size(partial) > file.size:
+            os.truncate(partial, 0)
+        waits = iter(_WAITS)
+        with self._bar(file.path, file.size, _size(partial)) as bar:
+            while (had := _size(partial)) < file.size:
+                self._check()
+                try:
+                    self._append(url, partial, file.size, bar)
+                except errors.HTTPError as error:
+                    if isinstance(error, errors.HfHubHTTPError) and not _may_pass(error):
+                        raise
+                    if _size(partial) > had:
+                        waits = iter(_WAITS)
+                    wait = next(waits, None)
+                    if wait is None:
+                        raise
+                    time.sleep(wait)
+
+    def _bar(self, text: str, total: int, done: int) -> Any:
+        return tqdm(
+            desc=text,
+            total=total,
+            initial=done,
+            unit="B",
+            unit_scale=True,
+            disable=not self._progress,
+        )
+
+    def _append(self, url: str, partial: Path, size: int, bar: Any) -> None:
+        """One request for the rest of a file. Raises HTTPError, also where that comes short."""
+        had = _size(partial)
+        headers = build_hf_headers(**_CLIENT) | {"Accept-Encoding": "identity"}
+        if had:
+            headers["Range"] = f"bytes={had}-"
+        with http_stream_backoff(
+            "GET",
+            url,
+            headers=headers,
+            timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
+            retry_on_exceptions=(),
+            retry_on_status_codes=429,  # it says how long to wait
+        ) as response:
+            hf_raise_for_status(response)
+            if had and response.status_code != 206:  # the whole file, whatever was asked for
+                bar.update(-had)
+                had = 0
+            with partial.open("r+b") as file:
+                file.truncate(had)
+                file.seek(had)
+                for chunk in response.iter_bytes():
+                    self._check()
+                    had += file.write(chunk)
+                    bar.update(len(chunk))
+                    if had > size:
+                        return
+        if had < size:
+            raise errors.HTTPError("the connection ended early")
+
+    def _link(self, commit: Commit) -> Path:
+        """The snapshot; what it links to is there."""
+        files = (*commit.others, *commit.weights)
+        folder = snapshot_download(
+            self.repository.id,
+            revision=commit.hash,
+            allow_patterns=[glob.escape(file.path) for file in files],
+            cache_dir=self.repository.root.parent,
+            tqdm_class=_NoBar,
+            **_CLIENT,
+        )
+        return Path(folder)
+
+    def _write_ref(self, commit: str) -> None:
+        """Say that the revision is this commit."""
+        root, ref = self.repository.root, self.repository.ref
+        path = root / "refs" / ref
+        if commit in (ref, read_ref(path)):
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = root / f"{uuid.uuid4().hex}.ref"
+        new.write_text(commit, "ascii")
+        new.replace(path)
+
+
+class _FilesDownload(_Download):
+    """Of files that need not make a model."""
+
+    def run(self) -> Path:
+        commit = self._ask()
+        files = [*commit.others, *commit.weights]
+        self._require_space(files)
+        for file in files:
+            self._bring(file, commit.hash)
+        folder = self._link(commit)
+        if cached(self.repository) is None:  # a model that is served from there stays
+            self._write_ref(commit.hash)
+        return folder
+
+
+class _NoBar(tqdm):  # type: ignore[misc]
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **(options | {"disable": True}))
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _may_pass(error: errors.HfHubHTTPError) -> bool:
+    status: int = error.response.status_code
+    return status == 408 or status >= 500
+
+
+def _explain(error: Exception, repository: Repository) -> ServeError:
+    """What went wrong. Not in the error's own words, which may hold signed addresses."""
+    name, id = repr(str(repository)), repr(repository.id)
+    log_in = "run: hf auth login"
+    match error:
+        case errors.GatedRepoError():
+            text = f"{name} is gated: ask for access on its page on the hub, then {log_in}"
+            return ModelNotFound(text, param="model")
+        case errors.RevisionNotFoundError():
+            text = f"the repository {id} has no revision {repository.ref!r}"
+            return ModelNotFound(text, param="model")
+        case errors.RepositoryNotFoundError() | errors.DisabledRepoError():
+            text = f"the hub has no repository {id} that may be read; if it is private, {log_in}"
+            return ModelNotFound(text, param="model")
+        case errors.HfHubHTTPError(response=response) if response.status_code in (401, 403):
+            text = f"the hub does not let {name} be read; {log_in}"
+            return ModelNotFound(text, param="model")
+        case errors.HfHubHTTPError(response=response):
+            reason = f"the hub answered with status {response.status_code}"
+        case errors.OfflineModeIsEnabled():
+            reason = "HF_HUB_OFFLINE is set"
+        case errors.LocalEntryNotFoundError():
+            reason = "the hub cannot be reached"
+        case errors.HTTPError():
+            reason = f"the connection to the hub failed ({type(error).__name__})"
+        case OSError():
+            reason = error.strerror or type(error).__name__
+        case _:
+            reason = "the hub's answer cannot be read"
+    return ModelNotLoaded(f"{name} could not be downloaded: {reason}")

@@ -1,0 +1,109 @@
+"""What a request wants its answers to be bound to, as a grammar."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from mlxsrv.errors import UnsupportedParameter
+from mlxsrv.text.tools import Dialect
+from mlxsrv.wire.constraints import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
+from mlxsrv.wire.requests import ChatRequest, GenerationRequest, NamedTool
+
+if TYPE_CHECKING:
+    from mlxsrv.prompts.grammars.specs import GrammarSpec
+
+# What llama.cpp's grammars must have, and no Lark grammar can.
+_GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
+
+
+class Guide(msgspec.Struct, frozen=True):
+    """A grammar, and the request's field that asks for it."""
+
+    spec: GrammarSpec
+    param: str
+
+
+def guide_chat(request: ChatRequest, dialect: Dialect | None) -> Guide | None:
+    """What a chat's answer must follow; `dialect` is how its tools are called.
+
+    A tool that must be called leaves no room for anything else. With tools that may be called, a
+    `response_format` binds the answer that is none.
+
+    Raises:
+        UnsupportedParameter: a call cannot be enforced in the model's dialect.
+    """
+    forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
+    if forced:
+        return _guide_calls(request, dialect, "tool_choice")
+    form = next(iter(request.forms), None)
+    if form is None or dialect is None:
+        return _guide_form(form)
+    if not isinstance(form, JSONForm):
+        raise UnsupportedParameter(
+            f"{form.param}: cannot be combined with tools that may be called; leave tools out, or "
+            'set tool_choice to "none"',
+            param=form.param,
+        )
+    return _guide_calls(request, dialect, form.param, otherwise=form)
+
+
+def guide_text(request: GenerationRequest) -> Guide | None:
+    """What any answer must follow, tools aside."""
+    form = next(iter(request.forms), None)
+    return _guide_form(form)
+
+
+def _guide_form(form: Form | None) -> Guide | None:
+    from mlxsrv.prompts.grammars.specs import (
+        GrammarSpec,  # with the engine: MLX is not imported before
+    )
+
+    match form:
+        case None:
+            return None
+        case RegexForm(param=param, regex=regex):
+            return Guide(GrammarSpec("regex", regex), param)
+        case GrammarForm(param=param, text=text):
+            return Guide(GrammarSpec("gbnf" if _GBNF.search(text) else "lark", text), param)
+        case ChoiceForm(param=param, choices=choices):
+            return Guide(GrammarSpec("choice", msgspec.json.encode(choices).decode()), param)
+        case JSONForm(param=param, schema={"type": "object", **rest}, compact=False) if not rest:
+            return Guide(GrammarSpec("json_object"), param)
+        case JSONForm(param=param, schema=schema, compact=compact):
+            text = msgspec.json.encode(schema).decode()
+            return Guide(GrammarSpec("json_schema", text, compact), param)
+
+
+def _guide_calls(
+    request: ChatRequest,
+    dialect: Dialect | None,
+    param: str,
+    otherwise: JSONForm | None = None,
+) -> Guide:
+    from mlxsrv.prompts.grammars.specs import tool_grammar
+
+    if dialect is None or not dialect.json or not dialect.end:
+        raise UnsupportedParameter(
+            f"{param}: this model does not call tools in JSON, so what it calls cannot be enforced",
+            param=param,
+        )
+    choice = request.tool_choice
+    only = choice.function.name if isinstance(choice, NamedTool) else None
+    tools = [
+        (tool.function.name, tool.function.parameters or {})
+        for tool in request.tools or ()
+        if only in (None, tool.function.name)
+    ]
+    many = only is None and request.parallel_tool_calls is not False
+    spec = tool_grammar(
+        tools,
+        dialect.start,
+        dialect.end,
+        many=many,
+        otherwise=None if otherwise is None else otherwise.schema,
+        compact=otherwise is not None and otherwise.compact,
+    )
+    return Guide(spec, param)

@@ -1,0 +1,1 @@
+"""Grammars of every kind, checked and translated for llguidance."""

@@ -1,0 +1,271 @@
+"""Structured output: which tokens may come next for the text to stay within a grammar.
+
+llguidance compiles a JSON schema, a regex, a list of choices, a Lark grammar or the calls of some
+tools, and says at each step which tokens may follow. Here is what it needs around it: limits and a
+trial compilation for what clients send, a cache, the model's own end tokens, and reasoning, which
+comes before the text that is constrained and is free.
+
+What is promised of a text that ends by itself, and not at its token limit, is that it is one that
+the grammar describes. JSON may have one space, or one newline and up to 20 spaces, wherever JSON
+allows whitespace: room for the ways models write it, and none to pad an answer without end.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+import numpy as np
+
+from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.events import Constraint, Mask
+from mlxsrv.logs import log
+from mlxsrv.prompts.grammars.specs import GrammarSpec, Refused, one_line, translate, unforced
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_log = logging.getLogger("mlxsrv.engine")
+
+_CACHED = 64  # compiled grammars that a model keeps
+
+_WALKED = 4  # tokens
+
+# Items of the parser: for a step and a row. A terminal for each character takes more than a few
+# terminals do: 0.1 s for a step of 150,000 tokens at most.
+_ITEMS = 50_000, 2_000
+_ITEMS_OF_CHARACTERS = 1_000_000, 5_000
+
+
+class _Vocabulary(msgspec.Struct, frozen=True):
+    """A model's tokens, as masks say them, and what llguidance makes of them.
+
+    `known` has the bits of tokens that exist, `ends` those that end a text, `breaks` those that
+    are one or two newlines and nothing else. `added` are the tokens that are no part of the
+    vocabulary proper, by their text. `tokenizer` may have more tokens than the model.
+    """
+
+    tokenizer: LLTokenizer
+    added: tuple[str, ...]
+    known: Mask
+    ends: Mask
+    breaks: Mask
+
+
+class Grammars:
+    """Compiles grammars for one model. Any thread may use it.
+
+    Args:
+        tokenizer: the model's fast tokenizer, a transformers PreTrainedTokenizerFast.
+        vocabulary: the width of the model's logits. May be more or less than the tokenizer has.
+        end_tokens: all tokens that end an answer. Once the text is complete any of them may come.
+    """
+
+    def __init__(self, tokenizer: Any, *, vocabulary: int, end_tokens: Iterable[int]) -> None:
+        self._source = tokenizer
+        self._size = vocabulary
+        self._ends = sorted(token for token in end_tokens if token < vocabulary)
+        self._lock = threading.Lock()
+        self._vocabulary: _Vocabulary | None = None
+        self._compiled = functools.lru_cache(maxsize=_CACHED)(self._compile)
+
+    def prepare(self, *, param: str) -> None:
+        """Derive what is derived from the tokenizer, once: a second for 150,000 tokens.
+
+        `compile` does it too. But this alone reads the tokenizer, so whoever must not use it
+        beside others calls this first, where it may, and then compiles anywhere.
+
+        Raises:
+            UnsupportedParameter: llguidance is not installed or cannot use the tokenizer.
+        """
+        self._derived(param)
+
+    def compile(self, spec: GrammarSpec, *, param: str) -> Template:
+        """The grammar, ready to use; from the cache if it was compiled lately.
+
+        A new one is tried in a process of its own first, for up to 5 s: some schemas of a
+        kilobyte keep the compiler busy for minutes, and others overflow its stack, which no
+        thread survives. Not for the event loop.
+
+        Raises:
+            InvalidRequest: the grammar is not valid, not supported, or too much.
+            UnsupportedParameter: as `prepare`.
+        """
+        self._derived(param)
+        try:
+            return self._compiled(spec)
+        except Refused as error:
+            raise InvalidRequest(f"{param}: {error}", param=param) from None
+
+    def _derived(self, param: str) -> _Vocabulary:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = self._derive(param)
+            return self._vocabulary
+
+    def _derive(self, param: str) -> _Vocabulary:
+        try:
+            import llguidance.hf
+        except ImportError:
+            raise UnsupportedParameter(
+                f"{param}: needs the library llguidance: pip install 'mlxsrv[structured]'",
+                param=param,
+            ) from None
+        if not self._ends:
+            raise UnsupportedParameter(
+                f"{param}: this model has no end token, so no grammar could end", param=param
+            )
+        ids = set(self._source.get_vocab().values())
+        try:
+            tokenizer = llguidance.hf.from_tokenizer(
+                self._source, n_vocab=max(self._size, max(ids) + 1), eos_token=self._ends
+            )
+        except ValueError as error:
+            raise UnsupportedParameter(
+                f"{param}: this model's tokenizer cannot be constrained: {error}", param=param
+            ) from None
+        breaks = [tokenizer.tokenize_str(text) for text in ("\n", "\n\n")]
+        return _Vocabulary(
+            tokenizer,
+            tuple(self._source.get_added_vocab()),
+            known=_bits((i for i in ids if i < self._size), self._size),
+            ends=_bits(self._ends, self._size),
+            breaks=_bits((tokens[0] for tokens in breaks if len(tokens) == 1), self._size),
+        )
+
+    def _compile(self, spec: GrammarSpec) -> Template:
+        from llguidance import LLMatcher, LLParserLimits
+
+        vocabulary = self._vocabulary
+        assert vocabulary is not None  # compile() has seen to it
+        grammar = translate(spec, vocabulary.tokenizer)
+        if any(name in grammar.replace("\\", "") for name in vocabulary.added):
+            grammar = unforced(grammar)
+        # Not verbose: errors are logged, and what a model says is not for the log.
+        step, row = _ITEMS_OF_CHARACTERS if spec.kind == "gbnf" else _ITEMS
+        limits = LLParserLimits(verbose_errors=False, step_max_items=step, max_items_in_row=row)
+        matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        if reason := matcher.get_error() or _first_error(matcher.deep_copy()):
+            raise Refused(one_line(reason))
+        return Template(matcher, vocabulary)
+
+
+class Template:
+    """A compiled grammar. Any thread may use it."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
+        self._matcher = matcher  # never moves on: only its copies do
+        self._vocabulary = vocabulary
+
+    def constraint(self, think_end: Sequence[int] | None = None) -> Constraint:
+        """The grammar at its beginning, for one answer.
+
+        With `think_end` a think block is open, as the prompt left it: the grammar applies after
+        these tokens, which close it, and one or two newlines may come between. An answer cannot
+        end before that. Without, it applies from the first token, and so none can be thought in
+        a block that the answer itself would open.
+        """
+        grammar = _Grammar(self._matcher.deep_copy(), self._vocabulary)
+        if not think_end:
+            return grammar
+        return _AfterThinking(grammar, tuple(think_end), self._vocabulary)
+
+
+class _Grammar:
+    """A grammar in some state. One that cannot go on has a `failure`, and no more may come."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
+        self._matcher = matcher
+        self._vocabulary = vocabulary
+        # llguidance's own mask, which is wider where the tokenizer has more tokens than the model.
+        words = -(-vocabulary.tokenizer.vocab_size // 32)
+        self._full = np.zeros(words, dtype=np.int32)
+        self._address = self._full.ctypes.data
+        self._model = self._full[: len(vocabulary.known)]
+        self.failure: str | None = None
+
+    def fill(self, mask: Mask) -> None:
+        if self.failure is None:
+            self._matcher.unsafe_compute_mask_ptr(self._address, self._full.nbytes)
+            np.bitwise_and(self._model, self._vocabulary.known, out=mask)
+            if self._matcher.is_error():
+                self._fail(self._matcher.get_error())
+            elif not mask.any():
+                self._fail("the grammar asks for tokens that the model does not have")
+        if self.failure is not None:
+            mask[:] = self._vocabulary.ends
+
+    def accept(self, token: int) -> None:
+        if self.failure is not None or _has(self._vocabulary.ends, token):
+            return
+        if not self._matcher.consume_token(token):
+            self._fail(self._matcher.get_error())
+
+    def allows(self, token: int) -> bool:
+        return self._matcher.validate_tokens([token]) == 1
+
+    def _fail(self, reason: str) -> None:
+        self.failure = one_line(reason)
+        log(_log, logging.WARNING, "grammar abandoned", reason=self.failure)
+
+
+class _AfterThinking:
+    """A grammar that waits for the end of a think block."""
+
+    def __init__(
+        self, grammar: _Grammar, think_end: tuple[int, ...], vocabulary: _Vocabulary
+    ) -> None:
+        self._grammar = grammar
+        self._think_end = think_end
+        self._vocabulary = vocabulary
+        self._recent: tuple[int, ...] = ()
+        self._state: Literal["thinking", "break", "text"] = "thinking"
+
+    @property
+    def failure(self) -> str | None:
+        return self._grammar.failure
+
+    def fill(self, mask: Mask) -> None:
+        if self._state == "thinking":
+            mask &= ~self._vocabulary.ends
+            return
+        self._grammar.fill(mask)
+        if self._state == "break":
+            mask |= self._vocabulary.breaks
+
+    def accept(self, token: int) -> None:
+        if self._state == "thinking":
+            self._recent = (*self._recent, token)[-len(self._think_end) :]
+            if self._recent == self._think_end:
+                self._state = "break"
+            return
+        between = self._state == "break" and _has(self._vocabulary.breaks, token)
+        self._state = "text"
+        if not between or self._grammar.allows(token):
+            self._grammar.accept(token)
+
+
+def _first_error(matcher: LLMatcher) -> str:
+    """What goes wrong within the first few tokens, if anything: automata are built as they are
+    walked, and one that explodes mostly does at once."""
+    for _ in range(_WALKED):
+        mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+        if matcher.is_stopped():
+            break
+        matcher.consume_token(int(np.unpackbits(mask, bitorder="little").argmax()))
+    return matcher.get_error()
+
+
+def _bits(tokens: Iterable[int], size: int) -> Mask:
+    """A mask of `size` tokens in which those given are set."""
+    bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
+    bits[list(tokens)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _has(mask: Mask, token: int) -> bool:
+    return bool(mask[token >> 5] >> (token & 31) & 1)

@@ -1,0 +1,81 @@
+"""Texts to tokens and back, for clients that count or write prompts themselves."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec import structs
+
+from mlxsrv.errors import RequestTooLarge, ServeError
+from mlxsrv.prompts.encoding import Limit
+from mlxsrv.prompts.planning import chat_messages, check_ids, plan_chat
+from mlxsrv.wire.requests import ChatRequest
+from mlxsrv.wire.tokens import (
+    AppliedTemplate,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+    TokenizerInfo,
+    TokenPiece,
+)
+
+if TYPE_CHECKING:
+    from mlxsrv.prompts.tokenizer import Tokenizer
+
+
+class _TooMuch(Limit, frozen=True):
+    """Of a text that no model is to read."""
+
+    def refusal(self, found: str) -> ServeError:
+        return RequestTooLarge(
+            f"at most {self.tokens} tokens are told of one text{found}", param=self.param
+        )
+
+
+_MOST = 2**20  # as many as `tokens` may be at /detokenize
+
+
+def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse:
+    """Raises InvalidRequest, RequestTooLarge, ContextLengthExceeded, UnsupportedParameter."""
+    ids = _ids(request, tokenizer)
+    tokens: list[int | TokenPiece] = [*ids]
+    if request.with_pieces:
+        tokens = [TokenPiece.of(id, tokenizer.spelling(id)) for id in ids]
+    response = TokenizeResponse(tokens, len(ids))
+    if request.content is None:
+        response = TokenizeResponse(tokens, len(ids), max_model_len=tokenizer.context)
+    if request.return_token_strs:
+        return structs.replace(response, token_strs=tokenizer.names(ids))
+    return response
+
+
+def _ids(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    name, text = request.text
+    if text is not None:
+        return tokenizer.split(text, special=request.special, limit=_TooMuch(_MOST, name))
+    [prompt] = plan_chat(request.chat, chat_messages(request.chat.messages), tokenizer).prompts
+    return [*prompt.tokens]
+
+
+def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeResponse:
+    """Raises InvalidRequest for ids that the model does not have."""
+    check_ids(request.tokens, "tokens", tokenizer)
+    return DetokenizeResponse.of(tokenizer.decode(request.tokens))
+
+
+def apply_template(request: ChatRequest, tokenizer: Tokenizer) -> AppliedTemplate:
+    """Raises what reading a chat does: InvalidRequest, UnsupportedParameter, and
+    ContextLengthExceeded where it is so long that its tokens were not counted."""
+    [prompt] = plan_chat(request, chat_messages(request.messages), tokenizer).prompts
+    return AppliedTemplate(prompt.text)
+
+
+def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
+    return TokenizerInfo(
+        tokenizer_class=tokenizer.kind,
+        chat_template=tokenizer.chat_template,
+        model_max_length=tokenizer.context,
+        vocab_size=tokenizer.vocabulary,
+        **tokenizer.special_names,
+    )

@@ -1,0 +1,1 @@
+"""Run the app with uvicorn: connections, framing of HTTP, file descriptors."""

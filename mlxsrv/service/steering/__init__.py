@@ -1,0 +1,1 @@
+"""Steer requests: attached SAEs, profiles, and the activation monitor."""

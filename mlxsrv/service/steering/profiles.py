@@ -1,0 +1,177 @@
+"""Profiles: steering under a name, kept over restarts; one may be a model's default steering.
+
+The store blocks, so it is asked in worker threads; what reads a profile and then acts on it holds
+one lock, so that none acts on what has changed since.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from mlxsrv.errors import InvalidFeatureIndex, SAENotAttached
+from mlxsrv.models.profile_store import Profile, Store
+from mlxsrv.service.steering.desk import Held, SteeringDesk
+from mlxsrv.wire.management import (
+    ProfileContent,
+    ProfileExport,
+    ProfileObject,
+    ProfileRequest,
+    ProfileUpdate,
+    SteeringObject,
+)
+
+V = TypeVar("V")
+
+
+class Profiles:
+    """The profiles of one app. Every method may raise StoreFailed."""
+
+    def __init__(self, desk: SteeringDesk, store: Store) -> None:
+        self._desk = desk
+        self._store = store
+        self._changing = anyio.Lock()
+
+    async def all(self) -> list[ProfileObject]:
+        """By name."""
+        return [_object(profile) for profile in await _in_thread(self._store.profiles)]
+
+    async def one(self, id: str) -> ProfileObject:
+        """Raises ProfileNotFound."""
+        return _object(await self._profile(id))
+
+    async def _profile(self, id: str) -> Profile:
+        return await _in_thread(lambda: self._store.profile(id))
+
+    async def add(self, request: ProfileRequest) -> ProfileObject:
+        """Raises ProfileExists: the name is taken. InvalidFeatureIndex."""
+        now = time.time()
+        profile = Profile(
+            name=request.name,
+            description=request.description or "",
+            steering=request.steering,
+            mode=request.mode or "additive",
+            model_id=request.model_id,
+            sae_id=request.sae_id,
+            layer=request.layer,
+            created_at=now,
+            updated_at=now,
+        )
+        _check_features(profile)
+        await _in_thread(lambda: self._store.add(profile))
+        return _object(profile)
+
+    async def update(self, id: str, request: ProfileUpdate) -> ProfileObject:
+        """Change what is given. Where the profile is the default steering, that changes with it,
+        or ends if the profile does not fit any more.
+
+        Raises:
+            ProfileNotFound, ProfileExists, InvalidFeatureIndex.
+        """
+        given = msgspec.structs.asdict(request)
+        changes = {name: value for name, value in given.items() if value is not None}
+        async with self._changing:
+            profile = msgspec.structs.replace(
+                await self._profile(id), **changes, updated_at=time.time()
+            )
+            _check_features(profile)
+            await _in_thread(lambda: self._store.replace(profile))
+            for held in self._desk.following(id):
+                self._follow(held, profile)
+        return _object(profile)
+
+    def _follow(self, held: Held, profile: Profile) -> None:
+        try:
+            fits = self._desk.fitting(profile) is held
+        except (SAENotAttached, InvalidFeatureIndex):
+            fits = False
+        if not fits:
+            held.drop(None)
+        else:
+            held.values, held.mode = dict(profile.steering), profile.mode
+
+    async def remove(self, id: str) -> None:
+        """Forget a profile; a default steering that it is ends. Raises ProfileNotFound."""
+        async with self._changing:
+            await _in_thread(lambda: self._store.remove(id))
+            for held in self._desk.following(id):
+                held.drop(None)
+
+    # The default steering.
+
+    async def activate(self, id: str) -> SteeringObject:
+        """Make the profile the default steering of its model.
+
+        Raises:
+            ProfileNotFound.
+            SAENotAttached: its SAE is not at its layer of its model.
+            InvalidFeatureIndex: the SAE has no such feature.
+        """
+        async with self._changing:
+            profile = await self._profile(id)
+            held = self._desk.fitting(profile)
+            held.follow(profile)
+            return held.shown
+
+    async def deactivate(self, model: str | None) -> SteeringObject:
+        """End a model's active profile, if it has one. Raises ModelNotFound, SAENotAttached."""
+        held = await self._desk.asked(model)
+        if held.profile is not None:
+            held.drop(None)
+        return held.shown
+
+    async def deactivate_one(self, id: str) -> SteeringObject:
+        """As `deactivate`, of the profile's own model and if it is the active one.
+
+        Raises:
+            ProfileNotFound, ModelNotFound, SAENotAttached.
+        """
+        async with self._changing:
+            profile = await self._profile(id)
+            held = await self._desk.asked(profile.model_id)
+            if held.profile == id:
+                held.drop(None)
+            return held.shown
+
+    async def active(self, model: str | None) -> ProfileObject | None:
+        """A model's active profile. Raises ModelNotFound."""
+        try:
+            held = await self._desk.asked(model)
+        except SAENotAttached:
+            return None
+        if held.profile is None:
+            return None
+        return await self.one(held.profile)
+
+    # Files.
+
+    async def export(self, id: str) -> ProfileExport:
+        """Raises ProfileNotFound."""
+        profile = msgspec.structs.asdict(await self._profile(id))
+        content = {name: profile[name] for name in ProfileContent.__struct_fields__}
+        return ProfileExport(profile=ProfileContent(**content))
+
+
+def _check_features(profile: Profile) -> None:
+    """What no SAE has; what this one has is known once it is attached."""
+    for feature in profile.steering:
+        if not 0 <= feature < _MOST_FEATURES:
+            raise InvalidFeatureIndex(
+                f"steering: {feature!r:.30} is no feature of any SAE", param="steering"
+            )
+
+
+_MOST_FEATURES = 10**9
+
+
+async def _in_thread(work: Callable[[], V]) -> V:
+    return await anyio.to_thread.run_sync(work)
+
+
+def _object(profile: Profile) -> ProfileObject:
+    return ProfileObject(**msgspec.structs.asdict(profile))

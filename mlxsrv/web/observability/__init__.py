@@ -1,0 +1,1 @@
+"""Metrics, traces, and what they are told of each request."""

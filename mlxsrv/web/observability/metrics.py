@@ -1,0 +1,325 @@
+"""`GET /metrics`: what Prometheus reads, under vLLM's names where vLLM has one, so that what is
+drawn for the one can be drawn for the other.
+
+What can be asked when somebody looks (rows, queues, memory, caches) is asked then, and not kept.
+What happens in between is counted in a registry of the app's own: several apps may share a process.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+import anyio.to_thread
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxsrv.models.pool.observing import ModelEvicted, ModelFailed, ModelLoaded
+from mlxsrv.service.observing import Generated, Observer, RequestEnded, Tell
+from mlxsrv.service.service import Service
+from mlxsrv.version import __version__
+from mlxsrv.web.observability.accounts import label
+from mlxsrv.wire.openai import Health
+
+# Not OpenMetrics, in which prometheus-client spells a colon as an underscore.
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+# vLLM's bounds, and below the first of two of them some for small models on fast machines.
+_TTFT = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_GAP = (
+    *(0.001, 0.0025, 0.005),
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
+    *(10.0, 20.0, 40.0, 80.0),
+)
+_LATENCY = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1),
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+
+
+class Gaps:
+    """The seconds between the tokens of one model's answers, in buckets.
+
+    One is told for each token, so it is no Histogram of prometheus-client's, which takes two locks
+    and searches its buckets from the first on. The event loop writes; a scrape copies the counts,
+    which may be a token ahead of their sum.
+    """
+
+    __slots__ = ("_counts", "_firsts", "_sum")
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(_GAP) + 1)
+        self._sum = 0.0
+        self._firsts = 0
+
+    def tell(self, seconds: float | None) -> None:
+        if seconds is None:
+            self._firsts += 1
+        else:
+            self._counts[bisect_left(_GAP, seconds)] += 1
+            self._sum += seconds
+
+    @property
+    def tokens(self) -> int:
+        return self._firsts + sum(self._counts)
+
+    @property
+    def buckets(self) -> list[tuple[str, float]]:
+        """The numbers of gaps up to each bound."""
+        bounds = [*map(floatToGoString, _GAP), "+Inf"]
+        return list(zip(bounds, accumulate(list(self._counts)), strict=True))
+
+    @property
+    def sum(self) -> float:
+        return self._sum
+
+
+class _Registry(CollectorRegistry):
+    """Without the time when each series was made, which would be a series of its own."""
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():
+            metric.samples = [s for s in metric.samples if not s.name.endswith("_created")]
+            yield metric
+
+
+class _Live(Collector):
+    """What is made anew at each scrape."""
+
+    def __init__(self) -> None:
+        self.gaps: dict[str, Gaps] = {}
+        self.gauges: list[Metric] = []
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        gaps = HistogramMetricFamily(
+            _name("inter_token_latency_seconds"),
+            "Seconds between two tokens of an answer.",
+            labels=["model_name"],
+        )
+        tokens = CounterMetricFamily(
+            _name("generation_tokens"), "Tokens generated.", labels=["model_name"]
+        )
+        for model, told in list(self.gaps.items()):
+            gaps.add_metric([model], told.buckets, told.sum)
+            tokens.add_metric([model], told.tokens)
+        yield gaps
+        yield tokens
+        yield from self.gauges
+
+
+class Metrics(Observer):
+    """The metrics of one app."""
+
+    def __init__(self) -> None:
+        registry = self._registry = _Registry()
+        self._live = _Live()
+        registry.register(self._live)
+        ProcessCollector(registry=registry)
+        self._requests = self._counter(
+            "http_requests",
+            "Requests by what they asked for and how they were answered.",
+            ("route", "model_name", "status"),
+        )
+        self._finished = self._counter(
+            "request_success",
+            "Requests for text that the engine got, by how they ended: also abort, their client "
+            "left, and error.",
+            ("model_name", "finished_reason"),
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts read.")
+        self._cache_queries = self._counter(
+            "prefix_cache_queries", "Tokens of prompts looked for in the prompt cache."
+        )
+        self._cache_hits = self._counter(
+            "prefix_cache_hits", "Tokens of prompts found in the prompt cache."
+        )
+        self._loads = self._counter("model_loads", "Models loaded.")
+        self._load_failures = self._counter("model_load_failures", "Loads that have failed.")
+        self._evictions = self._counter(
+            "model_evictions", "Models unloaded: room, or idle.", ("model_name", "reason")
+        )
+        self._load_seconds = self._histogram(
+            "model_load_seconds", "Seconds that loads took.", _LATENCY
+        )
+        self._ttft = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request to its first token.", _TTFT
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request to its end.", _LATENCY
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds",
+            "Seconds that a request waited for its model and for a row.",
+            _LATENCY,
+        )
+        self._inference = self._histogram(
+            "request_inference_time_seconds", "Seconds that a request had a row.", _LATENCY
+        )
+        self._prefill = self._histogram(
+            "request_prefill_time_seconds",
+            "Seconds from when a request got its row to its first token.",
+            _LATENCY,
+        )
+        self._decode = self._histogram(
+            "request_decode_time_seconds",
+            "Seconds from a request's first token to its last.",
+            _LATENCY,
+        )
+        self._request_prompt = self._histogram(
+            "request_prompt_tokens", "Tokens of a request's prompts.", _TOKENS
+        )
+        self._request_tokens = self._histogram(
+            "request_generation_tokens", "Tokens of a request's answers.", _TOKENS
+        )
+
+    def _counter(self, name: str, help: str, labels: Sequence[str] = ("model_name",)) -> Counter:
+        return Counter(_name(name), help, labels, registry=self._registry)
+
+    def _histogram(self, name: str, help: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(
+            _name(name), help, ["model_name"], buckets=buckets, registry=self._registry
+        )
+
+    # What happens.
+
+    def tokens(self, model: str) -> Tell:
+        gaps = self._live.gaps.get(model)
+        if gaps is None:
+            gaps = self._live.gaps[model] = Gaps()
+        return gaps.tell
+
+    def ended(self, request: RequestEnded) -> None:
+        model = request.model
+        self._requests.labels(request.route, model, str(request.status)).inc()
+        if request.generated is not None and request.generated.submitted is not None:
+            self._generated(request, request.generated)
+        elif request.tokens is not None:
+            self._prompt_tokens.labels(model).inc(request.tokens)
+            self._request_prompt.labels(model).observe(request.tokens)
+            self._latency.labels(model).observe(request.ended - request.begun)
+
+    def _generated(self, request: RequestEnded, one: Generated) -> None:
+        model = request.model
+        self._finished.labels(model, _outcome(request, one)).inc()
+        self._latency.labels(model).observe(request.ended - one.begun)
+        assert one.submitted is not None
+        self._queue.labels(model).observe(one.submitted - one.begun)
+        if one.first_token is None or one.last_token is None:
+            return
+        self._ttft.labels(model).observe(one.first_token - one.begun)
+        self._prefill.labels(model).observe(one.first_token - one.submitted)
+        self._decode.labels(model).observe(one.last_token - one.first_token)
+        self._inference.labels(model).observe(one.last_token - one.submitted)
+        self._prompt_tokens.labels(model).inc(one.usage.prompt_tokens)
+        self._cache_queries.labels(model).inc(one.usage.prompt_tokens)
+        self._cache_hits.labels(model).inc(one.usage.cached_tokens)
+        self._request_prompt.labels(model).observe(one.usage.prompt_tokens)
+        self._request_tokens.labels(model).observe(one.usage.completion_tokens)
+
+    def model_loaded(self, event: ModelLoaded) -> None:
+        self._loads.labels(event.model).inc()
+        self._load_seconds.labels(event.model).observe(event.seconds)
+
+    def model_failed(self, event: ModelFailed) -> None:
+        self._load_failures.labels(event.model).inc()
+
+    def model_evicted(self, event: ModelEvicted) -> None:
+        self._evictions.labels(event.model, event.reason).inc()
+
+    # Who looks.
+
+    async def scrape(self, request: Request) -> Response:
+        service: Service = request.app.service
+        health = await service.state()
+        self._live.gauges = [*_service_gauges(service, health), *_engine_gauges(health)]
+        # Some milliseconds for many models: the streams need not wait for it.
+        text = await anyio.to_thread.run_sync(generate_latest, self._registry)
+        return Response(text, headers={"Content-Type": _TEXT})
+
+
+def _name(name: str) -> str:
+    return f"mlxsrv:{name}"
+
+
+def _outcome(request: RequestEnded, one: Generated) -> str:
+    if request.error is not None:
+        return "error"
+    return one.reasons[0] if one.reasons else "abort"
+
+
+def _gauge(name: str, help: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(_name(name), help, labels=list(labels))
+
+
+def _service_gauges(service: Service, health: Health) -> list[Metric]:
+    """What is known without the engine: there also when a step of that lasts, or has no end."""
+    info = _gauge("info", "1; its version is a label.", "version")
+    info.add_metric([__version__], 1)
+    ready = _gauge("ready", "Whether requests would be served.")
+    ready.add_metric([], health.status == "ok")
+    running = _gauge("num_requests_running", "Answers that have a row.", "model_name")
+    waiting = _gauge(
+        "num_requests_waiting", "Requests that wait for their model or for a row.", "model_name"
+    )
+    most = _gauge("max_rows", "Rows that are decoded together at most.", "model_name")
+    size = _gauge("model_bytes", "Bytes of a loaded model's weights.", "model_name")
+    queued: dict[str, int] = {}
+    for model in service.pool:
+        known = label(service.pool.catalogue, model.name) if model.loaded is None else model.name
+        queues = len(model.waiting) + model.rows.statistics().tasks_waiting
+        queued[known] = queued.get(known, 0) + queues
+        if model.loaded is not None:
+            running.add_metric([model.name], model.rows.borrowed_tokens)
+            most.add_metric([model.name], model.rows.total_tokens)
+            size.add_metric([model.name], model.loaded.bytes)
+    for name, number in queued.items():
+        waiting.add_metric([name], number)
+    return [info, ready, running, waiting, most, size]
+
+
+def _engine_gauges(health: Health) -> list[Metric]:
+    rows = _gauge("rows", "Rows of the batch by what they do.", "model_name", "state")
+    cache_bytes = _gauge("prompt_cache_bytes", "Bytes of prompts read before.", "model_name")
+    entries = _gauge("prompt_cache_entries", "Prompts in the prompt cache.", "model_name")
+    for model in health.models or ():
+        told = model.engine
+        for name, state in (("rows", "decoding"), ("reading", "reading"), ("waiting", "waiting")):
+            if name in told:
+                rows.add_metric([model.id, state], told[name])
+        if "prompt_cache_bytes" in told:
+            cache_bytes.add_metric([model.id], told["prompt_cache_bytes"])
+            entries.add_metric([model.id], told["prompt_cache_entries"])
+    memory = _gauge(
+        "memory_bytes",
+        "Bytes of the device: active, cached (free, kept for reuse), peak; weights of all models, "
+        "and their limit.",
+        "kind",
+    )
+    if health.memory:
+        for kind in ("active", "cached", "peak", "weights", "limit"):
+            memory.add_metric([kind], getattr(health.memory, kind))
+    return [rows, cache_bytes, entries, memory]

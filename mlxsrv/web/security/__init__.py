@@ -1,0 +1,1 @@
+"""Decide who may use the server: API keys, origins, hosts, rate limits."""

@@ -1,1 +1,0 @@
-"""Vectors that PyTorch has made of known weights, and the weights."""

@@ -1,0 +1,457 @@
+"""Vectors of texts: each as if alone, in order, in turn; and beside streams through the device."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.utils import load_model
+
+from mlxsrv.engine.embedding.embedder import (
+    DecoderRunner,
+    Embedder,
+    EncoderRunner,
+    find_inner,
+    pool,
+)
+from mlxsrv.engine.embedding.encoders.bert import Bert
+from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.errors import ServeError
+from mlxsrv.events import Embed, Embedded, Event, Failed, Vectors
+from mlxsrv.formats.pooling import Pooling
+from tests.engine.loading.test_load import load as load_resident
+from tests.engine.loading.test_load import nothing_left
+from tests.engine.test_device import Listener, generate, job, load, open_port, run
+from tests.support.fixtures import ModelFolder
+from tests.support.tiny import FAMILIES
+
+Texts = tuple[tuple[int, ...], ...]
+
+
+def make_texts(*lengths: int, seed: int = 0) -> Texts:
+    random = np.random.default_rng(seed)
+    return tuple(tuple(random.integers(3, 500, length).tolist()) for length in lengths)
+
+
+TEXTS = make_texts(3, 40, 9, 33, 1, 25, 40, 17, 60, 38)
+
+
+class Bench:
+    """An embedder of one tiny model, and what it has said."""
+
+    def __init__(self, folder: Path, *, chunk: int = 4096, name: str = "m") -> None:
+        config = json.loads((folder / "config.json").read_text())
+        runner: Any = (
+            EncoderRunner(load_encoder(folder))
+            if config["model_type"] == "bert"
+            else DecoderRunner(load_model(folder)[0])
+        )
+        self.runner = runner
+        self.embedder = Embedder(runner, folder, name, Pace(chunk, 1.0))
+        self.events: list[Event] = []
+        self.slices: list[list[int]] = []  # the lengths of the texts in each
+        inner = runner.run
+
+        def seen(tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
+            self.slices.append(cast(list[int], mask.sum(axis=1).tolist()))
+            return cast(mx.array, inner(tokens, mask, firsts))
+
+        runner.run = seen
+
+    def submit(self, number: int, texts: Texts, firsts: tuple[int, ...] = ()) -> None:
+        self.events += self.embedder.submit(Embed(number, "m", texts, firsts))
+
+    def finish(self, **streams: bool) -> None:
+        while not self.embedder.idle:
+            self.events += self.embedder.step(**streams)
+
+    def embed(self, texts: Texts, firsts: tuple[int, ...] = (), **streams: bool) -> Vectors:
+        self.submit(0, texts, firsts)
+        self.finish(**streams)
+        return self.vectors(0)
+
+    def vectors(self, number: int) -> Vectors:
+        [event] = [event for event in self.events if cast(Any, event).job == number]
+        assert isinstance(event, Embedded), event
+        return event.vectors
+
+    @property
+    def ended(self) -> list[int]:
+        return [cast(Any, event).job for event in self.events]
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The folder of a tiny encoder; with labels, of a cross-encoder."""
+
+    @cache
+    def write(labels: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp("bert")
+        config = {
+            "model_type": "bert",
+            "architectures": ["BertForSequenceClassification" if labels else "BertModel"],
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "vocab_size": 512,
+            "max_position_embeddings": 128,
+            "type_vocab_size": 2,
+            "hidden_act": "gelu",
+            "layer_norm_eps": 1e-12,
+            "num_labels": labels,
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        mx.random.seed(0)
+        model: Any = Bert(config)
+        weights = {
+            name: mx.random.normal(array.shape) * 0.2
+            for name, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+        }
+        mx.save_safetensors(str(folder / "model.safetensors"), weights)
+        return folder
+
+    return write
+
+
+# Right.
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-46m"])
+def test_the_inner_model_gives_what_the_output_head_takes(
+    model_folder: ModelFolder, family: str
+) -> None:
+    model, _ = load_model(model_folder(family))
+    tokens = mx.array(TEXTS[1])[None]
+    inner = find_inner(model, tokens)
+    outer = getattr(model, "language_model", model)
+    heads = [outer[name] for name in ("lm_head", "output") if name in outer]
+    head = heads[0] if heads else inner.embed_tokens.as_linear
+    np.testing.assert_allclose(head(inner(tokens, cache=None)), model(tokens), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3", "llama", "gemma3_text", "gpt_oss", "mamba2", "falcon_h1", "llama4"]
+)
+def test_a_batch_and_chunks_give_what_a_text_gives_alone(
+    model_folder: ModelFolder, family: str
+) -> None:
+    bench = Bench(model_folder(family))
+    together = bench.embed(TEXTS)
+    assert any(len(set(lengths)) > 1 for lengths in bench.slices)  # there was padding
+    for text, vector in zip(TEXTS, together, strict=True):
+        alone = Bench(model_folder(family)).embed((text,))
+        np.testing.assert_allclose(alone[0], vector, atol=1e-5)
+    chunked = Bench(model_folder(family), chunk=16).embed(TEXTS, decoding=True)
+    np.testing.assert_allclose(chunked, together, atol=1e-5)
+
+
+def test_a_mean_is_that_of_the_hidden_states(model_folder: ModelFolder) -> None:
+    model, _ = load_model(model_folder("qwen3"))
+    vectors = Bench(model_folder("qwen3")).embed(TEXTS)
+    for text, vector in zip(TEXTS, vectors, strict=True):
+        mean = np.array(model.model(mx.array(text)[None]))[0].astype(np.float64).mean(axis=0)
+        np.testing.assert_allclose(vector, mean / np.linalg.norm(mean), atol=1e-5)
+
+
+def test_the_name_of_an_embedding_model_has_it_pool_the_last_token(
+    model_folder: ModelFolder,
+) -> None:
+    model, _ = load_model(model_folder("qwen3"))
+    [vector] = Bench(model_folder("qwen3"), name="Qwen3-Embedding-0.6B").embed(TEXTS[1:2])
+    last = np.array(model.model(mx.array(TEXTS[1])[None]))[0, -1]
+    np.testing.assert_allclose(vector, last / np.linalg.norm(last), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ("cls", [1, 2]),
+        ("last", [5, 1]),
+        ("max", [5, 3]),
+        ("mean", [3, 2]),
+        ("mean_sqrt_len", [9 / 3**0.5, 6 / 3**0.5]),
+        ("weightedmean", [(1 + 2 * 3 + 3 * 5) / 6, (2 + 2 * 3 + 3 * 1) / 6]),
+    ],
+)
+def test_pooling_leaves_padding_out(pooling: Pooling, expected: list[float]) -> None:
+    hidden = mx.array([[[1, 2], [3, 3], [5, 1], [mx.nan, 99]], [[9, 9], [8, 7], [7, 7], [6, 8.0]]])
+    mask = mx.array([[True, True, True, False], [True] * 4])
+    found = pool(hidden.astype(mx.float16), mask, pooling)
+    assert found.dtype == mx.float32
+    np.testing.assert_allclose(found[0], expected, rtol=1e-6)
+
+
+def test_an_encoder_masks_padding_and_a_cross_encoder_judges_pairs(bert: Any) -> None:
+    texts = make_texts(30, 12, 28, 4, 26)
+    together = Bench(bert()).embed(texts)
+    assert together.shape == (5, 32)
+    firsts = (9, 5, 20, 1, 13)
+    judged = Bench(bert(3)).embed(texts, firsts)
+    assert judged.shape == (5, 3)
+    for i, text in enumerate(texts):
+        np.testing.assert_allclose(Bench(bert()).embed((text,))[0], together[i], atol=1e-5)
+        alone = Bench(bert(3)).embed((text,), (firsts[i],))
+        np.testing.assert_allclose(alone[0], judged[i], atol=1e-5)
+    other = Bench(bert(3)).embed(texts, (25, 5, 20, 1, 13))
+    assert np.abs(other[0] - judged[0]).max() > 1e-3
+    np.testing.assert_allclose(other[1:], judged[1:], atol=1e-5)
+
+
+# Slices.
+
+
+def test_texts_of_all_jobs_share_slices_with_little_padding(model_folder: ModelFolder) -> None:
+    bench = Bench(model_folder("qwen3"))
+    expected = Bench(model_folder("qwen3")).embed(TEXTS)
+    for number, place in enumerate([0, 2, 4, 6, 8]):
+        bench.submit(number, TEXTS[place : place + 2])
+    bench.finish()
+    assert sorted(chain(*bench.slices)) == sorted(map(len, TEXTS))
+    assert len(bench.slices) < len(TEXTS) - 2
+    for lengths in bench.slices:
+        assert max(lengths) * len(lengths) <= 1.25 * sum(lengths)
+    found = np.concatenate([bench.vectors(number) for number in range(5)])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_slices_beside_streams_are_as_long_as_the_pace_allows(model_folder: ModelFolder) -> None:
+    bench = Bench(model_folder("qwen3"), chunk=64)
+    bench.submit(0, make_texts(*[16] * 12))
+    bench.finish(beside=True)
+    assert bench.slices[0] == [16]  # nothing is known yet, so it is the least
+    assert max(map(sum, bench.slices)) <= 64
+    bench.slices.clear()
+    bench.submit(1, make_texts(*[16] * 12))
+    bench.finish()
+    assert sum(map(sum, bench.slices)) == 192
+    assert len(bench.slices) < 4
+
+
+def test_one_text_waits_a_few_slices_for_a_job_of_many(model_folder: ModelFolder) -> None:
+    bench = Bench(model_folder("qwen3"), chunk=64)
+    bench.submit(0, make_texts(*[30] * 100))
+    bench.submit(1, make_texts(*[60] * 3))
+    for _ in range(3):
+        bench.events += bench.embedder.step(beside=True)
+    bench.submit(2, make_texts(5))
+    for _ in range(4):
+        bench.events += bench.embedder.step(beside=True)
+    assert bench.ended == [2]
+    bench.finish(beside=True)
+    assert bench.ended == [2, 1, 0]
+
+
+def test_short_texts_do_not_wait_for_a_long_one(model_folder: ModelFolder) -> None:
+    bench = Bench(model_folder("qwen3"), chunk=16)
+    bench.submit(0, make_texts(400))
+    bench.events += bench.embedder.step(decoding=True)
+    bench.submit(1, make_texts(5, 10, 300))
+    bench.submit(2, make_texts(5))
+    for _ in range(6):
+        bench.events += bench.embedder.step(decoding=True)
+    assert bench.ended == [2]
+    assert bench.embedder.statistics() == {"texts": 2}
+    bench.finish(decoding=True)
+    assert bench.ended == [2, 0, 1]
+    np.testing.assert_allclose(
+        bench.vectors(0), Bench(model_folder("qwen3")).embed(make_texts(400)), atol=1e-5
+    )
+
+
+def test_an_encoder_reads_a_text_whole_whatever_the_pace(bert: Any) -> None:
+    bench = Bench(bert(), chunk=16)
+    bench.embed(make_texts(100, 7), decoding=True)
+    assert bench.slices == [[100], [7]]
+
+
+# Ends.
+
+
+def test_a_cancelled_job_is_gone_at_whatever_stage(model_folder: ModelFolder) -> None:
+    bench = Bench(model_folder("qwen3"), chunk=16)
+    bench.submit(0, make_texts(100))
+    bench.submit(1, make_texts(10, 11, 12))
+    bench.submit(2, make_texts(8))
+    bench.embedder.step(decoding=True)
+    bench.embedder.cancel([0, 7])
+    bench.embedder.cancel([1])
+    assert bench.embedder.statistics() == {"texts": 1}
+    bench.finish(decoding=True)
+    assert bench.ended == [2]
+    assert sum(map(sum, bench.slices)) <= 8 + 12
+
+
+def test_an_error_fails_the_jobs_of_its_slice_only(model_folder: ModelFolder) -> None:
+    bench = Bench(model_folder("qwen3"))
+    inner = bench.runner.run
+
+    def fail(tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
+        if tokens.shape[1] == 40:
+            raise RuntimeError("no room")
+        return cast(mx.array, inner(tokens, mask, firsts))
+
+    bench.runner.run = fail
+    bench.submit(0, make_texts(10, 10))
+    bench.submit(1, make_texts(40, 10))
+    bench.submit(2, make_texts(38))
+    bench.finish()
+    failed = {event.job: event.reason for event in bench.events if isinstance(event, Failed)}
+    assert failed == {1: "RuntimeError: no room", 2: "RuntimeError: no room"}
+    assert bench.vectors(0).shape == (2, 64)
+
+
+def test_what_a_model_cannot_do_is_said_at_once(model_folder: ModelFolder, bert: Any) -> None:
+    def reason(bench: Bench, texts: Texts, firsts: Iterable[int] = ()) -> str:
+        bench.submit(0, texts, tuple(firsts))
+        assert bench.embedder.idle
+        [event] = bench.events
+        assert isinstance(event, Failed)
+        return event.reason
+
+    assert "pairs" in reason(Bench(model_folder("qwen3")), TEXTS[:1], [1])
+    assert "pairs" in reason(Bench(bert()), TEXTS[:1], [1])
+    assert "makes no vectors" in reason(Bench(bert(2)), TEXTS[:1])
+    assert "no tokens" in reason(Bench(bert()), ((1, 2), ()))
+    assert "no texts" in reason(Bench(bert()), ())
+    assert "129 tokens" in reason(Bench(bert()), make_texts(5, 129))
+
+
+def test_a_model_whose_hidden_states_are_not_to_be_had_says_so() -> None:
+    class Headed(dict[str, Any]):
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            return mx.zeros((*tokens.shape, 512))
+
+        def __getattr__(self, name: str) -> Any:
+            if name in self:
+                return self[name]
+            raise AttributeError(name)
+
+    tokens = mx.array([[1, 2]])
+    for model in (Headed(), Headed(model=Headed()), Headed(model=Headed(transformer=Headed()))):
+        with pytest.raises(ValueError, match="do not give their hidden states"):
+            find_inner(model, tokens)
+
+
+# Through loading and the device thread.
+
+
+def test_an_encoder_loads_shares_its_arrays_and_leaves_nothing(bert: Any) -> None:
+    texts = make_texts(20, 5)
+    expected = Bench(bert()).embed(texts)
+    with nothing_left():
+        one = load_resident(bert())
+        two = load_resident(bert(), [one])
+        assert one.loaded.batched
+        assert one.loaded.shared == 0
+        assert two.loaded.shared == two.loaded.bytes == one.loaded.bytes > 0
+        for resident in (one, two):
+            assert resident.embed(Embed(1, "m", texts)) == []
+            [event] = resident.read(beside=False) + resident.read(beside=False)
+            assert isinstance(event, Embedded)
+            assert resident.idle
+            np.testing.assert_allclose(event.vectors, expected, atol=1e-5)
+        asked = job()
+        assert one.submit(asked, None) == [Failed(asked.id, "this model does not generate text")]
+        assert one.statistics() == {"texts": 0, "tokens": 0}
+        del resident, event, one, two
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_decoder_that_was_saved_without_its_head_loads(
+    model_folder: ModelFolder, tmp_path: Path, tied: bool
+) -> None:
+    whole = model_folder("qwen3")
+    config = json.loads((whole / "config.json").read_text()) | {"tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arrays = cast(dict[str, mx.array], mx.load(str(whole / "model.safetensors")))
+    inner = {name: array for name, array in arrays.items() if "lm_head" not in name}
+    renamed = {name.removeprefix("model."): array for name, array in inner.items()}
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
+    resident = load_resident(tmp_path)
+    resident.embed(Embed(1, "m", TEXTS[:1]))
+    [event] = resident.read(beside=False)
+    assert isinstance(event, Embedded)
+    np.testing.assert_allclose(event.vectors, Bench(whole).embed(TEXTS[:1]), atol=1e-5)
+    del renamed["norm.weight"]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
+    with pytest.raises(ValueError, match="parameters"):
+        load_resident(tmp_path)
+
+
+def test_an_encoder_with_an_adapter_is_refused(bert: Any) -> None:
+    with pytest.raises(ValueError, match="adapter"):
+        load_resident(bert(), adapter="/nowhere")
+
+
+def test_vectors_come_through_a_port_beside_streams(model_folder: ModelFolder, bert: Any) -> None:
+    texts = make_texts(12, 30, 7, 30, 41)
+
+    async def test() -> None:
+        async with open_port() as port, open_port() as other:
+            await port.load(load(model_folder("qwen3")))
+            await port.load(load(bert(), "bert"))
+            await other.load(load(bert(), "bert"))
+            expected = await generate(port, job(300))
+            heard = Listener()
+            port.submit(job(300), heard)
+            await heard.began.wait()
+            found = await asyncio.gather(
+                port.embed(Embed(10**6, "m", texts)),
+                port.embed(Embed(10**6 + 1, "bert", texts)),
+                other.embed(Embed(10**6, "bert", texts)),
+                port.embed(Embed(10**6 + 2, "m", texts[:1])),
+            )
+            assert not heard.ended.is_set()
+            await heard.ended.wait()
+            assert heard.tokens == expected.tokens
+            own = Bench(model_folder("qwen3")).embed(texts)
+            encoded = Bench(bert()).embed(texts)
+            for vectors, expected_ones in zip(found, (own, encoded, encoded, own[:1]), strict=True):
+                assert vectors.dtype == np.float32
+                np.testing.assert_allclose(vectors, expected_ones, atol=1e-5)
+            asked = job(3, "bert")
+            refused = await generate(port, asked)
+            assert refused.events == [Failed(asked.id, "this model does not generate text")]
+
+    run(test)
+
+
+def test_what_ends_an_embedding_is_told(model_folder: ModelFolder, bert: Any) -> None:
+    texts = make_texts(*[100] * 2000)
+
+    async def test() -> None:
+        async with open_port() as port:
+            await port.load(load(model_folder("qwen3")))
+            await port.load(load(bert(), "bert"))
+            with pytest.raises(ServeError, match="is not loaded"):
+                await port.embed(Embed(10**6, "nobody", texts))
+            with pytest.raises(ServeError, match="129 tokens"):
+                await port.embed(Embed(10**6, "bert", make_texts(5, 129)))
+            asked = asyncio.create_task(port.embed(Embed(10**6, "m", texts)))
+            await asyncio.sleep(0)
+            assert (await port.report()).models["m"]["texts"] > 1900
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            await port.embed(Embed(10**6 + 1, "m", texts[:1]))  # not in the round of the cancel
+            assert (await port.report()).models["m"]["texts"] == 0
+            assert not port._receivers
+            asked = asyncio.create_task(port.embed(Embed(10**6, "m", texts)))
+            await asyncio.sleep(0)
+            port.unload("m")
+            with pytest.raises(ServeError, match="its model was unloaded"):
+                await asked
+            assert len(await port.embed(Embed(10**6, "bert", texts[:2]))) == 2
+
+    run(test)

@@ -1,0 +1,396 @@
+"""The batch against mlx-lm's own generator: greedy text is the same token for token."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+
+from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.execution import reading
+from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.execution.prefill import Pace, masks_padding
+from mlxsrv.engine.steering.plan import run as steering_run
+from mlxsrv.events import Failed, Job, PromptRead, Sampling, Token
+from tests.support.tiny import FAMILIES, write_model
+
+GREEDY = Sampling(temperature=0)
+SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Loads a family's tiny model, once a session."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def load(family: str) -> Any:
+        return load_model(write_model(root / family, family))[0]
+
+    return load
+
+
+def prompts(n: int, seed: int, low: int = 3, high: int = 60) -> list[tuple[int, ...]]:
+    dice = random.Random(seed)
+    return [tuple(dice.choices(range(5, 300), k=dice.randint(low, high))) for _ in range(n)]
+
+
+def job(number: int, prompt: tuple[int, ...], max_tokens: int = 12, **more: Any) -> Job:
+    more.setdefault("sampling", GREEDY)
+    more.setdefault("end_tokens", frozenset())
+    return Job(number, "m", prompt, max_tokens, **more)
+
+
+def make(
+    model: Any, max_rows: int, chunk: int, cache_bytes: int = 0, padding: int | None = None
+) -> Batch:
+    return Batch(
+        model,
+        max_rows=max_rows,
+        pace=Pace(chunk, 10.0),
+        cached=PromptCache(cache_bytes),
+        padding=padding,
+    )
+
+
+def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
+    """Every job's tokens; one more of `later` is submitted at each step."""
+    late = iter(later)
+    drawn: dict[int, list[int]] = {}
+    while True:
+        joining = next(late, None)
+        if joining is not None:
+            batch.submit(joining)
+        if batch.idle and joining is None:
+            return drawn
+        for event in batch.decode() + batch.prefill():
+            if isinstance(event, PromptRead):
+                continue
+            assert isinstance(event, Token), event
+            drawn.setdefault(event.job, []).append(event.id)
+
+
+def solo(model: Any, prompt: tuple[int, ...], max_tokens: int = 12) -> list[int]:
+    """mlx-lm's own answer, end tokens taken for any other."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens)
+    return [int(token) for token, _ in steps]
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_row_alone_equals_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    for number, prompt in enumerate(prompts(3, seed=1)):
+        batch = make(model, 8, 512)
+        batch.submit(job(number, prompt, 20))
+        assert run(batch)[number] == solo(model, prompt, 20)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    asked = prompts(10, seed=2)
+    lengths = [random.Random(3).randint(4, 24) for _ in asked]
+    batch = make(model, 6, 64)
+    jobs = [job(i, p, n) for i, (p, n) in enumerate(zip(asked, lengths, strict=True))]
+    for early in jobs[:4]:
+        batch.submit(early)
+    drawn = run(batch, jobs[4:])
+    for i, prompt in enumerate(asked):
+        assert drawn[i] == solo(model, prompt, lengths[i]), f"{family} row {i}"
+    assert batch.idle
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_rows_in_lanes_of_their_own_equal_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    asked = prompts(10, seed=12)
+    lengths = [random.Random(13).randint(4, 24) for _ in asked]
+    batch = make(model, 6, 64, padding=0)
+    jobs = [job(i, p, n) for i, (p, n) in enumerate(zip(asked, lengths, strict=True))]
+    drawn = run(batch, jobs)
+    for i, prompt in enumerate(asked):
+        assert drawn[i] == solo(model, prompt, lengths[i]), f"{family} row {i}"
+
+
+def test_a_row_much_longer_than_the_others_has_a_lane_while_that_pays(models: Any) -> None:
+    model = models("qwen3")
+    short = prompts(4, seed=14, low=8, high=8)
+    [long] = prompts(1, seed=15, low=4000, high=4000)
+    batch = make(model, 8, 512)
+    drawn: dict[int, list[int]] = {}
+
+    def step() -> None:
+        for event in batch.decode() + batch.prefill():
+            if isinstance(event, Token):
+                drawn.setdefault(event.job, []).append(event.id)
+
+    for i, prompt in enumerate([*short, long]):
+        batch.submit(job(i, prompt, 200))
+    while 4 not in drawn:
+        step()
+    assert batch.statistics()["lanes"] == 2
+    for _ in range(5):
+        step()
+    batch.cancel([1, 2, 3])  # what is left of the padding costs less than a pass
+    assert batch.statistics()["lanes"] == 1
+    while not batch.idle:
+        step()
+    assert drawn[0] == solo(model, short[0], 200)
+    assert drawn[4] == solo(model, long, 200)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_prompt_in_chunks_equals_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    [long] = prompts(1, seed=4, low=200, high=200)
+    batch = make(model, 4, 32)
+    batch.submit(job(0, prompts(1, seed=5)[0], 30))
+    batch.submit(job(1, long, 12))
+    assert run(batch)[1] == solo(model, long, 12)
+
+
+def test_a_full_batch_of_32_equals_mlx_lm(models: Any) -> None:
+    model = models("qwen3")
+    asked = prompts(32, seed=6)
+    batch = make(model, 32, 512)
+    for i, prompt in enumerate(asked):
+        batch.submit(job(i, prompt, 40))
+    drawn = run(batch)
+    for i, prompt in enumerate(asked):
+        assert drawn[i] == solo(model, prompt, 40)
+
+
+def test_a_prompt_of_one_token(models: Any) -> None:
+    model = models("qwen3")
+    batch = make(model, 4, 512)
+    for i, prompt in enumerate([(7,), (8, 9, 10), (11,)]):
+        batch.submit(job(i, prompt))
+    drawn = run(batch)
+    assert drawn[0] == solo(model, (7,))
+    assert drawn[2] == solo(model, (11,))
+
+
+def test_a_model_whose_caches_cannot_be_merged_runs_one_row_at_a_time(models: Any) -> None:
+    unmerged = [name for name in SMALL if not FAMILIES[name].batchable]
+    assert unmerged
+    for family in unmerged:
+        model = models(family)
+        batch = make(model, 8, 512)
+        assert not batch.batched
+        for i, prompt in enumerate(prompts(3, seed=7)):
+            batch.submit(job(i, prompt))
+        batch.prefill()
+        assert batch.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 2}
+        assert len(run(batch)) == 3
+
+
+def test_an_end_token_ends_its_row_and_no_other(models: Any) -> None:
+    model = models("qwen3")
+    first, second = prompts(2, seed=8)
+    expected = solo(model, first, 20)
+    end = expected[6]
+    cut = expected.index(end) + 1
+    batch = make(model, 4, 512)
+    batch.submit(job(0, first, 20, end_tokens=frozenset({end})))
+    batch.submit(job(1, second, 20))
+    drawn = run(batch)
+    assert drawn[0] == expected[:cut]
+    assert drawn[1] == solo(model, second, 20)
+
+
+def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
+    model = models("qwen3")
+    kept, *others = prompts(4, seed=9)
+    [long] = prompts(1, seed=10, low=200, high=200)
+    batch = make(model, 3, 64)
+    batch.submit(job(0, kept, 30))
+    batch.submit(job(1, others[0], 30))
+    batch.submit(job(2, long, 30))
+    batch.submit(job(3, others[1], 30))
+    drawn: list[int] = []
+    for _ in range(4):
+        drawn += [e.id for e in batch.decode() if isinstance(e, Token) and e.job == 0]
+        batch.prefill()
+    assert batch.statistics() == {"rows": 2, "lanes": 1, "reading": 1, "waiting": 1}
+    batch.cancel([1, 2, 3])
+    assert batch.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 0}
+    assert drawn + run(batch)[0] == solo(model, kept, 30)
+
+
+def test_failing_ends_every_job_and_the_batch_goes_on(models: Any) -> None:
+    model = models("qwen3")
+    asked = prompts(3, seed=11)
+    batch = make(model, 2, 64)
+    for i, prompt in enumerate(asked):
+        batch.submit(job(i, prompt))
+    batch.prefill()
+    batch.decode()
+    failed = batch.fail("because")
+    assert sorted(e.job for e in failed if isinstance(e, Failed)) == [0, 1, 2]
+    batch.submit(job(9, asked[0]))
+    assert run(batch) == {9: solo(model, asked[0])}
+
+
+def test_an_error_while_reading_fails_only_what_is_read(models: Any) -> None:
+    model = models("qwen3")
+
+    class Fragile:
+        """The real model, but for one token id that it refuses."""
+
+        layers = model.layers
+
+        def __call__(self, tokens: Any, cache: Any) -> Any:
+            if 400 in tokens.tolist()[0]:
+                raise RuntimeError("refused")
+            return model(tokens, cache=cache)
+
+    [kept] = prompts(1, seed=12)
+    batch = make(Fragile(), 4, 64, padding=0)
+    batch.submit(job(0, kept))
+    batch.prefill()
+    batch.submit(job(1, (400, 401, 402)))
+    [failed] = batch.prefill()
+    assert isinstance(failed, Failed)
+    assert failed.job == 1
+    assert "refused" in failed.reason
+    assert run(batch) == {0: solo(model, kept)}
+
+
+def test_padding_is_used_only_where_a_model_masks_it(models: Any) -> None:
+    masked = {name for name in SMALL if FAMILIES[name].batchable and masks_padding(models(name))}
+    assert "mamba" not in masked  # its layers read padding as if it were text
+    assert {"qwen3", "gemma3_text", "qwen3_next", "mamba2"} <= masked
+
+
+CACHE_BYTES = 1 << 28
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_follow_up_prompt_is_read_from_where_the_answer_ended(models: Any, family: str) -> None:
+    model = models(family)
+    [first, more, other] = prompts(3, seed=20, low=70, high=70)
+    batch = make(model, 8, 512, CACHE_BYTES)
+    batch.submit(job(0, first, 10))
+    batch.submit(job(1, other, 10))
+    answers = run(batch)
+    follow_up = (*first, *answers[0], *more)
+    cached, drawn = run_counting(batch, job(2, follow_up, 15))
+    if FAMILIES[family].batchable:
+        assert cached == len(first) + 10
+    assert drawn == solo(model, follow_up, 15)
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_prompt_that_shares_a_beginning_answers_as_if_alone(models: Any, family: str) -> None:
+    model = models(family)
+    [head, *tails] = prompts(7, seed=21, low=80, high=80)
+    batch = make(model, 3, 64, CACHE_BYTES)
+    asked = [(*head, *tail) for tail in tails]
+    for i, prompt in enumerate(asked):
+        batch.submit(job(i, prompt, 8))
+    drawn = run(batch)
+    again = [prompt[:100] for prompt in asked] + asked
+    for i, prompt in enumerate(again):
+        batch.submit(job(100 + i, prompt, 8))
+    drawn |= run(batch)
+    for i, prompt in enumerate(asked):
+        assert drawn[i] == solo(model, prompt, 8)
+    for i, prompt in enumerate(again):
+        assert drawn[100 + i] == solo(model, prompt, 8), f"{family} {i}"
+
+
+def test_a_checkpoint_serves_models_whose_caches_cannot_be_cut(models: Any) -> None:
+    model = models("mamba2")
+    [head, *tails] = prompts(3, seed=22, low=100, high=100)
+    batch = make(model, 4, 64, CACHE_BYTES)
+    for i, tail in enumerate(tails):
+        cached, drawn = run_counting(batch, job(i, (*head, *tail), 8, checkpoint=100))
+        assert cached == (100 if i else 0)
+        assert drawn == solo(model, (*head, *tail), 8)
+
+
+def run_counting(batch: Batch, asked: Job) -> tuple[int, list[int]]:
+    """One job alone: how many prompt tokens were found, and what it drew."""
+    batch.submit(asked)
+    cached, drawn = -1, []
+    while not batch.idle:
+        for event in batch.decode() + batch.prefill():
+            if isinstance(event, PromptRead):
+                cached = event.cached
+            elif isinstance(event, Token):
+                drawn.append(event.id)
+    return cached, drawn
+
+
+def test_the_prompt_cache_stays_within_its_bytes(models: Any) -> None:
+    model = models("qwen3")
+    batch = make(model, 4, 512, 100_000)
+    for i, prompt in enumerate(prompts(20, seed=23)):
+        batch.submit(job(i, prompt))
+    run(batch)
+    assert 0 < batch._cached.nbytes <= 100_000
+    assert batch._cached.nbytes == sum(entry.nbytes for entry in batch._cached._entries)
+    assert len(batch._cached) > 1
+
+
+def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
+    models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To join costs the next step as much as to read: a stream is not to wait for both at once."""
+    batch = make(models("qwen3"), max_rows=2, chunk=32)
+    [short] = prompts(1, seed=24, low=8, high=8)
+    [long] = prompts(1, seed=25, low=100, high=100)
+    batch.submit(job(0, short, 100))
+    batch.prefill()
+    batch.decode()
+    fed: list[int] = []
+
+    def feed(model: Any, plan: Any, tokens: mx.array, cache: Any) -> Any:
+        fed.append(tokens.size)
+        return steering_run(model, plan, tokens, cache)
+
+    monkeypatch.setattr(reading, "run", feed)
+    batch.submit(job(1, long, 4))
+    slices: list[int] = []
+    while not any(isinstance(event, PromptRead) for event in batch.prefill()):
+        slices.append(sum(fed))
+        fed.clear()
+        batch.decode()
+    assert sum(slices) == 99
+    assert not fed
+    assert run(batch)[1] == solo(models("qwen3"), long, 4)
+
+
+def test_short_prompts_do_not_wait_for_a_long_one(models: Any) -> None:
+    model = models("qwen3")
+    [long] = prompts(1, seed=24, low=1000, high=1000)
+    batch = make(model, 8, 32)
+    batch.submit(job(0, long, 4))
+    batch.prefill()
+    batch.submit(job(1, prompts(1, seed=25, low=8, high=8)[0], 4))
+    order = []
+    while not batch.idle:
+        order += [e.job for e in batch.decode() + batch.prefill() if isinstance(e, PromptRead)]
+    assert order == [1, 0]
+
+
+def test_prompts_are_read_in_shorter_slices_beside_other_models_streams(models: Any) -> None:
+    prompt = tuple(range(1, 200))
+    slices: list[int] = []
+    texts: list[list[int]] = []
+    for beside in (True, False):
+        batch = make(models("qwen3"), 4, 512)
+        batch.submit(job(0, prompt, 5))
+        slices.append(0)
+        while not batch.streaming:
+            batch.prefill(beside=beside)
+            slices[-1] += 1
+        texts.append(run(batch)[0])
+    assert slices[0] > slices[1] == 1
+    assert texts[0] == texts[1]

@@ -1,0 +1,525 @@
+"""Speculative decoding: whatever a draft proposes, and when, the text is that of plain steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+
+from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.execution.speculation import Gain, check_draft, find_obstacle
+from mlxsrv.events import Event, Job, Mask, PromptRead, Sampling, Token
+from tests.support.tiny import write_model
+
+GREEDY = Sampling(temperature=0)
+SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=7)
+PLAIN = ["qwen3", "llama", "qwen3_moe"]
+DRAFTS = ["itself", "perturbed", "another"]
+CACHE_BYTES = 1 << 28
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Loads a family's tiny model, or a draft model for it, once a session."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def load(family: str, kind: str = "itself", **overrides: Any) -> Any:
+        folder = root / "-".join([family, kind, *map(str, overrides.values())])
+        model, _ = load_model(write_model(folder, family, seed=int(kind == "another"), **overrides))
+        if kind == "perturbed":
+            mx.random.seed(3)
+            parameters: Any = tree_flatten(model.parameters())
+            noise = {name: 0.1 * mx.std(each) for name, each in parameters}
+            model.load_weights(
+                [
+                    (name, each + noise[name] * mx.random.normal(each.shape))
+                    for name, each in parameters
+                ]
+            )
+        mx.eval(model.parameters())
+        return model
+
+    return load
+
+
+class Always(Gain):
+    """Finds rounds worth it at all times with as many proposals as given, or else as the dice
+    fall, some plain steps among them."""
+
+    def __init__(self, proposals: int | None = None) -> None:
+        super().__init__()
+        self._dice = random.Random(0)
+        self._proposals = proposals
+
+    def affords(self, unread: int) -> bool:
+        return self._proposals is not None or unread > 16 or self._dice.random() < 0.8
+
+    def choose(self, most: int) -> int:
+        return min(self._proposals or self._dice.randint(1, 5), most)
+
+    def saw_round(self, proposed: int, accepted: int, seconds: float) -> None:
+        """Nothing to find out."""
+
+    def saw_reading(self, tokens: int, seconds: float) -> None:
+        """Nothing to find out."""
+
+    def bound(self, limit: int) -> int:
+        return limit
+
+
+def job(number: int, prompt: tuple[int, ...], max_tokens: int = 30, **more: Any) -> Job:
+    more.setdefault("sampling", GREEDY)
+    more.setdefault("end_tokens", frozenset())
+    return Job(number, "m", prompt, max_tokens, **more)
+
+
+def make(
+    model: Any,
+    draft: Any | None,
+    *,
+    max_rows: int = 4,
+    chunk: int = 64,
+    cache_bytes: int = 0,
+    gain: Gain | None = None,
+) -> Batch:
+    batch = Batch(
+        model,
+        max_rows=max_rows,
+        pace=Pace(chunk, 10.0),
+        cached=PromptCache(cache_bytes),
+        draft=draft,
+    )
+    if batch._speculation is not None:
+        batch._speculation._gain = gain or Always()
+    return batch
+
+
+def step(batch: Batch) -> list[Event]:
+    """One slice; afterwards the batch is as plain steps would have left it."""
+    events = batch.decode()
+    assert_in_order(batch)
+    events += batch.prefill()
+    assert_in_order(batch)
+    return events
+
+
+def assert_in_order(batch: Batch) -> None:
+    if batch._speculation is None:
+        return
+    for lane in batch._lanes:
+        for i, row in enumerate(lane.rows):
+            assert lane.cache[0].extract(i).size() == len(row.seen) - row.fresh
+    draft = batch._speculation._draft
+    assert draft._cache[0].size() == draft._read
+    assert draft._row is None or draft._read <= len(draft._row.seen)
+
+
+def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
+    """Every job's tokens; one more of `later` is submitted every few slices."""
+    late = list(later)
+    drawn: dict[int, list[int]] = {}
+    slices = 0
+    while late or not batch.idle:
+        if late and (slices % 3 == 2 or batch.idle):
+            batch.submit(late.pop(0))
+        for event in tokens_of(step(batch)):
+            drawn.setdefault(event.job, []).append(event.id)
+        slices += 1
+    return drawn
+
+
+def run_alone(batch: Batch, asked: Job) -> list[Event]:
+    """All events of one job."""
+    events = batch.submit(asked)
+    while not batch.idle:
+        events += step(batch)
+    return events
+
+
+def tokens_of(events: Iterable[Event]) -> list[Token]:
+    return [event for event in events if isinstance(event, Token)]
+
+
+def prompts(n: int, seed: int, low: int = 3, high: int = 60) -> list[tuple[int, ...]]:
+    dice = random.Random(seed)
+    return [tuple(dice.choices(range(5, 300), k=dice.randint(low, high))) for _ in range(n)]
+
+
+def solo(model: Any, prompt: tuple[int, ...], max_tokens: int = 30) -> list[int]:
+    """mlx-lm's own greedy answer, end tokens taken for any other."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens)
+    return [int(token) for token, _ in steps]
+
+
+def plainly(model: Any, asked: Job) -> list[int]:
+    """What the batch draws without a draft."""
+    batch = make(model, None)
+    batch.submit(asked)
+    return run(batch)[asked.id]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("kind", DRAFTS)
+@pytest.mark.parametrize("family", PLAIN)
+def test_the_text_is_that_of_plain_steps(
+    models: Any, family: str, kind: str, sampling: Sampling
+) -> None:
+    model = models(family)
+    batch = make(model, models(family, kind))
+    for number, prompt in enumerate(prompts(2, seed=1)):
+        asked = job(number, prompt, sampling=sampling)
+        batch.submit(asked)
+        drawn = run(batch)[number]
+        if sampling is GREEDY:
+            assert drawn == solo(model, prompt)
+        else:
+            assert drawn == plainly(model, asked)
+    seen = batch.statistics()
+    share = seen["accepted"] / seen["drafted"]
+    low, high = {"itself": (1.0, 1.0), "perturbed": (0.05, 0.95), "another": (0.0, 0.1)}[kind]
+    assert low <= share <= high
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("max_rows", [1, 3])
+def test_rows_join_and_leave_between_rounds(models: Any, max_rows: int, sampling: Sampling) -> None:
+    model = models("qwen3")
+    jobs = [
+        job(i, prompt, random.Random(i).randint(1, 30), sampling=sampling)
+        for i, prompt in enumerate(prompts(8, seed=2))
+    ]
+    batch = make(model, models("qwen3", "perturbed"), max_rows=max_rows, cache_bytes=CACHE_BYTES)
+    drawn = run(batch, jobs)
+    assert batch.statistics()["accepted"] > 0
+    for asked in jobs:
+        assert drawn[asked.id] == plainly(model, asked)
+
+
+def test_a_row_cancelled_between_rounds_is_gone_and_others_go_on(models: Any) -> None:
+    model = models("qwen3")
+    first, second = prompts(2, seed=3, low=70, high=80)
+    batch = make(model, models("qwen3", "perturbed"), cache_bytes=CACHE_BYTES)
+    batch.submit(job(0, first))
+    drawn: list[int] = []
+    while len(drawn) < 10:
+        drawn += [event.id for event in tokens_of(step(batch))]
+    batch.cancel([0])
+    assert batch.idle
+    follow_up = (*first, *drawn, *second)
+    batch.submit(job(1, second))
+    batch.submit(job(2, follow_up))
+    assert run(batch) == {1: solo(model, second), 2: solo(model, follow_up)}
+
+
+@pytest.mark.parametrize("ends", ["end token", "max_tokens"])
+def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
+    models: Any, ends: str
+) -> None:
+    model = models("qwen3")
+    first, more = prompts(2, seed=4, low=70, high=80)
+    expected = solo(model, first)
+    place = next(i for i in range(12, 30) if expected[i] not in expected[:i])
+    end = frozenset({expected[place]}) if ends == "end token" else frozenset[int]()
+    most = 30 if ends == "end token" else place + 1
+    batch = make(model, models("qwen3"), cache_bytes=CACHE_BYTES, gain=Always(7))
+    events = tokens_of(run_alone(batch, job(0, first, most, end_tokens=end)))
+    answer = [event.id for event in events]
+    assert answer == expected[: place + 1]
+    assert [event.finish for event in events[:-1]] == [None] * place
+    assert events[-1].finish == ("stop" if ends == "end token" else "length")
+    follow_up = (*first, *answer, *more)
+    heard = run_alone(batch, job(1, follow_up))
+    assert PromptRead(1, len(first) + len(answer)) in heard
+    assert [event.id for event in tokens_of(heard)] == solo(model, follow_up)
+
+
+def test_no_round_behind_a_token_that_ends_the_row(models: Any) -> None:
+    model = models("qwen3")
+    [prompt] = prompts(1, seed=4)
+    expected = solo(model, prompt)
+    place = next(i for i in range(4, 30) if expected[i] not in expected[:i])
+    # The first round draws all tokens before the end, and with them the end as its next input.
+    batch = make(model, models("qwen3"), gain=Always(place - 1))
+    batch.submit(job(0, prompt, end_tokens=frozenset({expected[place]})))
+    assert run(batch)[0] == expected[: place + 1]
+    assert batch.statistics()["drafted"] == place - 1
+
+
+class Counting:
+    """The real model, how many tokens each pass has fed it, and the highest of them."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.layers = model.layers
+        self.fed: list[int] = []
+        self.highest = 0
+        self.failing = False
+
+    def __call__(self, tokens: Any, cache: Any) -> Any:
+        if self.failing:
+            raise RuntimeError("refused")
+        self.fed.append(tokens.shape[1])
+        self.highest = max(self.highest, int(tokens.max().item()))
+        return self._model(tokens, cache=cache)
+
+
+def test_the_draft_reads_in_slices_and_only_what_it_has_not_read(models: Any) -> None:
+    model = models("qwen3")
+    [long, *tails] = prompts(3, seed=5, low=300, high=300)
+    draft = Counting(models("qwen3", "perturbed"))
+    batch = make(model, draft, chunk=64, gain=Always(4))
+    draft.fed.clear()
+    batch.submit(job(0, long))
+    assert run(batch)[0] == solo(model, long)
+    assert max(draft.fed) == 64
+    assert sum(each for each in draft.fed if each > 16) >= 300 - 16
+    for tail in tails:
+        draft.fed.clear()
+        prompt = (*long[:250], *tail[:40])
+        batch.submit(job(1, prompt))
+        assert run(batch)[1] == solo(model, prompt)
+        assert sum(each for each in draft.fed if each > 16) <= 42
+
+
+def test_plain_steps_while_other_prompts_are_read(models: Any) -> None:
+    model = models("qwen3")
+    [short, long] = (*prompts(1, seed=6), *prompts(1, seed=7, low=300, high=300))
+    batch = make(model, models("qwen3"), chunk=32)
+    batch.submit(job(0, short, 60))
+    drawn: list[int] = []
+    while (drafted := batch.statistics()["drafted"]) == 0:
+        drawn += [event.id for event in tokens_of(step(batch))]
+    batch.submit(job(1, long, 5))
+    while batch.statistics()["waiting"] + batch.statistics()["reading"]:
+        drawn += [event.id for event in tokens_of(step(batch))]
+        assert batch.statistics()["drafted"] == drafted
+    rest = run(batch)
+    assert drawn + rest[0] == solo(model, short, 60)
+    assert rest[1] == solo(model, long, 5)
+    assert batch.statistics()["drafted"] > drafted
+
+
+class Anything:
+    """A constraint that allows every token."""
+
+    failure = None
+
+    def fill(self, mask: Mask) -> None:
+        """All bits are set already."""
+
+    def accept(self, token: int) -> None:
+        """The state is always the same."""
+
+
+@pytest.mark.parametrize(
+    ("more", "constraint"),
+    [
+        ({"sampling": Sampling(temperature=0, repetition_penalty=1.3)}, None),
+        ({"sampling": Sampling(temperature=0, logit_bias=((7, 5.0),))}, None),
+        ({"logprobs": 2}, None),
+        ({}, Anything()),
+    ],
+    ids=["penalty", "bias", "logprobs", "constraint"],
+)
+def test_rows_that_need_a_look_at_every_token_are_decoded_plainly(
+    models: Any, more: dict[str, Any], constraint: Anything | None
+) -> None:
+    model = models("qwen3")
+    [prompt] = prompts(1, seed=8)
+    asked = job(0, prompt, **more)
+    batch = make(model, models("qwen3"))
+    batch.submit(asked, constraint)
+    assert run(batch)[0] == plainly(model, asked)
+    assert batch.statistics()["drafted"] == 0
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mamba2", "qwen3_next", "llama4"])
+def test_a_draft_is_unused_where_a_cache_cannot_be_cut_back(models: Any, family: str) -> None:
+    model, plain = models(family), models("qwen3")
+    [prompt] = prompts(1, seed=9)
+    assert "cannot be cut back" in (find_obstacle(model, plain) or "")
+    assert "the draft model's" in (find_obstacle(plain, model) or "")
+    for one, other in ((model, plain), (plain, model)):
+        batch = make(one, other)
+        batch.submit(job(0, prompt, 10))
+        assert run(batch)[0] == plainly(one, job(0, prompt, 10))
+        assert "drafted" not in batch.statistics()
+
+
+def test_a_draft_with_another_vocabulary_is_refused(models: Any) -> None:
+    model, draft = models("qwen3"), models("qwen3", vocab_size=480)
+    with pytest.raises(ValueError, match=r"480 tokens, the model's 512"):
+        check_draft(model, draft)
+    with pytest.raises(ValueError, match=r"480 tokens, the model's 512"):
+        make(model, draft)
+
+
+@pytest.mark.parametrize("size", [509, 515])
+def test_a_vocabulary_that_is_padded_differently_is_the_same(models: Any, size: int) -> None:
+    model, draft = models("qwen3"), Counting(models("qwen3", vocab_size=size))
+    prompt = (*prompts(1, seed=10)[0], 511, 7)
+    batch = make(model, draft)
+    batch.submit(job(0, prompt))
+    assert run(batch)[0] == solo(model, prompt)
+    assert draft.highest == min(size - 1, 511)
+
+
+def test_an_error_of_the_draft_costs_nobody_a_token(models: Any) -> None:
+    model, draft = models("qwen3"), Counting(models("qwen3", "perturbed"))
+    first, second = prompts(2, seed=11)
+    batch = make(model, draft)
+    batch.submit(job(0, first))
+    drawn = [event.id for _ in range(5) for event in tokens_of(step(batch))]
+    draft.failing = True
+    fed = len(draft.fed)
+    drawn += run(batch, [job(1, second)])[0]
+    assert drawn == solo(model, first)
+    assert len(draft.fed) == fed
+    draft.failing = False
+    batch.submit(job(2, second))
+    assert run(batch)[2] == solo(model, second)
+    assert len(draft.fed) == fed, "it is not used any more"
+
+
+def test_the_first_trial_is_soon(models: Any) -> None:
+    model = models("qwen3")
+    [prompt] = prompts(1, seed=12, low=12, high=12)
+    batch = make(model, models("qwen3", "another"), gain=Gain())
+    assert batch.statistics()["speculating"] == 0
+    batch.submit(job(0, prompt))
+    assert run(batch)[0] == solo(model, prompt)
+    assert batch.statistics()["drafted"] > 0
+
+
+# Gain, by a clock of its own: times are in plain steps.
+
+
+def simulate(
+    gain: Gain,
+    tokens: int,
+    *,
+    chance: float,
+    pass_of: Callable[[int], float],
+    proposal: float,
+    unread: int = 0,
+    reading: float = 0.0,
+    seed: int = 0,
+) -> float:
+    """Seconds that so many tokens take; `chance` is that of a proposal, `pass_of` what the model's
+    pass over so many tokens takes."""
+    dice = np.random.default_rng(seed)
+    seconds, drawn = 0.0, 0
+    while drawn < tokens:
+        if not gain.affords(unread):
+            taken = pass_of(1) * dice.uniform(0.9, 1.1)
+            gain.saw_step(taken)
+            drawn += 1
+        elif unread > 16:
+            read = gain.bound(min(unread, 64))
+            taken = reading * read
+            gain.saw_reading(read, taken)
+            unread -= read
+        else:
+            count = gain.choose(tokens)
+            accepted = 0
+            while accepted < count and dice.random() < chance:
+                accepted += 1
+            taken = (pass_of(count + 1) + proposal * count) * dice.uniform(0.9, 1.1)
+            held_up = 20.0 if dice.random() < 0.02 else 0.0  # something else had the machine
+            gain.saw_round(count, accepted, taken + held_up)
+            drawn += accepted + 1
+        seconds += taken
+    return seconds
+
+
+def flat(tokens: int) -> float:
+    """A pass of a device that waits for its memory."""
+    return 1 + 0.02 * (tokens - 1)
+
+
+def dear(tokens: int) -> float:
+    """A pass over several tokens is another kind of work than one over a single token."""
+    return 1.0 if tokens == 1 else 2.2 + 0.15 * tokens
+
+
+def steep(tokens: int) -> float:
+    """A pass of one that does not."""
+    return 0.6 + 0.4 * tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("pass_of", [flat, steep, dear])
+@pytest.mark.parametrize(("chance", "proposal"), [(0.0, 0.1), (0.0, 1.0), (0.9, 1.0), (0.2, 0.3)])
+def test_what_does_not_help_costs_little(
+    chance: float, proposal: float, pass_of: Callable[[int], float], seed: int
+) -> None:
+    gain = Gain()
+    taken = simulate(gain, 2000, chance=chance, pass_of=pass_of, proposal=proposal, seed=seed)
+    assert taken < 2000 / 0.96
+
+
+def test_a_trial_goes_on_to_long_rounds_while_all_proposals_hold() -> None:
+    gain = Gain()
+    for _ in range(4):
+        gain.saw_step(1.0)
+    sizes: list[int] = []
+    while not sizes or sizes[-1] < 8:
+        assert gain.affords(0)
+        sizes.append(gain.choose(100))
+        gain.saw_round(sizes[-1], sizes[-1], 2.5 + 0.1 * sizes[-1])
+    assert sizes == [2, 4, 8]
+    assert gain.on
+
+
+def test_trials_that_fail_get_rarer() -> None:
+    taken = simulate(Gain(), 20_000, chance=0.0, pass_of=steep, proposal=1.0)
+    assert taken < 20_000 / 0.985
+
+
+def test_reading_long_prompts_for_short_answers_costs_little() -> None:
+    gain = Gain()
+    rows = [
+        simulate(gain, 20, chance=0.9, pass_of=flat, proposal=0.1, unread=2000, reading=0.02)
+        for _ in range(100)
+    ]
+    assert sum(rows) < 2000 / 0.95
+
+
+def test_reading_prompts_is_paid_by_what_rounds_save() -> None:
+    gain = Gain()
+    rows = [
+        simulate(gain, 300, chance=0.9, pass_of=flat, proposal=0.1, unread=500, reading=0.02)
+        for _ in range(20)
+    ]
+    assert 6000 / sum(rows) > 1.8
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("chance", "pass_of", "proposal", "speed"),
+    [
+        (0.9, flat, 0.1, 2.4),
+        (0.95, dear, 0.1, 1.4),
+        (0.7, flat, 0.1, 1.6),
+        (0.95, steep, 0.1, 1.3),
+        (0.5, flat, 0.05, 1.3),
+    ],
+)
+def test_what_helps_is_used(
+    chance: float, pass_of: Callable[[int], float], proposal: float, speed: float, seed: int
+) -> None:
+    gain = Gain()
+    taken = simulate(gain, 2000, chance=chance, pass_of=pass_of, proposal=proposal, seed=seed)
+    assert gain.on
+    assert 2000 / taken > speed

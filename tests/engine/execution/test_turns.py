@@ -1,0 +1,437 @@
+"""Who is read next: short prompts overtake, long ones are not starved, and what was read stays."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
+
+from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.events import (
+    Activations,
+    Attach,
+    Event,
+    Failed,
+    Job,
+    PromptRead,
+    PromptScored,
+    Sampling,
+    Steering,
+    Token,
+    Watch,
+)
+from tests.support.saes import write_sae
+from tests.support.tiny import FAMILIES, write_model
+
+GREEDY = Sampling(temperature=0)
+BATCHED = [name for name, each in FAMILIES.items() if each.batchable and name != "qwen3-46m"]
+SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
+CHUNK = 64
+ENOUGH = 1 << 26
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Loads a family's tiny model, once a session."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def load(family: str) -> Any:
+        return load_model(write_model(root / family, family))[0]
+
+    return load
+
+
+def prompt(seed: int, size: int) -> tuple[int, ...]:
+    return tuple(random.Random(seed).choices(range(5, 300), k=size))
+
+
+def job(number: int, tokens: tuple[int, ...], max_tokens: int = 4, **more: Any) -> Job:
+    more.setdefault("sampling", GREEDY)
+    return Job(number, "m", tokens, max_tokens, frozenset(), **more)
+
+
+def make(model: Any, rows: int = 32, cache_bytes: int = 0, **more: Any) -> Batch:
+    cached = PromptCache(cache_bytes)
+    return Batch(model, max_rows=rows, pace=Pace(CHUNK, 10.0), cached=cached, **more)
+
+
+def solo(model: Any, tokens: tuple[int, ...], max_tokens: int = 4) -> list[int]:
+    steps = generate_step(mx.array(tokens), model, max_tokens=max_tokens)
+    return [int(token) for token, _ in steps]
+
+
+def slices(batch: Batch, most: int = 2000) -> Iterator[list[Event]]:
+    """The events of each slice, until there is nothing to do."""
+    for _ in range(most):
+        if batch.idle:
+            return
+        yield batch.decode() + batch.prefill()
+    raise AssertionError("it does not end")
+
+
+def finish(batch: Batch) -> list[Event]:
+    return [event for events in slices(batch) for event in events]
+
+
+def texts(events: list[Event]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for event in events:
+        if isinstance(event, Token):
+            found.setdefault(event.job, []).append(event.id)
+    return found
+
+
+def order(events: list[Event]) -> list[int]:
+    return [event.job for event in events if isinstance(event, PromptRead)]
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4, 8, 31])
+def test_a_short_prompt_waits_as_long_whatever_is_ahead(models: Any, ahead: int) -> None:
+    batch = make(models("qwen3"))
+    for number in range(ahead):
+        batch.submit(job(number, prompt(number, 600)))
+    for _ in range(3):
+        batch.prefill()
+    batch.submit(job(99, prompt(99, 5)))
+    waited = next(
+        number
+        for number, events in enumerate(slices(batch), 1)
+        if any(isinstance(event, Token) and event.job == 99 for event in events)
+    )
+    assert waited <= 4
+    assert {*texts(finish(batch))} == {*range(ahead), 99}
+
+
+def test_long_prompts_are_not_starved_by_short_ones_without_end(models: Any) -> None:
+    model = models("qwen3")
+    batch = make(model)
+    long = [job(number, prompt(number, 700)) for number in range(3)]
+    for each in long:
+        batch.submit(each)
+    events: list[Event] = []
+    number = 100
+    while not {0, 1, 2} <= {*texts(events)}:
+        for _ in range(2):  # two more come with every slice
+            number += 1
+            batch.submit(job(number, prompt(number, CHUNK // 2), 1))
+        events += batch.decode() + batch.prefill()
+        assert number < 100 + 2 * 200, "they are starved"
+    first = [each for each in order(events) if each < 3]
+    assert first == [0, 1, 2], "of equal ones the first is the first"
+    events += finish(batch)
+    assert all(texts(events)[each.id] == solo(model, each.prompt) for each in long)
+
+
+def test_of_long_prompts_the_shorter_is_ready_sooner(models: Any) -> None:
+    model = models("qwen3")
+    batch = make(model)
+    sizes = {0: 3000, 1: 1000, 2: 200, 3: 20}
+    events: list[Event] = []
+    for number, size in sizes.items():
+        batch.submit(job(number, prompt(number, size)))
+        events += batch.prefill()
+    assert batch.statistics()["reading"] >= 2, "several are half read"
+    events += finish(batch)
+    assert order(events) == [3, 2, 1, 0]
+    for number, size in sizes.items():
+        assert texts(events)[number] == solo(model, prompt(number, size))
+
+
+@pytest.mark.parametrize("family", BATCHED)
+def test_prompts_that_are_read_by_turns_equal_mlx_lm(models: Any, family: str) -> None:
+    model = models(family)
+    sizes = [700, 300, 150, 10, 400, 64, 65, 5]
+    asked = [prompt(number, size) for number, size in enumerate(sizes)]
+    batch = make(model)
+    events: list[Event] = []
+    for number, tokens in enumerate(asked):
+        batch.submit(job(number, tokens, 12))
+        events += batch.decode() + batch.prefill()
+    events += finish(batch)
+    for number, tokens in enumerate(asked):
+        assert texts(events)[number] == solo(model, tokens, 12), f"{family} {number}"
+
+
+def test_rows_are_for_who_came_first(models: Any) -> None:
+    batch = make(models("qwen3"), rows=2)
+    for number, size in enumerate((300, 200, 5)):
+        batch.submit(job(number, prompt(number, size), 30))
+    came: list[int] = []
+    for events in slices(batch):
+        came += order(events)
+        numbers = batch.statistics()
+        assert numbers["rows"] + numbers["reading"] <= 2
+    assert came == [1, 0, 2]
+
+
+def test_little_memory_has_prompts_read_one_at_a_time(models: Any) -> None:
+    """As where each long one that is half read takes memory, and there is some for one only."""
+    model = models("qwen3")
+    batch: Batch
+
+    class Short:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def __call__(self, tokens: Any, cache: Any) -> Any:
+            begun = [each for each in batch._prefill._turns.begun if each.done > 0]
+            if tokens.shape[1] > 1 and len(begun) > 1:
+                raise MemoryError("no room")
+            return model(tokens, cache=cache)
+
+    batch = make(Short(), cache_bytes=ENOUGH)
+    sizes = [900, 600, 300, 400]
+    events: list[Event] = []
+    for number, size in enumerate(sizes):
+        batch.submit(job(number, prompt(number, size)))
+        events += batch.decode() + batch.prefill()
+    events += finish(batch)
+    assert not [event for event in events if isinstance(event, Failed)]
+    for number, size in enumerate(sizes):
+        assert texts(events)[number] == solo(model, prompt(number, size))
+
+
+# Prompts that are half read when nobody wants them any more.
+
+
+def read_some(batch: Batch, asked: Job, count: int) -> None:
+    batch.submit(asked)
+    for _ in range(count):
+        batch.prefill()
+    batch.cancel([asked.id])
+
+
+def found(events: list[Event], number: int) -> int:
+    [cached] = [e.cached for e in events if isinstance(e, PromptRead) and e.job == number]
+    return cached
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_who_asks_again_goes_on_from_there(models: Any, family: str) -> None:
+    model = models(family)
+    tokens = prompt(1, 500)
+    batch = make(model, cache_bytes=ENOUGH)
+    for attempt in range(3):
+        read_some(batch, job(attempt, tokens), 2)
+        assert batch.idle
+    batch.submit(job(9, tokens, 12))
+    events = finish(batch)
+    assert found(events, 9) == 3 * 2 * CHUNK
+    assert texts(events)[9] == solo(model, tokens, 12)
+
+
+def test_a_prompt_that_takes_longer_than_its_client_waits_is_read_in_the_end(models: Any) -> None:
+    model = models("mamba2")  # whose caches cannot be cut back
+    tokens = prompt(2, 1000)
+    batch = make(model, cache_bytes=ENOUGH)
+    for attempt in range(30):
+        batch.submit(job(attempt, tokens))
+        events = [event for _ in range(4) for event in batch.decode() + batch.prefill()]
+        if texts(events):
+            break
+        batch.cancel([attempt])
+    assert 3 <= attempt <= 5
+    assert texts(events + finish(batch))[attempt] == solo(model, tokens)
+
+
+def test_a_prompt_is_kept_whole_if_its_client_leaves_before_the_first_token(models: Any) -> None:
+    for family in ("qwen3", "mamba2"):
+        batch = make(models(family), cache_bytes=ENOUGH)
+        tokens = prompt(3, 150)
+        batch.submit(job(0, tokens))
+        while not batch.statistics()["rows"]:
+            batch.prefill()
+        batch.cancel([0])
+        batch.submit(job(1, tokens))
+        assert found(finish(batch), 1) == 149
+
+
+def test_what_is_kept_stays_within_the_prompt_caches_bytes(models: Any) -> None:
+    batch = make(models("qwen3"), cache_bytes=60_000)
+    for number in range(12):
+        read_some(batch, job(number, prompt(number, 300)), 1 + number % 4)
+        cached = batch._cached
+        assert cached.nbytes == sum(entry.nbytes for entry in cached._entries) <= 60_000
+
+
+def test_a_prompt_that_others_want_still_is_read_on(models: Any) -> None:
+    model = models("qwen3")
+    tokens = prompt(4, 300)
+    batch = make(model, cache_bytes=ENOUGH)
+    for number in range(3):
+        batch.submit(job(number, tokens))
+    batch.prefill()
+    batch.cancel([0])
+    events = finish(batch)
+    assert {*texts(events)} == {1, 2}
+    assert texts(events)[2] == solo(model, tokens)
+
+
+def test_what_is_kept_is_for_prompts_that_are_steered_alike(models: Any) -> None:
+    model = models("qwen3")
+    mx.random.seed(1)
+    steerer = Steerer(model, {"v": {1: mx.random.normal((64,))}})
+    batch = make(model, cache_bytes=ENOUGH, steerer=steerer)
+    tokens = prompt(5, 400)
+    steering = Steering(vectors=(("v", 3.0),))
+    read_some(batch, job(0, tokens, steering=steering), 2)
+    batch.submit(job(1, tokens))
+    plain = finish(batch)
+    assert found(plain, 1) == 0
+    assert texts(plain)[1] == solo(model, tokens)
+    batch.submit(job(2, tokens, steering=steering))
+    assert found(finish(batch), 2) == 2 * CHUNK
+
+
+def test_a_slice_that_failed_is_not_kept(models: Any) -> None:
+    model = models("qwen3")
+    failing = True
+
+    class Faulty:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(model, name)
+
+        def __call__(self, tokens: Any, cache: Any) -> Any:
+            logits = model(tokens, cache=cache)  # what it has seen is in the cache already
+            if failing and tokens.shape[1] > 1 and cache[0].offset > CHUNK:
+                raise RuntimeError("refused")
+            return logits
+
+    batch = make(Faulty(), cache_bytes=ENOUGH)
+    tokens = prompt(6, 400)
+    batch.submit(job(0, tokens))
+    assert [type(event) for event in finish(batch)] == [Failed]
+    batch.cancel([0])
+    failing = False
+    batch.submit(job(1, tokens))
+    events = finish(batch)
+    assert found(events, 1) == 0
+    assert texts(events)[1] == solo(model, tokens)
+
+
+def test_a_prompt_that_is_scored_leaves_what_it_read_and_is_scored_whole(models: Any) -> None:
+    model = models("qwen3")
+    tokens = prompt(7, 400)
+    batch = make(model, cache_bytes=ENOUGH)
+    batch.submit(job(0, tokens, 0, scores=1))
+    whole = [event.scores for event in finish(batch) if isinstance(event, PromptScored)]
+    batch = make(model, cache_bytes=ENOUGH)
+    read_some(batch, job(1, tokens, 0, scores=1), 4)
+    batch.submit(job(2, tokens))
+    events = finish(batch)
+    assert found(events, 2) > CHUNK
+    assert texts(events)[2] == solo(model, tokens)
+    batch.submit(job(3, tokens, 0, scores=1))
+    again = [event.scores for event in finish(batch) if isinstance(event, PromptScored)]
+    assert [len(each) for each in again] == [400]
+    for one, other in zip(whole[0][1:], again[0][1:], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
+
+
+def test_nothing_is_kept_of_numbers_that_are_none(tmp_path: Path) -> None:
+    model, _ = load_model(write_model(tmp_path / "m", "qwen3"))
+    weight = model.model.embed_tokens.weight
+    weight[300] = float("nan")
+    model.model.embed_tokens.weight = weight
+    tokens = (*prompt(8, 100), 300, *prompt(9, 300))
+    batch = make(model, cache_bytes=ENOUGH)
+    read_some(batch, job(0, tokens, 0, scores=1), 20)
+    assert all(300 not in entry.tokens for entry in batch._cached._entries)
+    # Of one that is not scored it shows only when a token is drawn: nothing stays then.
+    read_some(batch, job(1, tokens), 3)
+    batch.submit(job(2, tokens))
+    assert {event.job for event in finish(batch) if isinstance(event, Failed)} == {2}
+    assert all(300 not in entry.tokens for entry in batch._cached._entries)
+
+
+# What is watched.
+
+
+@pytest.fixture
+def watched(models: Any, tmp_path: Path) -> Callable[[], tuple[Batch, Steerer]]:
+    path = write_sae(tmp_path, layer=0, d_sae=96)
+
+    def build() -> tuple[Batch, Steerer]:
+        model = models("qwen3")
+        steerer = Steerer(model)
+        for _ in steerer.attach(Attach("m", 1, str(path), 0)):
+            pass
+        return make(model, cache_bytes=ENOUGH, steerer=steerer), steerer
+
+    return build
+
+
+def test_what_is_watched_is_told_of_every_token_of_a_prompt_that_is_cached(
+    watched: Callable[[], tuple[Batch, Steerer]],
+) -> None:
+    batch, steerer = watched()
+    tokens = prompt(10, 200)
+    batch.submit(job(0, tokens))
+    finish(batch)
+    steerer.watch(Watch("m", (5,), 2))
+    batch.replan()
+    told = []
+    for number in (1, 2):
+        batch.submit(job(number, tokens))
+        events = finish(batch)
+        assert found(events, number) == 0
+        told.append([e for e in events if isinstance(e, Activations) and e.position < 200])
+        assert [event.position for event in told[-1]] == [*range(200)]
+    values = [[dict(event.values)[5] for event in each] for each in told]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+    steerer.watch(Watch("m"))
+    batch.replan()
+    batch.submit(job(3, tokens))
+    assert found(finish(batch), 3) == 199, "what was read meanwhile is there for others"
+
+
+def test_a_half_read_prompt_of_one_that_left_is_told_anew(
+    watched: Callable[[], tuple[Batch, Steerer]],
+) -> None:
+    batch, steerer = watched()
+    steerer.watch(Watch("m", (5,)))
+    batch.replan()
+    tokens = prompt(11, 200)
+    read_some(batch, job(0, tokens), 2)
+    batch.submit(job(1, tokens))
+    events = finish(batch)
+    positions = [e.position for e in events if isinstance(e, Activations) and e.job == 1]
+    assert positions[:200] == [*range(200)]
+
+
+# A kept prompt that cannot be copied.
+
+
+class Uncopied(PromptCache):
+    """Has no room for copies of what it keeps."""
+
+    def take(self, *asked: Any) -> Any:
+        if self.shared(*asked):
+            raise MemoryError("no room")
+        return None
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_prompt_is_read_whole_where_what_is_kept_of_it_cannot_be_copied(
+    models: Any, beside: int
+) -> None:
+    """It was to fit a slice, alone or beside a short one, and takes several."""
+    model, first = models("qwen3"), prompt(1, 5 * CHUNK)
+    batch = Batch(model, max_rows=4, pace=Pace(CHUNK, 10.0), cached=Uncopied(ENOUGH))
+    batch.submit(job(0, first))
+    finish(batch)
+    asked = [prompt(number, 5) for number in range(beside)] + [first + prompt(2, 9)]
+    for number, tokens in enumerate(asked):
+        batch.submit(job(number, tokens))
+    assert texts(finish(batch)) == {i: solo(model, tokens) for i, tokens in enumerate(asked)}

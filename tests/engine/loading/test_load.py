@@ -1,0 +1,502 @@
+"""Loading: what is read when, what models share, and that unloading gives everything back."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.utils import load_model, quantize_model, save_config
+
+from mlxsrv.engine.cache.row_caches import Caches, choose_caches
+from mlxsrv.engine.execution.batch import weights
+from mlxsrv.engine.loading import load as loading
+from mlxsrv.engine.loading.load import Reader, Resident
+from mlxsrv.events import Failed, Job, Load, Sampling, Token
+from tests.support.fixtures import ModelFolder
+from tests.support.tiny import write_model
+
+T = TypeVar("T")
+
+PROMPT = (5, 6, 7, 8, 9, 10)
+
+
+def load(path: Path, others: Sequence[Resident] = (), **more: Any) -> Resident:
+    settings = {"max_rows": 4, "prefill_chunk": 64, "max_gap": 0.2, "prompt_cache_bytes": 1 << 20}
+    command = Load(model="m", path=str(path), **(settings | more))
+    # As the device thread does after a load: an array that takes a free buffer may get a larger.
+    mx.clear_cache()
+    return finish(loading.load(command, lambda: others))
+
+
+def finish(slices: Generator[None, None, T]) -> T:
+    while True:
+        try:
+            next(slices)
+        except StopIteration as stop:
+            value: T = stop.value
+            return value
+
+
+def generate(
+    resident: Resident, *prompts: tuple[int, ...], max_tokens: int = 30
+) -> list[list[int]]:
+    """Greedy text of these prompts, decoded together."""
+    for i, prompt in enumerate(prompts):
+        greedy = Sampling(temperature=0)
+        resident.batch.submit(Job(i, "m", prompt, max_tokens, frozenset(), greedy))
+    texts: list[list[int]] = [[] for _ in prompts]
+    while not resident.batch.idle:
+        for event in [*resident.batch.decode(), *resident.batch.prefill()]:
+            assert not isinstance(event, Failed), event
+            if isinstance(event, Token):
+                texts[event.job].append(event.id)
+    return texts
+
+
+def decode(
+    model: Any, prompt: tuple[int, ...], max_tokens: int = 30, cache: Any = None
+) -> list[int]:
+    """Greedy text by mlx-lm's own means, a token at a time."""
+    cache = make_prompt_cache(model) if cache is None else cache
+    for token in prompt[:-1]:
+        model(mx.array([[token]]), cache=cache)
+    text = [prompt[-1]]
+    for _ in range(max_tokens):
+        logits = model(mx.array([[text[-1]]]), cache=cache)[0, -1]
+        text.append(cast(int, mx.argmax(logits).item()))
+    return text[1:]
+
+
+@contextmanager
+def nothing_left(within: int = 4096) -> Iterator[None]:
+    """MLX has as much memory in use afterwards as before. Without the cyclic collector: a server
+    freezes it when its first model is there, so a model in a reference cycle would stay."""
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    gc.disable()
+    try:
+        yield
+        mx.synchronize()
+        mx.clear_cache()
+        assert mx.get_active_memory() - before < within
+    finally:
+        gc.enable()
+
+
+# Slices.
+
+
+def count_slices(folder: Path, seconds: float) -> int:
+    """How many slices the weights are brought in, if one is to take so long."""
+    reader = Reader(seconds, list, trust_remote_code=False)
+    mapped = finish(reader.map(str(folder)))
+    return sum(1 for _ in reader.bring(mapped))
+
+
+def test_slices_are_as_long_as_measured(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model_folder("qwen3")
+    for name, size in (("_FIRST_SLICE", 4096), ("_LEAST_SLICE", 2048), ("_MOST_SLICE", 65536)):
+        monkeypatch.setattr(loading, name, size)
+    arrays = len(weights(load_model(folder, lazy=True)[0]))
+    large = (folder / "model.safetensors").stat().st_size // 65536
+    slow, fast = count_slices(folder, 0.0), count_slices(folder, 1000.0)
+    assert arrays * 0.5 < slow <= arrays + 1  # slices of 2 KiB; the norms' arrays are smaller
+    assert large / 3 < fast <= large + 6  # 4 KiB, doubled up to 64; some arrays are larger
+    assert fast < slow
+
+
+def test_a_load_yields_between_its_steps(model_folder: ModelFolder) -> None:
+    command = Load(
+        model="m", path=str(model_folder("qwen3")), max_rows=4, prefill_chunk=64, max_gap=0.2
+    )
+    assert sum(1 for _ in loading.load(command, list)) >= 8
+
+
+# Adapters.
+
+
+def write_adapter(
+    folder: Path, base: Path, kind: str = "lora", *, seed: int = 0, **parameters: Any
+) -> Path:
+    """An adapter of random numbers, large enough to change the text."""
+    folder.mkdir()
+    model, _ = load_model(base, lazy=True)
+    config = {
+        "fine_tune_type": kind,
+        "num_layers": 2,
+        "lora_parameters": {"rank": 4, "scale": 4.0, "dropout": 0.1, **parameters},
+    }
+    if kind == "full":
+        chosen = [name for name in names(model) if "q_proj" in name]
+    else:
+        linear_to_lora_layers(model, 2, config["lora_parameters"], use_dora=kind == "dora")
+        leaves = ("lora_a", "lora_b", "m")
+        chosen = [name for name in names(model) if name.split(".")[-1] in leaves]
+    shapes = names(model)
+    dice = np.random.default_rng(seed)
+    arrays = {
+        name: mx.array(dice.standard_normal(shapes[name]) / 8 + name.endswith(".m"))
+        for name in chosen
+    }
+    mx.save_safetensors(str(folder / "adapters.safetensors"), arrays)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def names(model: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's arrays."""
+    return {name: array.shape for name, array in dict(tree_flatten(model.parameters())).items()}
+
+
+def quantized(folder: Path, base: Path) -> Path:
+    model, config = load_model(base)
+    model, config = quantize_model(model, config, 32, 4)
+    folder.mkdir()
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())), {"format": "mlx"}
+    )
+    save_config(config, folder / "config.json")
+    return folder
+
+
+ADAPTERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lora": ("qwen3", "lora", {}),
+    "dora": ("qwen3", "dora", {"keys": ["self_attn.q_proj", "mlp.down_proj"]}),
+    "full": ("qwen3", "full", {}),
+    "quantized": ("quantized", "lora", {}),
+    "quantized dora": ("quantized", "dora", {"keys": ["self_attn.v_proj"]}),
+    "experts": ("qwen3_moe", "lora", {}),
+    "tied": ("tied", "lora", {"keys": ["embed_tokens", "model.embed_tokens", "mlp.up_proj"]}),
+    "recurrent": ("qwen3_next", "lora", {}),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_on_one_base_share_its_arrays(
+    name: str, model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    family, kind, parameters = ADAPTERS[name]
+    if family == "quantized":
+        folder = quantized(tmp_path / "base", model_folder("qwen3"))
+    elif family == "tied":
+        folder = write_model(tmp_path / "base", "qwen3", tie_word_embeddings=True)
+    else:
+        folder = model_folder(family)
+    adapters = [
+        write_adapter(tmp_path / str(seed), folder, kind, seed=seed, **parameters)
+        for seed in (1, 2)
+    ]
+    expected = []
+    for adapter in adapters:
+        model = load_adapters(load_model(folder)[0], str(adapter))
+        model.eval()
+        expected.append(logits(model))
+    del model
+    own = [sum(array.nbytes for array in arrays(adapter)) for adapter in adapters]
+    with nothing_left():
+        before = mx.get_active_memory()
+        base = load(folder)
+        one = load(folder, [base], adapter=str(adapters[0]))
+        two = load(folder, [base, one], adapter=str(adapters[1]))
+        size = base.loaded.bytes
+        for each, bytes in zip((one, two), own, strict=True):
+            # A full fine-tune has arrays in the place of the base's, others beside them.
+            assert each.loaded.bytes == (size if kind == "full" else size + bytes)
+            assert each.loaded.shared == each.loaded.bytes - bytes
+        mx.synchronize()
+        assert mx.get_active_memory() - before == pytest.approx(size + sum(own), abs=4096)
+        for each in (base, one):
+            assert np.abs(logits(each.batch._model) - expected[1]).max() > 0.1
+        del base
+        np.testing.assert_allclose(logits(one.batch._model), expected[0], atol=1e-4)
+        del one
+        np.testing.assert_allclose(logits(two.batch._model), expected[1], atol=1e-4)
+        assert len(generate(two, PROMPT)[0]) == 30
+        del two, each
+
+
+def logits(model: Any) -> Any:
+    return np.array(model(mx.array([PROMPT])))
+
+
+def arrays(adapter: Path) -> list[mx.array]:
+    loaded: dict[str, mx.array] = mx.load(str(adapter / "adapters.safetensors"))  # type: ignore[assignment]
+    return list(loaded.values())
+
+
+def test_the_base_may_come_after_its_adapter_and_of_a_full_one_in_parts(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    folder = model_folder("qwen3")
+    adapter = write_adapter(tmp_path / "a", folder, "full")
+    tuned = load(folder, adapter=str(adapter))
+    base = load(folder, [tuned])
+    own = sum(array.nbytes for array in arrays(adapter))
+    assert (tuned.loaded.shared, base.loaded.shared) == (0, base.loaded.bytes - own)
+    assert generate(base, PROMPT) == generate(load(folder), PROMPT)
+
+
+def test_files_that_have_changed_are_read_anew(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "qwen3")
+    old = load(folder)
+    write_model(folder, "qwen3", seed=1)
+    new = load(folder, [old])
+    assert new.loaded.shared == 0
+    assert generate(new, PROMPT) != generate(old, PROMPT)
+
+
+@pytest.mark.parametrize("damage", ["missing", "config", "names", "pickled"])
+def test_an_adapter_that_cannot_be_used_says_why(
+    model_folder: ModelFolder, tmp_path: Path, damage: str
+) -> None:
+    folder = model_folder("qwen3")
+    adapter = write_adapter(tmp_path / "a", folder)
+    file = adapter / "adapters.safetensors"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "config":
+        (adapter / "adapter_config.json").write_text('{"num_layers": 2, "lora_parameters": {}}')
+    elif damage == "names":
+        mx.save_safetensors(str(file), {"no.such.lora_a": mx.zeros((4, 4))})
+    else:
+        np.save(file.with_suffix(".npy"), np.array([{}]), allow_pickle=True)
+        file.with_suffix(".npy").rename(file)
+    with nothing_left():
+        with pytest.raises(ValueError, match="its adapter cannot be used: ") as error:
+            load(folder, adapter=str(adapter))
+        del error
+
+
+# Unloading.
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_next", "llama4"])
+def test_a_model_that_is_dropped_leaves_nothing(family: str, model_folder: ModelFolder) -> None:
+    prompts = [tuple(range(5, 90 + i)) for i in range(3)]
+    warm = load(model_folder(family))  # constants of compiled functions stay with MLX
+    generate(warm, *prompts, max_tokens=3)
+    del warm
+    with nothing_left():
+        resident = load(model_folder(family), draft=None)
+        generate(resident, *prompts, max_tokens=3)
+        assert resident.statistics()["prompt_cache_entries"] >= 3
+        for i, prompt in enumerate(prompts):
+            resident.batch.submit(Job(i, "m", prompt, 50, frozenset(), Sampling()))
+        for _ in range(5):
+            resident.batch.decode()
+            resident.batch.prefill()
+        assert resident.statistics()["rows"] > 0
+        del resident
+
+
+def test_a_load_that_is_given_up_leaves_nothing(model_folder: ModelFolder) -> None:
+    command = Load(
+        model="m", path=str(model_folder("qwen3")), max_rows=4, prefill_chunk=64, max_gap=0.2
+    )
+    for steps in (1, 2, 3, 5, 7):
+        with nothing_left():
+            slices = loading.load(command, list)
+            for _ in range(steps):
+                next(slices)
+            slices.close()
+            del slices
+
+
+# Caches that are bounded or quantized.
+
+
+def test_a_bound_that_is_not_reached_changes_nothing(model_folder: ModelFolder) -> None:
+    prompts = [PROMPT, PROMPT[:2], tuple(range(5, 45))]
+    plain = generate(load(model_folder("llama")), *prompts)
+    bounded = load(model_folder("llama"), max_kv_size=128)
+    assert (bounded.loaded.batched, bounded.loaded.cuts, bounded.loaded.notes) == (True, False, ())
+    assert generate(bounded, *prompts) == plain
+
+
+def test_a_bounded_cache_keeps_the_first_tokens_and_the_last(model_folder: ModelFolder) -> None:
+    size = 24
+    dice = np.random.default_rng(0)
+    lengths = (1, 2, 3, 5, 21, 24, 25, 70, 130)
+    prompts = [tuple(dice.integers(5, 400, length).tolist()) for length in lengths]
+    model, _ = load_model(model_folder("qwen3", plain=True))
+    expected = [
+        decode(model, prompt, 32, [RotatingKVCache(size, keep=4) for _ in model.layers])
+        for prompt in prompts
+    ]
+    for rows, prompt_cache_bytes in ((1, 0), (4, 1 << 20)):
+        bounded = load(
+            model_folder("qwen3", plain=True),
+            max_kv_size=size,
+            max_rows=rows,
+            prompt_cache_bytes=prompt_cache_bytes,
+        )
+        assert generate(bounded, *prompts, max_tokens=32) == expected
+    # Once more, from what the prompt cache has of them
+    assert generate(bounded, *prompts, max_tokens=32) == expected
+
+
+def test_caches_that_a_model_makes_itself_are_not_bounded(model_folder: ModelFolder) -> None:
+    resident = load(model_folder("gemma3_text"), max_kv_size=32)
+    [note] = resident.loaded.notes
+    assert note.startswith("max_kv_size: this model makes its own caches (KVCache, Rotating")
+    assert generate(resident, PROMPT) == generate(load(model_folder("gemma3_text")), PROMPT)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Models with heads that can be quantized."""
+    root = tmp_path_factory.mktemp("wide")
+
+    def write(family: str) -> Path:
+        folder = root / family
+        return folder if folder.exists() else write_model(folder, family, head_dim=32)
+
+    return write
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_a_quantized_cache_is_close_to_a_plain_one(
+    wide: Callable[[str], Path], family: str
+) -> None:
+    resident = load(wide(family), kv_bits=8)
+    assert not resident.loaded.batched
+    assert resident.loaded.notes == ("kv_bits: rows with a quantized cache run one at a time",)
+    model, _ = load_model(wide(family))
+    tokens = mx.array([list(range(5, 45))])
+    plain = model(tokens, cache=make_prompt_cache(model))[0]
+    maker = finish(choose_caches(model, None, 8))
+    near = model(tokens, cache=maker.make())[0]
+    cosine = (plain * near).sum(-1) / mx.linalg.norm(plain, axis=-1) / mx.linalg.norm(near, axis=-1)
+    assert 0.999 < cosine.min().item() < 1
+    # Rows of a prompt that is kept, cut back, and gone on with
+    long = tuple(range(5, 105))
+    [first] = generate(resident, long, max_tokens=8)
+    assert generate(resident, long, max_tokens=8) == [first]
+    assert resident.statistics()["prompt_cache_entries"] == 1
+    assert len(generate(resident, PROMPT, PROMPT[:1], max_tokens=8)) == 2
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "note"),
+    [
+        ("small", {"kv_bits": 8}, "kv_bits: this model has no cache that can be quantized"),
+        ("mamba", {"kv_bits": 8}, "kv_bits: this model has no cache that can be quantized"),
+        ("gpt_oss", {"kv_bits": 8}, "kv_bits: this model cannot have a quantized cache (Quan"),
+        ("qwen3", {"kv_bits": 8, "max_kv_size": 64}, "kv_bits: a cache that max_kv_size bounds"),
+    ],
+)
+def test_what_cannot_be_had_is_noted_and_left_out(
+    wide: Callable[[str], Path],
+    model_folder: ModelFolder,
+    family: str,
+    settings: dict[str, Any],
+    note: str,
+) -> None:
+    own = {"small": "qwen3", "mamba": "mamba"}.get(family)
+    folder = model_folder(own) if own else wide(family)
+    resident = load(folder, **settings)
+    assert resident.loaded.batched
+    [told] = resident.loaded.notes
+    assert told.startswith(note)
+    assert generate(resident, PROMPT) == generate(load(folder), PROMPT)
+
+
+# A draft model.
+
+
+def test_a_draft_model_is_loaded_beside(model_folder: ModelFolder) -> None:
+    main, small = model_folder("qwen3"), model_folder("llama")
+    plain, draft = load(main), load(small)
+    expected = generate(plain, PROMPT, max_tokens=200)
+    with nothing_left():
+        both = load(main, draft=str(small))
+        assert both.loaded.bytes == plain.loaded.bytes + draft.loaded.bytes
+        assert (both.loaded.shared, both.loaded.notes) == (0, ())
+        assert generate(both, PROMPT, max_tokens=200) == expected
+        assert both.statistics()["drafted"] > 0
+        del both
+    both = load(main, [draft], draft=str(small))
+    assert both.loaded.shared == draft.loaded.bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "note"),
+    [
+        ({"kv_bits": 8}, "draft_model: not with kv_bits"),
+        ({"max_kv_size": 64}, "draft_model: not with max_kv_size"),
+    ],
+)
+def test_a_draft_model_that_is_of_no_use_is_left_out(
+    wide: Callable[[str], Path], model_folder: ModelFolder, settings: dict[str, Any], note: str
+) -> None:
+    resident = load(wide("qwen3"), draft=str(model_folder("llama")), **settings)
+    assert resident.loaded.notes[-1].startswith(note)
+    assert resident.loaded.bytes == load(wide("qwen3")).loaded.bytes
+
+
+def test_a_draft_model_that_cannot_take_tokens_back_is_left_out(model_folder: ModelFolder) -> None:
+    resident = load(model_folder("qwen3"), draft=str(model_folder("mamba")))
+    [note] = resident.loaded.notes
+    assert note.startswith("draft_model: the draft model's cache cannot be cut back")
+    assert resident.loaded.bytes == load(model_folder("qwen3")).loaded.bytes
+
+
+def test_a_draft_model_of_another_vocabulary_is_refused(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    other = write_model(tmp_path / "m", "qwen3", vocab_size=600)
+    with pytest.raises(ValueError, match="vocabulary"):
+        load(model_folder("qwen3"), draft=str(other))
+
+
+# Others.
+
+
+def test_code_that_comes_with_a_model_runs_only_if_it_may(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for file in model_folder("qwen3").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
+    (folder / "own.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs\n")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load(folder)
+    trusted = load(folder, trust_remote_code=True)
+    assert generate(trusted, PROMPT) == generate(load(model_folder("qwen3")), PROMPT)
+
+
+def test_a_model_that_cannot_compute_is_not_loaded(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlx_lm.models import qwen3
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernel for this")
+
+    monkeypatch.setattr(qwen3.Attention, "__call__", fail)
+    with pytest.raises(ValueError, match="no kernel for this"):
+        load(model_folder("qwen3"))
+
+
+def test_one_maker_makes_all_caches(model_folder: ModelFolder) -> None:
+    model, _ = load_model(model_folder("qwen3"))
+    assert [type(layer).__name__ for layer in Caches(model).make()] == ["KVCache", "KVCache"]
+    bounded = Caches(model, max_size=32).make()
+    assert [(type(layer).__name__, layer.max_size) for layer in bounded] == [("SinkCache", 32)] * 2

@@ -1,0 +1,146 @@
+"""The quicker import of transformers finds the same names, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+import textwrap
+from importlib.abc import Loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from mlxsrv.engine.patches import imports
+
+_SCAN = """\
+    import hashlib, sys
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    import transformers
+
+    def digest(value):
+        if isinstance(value, dict):
+            return sorted((digest(key), digest(each)) for key, each in value.items())
+        # Lists are made of sets, and their order is another each time.
+        return sorted(value) if isinstance(value, (set, frozenset, list)) else value
+
+    models = transformers.models
+    for module in (transformers, models):
+        for name in ("_import_structure", "_class_to_module", "_object_missing_backend"):
+            found = getattr(module, name)
+            assert found
+            print(hashlib.sha256(repr(digest(found)).encode()).hexdigest())
+    print(len(dir(transformers)), AutoTokenizer.__module__)
+    assert not any("quick" in repr(finder) or "mlxsrv" in repr(finder) for finder in sys.meta_path)
+"""
+
+
+def run(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[3],
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_all_names_are_found() -> None:
+    both = "    import mlx_lm.utils\n"  # which imports transformers
+    quick = run("    from mlxsrv.engine.patches.imports import prepare; prepare()\n" + both + _SCAN)
+    assert len(quick.split()) == 8
+    assert quick == run(both + _SCAN)
+
+
+def test_the_scan_is_kept_whole() -> None:
+    """Guards the gain: another version of transformers may have other functions."""
+    out = run("""
+        from mlxsrv.engine.patches.imports import prepare; prepare()
+        from transformers.utils.import_utils import create_import_structure_from_path as scan
+        from transformers import AutoTokenizer
+        import transformers.models
+        found = scan.cache_info()
+        print(found.maxsize, found.hits > 200)
+    """)
+    assert out == "None True\n"
+
+
+def test_once_they_are_there_nothing_is_done() -> None:
+    out = run("""
+        import sys
+        import transformers, mlx_lm.utils
+        from mlxsrv.engine.patches.imports import prepare
+        before = list(sys.meta_path)
+        prepare()
+        print(sys.meta_path == before)
+    """)
+    assert out == "True\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "",
+        "x = 1\n",
+        '__all__ = ["A", "B"]',
+        'import a\n\n__all__ = ["A"]\n',
+        '__all__ = ["A"]\nx = 1\n__all__ = [\n    "B",\n    "C",\n]\n',
+        '    __all__ = ["A"]\n',
+        "def f():\n    return __all__\n",
+        '\n__all__ = [\n    "A",\n]\n\nmore = """\n    __all__ = 1\n"""\n',
+    ],
+)
+def test_the_last_list_of_exports_counts(source: str) -> None:
+    from transformers.utils.import_utils import fetch__all__
+
+    fetch = getattr(fetch__all__, "func", fetch__all__)  # it may be quick already
+    whole = fetch.args[0] if hasattr(fetch, "args") else fetch
+    assert imports._fetch_last(whole, source) == whole(source)
+
+
+def test_a_version_without_the_scan_is_left_as_it_is() -> None:
+    class Empty(Loader):
+        def exec_module(self, module: ModuleType) -> None:
+            module.__dict__["kept"] = 1
+
+    module = ModuleType("transformers.utils.import_utils")
+    imports._Changing(Empty(), imports._scan_once).exec_module(module)
+    assert {name for name in vars(module) if not name.startswith("__")} == {"kept"}
+
+
+@pytest.mark.parametrize("limits", [(100, 100), (256, 4000), (3000, 3000)])
+def test_the_limit_of_open_files_stays_as_it_was(limits: tuple[int, int]) -> None:
+    """Also where there is no privilege: then mlx-lm could neither raise it nor give it back."""
+    out = run(f"""
+        import resource
+        resource.setrlimit(resource.RLIMIT_NOFILE, {limits})
+        set_limit = resource.setrlimit
+        from mlxsrv.engine.patches.imports import import_engine
+        import_engine()
+        import mlx_lm.utils
+        print(resource.getrlimit(resource.RLIMIT_NOFILE) == {limits})
+        print(resource.setrlimit is set_limit)
+    """)
+    assert out == "True\nTrue\n"
+
+
+def test_others_may_set_limits_meanwhile() -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    with imports._deaf_to("mlx_lm.utils"):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (0, before[1])
+    resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+def test_nothing_is_left_to_import_for_a_request() -> None:
+    out = run("""
+        import sys
+        from mlxsrv.engine.patches.imports import import_engine
+        import_engine()
+        wanted = {"mlxsrv.prompts.grammars.grammar", "mlxsrv.engine.loading.load", "llguidance.hf"}
+        print(wanted <= {*sys.modules})
+    """)
+    assert out == "True\n"

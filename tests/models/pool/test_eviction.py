@@ -1,0 +1,87 @@
+"""Whom to evict, decided from numbers alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mlxsrv.errors import InsufficientMemory
+from mlxsrv.models.catalogue.catalogue import Entry, Source
+from mlxsrv.models.pool.eviction import Limits
+from mlxsrv.models.pool.model import Files, Model
+from mlxsrv.settings import Settings
+
+
+def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = "") -> Model:
+    """A loaded model of `size` bytes; one with a `base` has as many again of its own."""
+    folder = Path("/" + (base or name))
+    made = Model(Entry(name, Source(folder), 0), Settings())
+    made.files = Files(
+        folder,
+        None,
+        None,
+        base=size,
+        own=size if base else 0,
+        context_length=None,
+        capabilities=(),
+        recipe="",
+        judge="",
+    )
+    made.users, made.used = users, used
+    return made
+
+
+def limits(models: int | None = None, size: int = 10**9, pinned: tuple[str, ...] = ()) -> Limits:
+    return Limits(models, size, frozenset(pinned))
+
+
+def names(models: list[Model]) -> list[str]:
+    return [model.name for model in models]
+
+
+def test_nothing_goes_where_there_is_room() -> None:
+    loaded = [model("a", 10), model("b", 10)]
+    assert limits(3, 30).victims(model("new", 10), loaded) == []
+
+
+def test_the_least_recently_used_goes_first_and_no_more_than_need_to() -> None:
+    loaded = [model("a", 10, used=3), model("b", 10, used=1), model("c", 10, used=2)]
+    assert names(limits(size=30).victims(model("new", 10), loaded)) == ["b"]
+    assert names(limits(size=30).victims(model("new", 20), loaded)) == ["b", "c"]
+    assert names(limits(models=3).victims(model("new", 10), loaded)) == ["b"]
+
+
+def test_a_small_one_is_spared_when_the_next_has_to_go_anyway() -> None:
+    loaded = [model("small", 1, used=1), model("large", 20, used=2)]
+    assert names(limits(size=21).victims(model("new", 20), loaded)) == ["large"]
+
+
+def test_an_idle_model_goes_before_one_in_use() -> None:
+    loaded = [model("busy", 10, users=1, used=1), model("idle", 10, used=2)]
+    assert names(limits(size=20).victims(model("new", 10), loaded)) == ["idle"]
+    assert names(limits(size=20).victims(model("new", 20), loaded)) == ["idle", "busy"]
+
+
+def test_pinned_models_never_go_and_the_refusal_has_the_numbers() -> None:
+    loaded = [model("pinned", 10, used=1), model("other", 10, used=2)]
+    some = limits(size=20, pinned=("pinned",))
+    assert names(some.victims(model("new", 10), loaded)) == ["other"]
+    with pytest.raises(
+        InsufficientMemory, match=r"new needs 11 bytes.* is 20, .* pinned .* take 10"
+    ):
+        some.victims(model("new", 11), loaded)
+    with pytest.raises(InsufficientMemory, match="all 1 models that may be are pinned"):
+        limits(models=1, pinned=("pinned",)).victims(model("new", 1), loaded[:1])
+
+
+def test_what_fits_exactly_fits_and_one_byte_more_does_not() -> None:
+    assert limits(size=10).victims(model("new", 10), []) == []
+    with pytest.raises(InsufficientMemory, match=r"new needs 10 bytes.*--memory-limit"):
+        limits(size=9).victims(model("new", 10), [])
+
+
+def test_weights_that_are_shared_count_once() -> None:
+    loaded = [model("a", 10, base="base", used=1)]
+    assert limits(size=30).victims(model("b", 10, base="base"), loaded) == []
+    assert names(limits(size=29).victims(model("b", 10, base="base"), loaded)) == ["a"]

@@ -1,0 +1,396 @@
+"""The pool under every order of events: thousands of runs on a loop whose clock only jumps.
+
+The device thread is played by a port that answers after random turns, fails at random, and fails
+the test if it is told what must not be: to unload a model in use, or to hold more than the limits
+allow. Nothing else happens outside the loop, so a seed always gives the same run, and a run in
+which somebody waits for nothing ends at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import selectors
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, TypeVar
+
+import anyio.to_thread
+import pytest
+
+from mlxsrv.errors import ModelNotLoaded, ServeError
+from mlxsrv.events import Load, Loaded
+from mlxsrv.formats.model_folder import Unhealthy
+from mlxsrv.models.catalogue.catalogue import Catalogue
+from mlxsrv.models.pool import pool as module
+from mlxsrv.models.pool.lease import Lease
+from mlxsrv.models.pool.model import Files
+from mlxsrv.models.pool.pool import Pool
+from mlxsrv.settings import Settings
+
+SIZES = {"a": 10, "b": 20, "c": 30, "broken": 10, "unhealthy": 10}
+"""Bytes of the models that there are. The last two can never be loaded, one of them because of its
+files."""
+
+T = TypeVar("T")
+How = Literal["cancel", "end"]
+
+# A clock that jumps.
+
+
+class _Nothing(selectors.SelectSelector):
+    """No I/O: instead of waiting for some, the time passes at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        if timeout is None:
+            raise RuntimeError("somebody waits for what will never happen")
+        self.now += max(timeout, 0)
+        return []
+
+
+class Loop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self._nothing = _Nothing()
+        super().__init__(self._nothing)
+
+    def time(self) -> float:
+        return self._nothing.now
+
+
+def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    wrong: list[dict[str, Any]] = []
+    with asyncio.Runner(loop_factory=Loop) as runner:
+        # Where an error in a callback goes.
+        runner.get_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        result = runner.run(main())
+    assert wrong == []
+    return result
+
+
+async def turns(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+# The cast.
+
+
+class Port:
+    """The device thread's part. `held` are the leases that have entered, by model."""
+
+    failure = None
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.loaded: set[str] = set()
+        self.loading: set[str] = set()
+        self.meeting: set[str] = set()
+        self.loads: list[str] = []
+        self.wrong: list[str] = []
+
+    async def ready(self) -> int:
+        await self._world.pause()
+        return 10**9
+
+    async def meet(self, path: str) -> None:
+        self._require(path not in self.meeting, f"{path} is prepared twice")
+        self.meeting.add(path)
+        await self._world.pause()
+        self.meeting.remove(path)
+
+    async def load(self, command: Load) -> Loaded:
+        name = command.model
+        self._require(name not in self.loaded | self.loading, f"{name} is loaded twice")
+        self.loading.add(name)
+        self.loads.append(name)
+        self._check_limits()
+        await self._world.pause()
+        self.loading.remove(name)
+        if self._world.fails(name):
+            raise ModelNotLoaded("scripted")
+        self.loaded.add(name)
+        return Loaded(name, batched=True, cuts=True, bytes=SIZES[name])
+
+    def unload(self, name: str) -> None:
+        self._require(self._world.held[name] == 0, f"{name} is unloaded under a lease")
+        self.loaded.remove(name)
+
+    def close(self) -> None:
+        self.loaded.clear()
+
+    def _check_limits(self) -> None:
+        here, settings = self.loaded | self.loading, self._world.settings
+        self._require(len(here) <= (settings.max_models or len(here)), f"{here} are too many")
+        size = sum(SIZES[name] for name in here)
+        self._require(size <= (settings.memory_limit or size), f"{here} are too large")
+
+    def _require(self, right: bool, what: str) -> None:
+        """The pool takes what is raised here for a load's failure; so it is told at the end."""
+        if not right:
+            self.wrong.append(what)
+
+
+class World:
+    """One pool with its port, and all that is asked of it."""
+
+    def __init__(
+        self, folder: Path, dice: random.Random, *, calm: bool = False, **options: Any
+    ) -> None:
+        self.dice = dice
+        self.calm = calm  # each pause is one turn
+        self.failures = 0.0  # how often a load fails that need not
+        self.settings = Settings(
+            model=tuple(f"{name}={folder / name}" for name in SIZES),
+            hf_cache=False,
+            max_concurrency=2,
+            **options,
+        )
+        self.held: Counter[str] = Counter()
+        self.requests: list[Request] = []
+        self.pool = Pool(Catalogue(self.settings), self.settings)
+        self.port = Port(self)
+        self.pool._port = self.port  # type: ignore[assignment]
+
+    async def pause(self) -> None:
+        """Some turns of the loop, or some time."""
+        if self.calm:
+            await turns(3)
+        elif self.dice.random() < 0.7:
+            await turns(self.dice.randrange(6))
+        else:
+            await asyncio.sleep(self.dice.random())
+
+    def fails(self, name: str) -> bool:
+        return name == "broken" or self.dice.random() < self.failures
+
+    def request(self, name: str, *, refuse: bool = False) -> Request:
+        request = Request(self, name, refuse)
+        self.requests.append(request)
+        return request
+
+    async def finish(self) -> None:
+        """Wait until nothing happens any more; then the pool holds what is loaded, and no more."""
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        assert self.port.wrong == []
+        assert not self.pool._turns
+        assert {model.name for model in self.pool if model.loaded} == self.port.loaded
+        for model in self.pool:
+            assert model.loaded is not None, f"{model.name} is kept for nobody"
+            assert (model.users, model.in_flight, len(model.waiting)) == (0, 0, 0)
+            assert (model.placed, model.closing, model.turn) == (True, False, None)
+            assert model.rows.borrowed_tokens == 0
+        if self.settings.idle_timeout is not None:
+            await asyncio.sleep(2 * self.settings.idle_timeout)
+            assert self.port.loaded <= {*self.settings.pin}
+        await self.pool.close()
+
+    @property
+    def outcomes(self) -> Counter[str]:
+        return Counter(request.outcome for request in self.requests)
+
+
+class Request:
+    """What a reply does: it looks at the prompt, enters, borrows a row and generates. It may be
+    cancelled, as by a client that leaves, or end its lease while its task goes on, as by a
+    deadline."""
+
+    def __init__(self, world: World, name: str, refuse: bool) -> None:
+        self._world = world
+        self._refuse = refuse
+        self._lease: Lease | None = None
+        self._row = object()
+        self._holds = False
+        self.name = name
+        self.task = asyncio.create_task(self._run())
+
+    @property
+    def outcome(self) -> str:
+        """How it ended. Whatever it does not expect fails the test here."""
+        return "cancelled" if self.task.cancelled() else self.task.result()
+
+    async def _run(self) -> str:
+        entry = self._world.pool.catalogue.known(self.name)
+        assert entry is not None
+        try:
+            self._lease = self._world.pool.lease(entry)
+            return await self._answer(self._lease)
+        except ServeError as error:
+            return type(error).__name__
+        finally:
+            self.end()
+
+    async def _answer(self, lease: Lease) -> str:
+        await lease.tokenizer()
+        if self._refuse:
+            return "refused"
+        await self._world.pause()
+        await lease.enter()
+        if lease.released:
+            return "ended"
+        self._holds = True
+        self._world.held[self.name] += 1
+        assert self.name in self._world.port.loaded
+        await lease.borrow_row(self._row)
+        if not self._holds:
+            lease.return_row(self._row)
+            return "ended"
+        for _ in range(3):
+            assert lease.model.rows.borrowed_tokens <= 2
+            await self._world.pause()
+        return "answered" if self._holds else "ended"
+
+    def leave(self, how: How, *, pauses: int = 0, after: int = 0) -> None:
+        """Later: after so many pauses, and so many turns more."""
+        self._leaving = asyncio.create_task(self._leave(how, pauses, after))
+
+    async def _leave(self, how: How, pauses: int, after: int) -> None:
+        for _ in range(pauses):
+            await self._world.pause()
+        await turns(after)
+        if how == "cancel":
+            self.task.cancel()
+        else:
+            self.end()
+
+    def end(self) -> None:
+        if self._holds:
+            self._holds = False
+            self._world.held[self.name] -= 1
+        if self._lease is not None:
+            self._lease.return_row(self._row)
+            self._lease.release()
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for each model. What would read them in a thread answers on the loop."""
+
+    def examine(source: Any, *_: object) -> Files:
+        path = source.place
+        if path.name == "unhealthy":
+            raise Unhealthy("scripted")
+        size = SIZES[path.name]
+        return Files(
+            path,
+            None,
+            None,
+            base=size,
+            own=0,
+            context_length=None,
+            capabilities=(),
+            recipe="",
+            judge="",
+        )
+
+    async def run_sync(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:
+        await turns(1)
+        return work(*arguments)
+
+    for name in SIZES:
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(module, "examine", examine)
+    monkeypatch.setattr(
+        module, "make_tokenizer", lambda *_: SimpleNamespace(lend=lambda pause: None, thinks=False)
+    )
+    monkeypatch.setattr(anyio.to_thread, "run_sync", run_sync)
+    return tmp_path
+
+
+# The play.
+
+SEEDS = 80
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_models": 1},
+        {"max_models": 2},
+        {"max_models": 2, "pin": ("a",)},
+        {"memory_limit": 50},
+        {"memory_limit": 45, "max_models": 2, "idle_timeout": 1.5},
+        {"memory_limit": 35, "pin": ("a",), "idle_timeout": 0.5},
+        {"max_models": 1, "max_queue": 3},
+    ],
+    ids=str,
+)
+def test_every_request_is_answered_and_no_model_goes_from_under_one(
+    folder: Path, options: dict[str, Any]
+) -> None:
+    outcomes: Counter[str] = Counter()
+
+    async def play() -> None:
+        world = World(folder, dice, calm=dice.random() < 0.3, **options)
+        world.failures = dice.choice([0.0, 0.1, 0.5])
+        names = dice.sample(list(SIZES), dice.randint(2, len(SIZES)))
+        for _ in range(dice.randint(3, 40)):
+            await world.pause()
+            request = world.request(dice.choice(names), refuse=dice.random() < 0.1)
+            if dice.random() < 0.4:
+                how: How = "cancel" if dice.random() < 0.7 else "end"
+                request.leave(how, pauses=dice.randrange(8), after=dice.randrange(4))
+        await world.finish()
+        outcomes.update(world.outcomes)
+
+    for seed in range(SEEDS):
+        dice = random.Random(f"{options} {seed}")
+        run(play)
+    assert outcomes["answered"] > SEEDS * 3
+    assert min(outcomes[end] for end in ("cancelled", "ended", "refused", "ModelNotLoaded")) > 0
+
+
+@pytest.mark.parametrize("how", ["cancel", "end"])
+def test_a_request_may_leave_at_any_turn(folder: Path, how: How) -> None:
+    """One room and five requests; one of them leaves, each of them, at every turn there is."""
+
+    async def play(who: int, turn: int) -> str:
+        world = World(folder, random.Random(0), calm=True, max_models=1)
+        for number, name in enumerate(("a", "b", "a", "broken", "c")):
+            request = world.request(name)
+            if number == who:
+                request.leave(how, after=turn)
+            await turns(3)
+        await world.finish()
+        for number, request in enumerate(world.requests):
+            if number != who:
+                ends = "ModelNotLoaded" if request.name == "broken" else "answered"
+                assert request.outcome == ends
+        return world.requests[who].outcome
+
+    for who in range(5):
+        turn = 0
+        while run(partial(play, who, turn)) not in ("answered", "ModelNotLoaded"):
+            turn += 1
+        assert turn > 20
+
+
+def test_what_goes_for_a_load_that_fails_comes_back(folder: Path) -> None:
+    async def play() -> None:
+        world = World(folder, random.Random(0), max_models=1)
+        await world.request("a").task
+        await world.request("broken").task
+        assert not world.port.loaded
+        await world.finish()
+        assert world.port.loads == ["a", "broken", "a"]
+
+    run(play)
+
+
+def test_what_comes_back_takes_no_room_from_others(folder: Path) -> None:
+    async def play() -> None:
+        world = World(folder, random.Random(0), calm=True, max_models=1)
+        await world.request("a").task
+        broken, other = world.request("broken"), world.request("b")
+        await world.finish()
+        assert (broken.outcome, other.outcome) == ("ModelNotLoaded", "answered")
+        assert world.port.loads == ["a", "broken", "b"]
+
+    run(play)

@@ -1,0 +1,81 @@
+"""Messages and prompts, from the wire to what templates and models take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.prompts.planning import chat_messages
+from mlxsrv.wire.requests import Message
+
+
+def plain(*messages: dict[str, Any]) -> list[dict[str, Any]]:
+    return chat_messages(msgspec.convert(list(messages), list[Message]))
+
+
+def test_parts_are_joined_and_null_is_empty() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert plain({"role": "user", "content": parts}) == [{"role": "user", "content": "ab"}]
+    assert plain({"role": "user", "content": None}) == [{"role": "user", "content": ""}]
+
+
+def test_newer_and_older_role_names_become_those_of_templates() -> None:
+    roles = [
+        message["role"]
+        for message in plain(
+            {"role": "developer", "content": "x"},
+            {"role": "function", "name": "f", "content": "x"},
+        )
+    ]
+    assert roles == ["system", "tool"]
+
+
+def test_a_part_that_is_not_text_is_named() -> None:
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(UnsupportedParameter, match="image_url") as error:
+        plain({"role": "user", "content": "x"}, {"role": "user", "content": [part]})
+    assert error.value.param == "messages[1].content[0]"
+
+
+def test_a_text_part_without_text_is_named() -> None:
+    with pytest.raises(MissingParameter) as error:
+        plain({"role": "user", "content": [{"type": "text"}]})
+    assert error.value.param == "messages[0].content[0].text"
+
+
+def call(arguments: str) -> dict[str, Any]:
+    function = {"name": "add", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"id": "call_1", "function": function}]}
+
+
+def test_a_calls_arguments_become_an_object() -> None:
+    [message] = plain(call('{"a": 1}'))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    [message] = plain(call(""))
+    assert message["tool_calls"][0]["function"]["arguments"] == {}
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "1", '"x"', "nonsense"])
+def test_malformed_arguments_name_their_message(arguments: str) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        plain({"role": "user", "content": "x"}, call(arguments))
+    assert error.value.param == "messages[1].tool_calls[0].function.arguments"
+
+
+def test_an_old_clients_call_is_one_like_any_other() -> None:
+    [message] = plain(
+        {"role": "assistant", "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    )
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 1}}
+    with pytest.raises(InvalidRequest) as error:
+        plain({"role": "assistant", "function_call": {"name": "add", "arguments": "{"}})
+    assert error.value.param == "messages[0].function_call.arguments"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_thoughts_come_back_under_either_name(name: str) -> None:
+    [message] = plain({"role": "assistant", "content": "x", name: "because"})
+    assert message["reasoning_content"] == "because"

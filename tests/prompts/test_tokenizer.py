@@ -1,0 +1,242 @@
+"""What is derived from a model's text files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.prompts.encoding import Cut
+from mlxsrv.prompts.tokenizer import Tokenizer
+from mlxsrv.text.tools import ToolCalls, ToolOpened
+from tests.support.fixtures import ModelFolder
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+def folder(model_folder: ModelFolder, tmp_path: Path) -> Path:
+    """A copy of a model's folder that a test may change."""
+    return Path(shutil.copytree(model_folder("qwen3"), tmp_path / "m"))
+
+
+def change(file: Path, **values: Any) -> None:
+    config = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(config | values))
+
+
+def ids(folder: Path, *tokens: str) -> set[int]:
+    return set(load_tokenizer(folder).convert_tokens_to_ids(list(tokens)))
+
+
+def test_end_tokens_come_from_the_files(folder: Path) -> None:
+    assert Tokenizer(folder).end_tokens == ids(folder, "<|im_end|>", "<|endoftext|>")
+    change(folder / "generation_config.json", eos_token_id=[7, 8])
+    change(folder / "config.json", eos_token_id=9)
+    assert Tokenizer(folder).end_tokens == ids(folder, "<|im_end|>") | {7, 8, 9}
+
+
+@pytest.mark.parametrize("token", ["<|eot_id|>", "<end_of_turn>", "<|end_of_text|>"])
+def test_a_marker_ends_chats_where_the_template_ends_turns_with_it(
+    folder: Path, token: str
+) -> None:
+    add_token(folder, token)
+    tokenizer = Tokenizer(folder)
+    assert 512 not in tokenizer.end_tokens | tokenizer.turn_ends, "nothing names it"
+    for template, ends in (
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content }}\n" + token + "{% endfor %}", True),
+        (token + "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}", False),
+        ("{% for m in messages %}{{ raise_exception('no') }}" + token + "{% endfor %}", False),
+    ):
+        change(folder / "tokenizer_config.json", chat_template=template)
+        tokenizer = Tokenizer(folder)
+        assert (512 in tokenizer.turn_ends) is ends
+        assert 512 not in tokenizer.end_tokens
+        assert tokenizer.turn_ends >= tokenizer.end_tokens
+
+
+def add_token(folder: Path, token: str) -> None:
+    """Write one more into the vocabulary, behind all others."""
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    added = {"id": 512, "content": token, "special": True, "single_word": False}
+    added |= {"lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"].append(added)
+    file.write_text(json.dumps(content))
+
+
+def test_without_a_generation_config_there_are_no_defaults(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert Tokenizer(folder).defaults.temperature is None
+
+
+def test_sampling_defaults_are_the_models_own(folder: Path) -> None:
+    change(folder / "generation_config.json", temperature=0.6, top_k=20, top_p=0.95, do_sample=True)
+    defaults = Tokenizer(folder).defaults
+    assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
+    assert defaults.min_p is None
+
+
+def render(tokenizer: Tokenizer, **more: Any) -> Any:
+    more.setdefault("variables", {})
+    more.setdefault("continue_final", False)
+    return tokenizer.render(more.pop("messages", HELLO), **more)
+
+
+def test_a_chat_is_what_the_template_renders(folder: Path) -> None:
+    wrapper = load_tokenizer(folder)
+    expected = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    prompt = render(Tokenizer(folder))
+    assert wrapper.decode(list(prompt.tokens)) == expected
+    assert not prompt.thinking
+
+
+def test_a_template_that_opens_the_think_block_is_noticed(folder: Path) -> None:
+    assert render(Tokenizer(folder), variables={"enable_thinking": True}).thinking
+
+
+def test_a_final_message_can_be_continued(folder: Path) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "I was about to"}]
+    prompt = render(Tokenizer(folder), messages=messages, continue_final=True)
+    assert load_tokenizer(folder).decode(list(prompt.tokens)).endswith("I was about to")
+
+
+def test_what_a_template_refuses_is_the_clients_error(folder: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    change(folder / "tokenizer_config.json", chat_template=template)
+    with pytest.raises(InvalidRequest, match="roles must alternate") as error:
+        render(Tokenizer(folder))
+    assert error.value.param == "messages"
+
+
+def test_a_model_without_a_template_does_not_chat(folder: Path) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["chat_template"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = Tokenizer(folder)
+    assert not tokenizer.chats
+    with pytest.raises(UnsupportedParameter, match="/v1/completions"):
+        render(tokenizer)
+
+
+def test_the_template_itself_is_no_variable(folder: Path) -> None:
+    names = ["chat_template", "enable_thinking", "tokenize"]
+    assert Tokenizer(folder).reserved(names) == ["chat_template", "tokenize"]
+
+
+@pytest.mark.parametrize(
+    "text", ["plain text", "emoji 😀🚀 👩‍👩‍👧‍👦", "你好，世界", "Größe\n\n  naïve"]
+)
+def test_the_pipeline_gives_back_what_was_encoded(folder: Path, text: str) -> None:
+    tokenizer = Tokenizer(folder)
+    pipeline = tokenizer.pipeline(stops=[], chat=True, thinking=False)
+    pieces = [pipeline.feed([token]) for token in tokenizer.encode(text).tokens]
+    pieces.append(pipeline.flush())
+    texts = [part for step in pieces for part in step if isinstance(part, tuple)]
+    assert "".join(piece for _, piece in texts) == text
+
+
+def test_special_tokens_are_no_text(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    pipeline = tokenizer.pipeline(stops=[], chat=True, thinking=False)
+    tokens = tokenizer.encode("a<|im_start|>b<think>c</think>d").tokens
+    assert pipeline.feed(tokens) == [("content", "ab"), ("reasoning", "c"), ("content", "d")]
+
+
+def sentencepiece(folder: Path) -> None:
+    """Turn the byte-level tokenizer into one that spells as sentencepiece does, in place."""
+    from tokenizers import Tokenizer as Raw
+    from tokenizers import decoders, models, normalizers, trainers
+
+    raw = Raw(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    raw.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    raw.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    bytes_ = [f"<0x{number:02X}>" for number in range(256)]
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<unk>", "<|im_end|>", *bytes_], show_progress=False
+    )
+    raw.train_from_iterator(["hello world, hello there"] * 4, trainer)
+    content = json.loads(raw.to_str())
+    # byte tokens are part of the vocabulary and not special
+    content["added_tokens"] = [
+        t for t in content["added_tokens"] if not t["content"].startswith("<0x")
+    ]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+
+
+def test_a_sentencepiece_answer_loses_its_first_space_in_a_chat_only(folder: Path) -> None:
+    sentencepiece(folder)
+    tokenizer = Tokenizer(folder)
+    tokens = tokenizer.encode("hello é world").tokens
+    for chat, expected in [(True, "hello é world"), (False, " hello é world")]:
+        pipeline = tokenizer.pipeline(stops=[], chat=chat, thinking=False)
+        assert pipeline.feed(tokens) == [("content", expected)]
+
+
+def test_a_system_message_is_marked_for_models_that_ask(folder: Path) -> None:
+    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
+    tokenizer = Tokenizer(folder)
+    assert render(tokenizer, messages=messages).checkpoint == 0
+    tokenizer.marks_checkpoints = True
+    prompt = render(tokenizer, messages=messages)
+    head = load_tokenizer(folder).decode(list(prompt.tokens[: prompt.checkpoint]))
+    assert head == "<|im_start|>system\nBe brief.<|im_end|>\n"
+    assert render(tokenizer).checkpoint == 0
+
+
+def test_the_markers_of_calls_are_text_only_where_tools_were_given(folder: Path) -> None:
+    tokenizer = Tokenizer(folder)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    dialect = tokenizer.dialect(tools)
+    assert dialect is not None
+    assert (dialect.start, dialect.json) == ("<tool_call>", True)
+    tokens = tokenizer.encode('so<tool_call>{"name": "f", "arguments": {}}</tool_call>').tokens
+    plain = tokenizer.pipeline(stops=[], chat=True, thinking=False)
+    assert plain.feed(tokens) == [("content", 'so{"name": "f", "arguments": {}}')]
+    calling = tokenizer.pipeline(stops=[], chat=True, thinking=False, tools=ToolCalls(dialect))
+    parts = calling.feed(tokens)
+    assert parts[0] == ("content", "so")
+    assert isinstance(parts[1], ToolOpened)
+    assert parts[1].name == "f"
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("words", [30, 60_000])
+def test_a_text_is_cut_as_its_tokenizer_does_it(
+    folder: Path, words: int, side: Literal["left", "right"]
+) -> None:
+    """However long it is; and nothing is cut afterwards."""
+    text = " ".join(f"word{i % 97} and" for i in range(words))
+    theirs = load_tokenizer(folder)._tokenizer
+    theirs.truncation_side = side
+    ours = Tokenizer(folder)
+    whole = ours.split(text, special=True)
+    for count in (5, 17):
+        expected = theirs(text, truncation=True, max_length=count)["input_ids"]
+        assert ours.split(text, special=True, cut=Cut(count, side)) == expected
+        assert ours.split(text, special=True) == whole
+    assert ours.split("a", special=True, cut=Cut(5, side)) == ours.split("a", special=True)
+
+
+def test_of_two_texts_the_longer_is_cut(folder: Path) -> None:
+    theirs, ours = load_tokenizer(folder)._tokenizer, Tokenizer(folder)
+    for one, other in (("a b c", "word " * 50), ("word " * 30, "and so " * 40)):
+        expected = theirs(one, other, truncation="longest_first", max_length=20)["input_ids"]
+        assert ours.pair(one, other, cut=Cut(20, "right"))[0] == expected
+    # The tokenizer alone would make millions of encodings of what it cuts off here.
+    begun = time.perf_counter()
+    assert ours.pair("word " * 50_000, "and so " * 90_000, cut=Cut(20, "right"))[0] == expected
+    assert time.perf_counter() - begun < 10

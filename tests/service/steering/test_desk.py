@@ -1,0 +1,122 @@
+"""What requests' rows have added, as the engine is told; and what is noticed when things go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from mlxsrv.errors import InvalidRequest, SAENotAttached
+from mlxsrv.events import Steering
+from mlxsrv.service.service import Service
+from mlxsrv.settings import Settings
+from mlxsrv.wire.requests import ChatRequest, Message
+from tests.support.saes import write_sae
+from tests.support.tiny import write_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("steering")
+    write_model(folder / "model", "qwen3", plain=True)
+    write_sae(folder / "saes" / "one", d_in=64, d_sae=128)
+    mx.save_safetensors(str(folder / "calm.safetensors"), {"direction.0": mx.ones((64,))})
+    return folder
+
+
+@asynccontextmanager
+async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
+    settings = {"sae_dir": (str(folder / "saes"),), "hf_cache": False, **options}
+    service = Service(
+        Settings(model=(f"t={folder / 'model'}",), data_dir=str(folder / "data"), **settings)
+    )
+    try:
+        yield service
+    finally:
+        await service.close()
+
+
+def asking(**fields: Any) -> ChatRequest:
+    return ChatRequest(messages=[Message("user", "hi")], **fields)
+
+
+def run(folder: Path, work: Callable[[Service], Awaitable[None]], **options: Any) -> None:
+    async def main() -> None:
+        async with serving(folder, **options) as service:
+            await work(service)
+
+    asyncio.run(main())
+
+
+def test_what_the_engine_is_told(folder: Path) -> None:
+    async def work(service: Service) -> None:
+        desk = service.steering
+        assert await desk.resolve(asking(), "t") is None
+        assert await desk.resolve(asking(steering={}), "t") is None
+        await service.saes.attach("one", None, None)
+        number = desk.held("t").attachment.number
+        assert await desk.resolve(asking(), "t") is None
+        told = await desk.resolve(asking(steering={9: 2.0, 5: -1.0, 7: 0.0}), "t")
+        assert told == Steering(number, "additive", ((5, -1.0), (9, 2.0)))
+        told = await desk.resolve(asking(steering={7: 0.0}, steering_mode="clamp"), "t")
+        assert told == Steering(number, "clamp", ((7, 0.0),))
+        assert await desk.resolve(asking(steering={7: 0.0}), "t") is None
+        desk.held("t").change({3: 1.0}, None, "steering")
+        assert await desk.resolve(asking(), "t") == Steering(number, values=((3, 1.0),))
+        assert await desk.resolve(asking(steering={}), "t") is None
+        desk.held("t").enabled = False
+        assert await desk.resolve(asking(), "t") is None
+
+    run(folder, work)
+
+
+def test_control_vectors_and_features_go_together(folder: Path) -> None:
+    async def work(service: Service) -> None:
+        desk = service.steering
+        usual = Steering(vectors=(("calm", 0.5),))
+        assert await desk.resolve(asking(), "t") == usual
+        assert await desk.resolve(asking(control_vector={}), "t") is None
+        assert await desk.resolve(asking(control_vector={"calm": 0}), "t") is None
+        await service.saes.attach("one", None, None)
+        number = desk.held("t").attachment.number
+        told = await desk.resolve(asking(steering={5: 1.0}, control_vector={"calm": -2}), "t")
+        assert told == Steering(number, values=((5, 1.0),), vectors=(("calm", -2.0),))
+        assert desk.confirm(asking(), told, "t") == told
+        with pytest.raises(InvalidRequest, match="'calm'"):
+            desk.confirm(asking(), Steering(vectors=(("nothing", 1.0),)), "t")
+
+    run(folder, work, control_vector=(f"{folder / 'calm.safetensors'}:0.5",))
+
+
+def test_a_request_does_not_meet_another_sae_than_it_asked_for(folder: Path) -> None:
+    async def work(service: Service) -> None:
+        desk = service.steering
+        await service.saes.attach("one", None, None)
+        request = asking(steering={5: 1.0})
+        told = await desk.resolve(request, "t")
+        assert desk.confirm(request, told, "t") == told
+        assert desk.confirm(request, None, "t") is None
+        await service.saes.detach("one", None)
+        with pytest.raises(SAENotAttached):
+            desk.confirm(request, told, "t")
+        await service.saes.attach("one", None, None)
+        with pytest.raises(SAENotAttached):
+            desk.confirm(request, told, "t")
+        assert desk.confirm(asking(), told, "t") is None  # it was the default's
+
+    run(folder, work)
+
+
+def test_a_server_that_closes_while_it_attaches_lets_those_who_wait_go(folder: Path) -> None:
+    async def work(service: Service) -> None:
+        waiting = [asyncio.create_task(service.saes.begin()) for _ in range(2)]
+        await asyncio.sleep(0)
+        await service.close()
+        assert await asyncio.gather(*waiting) == [None, None]
+
+    run(folder, work, attach_sae=("one",))

@@ -1,0 +1,76 @@
+"""`python -m tests.support.faulty` is the real server, but its model fails at certain tokens.
+
+A prompt that ends in one of them meets the fault in a decode step, beside everybody else's rows;
+the plain tiny models never write one. One that has SLUGGISH in it is read slowly, on any machine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from typing import Any, cast
+
+from mlxsrv.cli import main
+from mlxsrv.engine import device
+from mlxsrv.prompts.tokenizer import Tokenizer
+from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY
+
+RAISES, NAN, MEMORY, DEADLY = range(VOCABULARY - len(MARKER_TOKENS), VOCABULARY)
+SLOW = VOCABULARY - len(MARKER_TOKENS) - len(SPECIAL_TOKENS)
+SLOW_SECONDS = 3.0
+SLUGGISH = SLOW - 1
+SLUGGISH_SECONDS = 0.1
+"""Of each slice of a prompt that has such a token."""
+PANIC = "panic, please"
+
+
+class PanicException(BaseException):
+    """As Rust's panics come out of pyo3."""
+
+
+def _fail_at_tokens(model_class: Any) -> None:
+    """Have the class fail. On the device thread, which is to be the first to import MLX."""
+    import mlx.core as mx
+
+    real: Callable[..., Any] = model_class.__call__
+
+    def call(self: Any, tokens: mx.array, cache: Any = None) -> Any:
+        last = cast(list[int], tokens[:, -1].tolist()) if tokens.shape[1] == 1 else []
+        if tokens.shape[1] > 1 and SLUGGISH in cast(list[int], tokens[0].tolist()):
+            time.sleep(SLUGGISH_SECONDS)
+        if RAISES in last:
+            raise RuntimeError("this token is refused")
+        if MEMORY in last:
+            raise RuntimeError("[metal::malloc] Attempting to allocate 9 bytes: too many")
+        if DEADLY in last:
+            raise SystemExit("killed")
+        if SLOW in last:
+            time.sleep(SLOW_SECONDS)
+        logits = real(self, tokens, cache=cache)
+        return mx.where((tokens == NAN)[..., None], float("nan"), logits) if NAN in last else logits
+
+    model_class.__call__ = call
+
+
+def plug() -> None:
+    load, render = device._load, Tokenizer.render
+
+    def faulty_load(*args: Any) -> Generator[None, None, None]:
+        from mlx_lm.models import qwen3
+
+        if qwen3.Model.__call__.__name__ != "call":
+            _fail_at_tokens(qwen3.Model)
+        yield from load(*args)
+
+    def faulty_render(self: Tokenizer, messages: Any, **more: Any) -> Any:
+        if messages[-1]["content"] == PANIC:
+            raise PanicException("the tokenizer panicked")
+        return render(self, messages, **more)
+
+    device._load = faulty_load  # type: ignore[assignment]  # it passes on what it is given
+    Tokenizer.render = faulty_render  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    plug()
+    main()
