@@ -16,7 +16,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from mlxsrv.models.demo import tools as kit
+from mlxsrv.models.demo.training import tools as kit
 from mlxsrv.models.demo.training.topics import (
     OFF_TOPIC_ANSWER,
     TASK_FRAMES,
