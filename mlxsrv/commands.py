@@ -11,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from mlxsrv.models.catalogue import hub
+from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
 from mlxsrv.settings import SettingsError, option_parser, settle
 
@@ -114,10 +114,13 @@ def pull(arguments: Sequence[str]) -> None:
     parser.add_argument("--quiet", action="store_true", help="Show no progress.")
     asked = parser.parse_args(arguments)
     try:
-        repository = hub.Repository.parse(asked.repository)
+        repository = hub_cache.Repository.parse(asked.repository)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    print(hub.fetch(repository, progress=not asked.quiet and sys.stderr.isatty()))
+    # Imported here: it takes 0.1 s, which the other commands need not wait for.
+    from mlxsrv.models.catalogue.download import fetch
+
+    print(fetch(repository, progress=not asked.quiet and sys.stderr.isatty()))
 
 
 COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = MappingProxyType(

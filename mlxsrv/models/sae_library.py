@@ -31,7 +31,7 @@ from mlxsrv.errors import InvalidRequest, SAEExists, SAENotFound, ServeError, Sh
 from mlxsrv.formats.folders import signature
 from mlxsrv.formats.sae_files import SAEFile, find_saes, read_sae
 from mlxsrv.logs import log
-from mlxsrv.models.catalogue import hub
+from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.settings import Settings, SettingsError
 
 _log = logging.getLogger("mlxsrv.models")
@@ -296,7 +296,7 @@ class Library:
         below: list[tuple[Path, Path, str]] = []
         for root in self._roots:
             given = root / path  # an absolute one stays as it is
-            folder = given.parent if given.name in hub.SAE_WEIGHTS else given
+            folder = given.parent if given.name in hub_cache.SAE_WEIGHTS else given
             try:
                 place, top = folder.resolve(), root.resolve()
             except (OSError, RuntimeError, ValueError):
@@ -391,7 +391,7 @@ def _read(folder: Path) -> SAEFile | str:
 
 
 def _fetch(
-    repository: hub.Repository, folder: str, weights: str | None, check: Callable[[], None]
+    repository: hub_cache.Repository, folder: str, weights: str | None, check: Callable[[], None]
 ) -> tuple[Path, SAEFile]:
     """The folder of the SAE, and what its files say; what the cache has is not asked for.
 
@@ -401,11 +401,14 @@ def _fetch(
     def choose(paths: Sequence[str]) -> list[str]:
         return _choose(paths, repository, folder, weights)
 
-    here = hub.snapshot(repository)
+    here = hub_cache.snapshot(repository)
     if here is not None:
         with contextlib.suppress(ValueError):
             return _open(here, folder, weights)
-    return _open(hub.fetch_files(repository, choose, check=check), folder, weights)
+    # Imported on first use: this takes 0.1 s, and most servers never download.
+    from mlxsrv.models.catalogue.download import fetch_files
+
+    return _open(fetch_files(repository, choose, check=check), folder, weights)
 
 
 def _open(snapshot: Path, folder: str, weights: str | None) -> tuple[Path, SAEFile]:
@@ -414,11 +417,11 @@ def _open(snapshot: Path, folder: str, weights: str | None) -> tuple[Path, SAEFi
 
 
 def _choose(
-    paths: Sequence[str], repository: hub.Repository, folder: str, weights: str | None
+    paths: Sequence[str], repository: hub_cache.Repository, folder: str, weights: str | None
 ) -> list[str]:
     """The files of one SAE, of all that the repository has. Raises SAENotFound."""
     there = set(paths)
-    for name in hub.SAE_WEIGHTS if weights is None else (weights,):
+    for name in hub_cache.SAE_WEIGHTS if weights is None else (weights,):
         needed = [posixpath.join(folder, n) for n in (name, *_COMPANIONS.get(name, ()))]
         if there.issuperset(needed):
             more = {posixpath.normpath(posixpath.join(folder, n)) for n in _BESIDE.get(name, ())}
@@ -440,20 +443,20 @@ def _where(folder: str, weights: str | None) -> str:
 def _elsewhere(paths: Iterable[str], folder: str) -> str:
     """Where in the repository there are SAEs."""
     folders = sorted(
-        {posixpath.dirname(p) for p in paths if posixpath.basename(p) in hub.SAE_WEIGHTS}
+        {posixpath.dirname(p) for p in paths if posixpath.basename(p) in hub_cache.SAE_WEIGHTS}
     )
     if not folders:
-        return "it has none of " + ", ".join(hub.SAE_WEIGHTS)
+        return "it has none of " + ", ".join(hub_cache.SAE_WEIGHTS)
     near = difflib.get_close_matches(folder, folders, n=3, cutoff=0.3) or folders[:3]
     others = len(folders) - len(near)
     text = "there are " + ", ".join(repr(name or ".") for name in near)
     return f"{text} and {others} more; 'file_path' names one" if others else text
 
 
-def _repository(name: str, revision: str | None) -> hub.Repository:
+def _repository(name: str, revision: str | None) -> hub_cache.Repository:
     """Raises InvalidRequest."""
     try:
-        repository = hub.Repository.parse(name)
+        repository = hub_cache.Repository.parse(name)
     except ValueError as error:
         raise InvalidRequest(str(error), param="repository_id") from None
     if revision is None:
@@ -461,7 +464,7 @@ def _repository(name: str, revision: str | None) -> hub.Repository:
     if "@" in name:
         raise InvalidRequest("'repository_id' names a revision already", param="revision")
     try:
-        return hub.Repository.parse(f"{name}@{revision}")
+        return hub_cache.Repository.parse(f"{name}@{revision}")
     except ValueError as error:
         raise InvalidRequest(str(error), param="revision") from None
 
@@ -481,6 +484,6 @@ def _split(file_path: str | None) -> tuple[str, str | None]:
             param="file_path",
         )
     folder, last = "/".join(parts[:-1]), parts[-1]
-    if last in hub.SAE_WEIGHTS:
+    if last in hub_cache.SAE_WEIGHTS:
         return folder, last
     return (folder, None) if last in ("cfg.json", "config.json") else ("/".join(parts), None)

@@ -17,8 +17,8 @@ from huggingface_hub import constants
 from mlxsrv.errors import InvalidRequest, SAEExists, SAENotFound, ShuttingDown
 from mlxsrv.formats.sae_files import read_sae
 from mlxsrv.models import sae_library as module
-from mlxsrv.models.catalogue import download, hub
-from mlxsrv.models.catalogue.hub import Repository
+from mlxsrv.models.catalogue import download, hub_cache
+from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.models.sae_library import Known, Library
 from mlxsrv.settings import Settings, SettingsError
 from tests.models.catalogue.test_hub import use
@@ -412,7 +412,7 @@ def test_only_what_is_named_comes(
     assert known.path is not None
     assert known.path.is_relative_to(Repository("org/saes").root / "snapshots" / commit)
     assert sent(remote) == files
-    assert not hub.cached_models()  # it is no model
+    assert not hub_cache.cached_models()  # it is no model
 
 
 def test_without_a_path_the_repository_is_the_sae(remote: Hub, tmp_path: Path) -> None:
@@ -576,10 +576,10 @@ def test_a_model_in_the_same_repository_is_served_as_before(remote: Hub, tmp_pat
     model = write_model(tmp_path / "model", "qwen3")
     remote.add("org/both", model)
     both = Repository("org/both")
-    served = hub.fetch(both)
+    served = download.fetch(both)
     write_sae(model / "sae")
     remote.add("org/both", model)
     known = fetched(library(allow_download=True), repository="org/both", file_path="sae")
     assert known.state == "ready"
-    assert hub.cached(both) == served
-    assert [found.folder for found in hub.cached_models()] == [served]
+    assert hub_cache.cached(both) == served
+    assert [found.folder for found in hub_cache.cached_models()] == [served]

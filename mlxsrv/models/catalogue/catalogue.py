@@ -24,7 +24,7 @@ from mlxsrv.errors import ModelNotFound
 from mlxsrv.formats.folders import signature
 from mlxsrv.formats.model_folder import Description, Unhealthy, adapter_bytes, describe
 from mlxsrv.logs import log
-from mlxsrv.models.catalogue import hub
+from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.settings import Settings, SettingsError
 
 _log = logging.getLogger("mlxsrv.models")
@@ -39,7 +39,7 @@ _MOST_NAMES = 20  # that a message lists
 class Source(msgspec.Struct, frozen=True):
     """Where a model's files are: a folder here, or a repository of the Hugging Face hub."""
 
-    place: Path | hub.Repository
+    place: Path | hub_cache.Repository
     adapter: Path | None = None
 
     def __str__(self) -> str:
@@ -47,14 +47,19 @@ class Source(msgspec.Struct, frozen=True):
 
     def folder(self) -> Path | None:
         """The files, if they are here. Looks at the disk."""
-        return self.place if isinstance(self.place, Path) else hub.cached(self.place)
+        return self.place if isinstance(self.place, Path) else hub_cache.cached(self.place)
 
     def fetch(self, check: Callable[[], None]) -> Path:
         """The folder, downloading a repository that is not here. Blocks; `check` stops a download
         by raising. Raises ServeError."""
         if isinstance(self.place, Path):
             return self.place
-        return hub.cached(self.place) or hub.fetch(self.place, check=check)
+        if folder := hub_cache.cached(self.place):
+            return folder
+        # Imported on first use: this takes 0.1 s, and most servers never download.
+        from mlxsrv.models.catalogue.download import fetch
+
+        return fetch(self.place, check=check)
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -147,7 +152,7 @@ class Catalogue:
             return entry
         name = self.name(name)
         repository = _repository(name)
-        missing = entry is None or isinstance(entry.source.place, hub.Repository)
+        missing = entry is None or isinstance(entry.source.place, hub_cache.Repository)
         if missing and repository is not None and download and self._settings.allow_download:
             return Entry(name, Source(repository), int(time.time()))
         if entry is not None:
@@ -182,7 +187,7 @@ class Catalogue:
         found: list[Entry] = []
         for folder, name in _folders(self._settings.models_dir):
             found.append(self._found(name, Source(folder)))
-        for cached in hub.cached_models() if self._settings.hf_cache else ():
+        for cached in hub_cache.cached_models() if self._settings.hf_cache else ():
             repository = _repository(cached.name)
             if not cached.incomplete:
                 found.append(self._found(cached.name, Source(cached.folder)))
@@ -199,7 +204,7 @@ class Catalogue:
             *(folder for folder, _ in _folders(self._settings.models_dir)),
         ]
         adapters = [entry.source.adapter for entry in self._named if entry.source.adapter]
-        cache = hub.cache_state() if self._settings.hf_cache else None
+        cache = hub_cache.cache_state() if self._settings.hf_cache else None
         return (cache, tuple((folder, signature(folder)) for folder in [*folders, *adapters]))
 
     def _found(self, name: str, source: Source) -> Entry:
@@ -246,7 +251,7 @@ class Catalogue:
             if name not in self._listing.names:
                 raise SettingsError(f"the model {name!r} is not served here; {self._hint(name)}")
 
-    def _unknown(self, name: str, repository: hub.Repository | None) -> str:
+    def _unknown(self, name: str, repository: hub_cache.Repository | None) -> str:
         text = f"the model {name!r} is not served here; {self._hint(name)}"
         if repository is not None:
             text += f". To get it: python -m mlxsrv pull {name}"
@@ -284,7 +289,7 @@ def _named(models: Sequence[str]) -> list[Entry]:
 
 def _with_id(entry: Entry) -> Entry:
     """A repository keeps its id beside the name it is given."""
-    if not isinstance(entry.source.place, hub.Repository) or entry.source.adapter is not None:
+    if not isinstance(entry.source.place, hub_cache.Repository) or entry.source.adapter is not None:
         return entry
     return msgspec.structs.replace(entry, aliases=(*entry.aliases, _own_name(entry.source)))
 
@@ -303,7 +308,7 @@ def _split(text: str, option: str) -> tuple[str, Source]:
     return name, Source(_place(rest, option), adapter)
 
 
-def _place(text: str, option: str) -> Path | hub.Repository:
+def _place(text: str, option: str) -> Path | hub_cache.Repository:
     folder = Path(text).expanduser()
     if text and os.path.isdir(folder):  # Path.is_dir raises on names that are too long
         return folder
@@ -315,11 +320,11 @@ def _place(text: str, option: str) -> Path | hub.Repository:
     return repository
 
 
-def _repository(text: str) -> hub.Repository | None:
+def _repository(text: str) -> hub_cache.Repository | None:
     if text.startswith((".", "/", "~")):
         return None
     try:
-        return hub.Repository.parse(text)
+        return hub_cache.Repository.parse(text)
     except ValueError:
         return None
 

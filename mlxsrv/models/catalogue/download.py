@@ -39,7 +39,7 @@ from msgspec import Meta
 
 from mlxsrv.errors import ModelNotFound, ModelNotLoaded, ServeError
 from mlxsrv.formats.model_folder import Unhealthy, describe
-from mlxsrv.models.catalogue.hub import Repository, cached, matches, read_ref
+from mlxsrv.models.catalogue.hub_cache import Repository, cached, matches, read_ref
 from mlxsrv.version import __version__
 
 Choice = Callable[[Sequence[str]], Sequence[str]]
@@ -91,13 +91,38 @@ class Commit(msgspec.Struct, frozen=True):
     others: list[File]
 
 
-def download(repository: Repository, progress: bool, check: Callable[[], None]) -> Path:
-    """What `hub.fetch` promises."""
+def fetch(
+    repository: Repository, *, progress: bool = False, check: Callable[[], None] = lambda: None
+) -> Path:
+    """Download what is missing of the repository's revision, as the hub has it now.
+
+    Blocks. Files in the cache are compared with the hub's checksums; damaged ones are downloaded
+    again.
+
+    Args:
+        progress: show bars on stderr.
+        check: called while bytes arrive; it stops the download by raising.
+
+    Returns:
+        The folder of the snapshot.
+
+    Raises:
+        ModelNotFound: no such repository or revision, no right to read it, or nothing to serve.
+        ModelNotLoaded: the network, the disk or a checksum; the same call may succeed later.
+    """
     return _run(_Download(repository, progress, check, _choose_model))
 
 
-def download_files(repository: Repository, choose: Choice, check: Callable[[], None]) -> Path:
-    """What `hub.fetch_files` promises."""
+def fetch_files(repository: Repository, choose: Choice, *, check: Callable[[], None]) -> Path:
+    """Download some files of a repository, as `fetch` does; they need not make a model.
+
+    Args:
+        choose: gets the paths on the hub, returns those to download.
+        check: as for `fetch`.
+
+    Raises:
+        ServeError: as `fetch`; and whatever `choose` raises.
+    """
     return _run(_FilesDownload(repository, False, check, choose))
 
 

@@ -15,7 +15,7 @@ import pytest
 from mlxsrv.errors import ModelNotFound
 from mlxsrv.formats.model_folder import Description, describe
 from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
-from mlxsrv.models.catalogue.hub import Repository
+from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.settings import Settings, SettingsError
 from tests.support.tiny import write_model
 

@@ -20,13 +20,13 @@ from huggingface_hub.utils import validate_repo_id
 
 from mlxsrv.errors import ModelNotFound, ModelNotLoaded
 from mlxsrv.models.catalogue import download
-from mlxsrv.models.catalogue.hub import (
+from mlxsrv.models.catalogue.download import fetch
+from mlxsrv.models.catalogue.hub_cache import (
     Cached,
     Repository,
     cache_state,
     cached,
     cached_models,
-    fetch,
 )
 from tests.support.hub import Hub
 from tests.support.serving import wait_for
@@ -276,7 +276,7 @@ def test_a_killed_download_goes_on_where_it_was(hub: Hub, cache: Path, model: Pa
     content = (model / WEIGHTS).read_bytes()
     name = f"{hashlib.sha256(content).hexdigest()}.incomplete"
     partial = cache / "models--org--tiny" / "blobs" / name
-    code = "from mlxsrv.models.catalogue.hub import *; fetch(Repository('org/tiny'))"
+    code = "from mlxsrv.models.catalogue.download import *; fetch(Repository('org/tiny'))"
     process = subprocess.Popen([sys.executable, "-c", code], env=hub.environment(cache.parent))
     try:
         wait_for(lambda: partial.exists() and partial.stat().st_size, why="weights arrive")

@@ -1,26 +1,26 @@
-"""Models of the Hugging Face hub, and those of them that its cache on this disk holds.
+"""Repositories of the Hugging Face hub, and what its cache on this disk holds of them.
 
-The cache is laid out as huggingface-hub lays it out, since other programs read and write it too:
+huggingface-hub defines the layout, since other programs read and write the cache too:
 
     models--ORG--NAME/refs/REF                the commit that a branch or tag was last seen at
     models--ORG--NAME/snapshots/COMMIT/PATH   a link to the file's blob
     models--ORG--NAME/blobs/CHECKSUM          a file; CHECKSUM.incomplete while it is downloaded
     models--ORG--NAME/trees/COMMIT.json       all paths on the hub
 
-A server that has its models at hand asks nobody: only `fetch` and `fetch_files` use the network.
+Nothing here uses the network; downloads are in `download.py`.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import msgspec
 
-# Of this package only that: what else it has takes 0.1 s to import, and is where it is needed.
+# Only the constants: importing the rest of huggingface-hub takes 0.1 s.
 from huggingface_hub import constants
 
 _ESSENTIAL = (
@@ -149,39 +149,6 @@ def snapshot(repository: Repository) -> Path | None:
     root, ref = repository.root, repository.ref
     commit = ref if _COMMIT.fullmatch(ref) else read_ref(root / "refs" / ref)
     return None if commit is None else root / "snapshots" / commit
-
-
-def fetch(
-    repository: Repository, *, progress: bool = False, check: Callable[[], None] | None = None
-) -> Path:
-    """The folder of the repository's revision as the hub has it now, downloading what is missing.
-
-    Blocks. Files that are in the cache are compared with the hub's checksums, and fetched again if
-    they are damaged. With `progress`, bars on stderr. `check` is called while bytes arrive, and
-    stops the download by raising.
-
-    Raises:
-        ModelNotFound: no such repository or revision, no right to read it, or nothing to serve.
-        ModelNotLoaded: the network, the disk or a checksum; the same call may succeed later.
-    """
-    from mlxsrv.models.catalogue.download import download
-
-    return download(repository, progress, check or (lambda: None))
-
-
-def fetch_files(
-    repository: Repository,
-    choose: Callable[[Sequence[str]], Sequence[str]],
-    *,
-    check: Callable[[], None],
-) -> Path:
-    """As `fetch`, of those files only that `choose` takes of the paths on the hub.
-
-    It raises what `choose` raises, too. The folder need not be one of a model.
-    """
-    from mlxsrv.models.catalogue.download import download_files
-
-    return download_files(repository, choose, check)
 
 
 def read_ref(file: Path) -> str | None:
