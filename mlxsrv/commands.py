@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from mlxsrv.models.catalogue import hub_cache
-from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
+from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.settings import SettingsError, option_parser, settle
 
 
@@ -50,7 +50,7 @@ def models(arguments: Sequence[str]) -> None:
     print(msgspec.json.encode(lines).decode() if as_json else _table(lines))
 
 
-def _line(entry: Entry, *, default: bool) -> ModelLine:
+def _line(entry: ModelEntry, *, default: bool) -> ModelLine:
     line = ModelLine(
         id=entry.name,
         aliases=entry.aliases,

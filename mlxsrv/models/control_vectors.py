@@ -16,7 +16,7 @@ _LARGEST_SCALE = 100
 _LONGEST_NAME = 100  # characters
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class ControlVector(msgspec.Struct, frozen=True):
     """A control vector by the name that requests use, and how often it is added to those that name
     none."""
 
@@ -25,20 +25,20 @@ class Wanted(msgspec.Struct, frozen=True):
     scale: float
 
 
-def control_vectors(settings: Settings) -> tuple[Wanted, ...]:
+def control_vectors(settings: Settings) -> tuple[ControlVector, ...]:
     """All of them, in the order of the command line. Reads their headers.
 
     Raises:
         SettingsError: a file is not there or holds no control vector, or a name or a scale will
             not do.
     """
-    found: dict[str, Wanted] = {}
+    found: dict[str, ControlVector] = {}
     for text in settings.control_vector:
         name, path, scale = parse_control_vector(text)
         if name in found:
             raise SettingsError(f"control_vector: two are called {name!r}; use NAME=FILE")
         try:
-            found[name] = Wanted(name, read_vector(path), scale)
+            found[name] = ControlVector(name, read_vector(path), scale)
         except ValueError as error:
             raise SettingsError(f"control_vector: {error}") from None
     return tuple(found.values())

@@ -89,7 +89,7 @@ _INSERT = f"INSERT INTO profiles ({', '.join(_COLUMNS)}) VALUES (:{', :'.join(_C
 _UPDATE = f"UPDATE profiles SET {', '.join(f'{c} = :{c}' for c in _COLUMNS[1:])} WHERE id = :id"
 
 
-class Store:
+class ProfileStore:
     """All profiles. Each method blocks and may be called in any thread.
 
     Raises:

@@ -58,7 +58,7 @@ _BESIDE = {"sae.safetensors": ("../config.json",)}
 """What may say more about it."""
 
 
-class Known(msgspec.Struct, frozen=True):
+class SAEEntry(msgspec.Struct, frozen=True):
     """One SAE under its id.
 
     `origin` is what it was found or registered as: "demo", the path below its `--sae-dir`, or
@@ -76,7 +76,7 @@ class Known(msgspec.Struct, frozen=True):
 class _Item(msgspec.Struct, frozen=True):
     """What has an id; `place` tells whether two are the same: a folder, or an origin."""
 
-    known: Known
+    known: SAEEntry
     place: Hashable
 
 
@@ -101,7 +101,7 @@ class _Stopped(Exception):
     """Nobody wants the download any more."""
 
 
-class Library:
+class SAELibrary:
     """All SAEs. Those on the disk are known after the first `refresh`.
 
     Raises:
@@ -125,12 +125,12 @@ class Library:
         self._downloads: dict[str, _Download] = {}
         self._closed = False
 
-    def __iter__(self) -> Iterator[Known]:
+    def __iter__(self) -> Iterator[SAEEntry]:
         """In the order of their ids."""
         items = self._items()
         return iter([items[id].known for id in sorted(items)])
 
-    def get(self, id: str) -> Known:
+    def get(self, id: str) -> SAEEntry:
         """Raises SAENotFound, with near names."""
         item = self._items().get(id)
         if item is None:
@@ -157,7 +157,7 @@ class Library:
         revision: str | None = None,
         file_path: str | None = None,
         id: str | None = None,
-    ) -> Known:
+    ) -> SAEEntry:
         """Add the SAE of a folder, which then is ready, or of a repository, which is downloaded.
 
         Raises:
@@ -242,7 +242,7 @@ class Library:
 
     # Folders.
 
-    def _scan(self) -> Iterator[tuple[Path, Known]]:
+    def _scan(self) -> Iterator[tuple[Path, SAEEntry]]:
         """All that are on the disk; of those in the same folder the first."""
         places: set[Path] = set()
         for folder, origin in self._folders():
@@ -272,14 +272,14 @@ class Library:
             seen = self._seen[folder] = (stamp, _read(folder))
         return seen[1]
 
-    def _report(self, known: Known) -> None:
+    def _report(self, known: SAEEntry) -> None:
         """Log a problem, once."""
         if known.problem is None or (known.id, known.problem) in self._reported:
             return
         self._reported.add((known.id, known.problem))
         log(_log, logging.WARNING, "SAE left out", sae=known.id, reason=known.problem)
 
-    async def _register_folder(self, path: str, id: str | None) -> Known:
+    async def _register_folder(self, path: str, id: str | None) -> SAEEntry:
         place, folder, origin, said = await anyio.to_thread.run_sync(self._locate, path)
         if isinstance(said, str):
             raise InvalidRequest(f"{path!r:.200} cannot be used: {said}", param="path")
@@ -313,7 +313,7 @@ class Library:
 
     def _register_repository(
         self, name: str, revision: str | None, file_path: str | None, id: str | None
-    ) -> Known:
+    ) -> SAEEntry:
         if not self._allow_download:
             raise InvalidRequest(
                 "this server does not download; start it with --allow-download",
@@ -324,7 +324,7 @@ class Library:
         inside = _join(folder, weights)
         origin = f"{repository}:{inside}" if inside else str(repository)
         id = self._claim(id, origin, _plain(posixpath.join(str(repository), folder)))
-        known = Known(id, "downloading", origin)
+        known = SAEEntry(id, "downloading", origin)
         self._registered[id] = _Item(known, origin)
         self._downloads[id] = download = _Download()
         download.task = asyncio.create_task(
@@ -332,7 +332,7 @@ class Library:
         )
         return known
 
-    async def _receive(self, known: Known, fetch: Callable[[], tuple[Path, SAEFile]]) -> None:
+    async def _receive(self, known: SAEEntry, fetch: Callable[[], tuple[Path, SAEFile]]) -> None:
         """Bring a registered SAE to its end. Cancelled by `forget` and `close`."""
         log(_log, logging.INFO, "SAE download", sae=known.id, origin=known.origin)
         begun = asyncio.get_running_loop().time()
@@ -356,10 +356,10 @@ class Library:
             log(_log, logging.INFO, "SAE ready", sae=known.id, seconds=seconds)
 
 
-def _known(id: str, origin: str, folder: Path, said: SAEFile | str) -> Known:
+def _known(id: str, origin: str, folder: Path, said: SAEFile | str) -> SAEEntry:
     if isinstance(said, str):
-        return Known(id, "failed", origin, problem=said)
-    return Known(id, "ready", origin, path=folder, file=said)
+        return SAEEntry(id, "failed", origin, problem=said)
+    return SAEEntry(id, "ready", origin, path=folder, file=said)
 
 
 def _plain(text: str) -> str:

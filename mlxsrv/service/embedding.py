@@ -112,7 +112,7 @@ class Embedding:
         lease = self._lease
         tokenizer = await lease.tokenizer()
         self._bounded.patience.enter(Stage.QUEUED)
-        passages = await lease.model.tokenizing.run(partial(plan, tokenizer))
+        passages = await lease.model.tokenizer_lock.run(partial(plan, tokenizer))
         await lease.enter()
         self._bounded.patience.enter(Stage.QUEUED)
         await lease.borrow_row(self)

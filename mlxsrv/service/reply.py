@@ -119,7 +119,7 @@ class Reply:
             raise UnsupportedParameter(
                 "model: it writes no text, it only makes embeddings or judges texts", param="model"
             )
-        plan = await self._lease.model.tokenizing.run(partial(self._asked.prepare, tokenizer))
+        plan = await self._lease.model.tokenizer_lock.run(partial(self._asked.prepare, tokenizer))
         self._tell_read()
         steering = await self._home.steering.resolve(self._asked.request, self.who.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)

@@ -31,11 +31,11 @@ from mlxsrv.errors import (
     UnsupportedParameter,
 )
 from mlxsrv.events import Report
-from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
+from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.model import Model, capped
 from mlxsrv.models.pool.pool import Pool
-from mlxsrv.models.profile_store import Store
+from mlxsrv.models.profile_store import ProfileStore
 from mlxsrv.prompts.planning import (
     chat_messages,
     plan_chat,
@@ -99,7 +99,7 @@ class Service:
         self.observers = observers
         self.pool = Pool(Catalogue(settings), settings, observers)
         self.saes = SAEs(self.pool, settings)
-        store = Store(Path(settings.data_dir))
+        store = ProfileStore(Path(settings.data_dir))
         self.steering = SteeringDesk(self.pool, self.saes, store)
         self.profiles = Profiles(self.steering, store)
         self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
@@ -264,7 +264,7 @@ class Service:
             with bounded.run():
                 tokenizer = await lease.tokenizer()
                 bounded.patience.enter(Stage.QUEUED)
-                return await lease.model.tokenizing.run(partial(work, tokenizer))
+                return await lease.model.tokenizer_lock.run(partial(work, tokenizer))
         finally:
             self._spelling.discard(bounded)
             lease.release()
@@ -309,7 +309,7 @@ class Service:
         await catalogue.refresh()
         return self._model_object(await catalogue.find(name, download=False))
 
-    def _model_object(self, entry: Entry) -> ModelObject:
+    def _model_object(self, entry: ModelEntry) -> ModelObject:
         model = self.pool.model(entry.name)
         shown = ModelObject(
             id=entry.name,

@@ -20,7 +20,7 @@ import pytest
 
 from mlxsrv.errors import ProfileExists, ProfileNotFound, StoreFailed
 from mlxsrv.models import profile_store as module
-from mlxsrv.models.profile_store import Profile, Store
+from mlxsrv.models.profile_store import Profile, ProfileStore
 from tests.support.serving import PATIENCE
 
 
@@ -30,8 +30,8 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def store(file: Path) -> Store:
-    return Store(file.parent)
+def store(file: Path) -> ProfileStore:
+    return ProfileStore(file.parent)
 
 
 def profile(name: str, **fields: Any) -> Profile:
@@ -47,7 +47,7 @@ def profile(name: str, **fields: Any) -> Profile:
     return Profile(name=name, **(values | fields))
 
 
-def names(store: Store) -> list[str]:
+def names(store: ProfileStore) -> list[str]:
     return [profile.name for profile in store.profiles()]
 
 
@@ -66,19 +66,19 @@ def contents(folder: Path) -> dict[str, bytes]:
 # What is kept.
 
 
-def test_a_profile_comes_back_as_it_was(store: Store, file: Path) -> None:
+def test_a_profile_comes_back_as_it_was(store: ProfileStore, file: Path) -> None:
     one = profile("Pirate", mode="clamp", steering={0: 0.1, 2**40: 1e-30})
     two = profile("other", description="", steering={})
     store.add(one)
     store.add(two)
-    again = Store(file.parent)
+    again = ProfileStore(file.parent)
     assert again.profile(one.id) == again.named("Pirate") == one
     assert again.profiles() == [one, two]  # 'P' is before 'o'
     assert re.fullmatch("prof_[0-9a-f]{12}", one.id)
     assert one.id != two.id
 
 
-def test_profiles_change_and_go(store: Store) -> None:
+def test_profiles_change_and_go(store: ProfileStore) -> None:
     one, two = profile("one"), profile("two")
     store.add(one)
     store.add(two)
@@ -90,7 +90,7 @@ def test_profiles_change_and_go(store: Store) -> None:
     store.add(profile("one"))  # the name is free
 
 
-def test_a_name_is_given_once(store: Store) -> None:
+def test_a_name_is_given_once(store: ProfileStore) -> None:
     one, two = profile("one"), profile("two")
     store.add(one)
     store.add(two)
@@ -112,7 +112,7 @@ def test_a_name_is_given_once(store: Store) -> None:
     ["'; DROP TABLE profiles; --", "a\0b", "é", "日本 🦜", "\n", "%_", " x ", "", "n" * 100_000],
     ids=lambda name: ascii(name)[:20],
 )
-def test_a_name_is_only_text(store: Store, name: str) -> None:
+def test_a_name_is_only_text(store: ProfileStore, name: str) -> None:
     one = profile(name, description=name, sae_id=name, model_id=name)
     store.add(one)
     assert store.named(name) == one
@@ -121,7 +121,7 @@ def test_a_name_is_only_text(store: Store, name: str) -> None:
     assert names(store) == [name]
 
 
-def test_names_that_differ_after_a_zero_are_two(store: Store) -> None:
+def test_names_that_differ_after_a_zero_are_two(store: ProfileStore) -> None:
     store.add(profile("a\0b"))
     store.add(profile("a\0c"))
     store.add(profile("e\u0301"))
@@ -132,7 +132,7 @@ def test_names_that_differ_after_a_zero_are_two(store: Store) -> None:
 # The file.
 
 
-def test_reading_makes_nothing(store: Store, file: Path) -> None:
+def test_reading_makes_nothing(store: ProfileStore, file: Path) -> None:
     assert store.profiles() == []
     for call in (
         lambda: store.profile("prof_0"),
@@ -152,7 +152,7 @@ def test_the_folder_is_made_and_may_be_below_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    store = Store(Path("~/a/b?c=d#e%20 f"))
+    store = ProfileStore(Path("~/a/b?c=d#e%20 f"))
     store.add(profile("x"))
     assert names(store) == ["x"]
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -163,12 +163,12 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere(path: Path) -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    store = Store(Path("~/x"))
+    store = ProfileStore(Path("~/x"))
     monkeypatch.setattr(Path, "expanduser", nowhere)
     assert "no home directory" in failure(store.profiles)
 
 
-def test_the_file_says_whose_it_is_and_is_in_wal_mode(store: Store, file: Path) -> None:
+def test_the_file_says_whose_it_is_and_is_in_wal_mode(store: ProfileStore, file: Path) -> None:
     store.add(profile("x"))
     with closing(sqlite3.connect(file)) as connection:
         for pragma, value in (
@@ -181,7 +181,7 @@ def test_the_file_says_whose_it_is_and_is_in_wal_mode(store: Store, file: Path) 
 
 
 def test_a_reader_does_not_wait_for_a_writer(
-    store: Store, file: Path, monkeypatch: pytest.MonkeyPatch
+    store: ProfileStore, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.add(profile("x"))
     monkeypatch.setattr(module, "_BUSY", 0.05)
@@ -197,18 +197,18 @@ def test_a_reader_does_not_wait_for_a_writer(
 
 @pytest.mark.parametrize("size", [0, 4096])
 def test_a_process_that_was_killed_while_it_made_the_file(
-    store: Store, file: Path, size: int
+    store: ProfileStore, file: Path, size: int
 ) -> None:
     """The kernel kills it when it writes beyond this size: before or after the first page."""
     code = """
 import resource, signal, sys
 from pathlib import Path
-from mlxsrv.models.profile_store import Store
+from mlxsrv.models.profile_store import ProfileStore
 from tests.models.test_profile_store import profile
 one = profile("one")
 signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]),) * 2)
-Store(Path(sys.argv[1])).add(one)
+ProfileStore(Path(sys.argv[1])).add(one)
 """
     arguments = [sys.executable, "-c", code, str(file.parent), str(size)]
     assert subprocess.run(arguments, check=False).returncode == -signal.SIGXFSZ
@@ -222,7 +222,7 @@ Store(Path(sys.argv[1])).add(one)
 
 
 def _add_some(folder: Path, start: int, count: int) -> None:
-    store = Store(folder)
+    store = ProfileStore(folder)
     for i in range(start, start + count):
         store.add(profile(f"{i:04}"))
 
@@ -236,7 +236,7 @@ def test_no_writer_loses_anything(file: Path) -> None:
             for i, pool in enumerate((processes, threads))
             for j in range(4)
         ]
-        store = Store(file.parent)
+        store = ProfileStore(file.parent)
         while not all(job.done() for job in jobs):
             store.profiles()
         for job in jobs:
@@ -247,23 +247,23 @@ def test_no_writer_loses_anything(file: Path) -> None:
 def test_of_two_with_one_name_one_is_told(file: Path) -> None:
     def add(i: int) -> bool:
         try:
-            Store(file.parent).add(profile("x", layer=i))
+            ProfileStore(file.parent).add(profile("x", layer=i))
         except ProfileExists:
             return False
         return True
 
     with ThreadPoolExecutor(8) as threads:
         assert sum(threads.map(add, range(8))) == 1
-    assert names(Store(file.parent)) == ["x"]
+    assert names(ProfileStore(file.parent)) == ["x"]
 
 
-def test_a_killed_writer_leaves_a_sound_file(store: Store, file: Path) -> None:
+def test_a_killed_writer_leaves_a_sound_file(store: ProfileStore, file: Path) -> None:
     code = """
 import itertools, sys
 from pathlib import Path
-from mlxsrv.models.profile_store import Store
+from mlxsrv.models.profile_store import ProfileStore
 from tests.models.test_profile_store import profile
-store = Store(Path(sys.argv[1]))
+store = ProfileStore(Path(sys.argv[1]))
 for i in itertools.count():
     store.add(profile(f"{i:04}", description="x" * 20000))
     print(i, flush=True)
@@ -300,7 +300,7 @@ def _made(file: Path, *statements: str) -> None:
 
 
 def _ours(file: Path) -> bytes:
-    Store(file.parent).add(profile("x", description="y" * 20_000))
+    ProfileStore(file.parent).add(profile("x", description="y" * 20_000))
     return file.read_bytes()
 
 
@@ -377,7 +377,7 @@ def wrong_values(file: Path) -> None:
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_bad_file_is_told_and_left_as_it_is(
-    store: Store, file: Path, make: Callable[[Path], None], reason: str, help: str
+    store: ProfileStore, file: Path, make: Callable[[Path], None], reason: str, help: str
 ) -> None:
     make(file)
     content = contents(file.parent)
@@ -391,7 +391,7 @@ def test_a_bad_file_is_told_and_left_as_it_is(
     assert contents(file.parent) == content
 
 
-def test_a_newer_schema_is_seen_in_the_log_as_well(store: Store, file: Path) -> None:
+def test_a_newer_schema_is_seen_in_the_log_as_well(store: ProfileStore, file: Path) -> None:
     """The file itself still says 1 as long as the other process has it open."""
     _ours(file)
     content = file.read_bytes()
@@ -403,7 +403,7 @@ def test_a_newer_schema_is_seen_in_the_log_as_well(store: Store, file: Path) -> 
         assert other.execute("SELECT name FROM profiles").fetchall() == [("x",)]
 
 
-def test_what_is_no_file_is_told(store: Store, file: Path) -> None:
+def test_what_is_no_file_is_told(store: ProfileStore, file: Path) -> None:
     file.mkdir(parents=True)
     assert "not a file" in failure(store.profiles)
     file.rmdir()
@@ -441,7 +441,7 @@ def nobody(folder: Path) -> Iterator[None]:
 
 
 def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
-    new, old = Store(tmp_path / "new" / "data"), Store(tmp_path / "old")
+    new, old = ProfileStore(tmp_path / "new" / "data"), ProfileStore(tmp_path / "old")
     (tmp_path / "new").mkdir()
     old.add(profile("x"))
     with nobody(tmp_path / "new"):
@@ -453,7 +453,7 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     assert names(old) == ["x"]
 
 
-def test_a_full_disk(store: Store, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk(store: ProfileStore, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite is told that the file may not grow: what it says then is what a full disk makes it."""
     _ours(file)
     content = file.read_bytes()

@@ -19,7 +19,7 @@ from mlxsrv.formats.sae_files import read_sae
 from mlxsrv.models import sae_library as module
 from mlxsrv.models.catalogue import download, hub_cache
 from mlxsrv.models.catalogue.hub_cache import Repository
-from mlxsrv.models.sae_library import Known, Library
+from mlxsrv.models.sae_library import SAEEntry, SAELibrary
 from mlxsrv.settings import Settings, SettingsError
 from tests.models.catalogue.test_hub import use
 from tests.support.hub import Hub
@@ -76,21 +76,21 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-def library(*roots: Path, **options: Any) -> Library:
+def library(*roots: Path, **options: Any) -> SAELibrary:
     settings = {"sae_dir": [str(root) for root in roots], **options}
-    return Library(msgspec.convert(settings, Settings))
+    return SAELibrary(msgspec.convert(settings, Settings))
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-def listed(saes: Library) -> dict[str, Known]:
+def listed(saes: SAELibrary) -> dict[str, SAEEntry]:
     run(saes.refresh())
     return {known.id: known for known in saes}
 
 
-def register(saes: Library, **asked: str) -> Known:
+def register(saes: SAELibrary, **asked: str) -> SAEEntry:
     return run(saes.register(**asked))
 
 
@@ -355,7 +355,7 @@ def test_another_id_is_forgotten_alone(root: Path) -> None:
 # Registering a repository.
 
 
-async def settled(saes: Library, id: str) -> Known:
+async def settled(saes: SAELibrary, id: str) -> SAEEntry:
     """As it is once its download has come to an end."""
     await until(lambda: saes.get(id).state != "downloading")
     return saes.get(id)
@@ -367,8 +367,8 @@ async def until(condition: Callable[[], object]) -> None:
         await asyncio.sleep(0.01)
 
 
-def fetched(saes: Library, **asked: str) -> Known:
-    async def work() -> Known:
+def fetched(saes: SAELibrary, **asked: str) -> SAEEntry:
+    async def work() -> SAEEntry:
         known = await saes.register(**asked)
         assert (known.state, known.path, known.file) == ("downloading", None, None)
         assert saes.get(known.id) == known
@@ -482,7 +482,7 @@ def test_what_failed_can_be_tried_again_and_goes_on(remote: Hub, repository: Pat
     remote.drop(weights, after=size // 2)
     saes = library(allow_download=True)
 
-    async def work() -> list[Known]:
+    async def work() -> list[SAEEntry]:
         ended = []
         for _ in range(2):
             known = await saes.register(repository="org/saes", file_path=HOOK)

@@ -36,7 +36,7 @@ _LONGEST_NAME = 200  # characters that a message repeats and that near names are
 _MOST_NAMES = 20  # that a message lists
 
 
-class Source(msgspec.Struct, frozen=True):
+class ModelSource(msgspec.Struct, frozen=True):
     """Where a model's files are: a folder here, or a repository of the Hugging Face hub."""
 
     place: Path | hub_cache.Repository
@@ -62,24 +62,24 @@ class Source(msgspec.Struct, frozen=True):
         return fetch(self.place, check=check)
 
 
-class Entry(msgspec.Struct, frozen=True):
+class ModelEntry(msgspec.Struct, frozen=True):
     """One model under its name, with what its files say once they have been looked at.
 
     `problem` is why it cannot be served. Neither that nor a description: its files are not here.
     """
 
     name: str
-    source: Source
+    source: ModelSource
     created: int
     aliases: tuple[str, ...] = ()
     description: Description | None = None
     problem: str | None = None
 
 
-class Listing(msgspec.Struct, frozen=True):
+class _Index(msgspec.Struct, frozen=True):
     """All models that were found, at one time, and what they were found in."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, ModelEntry]
     names: dict[str, str]
     """From every name and alias to the entry's name."""
     state: Hashable = None
@@ -103,25 +103,25 @@ class Catalogue:
         for folder in settings.models_dir:
             if not os.path.isdir(Path(folder).expanduser()):
                 raise SettingsError(f"models_dir: there is no folder {folder!r}")
-        demo = Source(_DEMO_FOLDER)
-        self._named.append(Entry(DEMO, demo, _created(demo)))
-        self._listing = _list(self._named, ())
-        self.default = next(iter(self._listing.entries))
+        demo = ModelSource(_DEMO_FOLDER)
+        self._named.append(ModelEntry(DEMO, demo, _created(demo)))
+        self._index = _make_index(self._named, ())
+        self.default = next(iter(self._index.entries))
         wanted = [*settings.preload, *settings.pin, *(target for target, _ in self.drafts)]
-        if any(name not in self._listing.names for name in wanted):
+        if any(name not in self._index.names for name in wanted):
             self.scan()
             self._require(wanted)
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(self._listing.entries.values())
+    def __iter__(self) -> Iterator[ModelEntry]:
+        return iter(self._index.entries.values())
 
     @property
-    def drafts(self) -> list[tuple[str, Source]]:
+    def drafts(self) -> list[tuple[str, ModelSource]]:
         """Names of models and their draft models, as `--draft-model` gives them."""
         pairs = [_split(text, "draft_model") for text in self._settings.draft_model]
         return [(name or self.default, source) for name, source in pairs]
 
-    def draft(self, entry: Entry) -> Source | None:
+    def draft(self, entry: ModelEntry) -> ModelSource | None:
         """The draft model of this entry."""
         names = (entry.name, *entry.aliases)
         return next((source for name, source in self.drafts if name in names), None)
@@ -130,12 +130,12 @@ class Catalogue:
         """The entry's name for a name or an alias that is known; else the name as it is."""
         if name is None or name == "default":
             return self.default
-        return self._listing.names.get(name, name)
+        return self._index.names.get(name, name)
 
-    def known(self, name: str | None) -> Entry | None:
-        return self._listing.entries.get(self.name(name))
+    def known(self, name: str | None) -> ModelEntry | None:
+        return self._index.entries.get(self.name(name))
 
-    async def find(self, name: str | None, *, download: bool = True) -> Entry:
+    async def find(self, name: str | None, *, download: bool = True) -> ModelEntry:
         """The entry that a request's `model` names.
 
         A name that is not known may be that of a model which has arrived since; with
@@ -154,20 +154,20 @@ class Catalogue:
         repository = _repository(name)
         missing = entry is None or isinstance(entry.source.place, hub_cache.Repository)
         if missing and repository is not None and download and self._settings.allow_download:
-            return Entry(name, Source(repository), int(time.time()))
+            return ModelEntry(name, ModelSource(repository), int(time.time()))
         if entry is not None:
             raise ModelNotFound(
                 f"the model {name!r} cannot be served: {entry.problem}", param="model"
             )
         raise ModelNotFound(self._unknown(name[:_LONGEST_NAME], repository), param="model")
 
-    def _given(self, entry: Entry) -> bool:
+    def _given(self, entry: ModelEntry) -> bool:
         """Whether the command line names it: then its problem is the load's to tell."""
         return any(entry.name == named.name for named in self._named)
 
     def scan(self) -> None:
         """As `refresh`, without a loop. Blocks."""
-        self._listing = self._scan()
+        self._index = self._scan()
 
     async def refresh(self) -> None:
         """Look through the sources again, if anything in them has changed.
@@ -175,27 +175,27 @@ class Catalogue:
         A worker thread reads the disk, one at a time; the loop swaps in the new listing, whole.
         """
         async with self._refreshing:
-            self._listing = await anyio.to_thread.run_sync(self._scan)
+            self._index = await anyio.to_thread.run_sync(self._scan)
         for entry in self:
             self._report(entry)
 
-    def _scan(self) -> Listing:
+    def _scan(self) -> _Index:
         state = self._state()
-        if state == self._listing.state:
-            return self._listing
+        if state == self._index.state:
+            return self._index
         named = [msgspec.structs.replace(e, **self._look(e)) for e in self._named]
-        found: list[Entry] = []
+        found: list[ModelEntry] = []
         for folder, name in _folders(self._settings.models_dir):
-            found.append(self._found(name, Source(folder)))
+            found.append(self._found(name, ModelSource(folder)))
         for cached in hub_cache.cached_models() if self._settings.hf_cache else ():
             repository = _repository(cached.name)
             if not cached.incomplete:
-                found.append(self._found(cached.name, Source(cached.folder)))
+                found.append(self._found(cached.name, ModelSource(cached.folder)))
             elif repository is not None:
                 problem = f"its download is not complete; run: python -m mlxsrv pull {cached.name}"
-                source = Source(repository)
-                found.append(Entry(cached.name, source, _created(source), problem=problem))
-        return _list(named, found, state)
+                source = ModelSource(repository)
+                found.append(ModelEntry(cached.name, source, _created(source), problem=problem))
+        return _make_index(named, found, state)
 
     def _state(self) -> Hashable:
         """Changes when a source does."""
@@ -207,11 +207,11 @@ class Catalogue:
         cache = hub_cache.cache_state() if self._settings.hf_cache else None
         return (cache, tuple((folder, signature(folder)) for folder in [*folders, *adapters]))
 
-    def _found(self, name: str, source: Source) -> Entry:
-        entry = Entry(name, source, int(time.time()))
+    def _found(self, name: str, source: ModelSource) -> ModelEntry:
+        entry = ModelEntry(name, source, int(time.time()))
         return msgspec.structs.replace(entry, **self._look(entry))
 
-    def _look(self, entry: Entry) -> dict[str, Any]:
+    def _look(self, entry: ModelEntry) -> dict[str, Any]:
         """What an entry's files say, as fields of it; files that have not changed are not read."""
         folder = entry.source.folder()
         if folder is None:
@@ -239,7 +239,7 @@ class Catalogue:
         except Unhealthy as error:
             return str(error)
 
-    def _report(self, entry: Entry) -> None:
+    def _report(self, entry: ModelEntry) -> None:
         """Log a problem, once."""
         if entry.problem is None or (entry.name, entry.problem) in self._reported:
             return
@@ -248,7 +248,7 @@ class Catalogue:
 
     def _require(self, names: Iterable[str]) -> None:
         for name in names:
-            if name not in self._listing.names:
+            if name not in self._index.names:
                 raise SettingsError(f"the model {name!r} is not served here; {self._hint(name)}")
 
     def _unknown(self, name: str, repository: hub_cache.Repository | None) -> str:
@@ -258,19 +258,17 @@ class Catalogue:
         return text
 
     def _hint(self, name: str) -> str:
-        names = [
-            n for n, id in self._listing.names.items() if not self._listing.entries[id].problem
-        ]
+        names = [n for n, id in self._index.names.items() if not self._index.entries[id].problem]
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         if near:
             return "did you mean " + " or ".join(map(repr, near)) + "?"
         return "served are: " + ", ".join(map(repr, names[:_MOST_NAMES]))
 
 
-def _named(models: Sequence[str]) -> list[Entry]:
+def _named(models: Sequence[str]) -> list[ModelEntry]:
     """The entries of the command line; further names for the same files are aliases."""
-    entries: dict[Source, Entry] = {}
-    taken: dict[str, Source] = {}
+    entries: dict[ModelSource, ModelEntry] = {}
+    taken: dict[str, ModelSource] = {}
     for text in models:
         name, source = _split(text, "model")
         name = name or _own_name(source)
@@ -278,7 +276,7 @@ def _named(models: Sequence[str]) -> list[Entry]:
             raise SettingsError(f"model: two models are called {name!r}; use NAME=PATH")
         entry = entries.get(source)
         if entry is None:
-            entries[source] = Entry(name, source, _created(source))
+            entries[source] = ModelEntry(name, source, _created(source))
         elif name not in (entry.name, *entry.aliases):
             entries[source] = msgspec.structs.replace(entry, aliases=(*entry.aliases, name))
     return [
@@ -287,14 +285,14 @@ def _named(models: Sequence[str]) -> list[Entry]:
     ]
 
 
-def _with_id(entry: Entry) -> Entry:
+def _with_id(entry: ModelEntry) -> ModelEntry:
     """A repository keeps its id beside the name it is given."""
     if not isinstance(entry.source.place, hub_cache.Repository) or entry.source.adapter is not None:
         return entry
     return msgspec.structs.replace(entry, aliases=(*entry.aliases, _own_name(entry.source)))
 
 
-def _split(text: str, option: str) -> tuple[str, Source]:
+def _split(text: str, option: str) -> tuple[str, ModelSource]:
     """What `[NAME=]ID_OR_PATH[+ADAPTER_DIR]` means. The name is empty where none is given."""
     name, equals, rest = text.partition("=")
     if not equals or os.path.exists(text):
@@ -305,7 +303,7 @@ def _split(text: str, option: str) -> tuple[str, Source]:
         adapter = Path(directory).expanduser()
         if not os.path.isdir(adapter):
             raise SettingsError(f"{option}: there is no adapter folder {directory!r}")
-    return name, Source(_place(rest, option), adapter)
+    return name, ModelSource(_place(rest, option), adapter)
 
 
 def _place(text: str, option: str) -> Path | hub_cache.Repository:
@@ -329,20 +327,22 @@ def _repository(text: str) -> hub_cache.Repository | None:
         return None
 
 
-def _own_name(source: Source) -> str:
+def _own_name(source: ModelSource) -> str:
     place = source.place
     name = place.resolve().name if isinstance(place, Path) else str(place)
     return name if source.adapter is None else f"{name}+{source.adapter.resolve().name}"
 
 
-def _created(source: Source) -> int:
+def _created(source: ModelSource) -> int:
     place = source.place
     return int(place.stat().st_mtime if isinstance(place, Path) else time.time())
 
 
-def _list(named: Iterable[Entry], found: Iterable[Entry], state: Hashable = None) -> Listing:
+def _make_index(
+    named: Iterable[ModelEntry], found: Iterable[ModelEntry], state: Hashable = None
+) -> _Index:
     """All entries, of those with the same name or the same files the first."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, ModelEntry] = {}
     names: dict[str, str] = {}
     folders: set[Path] = set()
     for entry in [*named, *found]:
@@ -356,7 +356,7 @@ def _list(named: Iterable[Entry], found: Iterable[Entry], state: Hashable = None
         entries[entry.name] = entry
         for name in (entry.name, *entry.aliases):
             names.setdefault(name, entry.name)
-    return Listing(entries, names, state)
+    return _Index(entries, names, state)
 
 
 def _folders(roots: Iterable[str]) -> Iterator[tuple[Path, str]]:

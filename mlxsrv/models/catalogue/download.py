@@ -59,7 +59,7 @@ _STAND_IN = len(_HEADER).to_bytes(8, "little") + _HEADER + b"\0"
 """A whole file of weights, of one number."""
 
 
-class File(msgspec.Struct, frozen=True):
+class HubFile(msgspec.Struct, frozen=True):
     """A file on the hub. Its checksum is SHA-256 if it is a large one, else what git has."""
 
     path: str
@@ -87,8 +87,8 @@ class Commit(msgspec.Struct, frozen=True):
     """A repository's revision as the hub has it: its hash, and the files that serving needs."""
 
     hash: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")]
-    weights: list[File]
-    others: list[File]
+    weights: list[HubFile]
+    others: list[HubFile]
 
 
 def fetch(
@@ -197,7 +197,7 @@ class _Download:
             if not any(matches(path, (needed,)) for path in paths):
                 raise self._refuse(f"it has no {needed}")
 
-    def _require_space(self, files: Sequence[File]) -> None:
+    def _require_space(self, files: Sequence[HubFile]) -> None:
         missing = sum(
             file.size - _size(self._partial(file))
             for file in files
@@ -248,13 +248,13 @@ class _Download:
             self._blobs.rmdir()
             self.repository.root.rmdir()
 
-    def _blob(self, file: File) -> Path:
+    def _blob(self, file: HubFile) -> Path:
         return self._blobs / file.checksum
 
-    def _partial(self, file: File) -> Path:
+    def _partial(self, file: HubFile) -> Path:
         return self._blobs / f"{file.checksum}.incomplete"
 
-    def _bring(self, file: File, commit: str) -> None:
+    def _bring(self, file: HubFile, commit: str) -> None:
         """Have the file among the blobs."""
         blob, partial = self._blob(file), self._partial(file)
         root = self.repository.root
@@ -275,7 +275,7 @@ class _Download:
             partial.replace(blob)
             self._brought.append(blob)
 
-    def _receive(self, file: File, commit: str, partial: Path) -> None:
+    def _receive(self, file: HubFile, commit: str, partial: Path) -> None:
         """Download what is missing of a file, and try again as long as that brings more."""
         url = hf_hub_url(self.repository.id, file.path, revision=commit)
         partial.touch()

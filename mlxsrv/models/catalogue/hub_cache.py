@@ -84,7 +84,7 @@ class Repository(msgspec.Struct, frozen=True):
         return Path(constants.HF_HUB_CACHE) / f"models--{self.id.replace('/', '--')}"
 
 
-class Cached(msgspec.Struct, frozen=True):
+class CachedModel(msgspec.Struct, frozen=True):
     """A model in the cache. What is in its folder may still be nothing that can be served."""
 
     name: str
@@ -94,7 +94,7 @@ class Cached(msgspec.Struct, frozen=True):
     """Its download has not come to its end."""
 
 
-def cached_models() -> list[Cached]:
+def cached_models() -> list[CachedModel]:
     """All models in the cache, by name; entries that cannot be read are left out.
 
     Not with `huggingface_hub.scan_cache_dir`: that hides a repository with one broken link, fails
@@ -104,7 +104,7 @@ def cached_models() -> list[Cached]:
     return sorted(found, key=lambda model: model.name)
 
 
-def _cached_in(root: Path) -> Iterator[Cached]:
+def _cached_in(root: Path) -> Iterator[CachedModel]:
     id = root.name.removeprefix("models--").replace("--", "/")
     snapshots = _snapshots(root)
     if not snapshots:
@@ -115,7 +115,7 @@ def _cached_in(root: Path) -> Iterator[Cached]:
     for name, commit in [(id, main), *((f"{id}@{ref}", refs[ref]) for ref in refs)]:
         if _holds_saes(snapshots[commit]):
             continue
-        yield Cached(name, snapshots[commit], not is_complete(root, commit))
+        yield CachedModel(name, snapshots[commit], not is_complete(root, commit))
 
 
 def _holds_saes(snapshot: Path) -> bool:

@@ -11,7 +11,7 @@ from mlxsrv.errors import InsufficientMemory
 from mlxsrv.models.pool.model import Model
 
 
-class Limits(msgspec.Struct, frozen=True):
+class PoolLimits(msgspec.Struct, frozen=True):
     """What may be loaded together: so many models, and bytes. Those `pinned`, and those that an
     SAE is attached to, never go."""
 

@@ -15,8 +15,8 @@ from mlxsrv.events import Attach, Loaded
 from mlxsrv.formats.model_folder import adapter_bytes, describe
 from mlxsrv.formats.pooling import Judge, Recipe, read_judge, read_recipe
 from mlxsrv.formats.sae_files import SAEFile
-from mlxsrv.models.catalogue.catalogue import Entry, Source
-from mlxsrv.models.pool.tokenizing import Turns
+from mlxsrv.models.catalogue.catalogue import ModelEntry, ModelSource
+from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
 from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _COMPILERS = 4
 
 
-class Files(msgspec.Struct, frozen=True):
+class ModelFiles(msgspec.Struct, frozen=True):
     """What a model is loaded from, and the bytes that it will take.
 
     `base` are the weights', which entries with the same folder share; `own` what nobody shares:
@@ -74,10 +74,10 @@ class Model:
     `compiling` bounds the threads, each with a process of its own, that compile grammars.
     """
 
-    def __init__(self, entry: Entry, settings: Settings) -> None:
+    def __init__(self, entry: ModelEntry, settings: Settings) -> None:
         self.entry = entry
         self.rows = anyio.CapacityLimiter(settings.max_concurrency)
-        self.tokenizing = Turns()
+        self.tokenizer_lock = TokenizerLock()
         self.compiling = anyio.CapacityLimiter(_COMPILERS)
         self.most = settings.max_concurrency + settings.max_queue
         self.in_flight = 0  # leases
@@ -87,7 +87,7 @@ class Model:
         self.used = 0.0  # when the last user entered
         self.left = 0.0  # when the last user left, or the load ended
         self.fetching = False  # its files, or some of them, are being downloaded
-        self.files: Files | None = None
+        self.files: ModelFiles | None = None
         self.tokenizer: Tokenizer | None = None  # may be there before the model is
         self.placed = False  # has room, and is loaded or being loaded
         self.loaded: Loaded | None = None
@@ -124,18 +124,18 @@ class Model:
         return self.users > 0 or (self.placed and self.loaded is None)
 
 
-def is_here(source: Source, draft: Source | None) -> bool:
+def is_here(source: ModelSource, draft: ModelSource | None) -> bool:
     """Whether `examine` will fetch nothing. Looks at the disk."""
     return source.folder() is not None and (draft is None or draft.folder() is not None)
 
 
 def examine(
-    source: Source,
-    draft: Source | None,
+    source: ModelSource,
+    draft: ModelSource | None,
     settings: Settings,
     name: str,
     check: Callable[[], None],
-) -> Files:
+) -> ModelFiles:
     """Look at a model's files, fetching what is not here; `check` stops that by raising.
 
     Blocks; raises Unhealthy, ServeError.
@@ -150,7 +150,7 @@ def examine(
     if draft is not None:
         small = draft.fetch(check).resolve()
         own += describe(small, trust_remote_code=trust).weights
-    return Files(
+    return ModelFiles(
         folder,
         source.adapter,
         small,

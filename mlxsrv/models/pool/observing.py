@@ -44,7 +44,7 @@ class ModelObserver(Protocol):
     def model_evicted(self, event: ModelEvicted) -> None: ...
 
 
-class Chronicle:
+class PoolLog:
     """Writes down what the pool does."""
 
     def __init__(self, observers: Sequence[ModelObserver]) -> None:

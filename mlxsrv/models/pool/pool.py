@@ -41,12 +41,12 @@ from mlxsrv.errors import (
 )
 from mlxsrv.events import Load
 from mlxsrv.formats.sae_files import SAEFile
-from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
+from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
-from mlxsrv.models.pool.eviction import Limits, taken
+from mlxsrv.models.pool.eviction import PoolLimits, taken
 from mlxsrv.models.pool.lease import Lease, Withdrawn
 from mlxsrv.models.pool.model import Attachment, Model, examine, is_here, make_tokenizer
-from mlxsrv.models.pool.observing import Chronicle, ModelObserver
+from mlxsrv.models.pool.observing import ModelObserver, PoolLog
 from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
@@ -62,10 +62,10 @@ class Pool:
         self, catalogue: Catalogue, settings: Settings, observers: Sequence[ModelObserver] = ()
     ) -> None:
         self.catalogue = catalogue
-        self._chronicle = Chronicle(observers)
+        self._log = PoolLog(observers)
         self._settings = settings
         pinned = frozenset(catalogue.name(name) for name in settings.pin)
-        self._limits = Limits(settings.max_models, settings.memory_limit or 0, pinned)
+        self._limits = PoolLimits(settings.max_models, settings.memory_limit or 0, pinned)
         self.vectors = control_vectors(settings)
         self._models: dict[str, Model] = {}  # those that are loaded or have leases
         self._turns: deque[Model] = deque()  # those that wait for room
@@ -122,7 +122,7 @@ class Pool:
         return {name: each for name, each in found.items() if each is not None and each.ready}
 
     async def attach(
-        self, entry: Entry, sae_id: str, path: Path, file: SAEFile, layer: int, before: bool
+        self, entry: ModelEntry, sae_id: str, path: Path, file: SAEFile, layer: int, before: bool
     ) -> Attachment:
         """Attach an SAE to a model, loading that if need be. Both stay until `detach`.
 
@@ -185,7 +185,7 @@ class Pool:
 
     # Claims.
 
-    def lease(self, entry: Entry) -> Lease:
+    def lease(self, entry: ModelEntry) -> Lease:
         """Claim a model. Raises Overloaded if its queue is full."""
         model = self._models.get(entry.name)
         if model is None:
@@ -196,7 +196,7 @@ class Pool:
             )
         return Lease(self, model)
 
-    async def preload(self, entry: Entry) -> None:
+    async def preload(self, entry: ModelEntry) -> None:
         """Load a model that no request has asked for yet. Raises ServeError."""
         lease = self.lease(entry)
         try:
@@ -326,7 +326,7 @@ class Pool:
         """Unload a model that nobody uses."""
         assert model.users == 0
         assert model.loaded is not None
-        self._chronicle.evicted(model.loaded, reason)
+        self._log.evicted(model.loaded, reason)
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
@@ -380,7 +380,7 @@ class Pool:
                 make_tokenizer, model.files.folder, self._settings.trust_remote_code
             )
             tokenizer.context = model.files.context_length
-            tokenizer.lend(model.tokenizing.pause)
+            tokenizer.lend(model.tokenizer_lock.pause)
             model.tokenizer = tokenizer
         except BaseException as error:
             if not survivable(error):
@@ -420,9 +420,9 @@ class Pool:
         model.loaded = loaded
         tokenizer.marks_checkpoints = not loaded.cuts
         model.rows.total_tokens = self._settings.max_concurrency if loaded.batched else 1
-        self._chronicle.loaded(loaded, loop.time() - placed)
+        self._log.loaded(loaded, loop.time() - placed)
         if victims:
-            self._chronicle.switched(
+            self._log.switched(
                 model.name,
                 [victim.name for victim in victims],
                 waited=placed - begun,
@@ -478,7 +478,7 @@ class Pool:
         for victim in victims:
             self._start(self._bring_back(victim.entry))
 
-    async def _bring_back(self, entry: Entry) -> None:
+    async def _bring_back(self, entry: ModelEntry) -> None:
         """Load a model again that has gone for nothing, unless others have taken its room or wait
         for it. Raises ServeError."""
         lease = self.lease(entry)
@@ -493,7 +493,7 @@ class Pool:
     def _cannot_load(self, model: Model, error: Exception) -> ServeError:
         """The error for those who wait, logged."""
         known = self.catalogue.known(model.name) is not None
-        self._chronicle.failed(model.name, error, known=known)
+        self._log.failed(model.name, error, known=known)
         if isinstance(error, ServeError) and type(error) is not ModelNotLoaded:
             return error
         # The device thread and the hub give the reason alone.
@@ -512,7 +512,7 @@ class Pool:
             if model.timer is not None:
                 model.timer.cancel()
             if model.loaded is not None:
-                self._chronicle.dropped(model.name)
+                self._log.dropped(model.name)
 
     async def close(self) -> None:
         """Drop all models and leave the device thread."""

@@ -20,11 +20,11 @@ from mlxsrv.errors import (
 )
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.logs import log
-from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
+from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
-from mlxsrv.models.sae_library import Known, Library
+from mlxsrv.models.sae_library import SAEEntry, SAELibrary
 from mlxsrv.settings import Settings, SettingsError
 from mlxsrv.wire.management import (
     AttachmentObject,
@@ -76,7 +76,7 @@ def check_steering(settings: Settings, catalogue: Catalogue) -> None:
     """Raises SettingsError for what is wrong with any setting of steering."""
     wanted_attachments(settings, catalogue)
     control_vectors(settings)
-    Library(settings)
+    SAELibrary(settings)
 
 
 class SAEs:
@@ -84,7 +84,7 @@ class SAEs:
 
     def __init__(self, pool: Pool, settings: Settings) -> None:
         self._pool = pool
-        self._library = Library(settings)
+        self._library = SAELibrary(settings)
         self._wanted = wanted_attachments(settings, pool.catalogue)
         self._beginning: asyncio.Task[None] | None = None
 
@@ -118,7 +118,7 @@ class SAEs:
             raise SAEAttached(f"{id} is attached to {', '.join(models)}; detach it first")
         self._library.forget(id)
 
-    async def _known(self, id: str) -> Known:
+    async def _known(self, id: str) -> SAEEntry:
         await self._library.refresh()
         return self._library.get(id)
 
@@ -126,7 +126,7 @@ class SAEs:
         attachments = self._pool.attachments.values()
         return tuple(sorted(each.model for each in attachments if each.sae_id == id))
 
-    def _object(self, known: Known) -> SAEObject:
+    def _object(self, known: SAEEntry) -> SAEObject:
         models = self._attached_to(known.id)
         shown = SAEObject(
             id=known.id,
@@ -158,7 +158,7 @@ class SAEs:
         """Whether the SAE could be attached. Raises SAENotFound, ModelNotFound."""
         return _compare(await self._known(id), await self._entry(model), layer)
 
-    async def _entry(self, model: str | None) -> Entry:
+    async def _entry(self, model: str | None) -> ModelEntry:
         """The model with what its files say. Raises ModelNotFound."""
         catalogue = self._pool.catalogue
         await catalogue.refresh()
@@ -252,7 +252,7 @@ class SAEs:
         await self._library.close()
 
 
-def _compare(known: Known, entry: Entry, layer: int | None) -> Compatibility:
+def _compare(known: SAEEntry, entry: ModelEntry, layer: int | None) -> Compatibility:
     """Whether an SAE can be at this layer of a model, or at its own if None is given."""
     file = known.file
     if file is None:
@@ -263,7 +263,7 @@ def _compare(known: Known, entry: Entry, layer: int | None) -> Compatibility:
     return Compatibility(compatible=not reasons, reasons=tuple(reasons), warnings=warnings)
 
 
-def _misfits(file: SAEFile, entry: Entry, layer: int | None) -> list[str]:
+def _misfits(file: SAEFile, entry: ModelEntry, layer: int | None) -> list[str]:
     """Why an SAE cannot be at a layer of a model."""
     said, reasons = entry.description, []
     if layer is None:
@@ -279,7 +279,7 @@ def _misfits(file: SAEFile, entry: Entry, layer: int | None) -> list[str]:
     return reasons
 
 
-def _doubts(file: SAEFile, entry: Entry, layer: int | None) -> list[str]:
+def _doubts(file: SAEFile, entry: ModelEntry, layer: int | None) -> list[str]:
     """Why an SAE may not do at a model what it was trained to."""
     doubts = []
     if entry.description is None:

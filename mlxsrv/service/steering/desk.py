@@ -15,7 +15,7 @@ from mlxsrv.errors import InvalidFeatureIndex, InvalidRequest, ProfileNotFound, 
 from mlxsrv.events import Activations, Steering, SteeringMode, Watch
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
-from mlxsrv.models.profile_store import Profile, Store
+from mlxsrv.models.profile_store import Profile, ProfileStore
 from mlxsrv.service.steering.attachments import SAEs
 from mlxsrv.service.steering.monitor import Monitor
 from mlxsrv.wire.management import MonitorObject, MonitorRequest, SteeringObject
@@ -80,7 +80,7 @@ class Held:
 class SteeringDesk:
     """What is steered and watched, of all models of one app."""
 
-    def __init__(self, pool: Pool, saes: SAEs, store: Store) -> None:
+    def __init__(self, pool: Pool, saes: SAEs, store: ProfileStore) -> None:
         self._pool = pool
         self._saes = saes
         self._store = store

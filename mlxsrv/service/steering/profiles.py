@@ -15,7 +15,7 @@ import anyio.to_thread
 import msgspec
 
 from mlxsrv.errors import InvalidFeatureIndex, SAENotAttached
-from mlxsrv.models.profile_store import Profile, Store
+from mlxsrv.models.profile_store import Profile, ProfileStore
 from mlxsrv.service.steering.desk import Held, SteeringDesk
 from mlxsrv.wire.management import (
     ProfileContent,
@@ -32,7 +32,7 @@ V = TypeVar("V")
 class Profiles:
     """The profiles of one app. Every method may raise StoreFailed."""
 
-    def __init__(self, desk: SteeringDesk, store: Store) -> None:
+    def __init__(self, desk: SteeringDesk, store: ProfileStore) -> None:
         self._desk = desk
         self._store = store
         self._changing = anyio.Lock()

@@ -14,7 +14,7 @@ import pytest
 
 from mlxsrv.errors import ModelNotFound
 from mlxsrv.formats.model_folder import Description, describe
-from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
+from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.settings import Settings, SettingsError
 from tests.support.tiny import write_model
@@ -29,11 +29,11 @@ def catalogue(*models: str, **options: Any) -> Catalogue:
     return Catalogue(msgspec.convert({"model": models, "hf_cache": False, **options}, Settings))
 
 
-def find(catalogue: Catalogue, name: str | None) -> Entry:
+def find(catalogue: Catalogue, name: str | None) -> ModelEntry:
     return asyncio.run(catalogue.find(name))
 
 
-def listed(catalogue: Catalogue) -> dict[str, Entry]:
+def listed(catalogue: Catalogue) -> dict[str, ModelEntry]:
     asyncio.run(catalogue.refresh())
     return {entry.name: entry for entry in catalogue}
 

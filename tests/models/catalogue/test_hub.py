@@ -22,7 +22,7 @@ from mlxsrv.errors import ModelNotFound, ModelNotLoaded
 from mlxsrv.models.catalogue import download
 from mlxsrv.models.catalogue.download import fetch
 from mlxsrv.models.catalogue.hub_cache import (
-    Cached,
+    CachedModel,
     Repository,
     cache_state,
     cached,
@@ -181,7 +181,7 @@ def test_a_model_is_fetched(hub: Hub, cache: Path, copy: Path) -> None:
     assert not partials(cache)
     hub.asked.clear()
     assert cached(TINY) == folder
-    assert cached_models() == [Cached("org/tiny", folder, incomplete=False)]
+    assert cached_models() == [CachedModel("org/tiny", folder, incomplete=False)]
     assert not hub.asked
     assert fetch(TINY) == folder
     assert len(hub.asked) == 1  # for the commit
@@ -215,7 +215,7 @@ def test_each_revision_is_its_own(hub: Hub, model: Path, copy: Path) -> None:
     folder = fetch(exact)
     assert files(folder) == files(copy)
     assert (cached(TINY), cached(tag), cached(exact)) == (None, None, folder)
-    assert cached_models() == [Cached("org/tiny", folder, incomplete=False)]
+    assert cached_models() == [CachedModel("org/tiny", folder, incomplete=False)]
 
     main = fetch(TINY)
     assert ranges(hub, WEIGHTS) == [(0, len((model / WEIGHTS).read_bytes()))]  # the same file
@@ -365,7 +365,7 @@ def test_a_file_damaged_in_the_cache_is_fetched_again(hub: Hub, model: Path) -> 
 def test_a_model_is_served_while_a_newer_one_arrives(hub: Hub, model: Path, copy: Path) -> None:
     hub.add(TINY.id, model)
     folder = fetch(TINY)
-    whole = [Cached("org/tiny", folder, incomplete=False)]
+    whole = [CachedModel("org/tiny", folder, incomplete=False)]
     write_model(copy, "qwen3", seed=1)
     hub.add(TINY.id, copy)
     hub.drop(WEIGHTS, after=100_000)
@@ -508,7 +508,7 @@ def test_entries_that_cannot_be_read_are_left_out(hub: Hub, cache: Path, model: 
     (cache / "models--org--tiny" / "refs" / "outside").write_text("../../outside")
     shutil.copytree(model, cache / "outside")
     (cache / "models--org--tiny" / "refs" / "missing").write_text("0" * 40)
-    assert cached_models() == [Cached("org/tiny", folder, incomplete=False)]
+    assert cached_models() == [CachedModel("org/tiny", folder, incomplete=False)]
     for ref in ("broken", "outside", "missing"):
         assert cached(Repository(TINY.id, ref)) is None
 
@@ -516,7 +516,7 @@ def test_entries_that_cannot_be_read_are_left_out(hub: Hub, cache: Path, model: 
 def test_a_download_that_was_cut_short_is_seen(hub: Hub, cache: Path, model: Path) -> None:
     hub.add(TINY.id, model)
     folder = Path(snapshot_download(TINY.id, allow_patterns=["*.json"]))
-    assert cached_models() == [Cached("org/tiny", folder, incomplete=True)]
+    assert cached_models() == [CachedModel("org/tiny", folder, incomplete=True)]
     assert cached(TINY) is None
 
     fetch(TINY)

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from mlxsrv.errors import InsufficientMemory
-from mlxsrv.models.catalogue.catalogue import Entry, Source
-from mlxsrv.models.pool.eviction import Limits
-from mlxsrv.models.pool.model import Files, Model
+from mlxsrv.models.catalogue.catalogue import ModelEntry, ModelSource
+from mlxsrv.models.pool.eviction import PoolLimits
+from mlxsrv.models.pool.model import Model, ModelFiles
 from mlxsrv.settings import Settings
 
 
 def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = "") -> Model:
     """A loaded model of `size` bytes; one with a `base` has as many again of its own."""
     folder = Path("/" + (base or name))
-    made = Model(Entry(name, Source(folder), 0), Settings())
-    made.files = Files(
+    made = Model(ModelEntry(name, ModelSource(folder), 0), Settings())
+    made.files = ModelFiles(
         folder,
         None,
         None,
@@ -32,8 +32,10 @@ def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = 
     return made
 
 
-def limits(models: int | None = None, size: int = 10**9, pinned: tuple[str, ...] = ()) -> Limits:
-    return Limits(models, size, frozenset(pinned))
+def limits(
+    models: int | None = None, size: int = 10**9, pinned: tuple[str, ...] = ()
+) -> PoolLimits:
+    return PoolLimits(models, size, frozenset(pinned))
 
 
 def names(models: list[Model]) -> list[str]:

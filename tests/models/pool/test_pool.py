@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from mlxsrv.errors import InsufficientMemory, ModelNotLoaded, Overloaded, ShuttingDown
-from mlxsrv.models.catalogue.catalogue import Catalogue, Entry
+from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.settings import Settings
@@ -103,7 +103,7 @@ def check_idle(pool: Pool) -> None:
     assert not pool._turns
 
 
-def entry(pool: Pool, name: str) -> Entry:
+def entry(pool: Pool, name: str) -> ModelEntry:
     found = pool.catalogue.known(name)
     assert found is not None
     return found
@@ -218,7 +218,7 @@ def test_the_tokenizer_of_a_model_comes_without_it(folder: Path, log: Log) -> No
             await use(pool, "a")
             lease = pool.lease(entry(pool, "b"))
             tokenizer = await lease.tokenizer()
-            assert await lease.model.tokenizing.run(partial(tokenizer.encode, "a prompt"))
+            assert await lease.model.tokenizer_lock.run(partial(tokenizer.encode, "a prompt"))
             assert lease.context_length == 4096
             lease.release()
             assert log.moves == ["+a"]

@@ -27,7 +27,7 @@ from mlxsrv.formats.model_folder import Unhealthy
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.pool import pool as module
 from mlxsrv.models.pool.lease import Lease
-from mlxsrv.models.pool.model import Files
+from mlxsrv.models.pool.model import ModelFiles
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.settings import Settings
 
@@ -273,12 +273,12 @@ class Request:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for each model. What would read them in a thread answers on the loop."""
 
-    def examine(source: Any, *_: object) -> Files:
+    def examine(source: Any, *_: object) -> ModelFiles:
         path = source.place
         if path.name == "unhealthy":
             raise Unhealthy("scripted")
         size = SIZES[path.name]
-        return Files(
+        return ModelFiles(
             path,
             None,
             None,

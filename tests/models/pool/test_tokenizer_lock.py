@@ -1,4 +1,4 @@
-"""Turns at a tokenizer: one thread at a time, and no short text behind the whole of a long one."""
+"""The tokenizer's lock: one thread at a time, and no short text waits for the whole of a long one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from mlxsrv.models.pool.tokenizing import Turns
+from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
 from mlxsrv.prompts.encoding import PIECE
 
 PATIENCE = 10.0
@@ -20,7 +20,7 @@ def test_who_takes_long_lets_others_in_between_two_pieces() -> None:
     inside, most = 0, 0
 
     async def main() -> list[str]:
-        turns, done = Turns(), []
+        lock, done = TokenizerLock(), []
         begun = threading.Event()
 
         def piece() -> None:
@@ -34,16 +34,16 @@ def test_who_takes_long_lets_others_in_between_two_pieces() -> None:
         def work(name: str, pieces: int) -> None:
             for _ in range(pieces):
                 piece()
-                turns.pause()
+                lock.pause()
             done.append(name)
 
         async with anyio.create_task_group() as group:
             for name in ("long", "longer"):
-                group.start_soon(turns.run, partial(work, name, 10 * len(name)))
+                group.start_soon(lock.run, partial(work, name, 10 * len(name)))
             await asyncio.to_thread(begun.wait, PATIENCE)
             for name in ("short", "shorter"):
-                await turns.run(partial(work, name, 1))
-        assert not turns.busy
+                await lock.run(partial(work, name, 1))
+        assert not lock.busy
         return done
 
     assert asyncio.run(main()) == ["short", "shorter", "long", "longer"]
@@ -53,78 +53,78 @@ def test_who_takes_long_lets_others_in_between_two_pieces() -> None:
 @pytest.mark.parametrize("others", [0, 1, 3])
 def test_work_that_nobody_waits_for_ends_at_its_next_pause(others: int) -> None:
     async def main() -> None:
-        turns, begun, ended = Turns(), threading.Event(), threading.Event()
+        lock, begun, ended = TokenizerLock(), threading.Event(), threading.Event()
 
         def work() -> None:
             begun.set()
             try:
                 while True:
                     threading.Event().wait(0.002)
-                    turns.pause()
+                    lock.pause()
             finally:
                 ended.set()
 
         def beside() -> None:
             for _ in range(50):
                 threading.Event().wait(0.001)
-                turns.pause()
+                lock.pause()
 
         async with anyio.create_task_group() as group:
             for _ in range(others):
-                group.start_soon(turns.run, beside)
+                group.start_soon(lock.run, beside)
             with anyio.move_on_after(PATIENCE) as patience, anyio.CancelScope() as scope:
                 async with anyio.create_task_group() as inner:
-                    inner.start_soon(turns.run, work)
+                    inner.start_soon(lock.run, work)
                     await asyncio.to_thread(begun.wait, PATIENCE)
                     scope.cancel()
             assert ended.is_set()
             assert not patience.cancelled_caught
-        assert not turns.busy
-        assert await turns.run(lambda: "free") == "free"
+        assert not lock.busy
+        assert await lock.run(lambda: "free") == "free"
 
     asyncio.run(main())
 
 
 def test_who_leaves_while_waiting_takes_no_turn() -> None:
     async def main() -> None:
-        turns, go = Turns(), threading.Event()
+        lock, go = TokenizerLock(), threading.Event()
         async with anyio.create_task_group() as group:
-            group.start_soon(turns.run, go.wait)
-            while not turns.busy:
+            group.start_soon(lock.run, go.wait)
+            while not lock.busy:
                 await anyio.lowlevel.checkpoint()
             with anyio.move_on_after(0.05):
-                await turns.run(lambda: pytest.fail("it ran"))
+                await lock.run(lambda: pytest.fail("it ran"))
             go.set()
-        assert not turns.busy
+        assert not lock.busy
 
     asyncio.run(main())
 
 
 def test_what_the_work_raises_is_raised() -> None:
     async def main() -> None:
-        turns = Turns()
+        lock = TokenizerLock()
 
         def work() -> None:
             raise ValueError("wrong")
 
         with pytest.raises(ValueError, match="wrong"):
-            await turns.run(work)
-        assert not turns.busy
+            await lock.run(work)
+        assert not lock.busy
 
     asyncio.run(main())
 
 
 def test_short_texts_of_others_cost_nobody_a_turn() -> None:
     async def main() -> list[int]:
-        turns, done = Turns(), []
+        lock, done = TokenizerLock(), []
 
         def work(number: int) -> None:
-            turns.pause(PIECE // 3)
+            lock.pause(PIECE // 3)
             done.append(number)
 
         async with anyio.create_task_group() as group:
             for number in range(20):
-                group.start_soon(turns.run, partial(work, number))
+                group.start_soon(lock.run, partial(work, number))
         return done
 
     assert asyncio.run(main()) == list(range(20))
@@ -132,20 +132,20 @@ def test_short_texts_of_others_cost_nobody_a_turn() -> None:
 
 def test_many_short_texts_are_as_good_as_a_long_one() -> None:
     async def main() -> list[str]:
-        turns, done = Turns(), []
+        lock, done = TokenizerLock(), []
         begun, go = threading.Event(), threading.Event()
 
         def many() -> None:
             begun.set()
             go.wait(PATIENCE)
             for _ in range(4):
-                turns.pause(PIECE // 3)
+                lock.pause(PIECE // 3)
             done.append("many")
 
         async with anyio.create_task_group() as group:
-            group.start_soon(turns.run, many)
+            group.start_soon(lock.run, many)
             await asyncio.to_thread(begun.wait, PATIENCE)
-            group.start_soon(turns.run, partial(done.append, "one"))
+            group.start_soon(lock.run, partial(done.append, "one"))
             await anyio.lowlevel.checkpoint()
             await anyio.lowlevel.checkpoint()
             go.set()
