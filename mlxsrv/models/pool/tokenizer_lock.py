@@ -3,7 +3,7 @@
 The lock is granted first come, first served. Long work gives it up after every piece of text and
 queues for it again, so a short prompt never waits for the whole of a long one.
 
-`run` belongs to the event loop. `pause` is called in the worker thread to which `run` lent the lock.
+`run` belongs to the event loop. `pause` is called in the worker thread that `run` started.
 """
 
 from __future__ import annotations

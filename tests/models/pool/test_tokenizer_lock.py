@@ -1,4 +1,4 @@
-"""The tokenizer's lock: one thread at a time, and no short text waits for the whole of a long one."""
+"""The tokenizer's lock: one thread at a time, and no short text waits for all of a long one."""
 
 from __future__ import annotations
 
