@@ -31,7 +31,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.execution.decode import Step
-from mlxsrv.engine.execution.sub_batches import Row
+from mlxsrv.engine.row import Row
 from mlxsrv.events import Constraint, Job, Mask, Sampling
 
 Draw: TypeAlias = Callable[[mx.array], None]

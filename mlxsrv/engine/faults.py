@@ -11,16 +11,10 @@ Used on the device thread only.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
 
 from mlxsrv.events import Failed
 
-if TYPE_CHECKING:
-    from mlxsrv.engine.execution.sub_batches import Row
-
 _log = logging.getLogger("mlxsrv.engine")
-
-MOST_FAULTS = 3  # steps of a row that failed and nobody was to blame for: then it ends, too
 
 NOT_A_NUMBER = "the model computed NaN"
 OUT_OF_MEMORY = "out of memory"
@@ -81,22 +75,3 @@ def describe(error: BaseException) -> str:
     """What went wrong in one line, for a client and for the log."""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {text}"
-
-
-def blame(row: Row, fault: Fault) -> Failed:
-    """End the row: it was alone in the slice, or in too many. Others that were in slices with it
-    have nothing to answer for."""
-    row.ended = True
-    for each in row.faults:
-        each.explained = True
-    return fault.end(row.job.id)
-
-
-def exhausted(row: Row) -> bool:
-    """Whether too many of the row's slices have failed for no reason that was found."""
-    return sum(not fault.explained for fault in row.faults) >= MOST_FAULTS
-
-
-def short(row: Row) -> int:
-    """In how many of the row's slices memory was short."""
-    return sum(fault.memory for fault in row.faults)

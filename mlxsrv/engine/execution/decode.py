@@ -30,13 +30,14 @@ import mlx.core as mx
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache
 from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.execution.speculation import Round, Speculation
-from mlxsrv.engine.execution.sub_batches import Lane, Row, close_lanes
+from mlxsrv.engine.execution.sub_batches import Lane, close_lanes
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
+from mlxsrv.engine.row import Place, Row
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import Drawn, Likelihoods, Masks, Penalties, Proof
 from mlxsrv.engine.sampling.sampler import Sampler
-from mlxsrv.engine.steering.plan import Place, Sight
+from mlxsrv.engine.steering.plan import Sight
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.events import Event, Failed, FinishReason, Likelihood, Token
 
@@ -373,7 +374,7 @@ class Decoder:
 
     def join(self, group: list[Row], cache: Cache) -> None:
         """Take rows that have been read into `cache`, but for the last token of each."""
-        inputs = mx.array([row.seen[-1] for row in group], dtype=mx.uint32)
+        inputs = mx.array([row.last for row in group], dtype=mx.uint32)
         self._take(Lane(group, cache), inputs)
 
     def absorb(self, other: Decoder) -> None:

@@ -31,9 +31,10 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache, as_tokens, can_cut
 from mlxsrv.engine.cache.row_caches import Caches, merge
 from mlxsrv.engine.execution.reading import LEAST_CHUNK, Read, Reading, Waiting
-from mlxsrv.engine.execution.sub_batches import Row
+from mlxsrv.engine.execution.recovery import MOST_FAULTS, blame, short
 from mlxsrv.engine.execution.turns import Turns
-from mlxsrv.engine.faults import MOST_FAULTS, Fault, blame, note, short
+from mlxsrv.engine.faults import Fault, note
+from mlxsrv.engine.row import Row
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.events import Constraint, Job

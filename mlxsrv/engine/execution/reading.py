@@ -14,11 +14,11 @@ import mlx.core as mx
 import msgspec
 
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache, Tokens
-from mlxsrv.engine.execution.sub_batches import Row
 from mlxsrv.engine.faults import NOT_A_NUMBER, Fault
+from mlxsrv.engine.row import Place, Row
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import likelihoods, read_likelihoods
-from mlxsrv.engine.steering.plan import Place, Plan, run
+from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.events import (
     Activations,
     Event,

@@ -32,7 +32,8 @@ from mlx_lm.models.cache import (
 )
 
 from mlxsrv.engine.cache.prompt_cache import Cache, as_tokens, common_prefix
-from mlxsrv.engine.execution.sub_batches import Lane, Row
+from mlxsrv.engine.execution.sub_batches import Lane
+from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.processors import Penalties, Proof
 from mlxsrv.engine.sampling.sampler import Sampler

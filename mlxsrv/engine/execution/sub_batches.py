@@ -18,68 +18,8 @@ from typing import Any
 import mlx.core as mx
 
 from mlxsrv.engine.cache.prompt_cache import Cache
-from mlxsrv.engine.faults import Fault
-from mlxsrv.engine.steering.plan import Place, Plan, Steer, run
-from mlxsrv.events import Constraint, FinishReason, Job
-
-
-class Row:
-    """A job in the decode batch.
-
-    What it needs to be decoded from any token on is here, so that its cache can be made anew: what
-    it has seen, what may come next, and its seed, for a token's key is its place.
-    """
-
-    __slots__ = (
-        "accepted",
-        "constraint",
-        "drawn",
-        "ended",
-        "faults",
-        "fresh",
-        "job",
-        "lost",
-        "steer",
-        "told",
-        "trial",
-    )
-
-    def __init__(
-        self, job: Job, constraint: Constraint | None = None, steer: Steer | None = None
-    ) -> None:
-        self.job = job
-        self.constraint = constraint
-        self.steer = steer
-        self.drawn: list[int] = []  # tokens delivered
-        self.accepted = 0  # tokens of them that its constraint knows of
-        self.fresh = True  # its pending input is the last token that it has seen
-        self.told = False  # its prompt is read, and who asked knows
-        self.ended = False  # it is to be dropped
-        self.lost = False  # its cache is of no use
-        self.faults: list[Fault] = []  # slices that failed while it was in them
-        self.trial: int | None = None  # tokens that it is to draw alone before it joins others
-
-    @property
-    def seen(self) -> tuple[int, ...]:
-        """The tokens that the row's cache holds between two steps; but for the last, while it is
-        fresh."""
-        return (*self.job.prompt, *self.drawn) if self.drawn else self.job.prompt
-
-    @property
-    def place(self) -> Place:
-        """Where in its text the row's pending input is."""
-        return Place((self.job.id,), len(self.job.prompt) + len(self.drawn) - self.fresh, 1)
-
-    def restart(self) -> None:
-        """Its cache is gone: it is to be read anew. The token that was drawn and not delivered is
-        drawn again, with the same key."""
-        self.fresh = self.told = True
-
-    def finish(self, token: int) -> FinishReason | None:
-        """Why the row ends with `token`, if it does."""
-        if token in self.job.end_tokens:
-            return "stop"
-        return "length" if len(self.drawn) >= self.job.max_tokens else None
+from mlxsrv.engine.row import Row
+from mlxsrv.engine.steering.plan import Plan, run
 
 
 class Lane:

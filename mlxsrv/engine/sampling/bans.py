@@ -18,7 +18,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxsrv.engine.execution.sub_batches import Row
+from mlxsrv.engine.row import Row
 
 
 class Banning:

@@ -16,8 +16,8 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
-from mlxsrv.engine.execution.sub_batches import Row
 from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.events import Constraint, Likelihood, Sampling
 

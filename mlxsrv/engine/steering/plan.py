@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from mlxsrv.engine.row import Place
 from mlxsrv.engine.steering.hooks import Change, Site, find_layers, hooked
 from mlxsrv.engine.steering.sae import SAE
 from mlxsrv.events import Activations
@@ -44,14 +45,6 @@ class Watched(NamedTuple):
     top: int
     probe: Change
     """From hidden states to the features' activations."""
-
-
-class Place(NamedTuple):
-    """The tokens of one row of a pass: `tokens` of them from `position` of the job's text on."""
-
-    jobs: tuple[int, ...]
-    position: int
-    tokens: int
 
 
 class Sight:

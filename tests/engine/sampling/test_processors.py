@@ -16,7 +16,7 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.prefill import Pace
-from mlxsrv.engine.execution.sub_batches import Row
+from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.processors import Penalties
 from mlxsrv.events import (
     Event,
