@@ -26,7 +26,7 @@ from mlxsrv.engine.execution.decode import Decoder
 from mlxsrv.engine.execution.prefill import Pace, Prefill
 from mlxsrv.engine.execution.recovery import MOST_FAULTS, blame, exhausted, short
 from mlxsrv.engine.execution.speculation import Speculation, find_obstacle
-from mlxsrv.engine.execution.sub_batches import Lane
+from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.faults import Fault, note
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.steering.steerer import Steerer
@@ -93,17 +93,17 @@ class Batch:
         self._unsent: list[Event] = []
 
     @property
-    def _lanes(self) -> list[Lane]:
-        return self._main.lanes + self._trial.lanes
+    def _sub_batches(self) -> list[SubBatch]:
+        return self._main.sub_batches + self._trial.sub_batches
 
     @property
     def _rows(self) -> list[Row]:
-        return [row for lane in self._lanes for row in lane.rows]
+        return [row for sub_batch in self._sub_batches for row in sub_batch.rows]
 
     @property
     def streaming(self) -> bool:
         """Whether rows are being decoded."""
-        return bool(self._main.lanes or self._trial.lanes)
+        return bool(self._main.sub_batches or self._trial.sub_batches)
 
     @property
     def idle(self) -> bool:
@@ -112,7 +112,7 @@ class Batch:
     def statistics(self) -> dict[str, int]:
         return {
             "rows": len(self._rows),
-            "lanes": len(self._lanes),
+            "lanes": len(self._sub_batches),
             "reading": self._prefill.reading,
             "waiting": self._prefill.waiting + self._prefill.lost,
             **({} if self._speculation is None else self._speculation.statistics()),
@@ -148,7 +148,7 @@ class Batch:
         Or run a round: several tokens of the one row there is.
         """
         events, self._unsent = self._unsent, []
-        if self._main.lanes:
+        if self._main.sub_batches:
             # Not by `_guard`, which is a call more than a step wants.
             fault = None
             try:
@@ -158,7 +158,7 @@ class Batch:
                 fault = note(error, "a step failed")
             if fault is not None:
                 self._recover(self._main, fault, events, stepping=True)
-        if self._trial.lanes:
+        if self._trial.sub_batches:
             self._try_on(events)
         if self._fitting < self._max_rows:
             self._widen(events)
@@ -190,7 +190,7 @@ class Batch:
         lost = self._prefill.lost
         decoded = len(self._rows)
         free = self._fitting - decoded - lost
-        trial = lost > 0 and not self._trial.lanes and decoded < self._fitting
+        trial = lost > 0 and not self._trial.sub_batches and decoded < self._fitting
         if free <= 0 and not trial:
             return self._prepare_draft()
         read = self._prefill.step(free, decoding=self.streaming, beside=beside, trial=trial)

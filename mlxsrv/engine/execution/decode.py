@@ -3,7 +3,7 @@
 - Decode-ahead: a step is launched before the tokens of the last one are read, so the device
   works while Python looks at tokens. A row that ends has therefore drawn one token too many; it
   is dropped with the row.
-- Rows of very different lengths are decoded in lanes of their own: see `lanes`.
+- Rows of very different lengths are decoded in sub-batches of their own: see `sub_batches`.
 - A row that is alone may be decoded in rounds of several tokens: see `speculative`.
 
 What holds between any two of a decoder's methods, whether the last step was a plain one or a round:
@@ -30,7 +30,7 @@ import mlx.core as mx
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache
 from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.execution.speculation import Round, Speculation
-from mlxsrv.engine.execution.sub_batches import Lane, close_lanes
+from mlxsrv.engine.execution.sub_batches import SubBatch, find_close
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
 from mlxsrv.engine.row import Place, Row
 from mlxsrv.engine.sampling.bans import Banning
@@ -137,7 +137,7 @@ class Decoder:
         pace: Pace | None = None,
         speculation: Speculation | None = None,
     ) -> None:
-        self.lanes: list[Lane] = []
+        self.sub_batches: list[SubBatch] = []
         self.speculation = speculation
         self.rounding = False  # a round is under way, or failed
         self._model = model
@@ -146,7 +146,8 @@ class Decoder:
         self._padding = padding
         self._steerer = steerer
         self._pace = pace
-        self._inputs: mx.array | None = None  # (rows,), what each row is fed next, lane by lane
+        # (rows,), the token that each row is fed next, sub-batch by sub-batch
+        self._inputs: mx.array | None = None
         self._launched = Launched()  # with the inputs
         self._step: Step | None = None  # None: rows have changed
         self._steps = 0
@@ -156,7 +157,7 @@ class Decoder:
     @property
     def rows(self) -> list[Row]:
         """All rows, in the order of the inputs."""
-        return [row for lane in self.lanes for row in lane.rows]
+        return [row for sub_batch in self.sub_batches for row in sub_batch.rows]
 
     def replan(self) -> None:
         """What is watched has changed."""
@@ -200,28 +201,31 @@ class Decoder:
 
     def _forward(self, inputs: mx.array) -> mx.array:
         """The next logits of all rows."""
-        self._replan_lanes()
-        if len(self.lanes) == 1:
-            return self.lanes[0].decode(self._model, inputs)
-        ends = list(accumulate(len(lane.rows) for lane in self.lanes))
+        self._replan_sub_batches()
+        if len(self.sub_batches) == 1:
+            return self.sub_batches[0].decode(self._model, inputs)
+        ends = list(accumulate(len(sub_batch.rows) for sub_batch in self.sub_batches))
         parts = mx.split(inputs, ends[:-1])
         return mx.concatenate(
-            [lane.decode(self._model, part) for lane, part in zip(self.lanes, parts, strict=True)]
+            [
+                sub_batch.decode(self._model, part)
+                for sub_batch, part in zip(self.sub_batches, parts, strict=True)
+            ]
         )
 
-    def _replan_lanes(self) -> None:
+    def _replan_sub_batches(self) -> None:
         if self._step is None:  # rows have changed
-            for lane in self.lanes:
-                lane.plan = self._steerer.plan([row.steer for row in lane.rows])
+            for sub_batch in self.sub_batches:
+                sub_batch.plan = self._steerer.plan([row.steer for row in sub_batch.rows])
 
     def _look(self) -> tuple[tuple[Sight, list[Place]], ...]:
         """What is watched in the step that was just launched."""
         if not self._steerer.watches:
             return ()
         sights = tuple(
-            (lane.plan.sight, [row.place for row in lane.rows])
-            for lane in self.lanes
-            if lane.plan is not None and lane.plan.sight is not None
+            (sub_batch.plan.sight, [row.place for row in sub_batch.rows])
+            for sub_batch in self.sub_batches
+            if sub_batch.plan is not None and sub_batch.plan.sight is not None
         )
         for sight, _ in sights:
             mx.async_eval(sight.arrays)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
@@ -298,9 +302,9 @@ class Decoder:
         seconds = None if self._stepped is None else now - self._stepped
         if self._pace is not None:
             self._pace.saw_step(seconds)
-        if seconds is not None and (lane := self._lone_lane(waited)) is not None:
+        if seconds is not None and (sub_batch := self._lone_sub_batch(waited)) is not None:
             assert self.speculation is not None
-            self.speculation.saw_step(lane, seconds)
+            self.speculation.saw_step(sub_batch, seconds)
         self._stepped = now
         self._round = None
 
@@ -308,33 +312,33 @@ class Decoder:
 
     def _count_proposals(self, waited: bool) -> int:
         """How many tokens to propose now; 0 for a plain step."""
-        lane = self._lone_lane(waited)
-        if lane is None:
+        sub_batch = self._lone_sub_batch(waited)
+        if sub_batch is None:
             return 0
         assert self.speculation is not None
-        if self._round is not None and self._round.following in lane.rows[0].job.end_tokens:
+        if self._round is not None and self._round.following in sub_batch.rows[0].job.end_tokens:
             return 0
-        return self.speculation.choose(lane)
+        return self.speculation.choose(sub_batch)
 
-    def _lone_lane(self, waited: bool) -> Lane | None:
-        """The lane of the only row, where there is a draft and nobody waits for the row to leave,
-        or watches what becomes of each token."""
+    def _lone_sub_batch(self, waited: bool) -> SubBatch | None:
+        """The sub-batch of the only row, if a draft may be used: nobody waits for the row to
+        leave, or watches the activations of each token."""
         if self.speculation is None or waited or self._steerer.watches:
             return None
-        if len(self.lanes) != 1 or len(self.lanes[0].rows) != 1:
+        if len(self.sub_batches) != 1 or len(self.sub_batches[0].rows) != 1:
             return None
-        return self.lanes[0]
+        return self.sub_batches[0]
 
     def _run_round(self, proposals: int, events: list[Event]) -> None:
         """Several tokens of the only row: its input, and the proposals that hold."""
         assert self.speculation is not None
         assert self._inputs is not None
         self.rounding = True
-        self._replan_lanes()
-        [lane] = self.lanes
-        [row] = lane.rows
+        self._replan_sub_batches()
+        [sub_batch] = self.sub_batches
+        [row] = sub_batch.rows
         last, self._launched = self._launched, Launched()
-        came = self.speculation.run(self._model, lane, self._inputs, proposals, self._round)
+        came = self.speculation.run(self._model, sub_batch, self._inputs, proposals, self._round)
         self._inputs, self._round = came.inputs, came
         self._step, self._stepped = None, None  # the step's sampler is behind, its clock too
         self._count_step()
@@ -353,20 +357,20 @@ class Decoder:
             if finish is not None:
                 row.ended = True
                 break
-        self.speculation.settle(lane, proposals + 1 - accepted)
+        self.speculation.settle(sub_batch, proposals + 1 - accepted)
         self._keep([0] if finish is None else [])
         self.rounding = False
 
     def prepare_draft(self, limit: int) -> None:
         """Have the draft read at most `limit` tokens of what the only row has seen, if it lacks
         much of it."""
-        lane = self._lone_lane(waited=False)
-        if lane is None:
+        sub_batch = self._lone_sub_batch(waited=False)
+        if sub_batch is None:
             return
         assert self.speculation is not None
         self.rounding = True
         # The step that is under way is not the draft's to pay for; the next waits for both.
-        if self.speculation.read(lane, limit, self._inputs):
+        if self.speculation.read(sub_batch, limit, self._inputs):
             self._stepped, self._round = None, None
         self.rounding = False
 
@@ -375,22 +379,22 @@ class Decoder:
     def join(self, group: list[Row], cache: Cache) -> None:
         """Take rows that have been read into `cache`, but for the last token of each."""
         inputs = mx.array([row.last for row in group], dtype=mx.uint32)
-        self._take(Lane(group, cache), inputs)
+        self._take(SubBatch(group, cache), inputs)
 
     def absorb(self, other: Decoder) -> None:
-        """Take the other's rows, which are in one lane, as they are; it has them still."""
+        """Take the other's rows, which are in one sub-batch, as they are; it has them still."""
         assert other._inputs is not None
         launched = self._launched.beside(other._launched)
-        [lane] = other.lanes
-        self._take(lane, other._inputs)
+        [sub_batch] = other.sub_batches
+        self._take(sub_batch, other._inputs)
         self._launched = launched
 
-    def _take(self, lane: Lane, inputs: mx.array) -> None:
+    def _take(self, sub_batch: SubBatch, inputs: mx.array) -> None:
         self._step = None
         self._stepped = None
         if self._inputs is not None:
             inputs = mx.concatenate([self._inputs, inputs])
-        self.lanes.append(lane)
+        self.sub_batches.append(sub_batch)
         self._inputs = inputs
         self._unite()
 
@@ -402,7 +406,7 @@ class Decoder:
         """Forget all rows, after an error: caches may be half of a step on. Those that had not
         ended."""
         rows = [row for row in self.rows if not row.ended]
-        self.lanes, self._inputs, self._launched = [], None, Launched()
+        self.sub_batches, self._inputs, self._launched = [], None, Launched()
         self._step, self._stepped, self._round = None, None, None
         self.rounding = False
         if self.speculation is not None:
@@ -416,20 +420,20 @@ class Decoder:
         self._step = None
         self._stepped = None
         kept = set(indices)
-        lanes: list[Lane] = []
+        sub_batches: list[SubBatch] = []
         first = 0
-        for lane in self.lanes:
-            keep = [i for i in range(len(lane.rows)) if first + i in kept]
-            first += len(lane.rows)
-            for i in set(range(len(lane.rows))).difference(keep):
-                self._file(lane, i)
-            if len(keep) == len(lane.rows):
-                lanes.append(lane)
+        for sub_batch in self.sub_batches:
+            keep = [i for i in range(len(sub_batch.rows)) if first + i in kept]
+            first += len(sub_batch.rows)
+            for i in set(range(len(sub_batch.rows))).difference(keep):
+                self._file(sub_batch, i)
+            if len(keep) == len(sub_batch.rows):
+                sub_batches.append(sub_batch)
             elif keep:
-                lane.keep(keep)
-                lanes.append(lane)
-        self.lanes = lanes
-        if not lanes:
+                sub_batch.keep(keep)
+                sub_batches.append(sub_batch)
+        self.sub_batches = sub_batches
+        if not sub_batches:
             self._inputs, self._launched = None, Launched()
             return
         assert self._inputs is not None
@@ -437,27 +441,27 @@ class Decoder:
         self._unite()
 
     def _unite(self) -> None:
-        """Merge lanes that need not be apart."""
-        while (pair := close_lanes(self.lanes, self._padding)) is not None:
+        """Merge sub-batches that need not be apart."""
+        while (pair := find_close(self.sub_batches, self._padding)) is not None:
             one, other = pair
             before = self.rows
             one.absorb(other)
-            self.lanes.remove(other)
+            self.sub_batches.remove(other)
             after = self.rows
             if after != before:
                 assert self._inputs is not None
                 self._inputs = self._inputs[mx.array([before.index(row) for row in after])]
 
-    def _file(self, lane: Lane, index: int) -> None:
+    def _file(self, sub_batch: SubBatch, index: int) -> None:
         """Keep a row's cache for prompts that go on from there."""
-        row = lane.rows[index]
+        row = sub_batch.rows[index]
         if row.lost:
             self._cached.forget(row.seen, row.job.steering)
             return
         seen = row.seen[:-1] if row.fresh else row.seen
         if not self._cached.wants(len(seen)):
             return
-        cache = lane.extract(index) if self._batched else lane.cache
+        cache = sub_batch.extract(index) if self._batched else sub_batch.cache
         # Evaluated behind the step that is under way, and then free of the batch's arrays.
         mx.async_eval([layer.state for layer in cache])  # type: ignore[no-untyped-call]  # as above
         self._cached.put(seen, cache, row.job.steering)

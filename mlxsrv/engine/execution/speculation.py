@@ -32,7 +32,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlxsrv.engine.cache.prompt_cache import Cache, as_tokens, common_prefix
-from mlxsrv.engine.execution.sub_batches import Lane
+from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.processors import Penalties, Proof
@@ -316,24 +316,23 @@ class Speculation:
             "accepted": self._accepted,
         }
 
-    def choose(self, lane: Lane) -> int:
-        """How many tokens to propose for the lane's only row now; 0 where plain steps are better
-        or the only way."""
-        [row] = lane.rows
+    def choose(self, sub_batch: SubBatch) -> int:
+        """How many tokens to propose for the only row now; 0 where plain steps are better or the only
+        way."""
+        [row] = sub_batch.rows
         most = row.job.max_tokens - len(row.drawn) - 1  # the input is one of them
-        if most < 1 or not _eligible(lane):
+        if most < 1 or not _eligible(sub_batch):
             return 0
         unread = self._draft.follow(row)
         if unread > _MOST_UNREAD or not self._gain.affords(unread):
             return 0
         return self._gain.choose(most)
 
-    def read(self, lane: Lane, limit: int, inputs: mx.array | None) -> bool:
-        """Have the draft read at most `limit` tokens more of the lane's only row; whether it had
-        to. Waits for it, and first for the `inputs` that a step under way draws."""
-        if not _eligible(lane):
+    def read(self, sub_batch: SubBatch, limit: int, inputs: mx.array | None) -> bool:
+        """Have the draft read at most `limit` tokens more of the only row; whether it had to. Waits for it, and first for the `inputs` that a step under way draws."""
+        if not _eligible(sub_batch):
             return False
-        unread = self._draft.follow(lane.rows[0])
+        unread = self._draft.follow(sub_batch.rows[0])
         if unread <= _MOST_UNREAD or not self._gain.affords(unread):
             return False
         mx.eval(inputs)
@@ -343,7 +342,7 @@ class Speculation:
         return True
 
     def run(
-        self, model: Any, lane: Lane, inputs: mx.array, count: int, last: Round | None
+        self, model: Any, sub_batch: SubBatch, inputs: mx.array, count: int, last: Round | None
     ) -> Round:
         """Propose and check `count` tokens behind `inputs` `(1,)`, right after the round `last`.
 
@@ -351,12 +350,12 @@ class Speculation:
         """
         mx.eval(inputs)  # a plain step that is under way is not the round's to pay for
         begun = perf_counter() if last is None else last.ended
-        [row] = lane.rows
+        [row] = sub_batch.rows
         fed = mx.concatenate([inputs, self._draft.propose(inputs, count)])
         first = len(row.drawn) + 1
         places = range(first, first + count + 1)
         sampler = Sampler([row.job.sampling] * len(places), places, ahead=1)
-        drawn, highest = sampler.draw(lane.check(model, fed))
+        drawn, highest = sampler.draw(sub_batch.check(model, fed))
         mx.eval(drawn, highest)
         tokens, expected = cast(list[int], fed.tolist()), cast(list[int], drawn.tolist())
         accepted = _count_equal(tokens[1:], expected)
@@ -372,14 +371,14 @@ class Speculation:
             broken=not Proof((row,), highest[: accepted + 1]).holds(),
         )
 
-    def settle(self, lane: Lane, surplus: int) -> None:
+    def settle(self, sub_batch: SubBatch, surplus: int) -> None:
         """Cut the caches back to what the row has seen: the model's by `surplus` tokens."""
-        lane.cut(surplus)
+        sub_batch.cut(surplus)
         self._draft.settle()
 
-    def saw_step(self, lane: Lane, seconds: float) -> None:
-        """A plain step of the lane's only row took so long."""
-        if _eligible(lane):
+    def saw_step(self, sub_batch: SubBatch, seconds: float) -> None:
+        """A plain step of the sub-batch's only row took so long."""
+        if _eligible(sub_batch):
             self._gain.saw_step(seconds)
 
     def forget(self) -> None:
@@ -413,19 +412,19 @@ def _count_vocabulary(model: Any) -> int:
     return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
 
 
-def _eligible(lane: Lane) -> bool:
-    """Whether the lane's only row can be drawn from in rounds.
+def _eligible(sub_batch: SubBatch) -> bool:
+    """Whether the sub-batch's only row can be drawn from in rounds.
 
     Masks, bans, penalties and log-probabilities are made for one token at a time.
     """
-    [row] = lane.rows
+    [row] = sub_batch.rows
     return (
         not row.fresh
         and row.constraint is None
         and row.job.logprobs is None
         and not Penalties.wanted(row.job.sampling)
         and not Banning.wanted(row)
-        and _always_cuts(lane.cache)
+        and _always_cuts(sub_batch.cache)
     )
 
 

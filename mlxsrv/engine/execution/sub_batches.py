@@ -2,9 +2,9 @@
 
 mlx-lm's batch caches are as long as their longest row, for every row: one row of 30,000 tokens
 beside seven of 300 would fill the memory of 240,000, all of it read at each step, and its joining
-would copy as much. A row like that gets a lane of its own. What this costs is another pass over
-the weights at each step, so lanes are kept apart only while their caches, padded to one length,
-would grow by more than the weights are long.
+would copy as much. A row like that gets a sub-batch of its own, at the cost of another pass over
+the weights at each step. So sub-batches are kept apart only while padding them to one length would
+take more bytes than the weights have.
 
 Used on the device thread only.
 """
@@ -22,7 +22,7 @@ from mlxsrv.engine.row import Row
 from mlxsrv.engine.steering.plan import Plan, run
 
 
-class Lane:
+class SubBatch:
     """Rows and their batch cache, or one row and its own cache where a model's cannot be merged.
 
     `plan` is what passes add to them; to be made anew whenever the rows change.
@@ -58,7 +58,7 @@ class Lane:
             layer.filter(chosen)
         self.rows = [self.rows[i] for i in indices]
 
-    def absorb(self, other: Lane) -> None:
+    def absorb(self, other: SubBatch) -> None:
         """Append the other's rows."""
         for layer, joining in zip(self.cache, other.cache, strict=True):
             layer.extend(joining)
@@ -73,12 +73,12 @@ class Lane:
         return sum(layer.nbytes for layer in self.cache)
 
 
-def close_lanes(lanes: Sequence[Lane], padding: int) -> tuple[Lane, Lane] | None:
-    """The first two lanes that would need no more than `padding` bytes of it to be one."""
-    return next((pair for pair in combinations(lanes, 2) if _padding(*pair) <= padding), None)
+def find_close(sub_batches: Sequence[SubBatch], padding: int) -> tuple[SubBatch, SubBatch] | None:
+    """The first two sub-batches that would need no more than `padding` bytes of it to be one."""
+    return next((pair for pair in combinations(sub_batches, 2) if _padding(*pair) <= padding), None)
 
 
-def _padding(one: Lane, other: Lane) -> int:
+def _padding(one: SubBatch, other: SubBatch) -> int:
     """Bytes by which the caches would grow if all rows were as long as the longest."""
     longest = max(one.nbytes / len(one.rows), other.nbytes / len(other.rows))
     together = longest * (len(one.rows) + len(other.rows))

@@ -67,7 +67,7 @@ Fault = Callable[[int, mx.array], None]
 class Faulty:
     """The real model, but for what `fault` does and for logits that `spoil` changes.
 
-    Passes over one token of each row are counted: the steps, but where rows have lanes.
+    Passes over one token of each row are counted: the steps, but where rows have sub-batches.
     """
 
     def __init__(self, model: Any, fault: Fault = lambda *_: None, spoil: Any = None) -> None:

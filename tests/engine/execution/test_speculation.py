@@ -117,9 +117,9 @@ def step(batch: Batch) -> list[Event]:
 def assert_in_order(batch: Batch) -> None:
     if batch._speculation is None:
         return
-    for lane in batch._lanes:
-        for i, row in enumerate(lane.rows):
-            assert lane.cache[0].extract(i).size() == len(row.seen) - row.fresh
+    for sub_batch in batch._sub_batches:
+        for i, row in enumerate(sub_batch.rows):
+            assert sub_batch.cache[0].extract(i).size() == len(row.seen) - row.fresh
     draft = batch._speculation._draft
     assert draft._cache[0].size() == draft._read
     assert draft._row is None or draft._read <= len(draft._row.seen)
