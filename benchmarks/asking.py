@@ -23,7 +23,7 @@ from benchmarks.report import describe_machine, format_machine, format_table, wr
 from benchmarks.step import Case, write_prompts
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Constraint, Job, Sampling, Token
 from mlxsrv.prompts.grammars.grammar import Grammars, Template
 from mlxsrv.prompts.grammars.specs import GrammarSpec

@@ -37,7 +37,7 @@ from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.embedding.embedder import DecoderRunner, Embedder, EncoderRunner, Finish, Runner
 from mlxsrv.engine.embedding.encoders.load import load_encoder
-from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Embed, Embedded, Failed
 from mlxsrv.formats.pooling import is_encoder, read_json, read_recipe
 from tests.support.tiny import write_model

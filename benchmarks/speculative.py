@@ -25,8 +25,8 @@ from mlx_lm.utils import load_model
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution.batch import Batch, weights
-from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.loading.load import lay_out
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Job, Sampling, Token
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 

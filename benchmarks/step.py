@@ -28,7 +28,7 @@ from benchmarks.probes import SamplingKind, choose_sampling
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Job, Sampling, Token
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 

@@ -29,8 +29,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxsrv.engine.embedding.encoders.layers import Encoder
 from mlxsrv.engine.embedding.encoders.load import load_dense
-from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.faults import describe
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Embed, Embedded, Event, Failed, Vectors
 from mlxsrv.formats.pooling import Pooling, Recipe, read_recipe
 

@@ -23,12 +23,13 @@ from mlx.utils import tree_flatten
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.cache.row_caches import Caches
 from mlxsrv.engine.execution.decode import Decoder
-from mlxsrv.engine.execution.prefill import Pace, Prefill
+from mlxsrv.engine.execution.prefill import Prefill
 from mlxsrv.engine.execution.recovery import MOST_FAULTS, blame, exhausted, short
 from mlxsrv.engine.execution.speculation import Speculation, find_obstacle
 from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.faults import Fault, note
 from mlxsrv.engine.row import Row
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.events import Constraint, Event, Failed, Job, Started, Token
 

@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache
-from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.execution.speculation import Round, Speculation
 from mlxsrv.engine.execution.sub_batches import SubBatch, find_close
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
@@ -37,6 +36,7 @@ from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import Drawn, Likelihoods, Masks, Penalties, Proof
 from mlxsrv.engine.sampling.sampler import Sampler
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import Sight
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.events import Event, Failed, FinishReason, Likelihood, Token

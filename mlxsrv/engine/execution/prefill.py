@@ -30,90 +30,17 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache, as_tokens, can_cut
 from mlxsrv.engine.cache.row_caches import Caches, merge
-from mlxsrv.engine.execution.reading import LEAST_CHUNK, Read, Reading, Waiting
+from mlxsrv.engine.execution.reading import Read, Reading, Waiting
 from mlxsrv.engine.execution.recovery import MOST_FAULTS, blame, short
 from mlxsrv.engine.execution.turns import Turns
 from mlxsrv.engine.faults import Fault, note
 from mlxsrv.engine.row import Row
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.events import Constraint, Job
 
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
-
-_SMOOTHING = 0.2  # of the exponential average
-_STEPS_KEPT = 64
-
-
-class Pace:
-    """How many prompt tokens a slice may read while streams are running.
-
-    A stream's gap in a slice that reads is one decode step, one pass over the weights (about
-    another step) and the tokens' own time. Short prompts, which are read in a slice or two, get
-    what is left of `max_gap`. A long one takes many, and streams are not to crawl all that time:
-    it takes turns with them, a step's time each. So do short ones where steps fill the gap.
-
-    What tokens take is learnt from the gaps that came of them, so that what the model of a gap
-    leaves out is corrected by the next slice.
-
-    Where only other models have streams, a slice may fill their gap, `max_gap`, by itself.
-
-    Args:
-        chunk: the most tokens of a slice.
-        max_gap: seconds.
-    """
-
-    def __init__(self, chunk: int, max_gap: float) -> None:
-        self._chunk = chunk
-        self._max_gap = max_gap
-        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)  # seconds of each
-        self._token: float | None = None  # seconds, beyond the two passes of a gap
-        self._read = 0  # tokens since the last step
-
-    def limit(self, *, decoding: bool, long: bool, beside: bool = False) -> int:
-        """Tokens of the next slice. `decoding`: the model has streams; `beside`: others have."""
-        if beside and not decoding:
-            fitting = LEAST_CHUNK if self._token is None else int(self._max_gap / self._token)
-            return min(self._chunk, max(LEAST_CHUNK, fitting))
-        if not decoding or self._token is None:
-            return self._chunk
-        if not self._steps:
-            # The first stream beside prompts that were begun before: its steps are not known yet.
-            return min(self._chunk, max(LEAST_CHUNK, int(self._max_gap / self._token)))
-        step = self._step
-        left = self._max_gap - 2 * step
-        own = step
-        if left > 0:
-            own = min(step, max(left, step / 2)) if long else max(left, step)
-        return min(self._chunk, max(LEAST_CHUNK, int(own / self._token)))
-
-    def saw_step(self, seconds: float | None) -> None:
-        """Streams had a gap of so long; None where it says nothing of the next."""
-        read, self._read = self._read, 0
-        if seconds is None:
-            return
-        if read == 0:
-            self._steps.append(seconds)
-        elif self._steps:
-            self._learn(read, seconds, passes=2)
-
-    def saw_chunk(self, tokens: int, seconds: float, *, decoding: bool) -> None:
-        """So many tokens were read; with nobody decoding, that is all that is to be seen."""
-        self._read += tokens
-        if not decoding:
-            self._learn(tokens, seconds, passes=1)
-
-    def _learn(self, tokens: int, seconds: float, passes: int) -> None:
-        if tokens >= LEAST_CHUNK:
-            own = max(seconds - passes * self._step, 0.1 * seconds) / tokens
-            known = own if self._token is None else self._token
-            self._token = known + _SMOOTHING * (own - known)
-
-    @property
-    def _step(self) -> float:
-        """Seconds of a plain step: the median, for some are held up by what else goes on, the
-        tokenizing of the very prompt that is to be read above all."""
-        return sorted(self._steps)[len(self._steps) // 2] if self._steps else 0.0
 
 
 class Prefill:

@@ -18,6 +18,7 @@ from mlxsrv.engine.faults import NOT_A_NUMBER, Fault
 from mlxsrv.engine.row import Place, Row
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import likelihoods, read_likelihoods
+from mlxsrv.engine.scheduling.pace import LEAST_CHUNK
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.events import (
     Activations,
@@ -30,7 +31,6 @@ from mlxsrv.events import (
     PromptScored,
 )
 
-LEAST_CHUNK = 8  # tokens; fewer would cost a forward pass each for next to nothing
 _MOST_LOGITS = 16 * 1024 * 1024  # numbers, of the chunk of a prompt that is scored
 
 

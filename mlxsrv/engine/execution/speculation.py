@@ -317,8 +317,8 @@ class Speculation:
         }
 
     def choose(self, sub_batch: SubBatch) -> int:
-        """How many tokens to propose for the only row now; 0 where plain steps are better or the only
-        way."""
+        """How many tokens to propose for the only row now; 0 where a plain step is better, or the
+        only way."""
         [row] = sub_batch.rows
         most = row.job.max_tokens - len(row.drawn) - 1  # the input is one of them
         if most < 1 or not _eligible(sub_batch):
@@ -329,7 +329,8 @@ class Speculation:
         return self._gain.choose(most)
 
     def read(self, sub_batch: SubBatch, limit: int, inputs: mx.array | None) -> bool:
-        """Have the draft read at most `limit` tokens more of the only row; whether it had to. Waits for it, and first for the `inputs` that a step under way draws."""
+        """Have the draft read at most `limit` tokens more of the only row; whether it had to. Waits
+        for it, and first for the `inputs` that a step under way draws."""
         if not _eligible(sub_batch):
             return False
         unread = self._draft.follow(sub_batch.rows[0])

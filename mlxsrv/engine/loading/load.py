@@ -34,10 +34,11 @@ from mlxsrv.engine.cache.row_caches import Caches, choose_caches
 from mlxsrv.engine.embedding.embedder import DecoderRunner, Embedder, EncoderRunner, Runner
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.execution.batch import Batch, weights
-from mlxsrv.engine.execution.prefill import Pace, try_padding
+from mlxsrv.engine.execution.prefill import try_padding
 from mlxsrv.engine.execution.speculation import check_draft, find_obstacle
 from mlxsrv.engine.faults import describe
 from mlxsrv.engine.patches.blas import bind_openblas
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.events import (
     Attach,

@@ -25,7 +25,7 @@ from mlxsrv.engine.embedding.embedder import (
 )
 from mlxsrv.engine.embedding.encoders.bert import Bert
 from mlxsrv.engine.embedding.encoders.load import load_encoder
-from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.errors import ServeError
 from mlxsrv.events import Embed, Embedded, Event, Failed, Vectors
 from mlxsrv.formats.pooling import Pooling

@@ -15,7 +15,8 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution import reading
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import Pace, masks_padding
+from mlxsrv.engine.execution.prefill import masks_padding
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import run as steering_run
 from mlxsrv.events import Failed, Job, PromptRead, Sampling, Token
 from tests.support.tiny import FAMILIES, write_model

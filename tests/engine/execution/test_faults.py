@@ -20,8 +20,8 @@ from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.client import JobEvent
 from mlxsrv.engine.device import DeviceThread
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.loading import load as loading
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.errors import ModelNotLoaded
 from mlxsrv.events import (

@@ -16,8 +16,8 @@ from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.execution.speculation import Gain, check_draft, find_obstacle
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Event, Job, Mask, PromptRead, Sampling, Token
 from tests.support.tiny import write_model
 

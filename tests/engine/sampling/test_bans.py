@@ -15,7 +15,7 @@ from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Bans, Constraint, Event, Job, Mask, Sampling, Token
 from tests.engine.execution.test_faults import Faulty
 from tests.engine.execution.test_speculation import Always

@@ -15,9 +15,9 @@ from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import Pace
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.processors import Penalties
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import (
     Event,
     Failed,

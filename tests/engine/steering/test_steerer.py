@@ -18,7 +18,7 @@ from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import LEAST, PromptCache
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import Pace
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer, fit_vectors

@@ -1,0 +1,1 @@
+"""Decide what the next round does, from orders and measurements; no MLX."""

@@ -1,0 +1,95 @@
+"""How many tokens of prompts a slice reads, so that running streams keep their pace."""
+
+from __future__ import annotations
+
+from collections import deque
+
+LEAST_CHUNK = 8  # tokens; a slice of fewer would cost a whole forward pass for next to nothing
+
+_SMOOTHING = 0.2  # weight of a new measurement in the exponential average
+_STEPS_KEPT = 64
+
+
+class Pace:
+    """The lengths of one model's slices, learnt from how long steps and slices take.
+
+    The gap between two tokens of a stream, where a slice is read in between, is one decode step,
+    one pass over the weights (about another step) and the time of the slice's own tokens. Short
+    prompts, which are read in a slice or two, may take all that is left of `max_gap`. A long prompt
+    takes many slices, and streams must not be slow all that time: it takes turns with them, a
+    step's time each. Where steps alone fill the gap, short prompts take turns as well.
+
+    The time of a token is learnt from the gaps that came of it, so each slice corrects what this
+    model of a gap leaves out. Where only other models have streams, a slice may fill `max_gap` by
+    itself.
+
+    Args:
+        chunk: the most tokens of a slice.
+        max_gap: the longest gap that a stream may have, in seconds.
+    """
+
+    def __init__(self, chunk: int, max_gap: float) -> None:
+        self._chunk = chunk
+        self._max_gap = max_gap
+        self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)  # seconds of each
+        self._token: float | None = None  # seconds of one, beyond the two passes of a gap
+        self._read = 0  # tokens read since the last step
+
+    def limit(self, *, decoding: bool, long: bool, beside: bool = False) -> int:
+        """The most tokens of the next slice.
+
+        Args:
+            decoding: the model has streams.
+            long: the slice belongs to a prompt that takes several.
+            beside: other models have streams.
+        """
+        if decoding:
+            seconds = self._seconds_beside_steps(long)
+        elif beside:
+            if self._token is None:
+                return min(self._chunk, LEAST_CHUNK)
+            seconds = self._max_gap
+        else:
+            return self._chunk
+        if self._token is None:
+            return self._chunk
+        return min(self._chunk, max(LEAST_CHUNK, int(seconds / self._token)))
+
+    def _seconds_beside_steps(self, long: bool) -> float:
+        """The time that the slice's own tokens may take while this model has streams."""
+        if not self._steps:
+            # The first stream beside prompts that were begun before: its steps are not known yet.
+            return self._max_gap
+        step = self._step
+        left = self._max_gap - 2 * step
+        if left <= 0:
+            return step
+        return min(step, max(left, step / 2)) if long else max(left, step)
+
+    def saw_step(self, seconds: float | None) -> None:
+        """Learn from the last gap between two tokens; None where it says nothing of the next."""
+        read, self._read = self._read, 0
+        if seconds is None:
+            return
+        if read == 0:
+            self._steps.append(seconds)
+        elif self._steps:
+            self._learn(read, seconds, passes=2)
+
+    def saw_chunk(self, tokens: int, seconds: float, *, decoding: bool) -> None:
+        """Learn from a slice. While the model has streams, the gap around it tells more."""
+        self._read += tokens
+        if not decoding:
+            self._learn(tokens, seconds, passes=1)
+
+    def _learn(self, tokens: int, seconds: float, passes: int) -> None:
+        if tokens >= LEAST_CHUNK:
+            own = max(seconds - passes * self._step, 0.1 * seconds) / tokens
+            known = own if self._token is None else self._token
+            self._token = known + _SMOOTHING * (own - known)
+
+    @property
+    def _step(self) -> float:
+        """Seconds of a plain step: the median, for other work holds up some, above all the
+        tokenizing of the very prompt that is to be read."""
+        return sorted(self._steps)[len(self._steps) // 2] if self._steps else 0.0
