@@ -25,7 +25,7 @@ from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Constraint, Job, Sampling, Token
-from mlxsrv.prompts.grammars.grammar import Grammars, Template
+from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
@@ -58,7 +58,7 @@ def ask_penalties(job: Job) -> tuple[Job, Constraint | None]:
     return msgspec.structs.replace(job, sampling=sampling), None
 
 
-def ask_grammar(template: Template) -> Ask:
+def ask_grammar(template: CompiledGrammar) -> Ask:
     """JSON that does not end before the benchmark does."""
     return lambda job: (job, template.constraint())
 
@@ -112,7 +112,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mlxsrv-bench-") as folder:
         path = write_model(Path(folder), arguments.family, plain=True)
         model, _ = load_model(path)
-        grammars = Grammars(load_tokenizer(path)._tokenizer, vocabulary=VOCABULARY, end_tokens=[0])
+        grammars = GrammarCompiler(
+            load_tokenizer(path)._tokenizer, vocabulary=VOCABULARY, end_tokens=[0]
+        )
         template = grammars.compile(GrammarSpec("json_schema", json.dumps(_SCHEMA)), param="x")
         asks = {
             "log-probabilities": ask_scores,

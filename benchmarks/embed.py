@@ -39,7 +39,9 @@ from mlxsrv.engine.embedding.embedder import DecoderRunner, Embedder, EncoderRun
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Embed, Embedded, Failed
-from mlxsrv.formats.pooling import is_encoder, read_json, read_recipe
+from mlxsrv.formats.encoders import is_encoder
+from mlxsrv.formats.json_files import read_object
+from mlxsrv.formats.pooling import read_pooling_config
 from tests.support.tiny import write_model
 
 Tokens: TypeAlias = tuple[tuple[int, ...], ...]
@@ -192,7 +194,9 @@ def measure_grouping(model: Model, count: int, pairs: int) -> Grouping:
     tokenizer = load_tokenizer(model.folder)._tokenizer
     texts: Tokens = tuple(tuple(tokenizer(text)["input_ids"]) for text in write_texts(count))
     embedder = Embedder(runner, model.folder, model.name, Pace(_CHUNK, max_gap=1.0))
-    finish = Finish(read_recipe(model.folder, decoder=_is_decoder(model.folder), name=model.name))
+    finish = Finish(
+        read_pooling_config(model.folder, decoder=_is_decoder(model.folder), name=model.name)
+    )
     ways: dict[str, Callable[[Tokens], Any]] = {
         "grouped": lambda texts: _embed(embedder, texts),
         "ungrouped": lambda texts: _embed_as_they_come(runner, finish, texts),
@@ -221,7 +225,7 @@ def _load_runner(folder: Path) -> Runner:
 
 
 def _is_decoder(folder: Path) -> bool:
-    return not is_encoder(read_json(folder / "config.json"))
+    return not is_encoder(read_object(folder / "config.json"))
 
 
 def _embed(embedder: Embedder, texts: Tokens) -> None:

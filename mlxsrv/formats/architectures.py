@@ -16,8 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from mlxsrv.formats.headers import Object, Unhealthy
-from mlxsrv.formats.pooling import check_encoder, is_encoder
+from mlxsrv.formats.encoders import check_encoder, is_encoder
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.json_files import JSONObject, architecture_names
 
 
 class _Architecture(msgspec.Struct, frozen=True):
@@ -30,32 +31,29 @@ class _Architecture(msgspec.Struct, frozen=True):
     template: str | None
 
 
-def check_architecture(config: Object, *, trust_remote_code: bool) -> str:
+def check_architecture(config: JSONObject, *, trust_remote_code: bool) -> str:
     """The `model_type` of a config, which there is code for: an encoder's is here, all others are
-    mlx-lm's. Raises Unhealthy."""
+    mlx-lm's. Raises UnusableFile."""
     family = config.get("model_type")
     if not isinstance(family, str) or not re.fullmatch(r"[\w.-]{1,100}", family, re.ASCII):
-        raise Unhealthy("'config.json' has no model_type")
+        raise UnusableFile("'config.json' has no model_type")
     if is_encoder(config):
-        try:
-            check_encoder(config)
-        except ValueError as error:
-            raise Unhealthy(str(error)) from None
+        check_encoder(config)
         return family
     if config.get("model_file") is not None:
         if not trust_remote_code:
-            raise Unhealthy("it needs Python code of its own to be run: --trust-remote-code")
+            raise UnusableFile("it needs Python code of its own to be run: --trust-remote-code")
         return family
     module = _module(config)
     if module not in _modules("models"):
-        raise Unhealthy(f"mlx-lm does not know the model type {family!r}")
+        raise UnusableFile(f"mlx-lm does not know the model type {family!r}")
     problem = _architecture(module).problem
     if problem is not None:
-        raise Unhealthy(f"mlx-lm cannot run the model type {family!r}: {problem}")
+        raise UnusableFile(f"mlx-lm cannot run the model type {family!r}: {problem}")
     return family
 
 
-def template_code(config: Object, settings: Object, *, given: bool) -> str | None:
+def template_code(config: JSONObject, settings: JSONObject, *, given: bool) -> str | None:
     """The code that mlx-lm renders chats with, where that is not a template of the model's own.
 
     Args:
@@ -70,17 +68,11 @@ def template_code(config: Object, settings: Object, *, given: bool) -> str | Non
     return (_package() / "chat_templates" / f"{name}.py").read_text(encoding="utf-8")
 
 
-def named_architectures(config: Object) -> list[str]:
-    listed = config.get("architectures")
-    listed = listed if isinstance(listed, list) else [listed]
-    return [name for name in listed if isinstance(name, str)]
-
-
-def _module(config: Object) -> str:
+def _module(config: JSONObject) -> str:
     """The module of mlx-lm's that runs this model, if there is one."""
     family = str(config.get("model_type"))
     families, pairs = _remappings()
-    for architecture in named_architectures(config):
+    for architecture in architecture_names(config):
         if (family, architecture) in pairs:
             return pairs[family, architecture]
     return families.get(family, family)
@@ -91,7 +83,7 @@ def _package() -> Path:
     """mlx-lm's folder; finding a package does not import it."""
     spec = find_spec("mlx_lm")
     if spec is None or not spec.submodule_search_locations:
-        raise Unhealthy("mlx-lm is not installed")
+        raise UnusableFile("mlx-lm is not installed")
     return Path(spec.submodule_search_locations[0])
 
 
@@ -140,9 +132,9 @@ def _imported(tree: ast.Module) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
-def _literals(tree: ast.Module) -> Object:
+def _literals(tree: ast.Module) -> JSONObject:
     """A module's dictionaries of constants, by name."""
-    values: Object = {}
+    values: JSONObject = {}
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):
             try:

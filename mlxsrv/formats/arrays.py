@@ -2,7 +2,7 @@
 
 No file is trusted, nor read whole: sizes come from headers that are checked against the file, and
 numbers in pieces of bounded size. Nothing here imports MLX. Whatever a file holds, it is read or
-`Unhealthy`.
+`UnusableFile`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from typing import IO, TypeAlias
 import msgspec
 import numpy as np
 
-from mlxsrv.formats.headers import Unhealthy, check_content, read_header
+from mlxsrv.formats.files import UnusableFile, check_content
+from mlxsrv.formats.safetensors import read_header
 
 Floats: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
-PIECE = 16 * 1024 * 1024
+PIECE_BYTES = 16 * 1024 * 1024
 """The most bytes, in float32, that one piece of an array has."""
 
 _LONGEST_HEADER = 1024 * 1024  # bytes, of a dozen arrays
@@ -40,7 +41,7 @@ _NPY_HEADER = re.compile(
 that."""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredArray(msgspec.Struct, frozen=True):
     """One array: its shape, and where its numbers are.
 
     `start` is a byte of the file, or of the `member` of an archive. `swapped` is a matrix that is
@@ -58,31 +59,33 @@ class Stored(msgspec.Struct, frozen=True):
         return math.prod(self.shape) * np.dtype(_LAYOUTS[self.dtype]).itemsize
 
 
-def list_arrays(path: Path) -> dict[str, Stored]:
+def list_arrays(path: Path) -> dict[str, StoredArray]:
     """The arrays of a file by name; of types that are no floating-point numbers none.
 
     Raises:
-        Unhealthy: it cannot be read, or contradicts itself.
+        UnusableFile: it cannot be read, or contradicts itself.
     """
     with _reading(path):
         size = check_content(path)
         found = _list_npz(path, size) if path.suffix == ".npz" else _list_safetensors(path)
         # Were they to lie on one another, a small file could ask for any amount of memory.
         if path.suffix != ".npz" and sum(stored.bytes for stored in found.values()) > size:
-            raise Unhealthy(f"{path.name!r} has arrays that lie on one another")
+            raise UnusableFile(f"{path.name!r} has arrays that lie on one another")
         return found
 
 
-def read_array(path: Path, stored: Stored) -> Iterator[Floats]:
-    """The array's numbers in pieces: so many rows each, in the order of the file.
+def read_array(path: Path, stored: StoredArray) -> Iterator[Floats]:
+    """Yield the array's numbers in pieces `(rows, width)`, in the order of the file.
 
-    Of a vector there is one row, of a swapped matrix the rows are its columns. Raises Unhealthy; a
-    number that is not finite counts as damage, too.
+    A vector is one row. The rows of a swapped matrix are its columns.
+
+    Raises:
+        UnusableFile: the file is damaged, or a number in it is not finite.
     """
     width = stored.shape[0 if stored.swapped else -1] if stored.shape else 1
     total = math.prod(stored.shape) // max(width, 1)
     layout = np.dtype(_LAYOUTS[stored.dtype])
-    step = max(1, PIECE // (4 * max(width, 1)))
+    step = max(1, PIECE_BYTES // (4 * max(width, 1)))
     with _reading(path), _opened(path, stored) as file:
         for done in range(0, total, step):
             rows = min(step, total - done)
@@ -97,7 +100,7 @@ def _floats(data: bytes, dtype: str) -> Floats:
     with np.errstate(over="ignore"):
         numbers = numbers.astype(np.float32, copy=False)
     if not np.isfinite(numbers).all():
-        raise Unhealthy("it has numbers that are not finite")
+        raise UnusableFile("it has numbers that are not finite")
     return numbers
 
 
@@ -107,7 +110,7 @@ def _read(file: IO[bytes], count: int) -> bytes:
     while count:
         piece = file.read(min(count, _LONGEST_HEADER))
         if not piece:
-            raise Unhealthy("it is cut short")
+            raise UnusableFile("it is cut short")
         pieces.append(piece)
         count -= len(piece)
     return b"".join(pieces)
@@ -118,20 +121,20 @@ def _reading(path: Path) -> Iterator[None]:
     """Around all work on a file: whatever goes wrong names it."""
     try:
         yield
-    except Unhealthy as error:
+    except UnusableFile as error:
         text = str(error)
-        raise Unhealthy(text if path.name in text else f"{path.name!r}: {text}") from None
+        raise UnusableFile(text if path.name in text else f"{path.name!r}: {text}") from None
     except OSError as error:
-        raise Unhealthy(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
+        raise UnusableFile(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
     except (
         *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, IndexError),
         *(ValueError, RuntimeError, OverflowError),  # what zipfile raises of odd ones
     ):
-        raise Unhealthy(f"{path.name!r} is damaged") from None
+        raise UnusableFile(f"{path.name!r} is damaged") from None
 
 
 @contextmanager
-def _opened(path: Path, stored: Stored) -> Iterator[IO[bytes]]:
+def _opened(path: Path, stored: StoredArray) -> Iterator[IO[bytes]]:
     if stored.member is None:
         with path.open("rb") as file:
             file.seek(stored.start)
@@ -145,12 +148,12 @@ def _opened(path: Path, stored: Stored) -> Iterator[IO[bytes]]:
 # safetensors
 
 
-def _list_safetensors(path: Path) -> dict[str, Stored]:
+def _list_safetensors(path: Path) -> dict[str, StoredArray]:
     tensors, _ = read_header(path, limit=_LONGEST_HEADER)
     with path.open("rb") as file:
         data = 8 + int.from_bytes(file.read(8), "little")
     return {
-        name: Stored(tuple(tensor.shape), tensor.dtype, data + tensor.data_offsets[0])
+        name: StoredArray(tuple(tensor.shape), tensor.dtype, data + tensor.data_offsets[0])
         for name, tensor in tensors.items()
         if tensor.dtype in _LAYOUTS
     }
@@ -168,7 +171,7 @@ class _BoundedFile(io.FileIO):
             size = max(0, self.seek(0, io.SEEK_END) - here)
             self.seek(here)
         if size > _LONGEST_HEADER:
-            raise Unhealthy("its directory is too long")
+            raise UnusableFile("its directory is too long")
         return super().read(size) or b""
 
 
@@ -178,15 +181,15 @@ def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def _list_npz(path: Path, size: int) -> dict[str, Stored]:
+def _list_npz(path: Path, size: int) -> dict[str, StoredArray]:
     with _archive(path) as archive:
         members = archive.infolist()
         if len({member.filename for member in members}) < len(members):
-            raise Unhealthy("it has two members of one name")
+            raise UnusableFile("it has two members of one name")
         # What they unpack to is judged by their sizes, which only the directory tells.
         if sum(member.compress_size for member in members) > size:
-            raise Unhealthy("it has members that lie on one another, or beyond its end")
-        found: dict[str, Stored] = {}
+            raise UnusableFile("it has members that lie on one another, or beyond its end")
+        found: dict[str, StoredArray] = {}
         for member in members:
             stored = _look_into(archive, member)
             if stored is not None:
@@ -194,26 +197,26 @@ def _list_npz(path: Path, size: int) -> dict[str, Stored]:
         return found
 
 
-def _look_into(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored | None:
+def _look_into(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> StoredArray | None:
     """The member's array; None where it is not of floating-point numbers."""
     if member.flag_bits & 1 or member.compress_type not in (
         zipfile.ZIP_STORED,
         zipfile.ZIP_DEFLATED,
     ):
-        raise Unhealthy(f"{member.filename[:40]!r} is packed in a way that is not read")
+        raise UnusableFile(f"{member.filename[:40]!r} is packed in a way that is not read")
     # A bias may well be all zeros, so what is small may be squeezed as far as it goes.
-    if member.file_size > PIECE + _MOST_SQUEEZED * member.compress_size:
-        raise Unhealthy(f"{member.filename[:40]!r} would unpack to far more than it is")
+    if member.file_size > PIECE_BYTES + _MOST_SQUEEZED * member.compress_size:
+        raise UnusableFile(f"{member.filename[:40]!r} would unpack to far more than it is")
     if not member.filename.endswith(".npy"):
         return None
     with archive.open(member) as file:
         magic, version, _ = _NPY_START.unpack(_read(file, _NPY_START.size))
         if magic != b"\x93NUMPY":
-            raise Unhealthy(f"{member.filename[:40]!r} is not an array")
+            raise UnusableFile(f"{member.filename[:40]!r} is not an array")
         digits = 2 if version == 1 else 4
         length = int.from_bytes(_read(file, digits), "little")
         if length > _LONGEST_HEADER:
-            raise Unhealthy(f"{member.filename[:40]!r} has a header that is too long")
+            raise UnusableFile(f"{member.filename[:40]!r} has a header that is too long")
         header = _read(file, length)
     match = _NPY_HEADER.fullmatch(header)
     if match is None:
@@ -221,7 +224,7 @@ def _look_into(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> Stored | No
     dtype, swapped, sizes = (group.decode() for group in match.groups())
     shape = tuple(int(size) for size in sizes.split(",") if size.strip())
     start = _NPY_START.size + digits + length
-    stored = Stored(shape, _NPY_TYPES[dtype], start, member.filename, swapped == "True")
+    stored = StoredArray(shape, _NPY_TYPES[dtype], start, member.filename, swapped == "True")
     if stored.bytes + start != member.file_size:
-        raise Unhealthy(f"{member.filename[:40]!r} has a shape that is not that of its bytes")
+        raise UnusableFile(f"{member.filename[:40]!r} has a shape that is not that of its bytes")
     return stored

@@ -17,9 +17,9 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
-from mlxsrv.formats.arrays import Stored, list_arrays, read_array
+from mlxsrv.formats.arrays import StoredArray, list_arrays, read_array
+from mlxsrv.formats.files import UnusableFile, check_content
 from mlxsrv.formats.gguf import is_gguf, list_gguf
-from mlxsrv.formats.headers import Unhealthy, check_content
 
 Direction: TypeAlias = np.ndarray[tuple[int], np.dtype[np.float32]]
 
@@ -59,7 +59,7 @@ def read_directions(file: VectorFile) -> dict[int, Direction]:
     with _reading(file.path):
         found, directions = _look_into(file.path)
         if found != file:
-            raise Unhealthy("it has changed since the server looked at it")
+            raise UnusableFile("it has changed since the server looked at it")
         return {
             layer: np.concatenate([piece.ravel() for piece in read_array(file.path, stored)])
             for layer, stored in directions.items()
@@ -73,35 +73,35 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise ValueError(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
-    except (Unhealthy, ValueError) as error:
+    except ValueError as error:
         text = str(error)
         raise ValueError(text if repr(path.name) in text else f"{path.name!r}: {text}") from None
 
 
-def _look_into(path: Path) -> tuple[VectorFile, Mapping[int, Stored]]:
+def _look_into(path: Path) -> tuple[VectorFile, Mapping[int, StoredArray]]:
     check_content(path)
     arrays, fields = list_gguf(path) if is_gguf(path) else (list_arrays(path), {})
     directions = _find_directions(arrays)
     width, *others = {math.prod(stored.shape) for stored in directions.values()}
     if others:
-        raise Unhealthy("its directions are not all of the same width")
+        raise UnusableFile("its directions are not all of the same width")
     hint = fields.get("controlvector.model_hint")
     said = isinstance(hint, str) and 0 < len(hint) <= _LONGEST_HINT and hint.isprintable()
     return VectorFile(path, tuple(directions), width, hint if said else None), directions
 
 
-def _find_directions(arrays: Mapping[str, Stored]) -> dict[int, Stored]:
+def _find_directions(arrays: Mapping[str, StoredArray]) -> dict[int, StoredArray]:
     """At least one, by its layer, in order. Other arrays may be there, too."""
-    found: dict[int, Stored] = {}
+    found: dict[int, StoredArray] = {}
     for name, stored in arrays.items():
         if not name.startswith("direction."):
             continue
         match = _NAME.fullmatch(name)
         if match is None:
-            raise Unhealthy(f"{name[:40]!r} is the direction of no layer")
+            raise UnusableFile(f"{name[:40]!r} is the direction of no layer")
         if not stored.shape or not 0 < max(stored.shape) == math.prod(stored.shape):
-            raise Unhealthy(f"{name} is not a vector")
+            raise UnusableFile(f"{name} is not a vector")
         found[int(match[1])] = stored
     if not found:
-        raise Unhealthy("it has no array of floating-point numbers that is called direction.N")
+        raise UnusableFile("it has no array of floating-point numbers that is called direction.N")
     return dict(sorted(found.items()))

@@ -1,7 +1,7 @@
 """The arrays in a GGUF file, and what else it says.
 
 Only the header is read, in little-endian order: counts, fields with their values, then the arrays'
-names and places. No file is trusted: whatever it holds, it is read or `Unhealthy`.
+names and places. No file is trusted: whatever it holds, it is read or `UnusableFile`.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -13,8 +13,8 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.formats.arrays import Stored
-from mlxsrv.formats.headers import Unhealthy
+from mlxsrv.formats.arrays import StoredArray
+from mlxsrv.formats.files import UnusableFile
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # which are laid out alike
@@ -34,31 +34,31 @@ def is_gguf(path: Path) -> bool:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
-def list_gguf(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
+def list_gguf(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:
     """The arrays by name, those of types that are no floating-point numbers left out; and the
     numbers and texts among the fields.
 
     Raises:
-        Unhealthy: its header is damaged or too long, or its arrays are not all there.
+        UnusableFile: its header is damaged or too long, or its arrays are not all there.
         OSError: it cannot be read.
     """
     with path.open("rb") as file:
         cursor = _Cursor(file.read(_LONGEST_HEADER))
     cursor.skip(len(_MAGIC))
     if cursor.number("<I") not in _VERSIONS:
-        raise Unhealthy("it is not GGUF of version 2 or 3 in little-endian order")
+        raise UnusableFile("it is not GGUF of version 2 or 3 in little-endian order")
     array_count, field_count = cursor.count(), cursor.count()
     fields = {cursor.text(): cursor.value() for _ in range(field_count)}
-    found: dict[str, Stored] = {}
+    found: dict[str, StoredArray] = {}
     for _ in range(array_count):
         name, stored = _read_array(cursor)
         if name in found:
-            raise Unhealthy(f"it has {name[:40]!r} twice")
+            raise UnusableFile(f"it has {name[:40]!r} twice")
         if stored is not None:
             found[name] = stored
     alignment = fields.get("general.alignment", 32)
     if alignment not in _ALIGNMENTS:
-        raise Unhealthy("its alignment is no power of two")
+        raise UnusableFile("its alignment is no power of two")
     data = -(-cursor.position // int(alignment)) * int(alignment)
     arrays = {
         name: msgspec.structs.replace(stored, start=data + stored.start)
@@ -68,29 +68,29 @@ def list_gguf(path: Path) -> tuple[dict[str, Stored], dict[str, Any]]:
     return arrays, fields
 
 
-def _read_array(cursor: _Cursor) -> tuple[str, Stored | None]:
+def _read_array(cursor: _Cursor) -> tuple[str, StoredArray | None]:
     """The next array; its start counts from where the numbers begin."""
     name = cursor.text()
     dimensions = cursor.number("<I")
     if dimensions > _MOST_DIMENSIONS:
-        raise Unhealthy("it has an array of more dimensions than there are in GGUF")
+        raise UnusableFile("it has an array of more dimensions than there are in GGUF")
     shape = tuple(cursor.count() for _ in range(dimensions))
     dtype, start = _DTYPES.get(cursor.number("<I")), cursor.count()
     # The first of GGUF's dimensions is the one that changes fastest.
-    return name, None if dtype is None else Stored(shape[::-1], dtype, start)
+    return name, None if dtype is None else StoredArray(shape[::-1], dtype, start)
 
 
-def _check_places(arrays: dict[str, Stored], size: int) -> None:
+def _check_places(arrays: dict[str, StoredArray], size: int) -> None:
     """All are within the file, and do not lie on one another: a small file could else ask for any
     amount of memory."""
     if any(stored.start + stored.bytes > size for stored in arrays.values()):
-        raise Unhealthy("it is cut short")
+        raise UnusableFile("it is cut short")
     if sum(stored.bytes for stored in arrays.values()) > size:
-        raise Unhealthy("it has arrays that lie on one another")
+        raise UnusableFile("it has arrays that lie on one another")
 
 
 class _Cursor:
-    """A place in a header that moves on with each read. Raises Unhealthy where there is no more."""
+    """Reads a header from its beginning on. Every method raises UnusableFile at its end."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -100,7 +100,7 @@ class _Cursor:
         """Move on, and return from where."""
         start = self.position
         if count > len(self._data) - start:
-            raise Unhealthy("its header is cut short, or too long")
+            raise UnusableFile("its header is cut short, or too long")
         self.position += count
         return start
 
@@ -133,5 +133,5 @@ class _Cursor:
         if kind == _TEXT:
             return self.text()
         if kind not in _LAYOUTS:
-            raise Unhealthy("its header has a value of a type that is not known")
+            raise UnusableFile("its header has a value of a type that is not known")
         return self.number(_LAYOUTS[kind])

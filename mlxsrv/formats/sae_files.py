@@ -20,12 +20,13 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxsrv.formats.headers import Object, Unhealthy, number, read_object
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.json_files import JSONObject, positive_int, read_object
 from mlxsrv.formats.sae_tensors import (
     BIASES,
     Architecture,
-    Source,
-    list_parts,
+    SAESource,
+    list_sae_tensors,
     refuse,
     short,
     sizes,
@@ -51,7 +52,7 @@ class SAEFile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     weights: Path
-    source: Source
+    source: SAESource
     architecture: Architecture
     d_in: int
     d_sae: int
@@ -80,10 +81,8 @@ def read_sae(path: Path) -> SAEFile:
             if (path / name).is_file():
                 return read(path / name)
         refuse(f"there is none of {', '.join(_READERS)}")
-    except Unhealthy as error:
-        raise ValueError(str(error)) from None
     except OSError as error:
-        raise ValueError(error.strerror or "it cannot be read") from None
+        raise UnusableFile(error.strerror or "it cannot be read") from None
 
 
 def find_saes(root: Path) -> Iterator[Path]:
@@ -137,7 +136,7 @@ def parse_hook(name: str) -> tuple[int, bool]:
     """The layer of a hook's name, and whether it is at the layer's input.
 
     Raises:
-        Unhealthy: it is at neither the input nor the output of a layer.
+        UnusableFile: it is at neither the input nor the output of a layer.
     """
     found = _PLACE.fullmatch(name) if len(name) <= _LONGEST_NAME else None
     if found is None or found[2] not in _OUTPUTS | _INPUTS:
@@ -146,16 +145,16 @@ def parse_hook(name: str) -> tuple[int, bool]:
 
 
 def _describe(
-    weights: Path, source: Source, architecture: Architecture, config: Object, **said: Any
+    weights: Path, source: SAESource, architecture: Architecture, config: JSONObject, **said: Any
 ) -> SAEFile:
     """The SAE with these arrays. What the config says of its shape must be so."""
-    parts = list_parts(weights, source, architecture)
-    d_in, d_sae = sizes(parts)
+    tensors = list_sae_tensors(weights, source, architecture)
+    d_in, d_sae = sizes(tensors)
     for key, size in (("d_in", d_in), ("d_sae", d_sae), ("num_latents", d_sae), ("width", d_sae)):
         # A num_latents of 0 stands for another key.
         if config.get(key) not in (None, 0, size):
             refuse(f"its {key} is {short(config[key])}, that of its arrays is {size}")
-    has_threshold = "threshold" in parts
+    has_threshold = "threshold" in tensors
     if has_threshold or architecture not in ("topk", "batch_topk"):
         said["k"] = None
     elif said["k"] is None or said["k"] > d_sae:
@@ -176,7 +175,7 @@ def _describe(
     )
 
 
-def _flag(config: Object, key: str, default: bool) -> bool:
+def _flag(config: JSONObject, key: str, default: bool) -> bool:
     value = config.get(key, default)
     if not isinstance(value, bool):
         refuse(f"its {key} is {short(value)}, which is neither true nor false")
@@ -191,12 +190,12 @@ def _text(value: object) -> str | None:
     )
 
 
-def _count(config: Object, key: str) -> int:
+def _count(config: JSONObject, key: str) -> int:
     """A number of something, which may be written as 64.0."""
     value = config.get(key)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
-    found = number({key: value}, key)
+    found = positive_int({key: value}, key)
     if found is None:
         refuse(f"its {key} is {short(value)}")
     return found
@@ -260,7 +259,7 @@ def _read_saelens(weights: Path) -> SAEFile:
     )
 
 
-def _saelens_kind(said: Object) -> tuple[Architecture, int | None]:
+def _saelens_kind(said: JSONObject) -> tuple[Architecture, int | None]:
     name = said.get("architecture", "standard")
     if not isinstance(name, str) or name not in _KINDS:
         refuse(f"its architecture is {short(name)}, which is not supported")
@@ -344,7 +343,7 @@ def _sparsify_model(folder: Path) -> str | None:
     """The model, by the config of the training run beside the folders of its SAEs."""
     try:
         return _text(read_object(folder / "config.json", limit=_LONGEST_TEXT).get("model"))
-    except (Unhealthy, OSError):
+    except (UnusableFile, OSError):
         return None
 
 
@@ -369,7 +368,7 @@ def _read_gemma(weights: Path) -> SAEFile:
             break
     if layer is None:
         warnings.append("its folders' names do not say which layer it is for")
-    config: Object = {}
+    config: JSONObject = {}
     if weights.suffix != ".npz":
         config = read_object(weights.with_name("config.json"), limit=_LONGEST_TEXT)
         if config.get("architecture") != "jump_relu" or config.get("type", "sae") != "sae":

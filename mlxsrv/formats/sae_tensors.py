@@ -10,12 +10,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal, NamedTuple, NoReturn
 
-from mlxsrv.formats.arrays import Stored, list_arrays
-from mlxsrv.formats.headers import Unhealthy
+from mlxsrv.formats.arrays import StoredArray, list_arrays
+from mlxsrv.formats.files import UnusableFile
 
 Architecture = Literal["standard", "jumprelu", "topk", "batch_topk", "gated"]
-Source = Literal["saelens", "gemma_scope", "sparsify"]
-Role = Literal[
+SAESource = Literal["saelens", "gemma_scope", "sparsify"]
+SAETensorRole = Literal[
     "encoder",
     "decoder",
     "encoder_bias",
@@ -31,15 +31,15 @@ Role = Literal[
 _LARGEST = 2**22  # features: a row of as many float32 is what is read at once
 
 
-class Part(NamedTuple):
+class SAETensor(NamedTuple):
     """One array of an SAE. Of a matrix, `by_feature` says that a row in the file is a feature."""
 
-    role: Role
-    stored: Stored
+    role: SAETensorRole
+    stored: StoredArray
     by_feature: bool
 
 
-_COMMON: dict[str, Role] = {
+_COMMON: dict[str, SAETensorRole] = {
     "W_enc": "encoder",
     "W_dec": "decoder",
     "b_enc": "encoder_bias",
@@ -51,7 +51,7 @@ _COMMON: dict[str, Role] = {
     "r_mag": "magnitude_scale",
     "scaling_factor": "ones",
 }
-_NAMES: dict[Source, dict[str, Role]] = {
+_NAMES: dict[SAESource, dict[str, SAETensorRole]] = {
     "saelens": _COMMON,
     "gemma_scope": _COMMON | {"w_enc": "encoder", "w_dec": "decoder"},
     "sparsify": {
@@ -61,14 +61,14 @@ _NAMES: dict[Source, dict[str, Role]] = {
         "b_dec": "decoder_bias",
     },
 }
-_BY_FEATURE: dict[Source, tuple[Role, ...]] = {
+_BY_FEATURE: dict[SAESource, tuple[SAETensorRole, ...]] = {
     "saelens": ("decoder",),
     "gemma_scope": ("decoder",),
     "sparsify": ("encoder", "decoder"),
 }
 """Matrices that are `(d_sae, d_in)` by custom; the others are `(d_in, d_sae)`."""
-_GATES: tuple[Role, ...] = ("gate_bias", "magnitude_bias", "magnitude_scale")
-BIASES: dict[Architecture, tuple[Role, ...]] = {
+_GATES: tuple[SAETensorRole, ...] = ("gate_bias", "magnitude_bias", "magnitude_scale")
+BIASES: dict[Architecture, tuple[SAETensorRole, ...]] = {
     "standard": ("encoder_bias",),
     "topk": ("encoder_bias",),
     "batch_topk": ("encoder_bias",),
@@ -78,33 +78,35 @@ BIASES: dict[Architecture, tuple[Role, ...]] = {
 """What each kind has besides its matrices and the decoder's bias, of `d_sae` numbers each."""
 
 
-def list_parts(weights: Path, source: Source, architecture: Architecture) -> dict[Role, Part]:
+def list_sae_tensors(
+    weights: Path, source: SAESource, architecture: Architecture
+) -> dict[SAETensorRole, SAETensor]:
     """The arrays of an SAE, which fit one another.
 
     Raises:
-        Unhealthy: they do not, one is missing, or there are others.
+        UnusableFile: they do not, one is missing, or there are others.
     """
     names = _NAMES[source]
-    parts: dict[Role, Part] = {}
+    tensors: dict[SAETensorRole, SAETensor] = {}
     for name, stored in list_arrays(weights).items():
         role = names.get(name)
-        if role is None or role in parts:
+        if role is None or role in tensors:
             refuse(f"{weights.name!r} holds {short(name)}, which no SAE of its kind has")
-        parts[role] = Part(role, stored, role in _BY_FEATURE[source])
+        tensors[role] = SAETensor(role, stored, role in _BY_FEATURE[source])
     needed = ("encoder", "decoder", "decoder_bias", *BIASES[architecture])
     spare = {"ones", *(("threshold",) if architecture == "batch_topk" else ())}
-    if missing := [role for role in needed if role not in parts]:
+    if missing := [role for role in needed if role not in tensors]:
         refuse(f"{weights.name!r} holds no {missing[0].replace('_', ' ')}")
-    if odd := [role for role in parts if role not in needed and role not in spare]:
+    if odd := [role for role in tensors if role not in needed and role not in spare]:
         refuse(f"{weights.name!r} holds a {odd[0].replace('_', ' ')}; {architecture} has none")
-    d_in, d_sae = sizes(parts)
-    return {role: _fit(weights, part, d_in, d_sae) for role, part in parts.items()}
+    d_in, d_sae = sizes(tensors)
+    return {role: _fit(weights, tensor, d_in, d_sae) for role, tensor in tensors.items()}
 
 
-def sizes(parts: dict[Role, Part]) -> tuple[int, int]:
+def sizes(tensors: dict[SAETensorRole, SAETensor]) -> tuple[int, int]:
     """The width of the model and the number of features, by the vectors of each."""
-    bias = parts["encoder_bias" if "encoder_bias" in parts else "gate_bias"].stored.shape
-    width = parts["decoder_bias"].stored.shape
+    bias = tensors["encoder_bias" if "encoder_bias" in tensors else "gate_bias"].stored.shape
+    width = tensors["decoder_bias"].stored.shape
     if len(bias) != 1 or len(width) != 1:
         refuse("a bias of it is not a vector")
     if not (0 < bias[0] <= _LARGEST and 0 < width[0] <= _LARGEST):
@@ -112,23 +114,23 @@ def sizes(parts: dict[Role, Part]) -> tuple[int, int]:
     return width[0], bias[0]
 
 
-def _fit(weights: Path, part: Part, d_in: int, d_sae: int) -> Part:
-    role, stored, by_feature = part
+def _fit(weights: Path, tensor: SAETensor, d_in: int, d_sae: int) -> SAETensor:
+    role, stored, by_feature = tensor
     if role in ("encoder", "decoder") and sorted(stored.shape) == sorted((d_in, d_sae)):
         if d_in != d_sae:
             by_feature = stored.shape == (d_sae, d_in)
-        return Part(role, stored, by_feature != stored.swapped)
+        return SAETensor(role, stored, by_feature != stored.swapped)
     one = role in ("threshold", "ones") and stored.shape in ((), (1,))  # for all features
     if one or stored.shape == ((d_in,) if role == "decoder_bias" else (d_sae,)):
-        return part
-    raise Unhealthy(
+        return tensor
+    raise UnusableFile(
         f"the {role.replace('_', ' ')} in {weights.name!r} is {stored.shape}, where there are "
         f"{d_sae} features of width {d_in}"
     )
 
 
 def refuse(reason: str) -> NoReturn:
-    raise Unhealthy(reason)
+    raise UnusableFile(reason)
 
 
 def short(value: object) -> str:

@@ -14,7 +14,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from mlxsrv.formats.headers import Object, Tensor, Unhealthy
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.json_files import JSONObject, text_config
+from mlxsrv.formats.safetensors import Tensor
 
 MOST_LAYERS = 1000
 """Of any model; the deepest that there are have some two hundred."""
@@ -38,8 +40,8 @@ _SPARE = 64  # layers, of parts that a conversion leaves out
 _DEEPEST = 3  # configs in configs
 
 
-def check_shape(config: Object, tensors: Mapping[str, Tensor]) -> None:
-    """Raises Unhealthy if a model of these sizes could never have these tensors."""
+def check_shape(config: JSONObject, tensors: Mapping[str, Tensor]) -> None:
+    """Raises UnusableFile if a model of these sizes could never have these tensors."""
     named = {name[: found.end()] for name in tensors for found in re.finditer(r"\d+", name)}
     most = min(_ROOM * len(named) + _SPARE, MOST_LAYERS)
     for key, value in _depths(config):
@@ -47,26 +49,17 @@ def check_shape(config: Object, tensors: Mapping[str, Tensor]) -> None:
             _refuse(key, value, "its weights are not of so many layers")
     sizes = [size for tensor in tensors.values() for size in tensor.shape]
     largest = _ROOM * max([len(tensors), *sizes])
-    inner = config.get("text_config")
-    for place in (config, inner if isinstance(inner, dict) else {}):
+    for place in (config, text_config(config)):
         for key in _SIZES & place.keys():
             if type(place[key]) is int and place[key] > largest:
                 _refuse(key, place[key], "no tensor in its weights is of such a size")
 
 
-def check_rank(rank: object, tensors: Mapping[str, Tensor]) -> None:
-    """Raises Unhealthy if a LoRA adapter of this rank could never have these tensors."""
-    for name, tensor in tensors.items():
-        if name.endswith(".lora_a") and rank in tensor.shape:
-            return
-    raise Unhealthy(f"its rank is {str(rank)[:100]}, and it has no such lora_a")
-
-
 def _refuse(key: str, value: int, why: str) -> None:
-    raise Unhealthy(f"'config.json' has {str(value)[:20]} for {key}, and {why}")
+    raise UnusableFile(f"'config.json' has {str(value)[:20]} for {key}, and {why}")
 
 
-def _depths(config: Object, depth: int = 0) -> Iterator[tuple[str, int]]:
+def _depths(config: JSONObject, depth: int = 0) -> Iterator[tuple[str, int]]:
     """How many layers a config asks for, by its keys; those of configs inside too.
 
     How weights are packed is no such config: it may name each matrix that is not.

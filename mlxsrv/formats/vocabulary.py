@@ -8,8 +8,8 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.formats.folders import read_start
-from mlxsrv.formats.headers import LONGEST_TEXT, Object
+from mlxsrv.formats.files import LONGEST_TEXT, read_start
+from mlxsrv.formats.json_files import JSONObject
 
 _THINKING = (
     ("<think>", "</think>"),
@@ -33,13 +33,13 @@ class _File(msgspec.Struct):
 _decode = msgspec.json.Decoder(_File).decode
 
 
-def thinks(folder: Path, files: Iterable[str], settings: Object) -> bool:
+def has_thinking_tokens(folder: Path, files: Iterable[str], settings: JSONObject) -> bool:
     """Whether the tokenizer has marks of thoughts; `settings` are of `tokenizer_config.json`."""
     added = _listed(settings) | _added(folder, files)
     return any(start in added and end in added for start, end in _THINKING)
 
 
-def _listed(settings: Object) -> set[str]:
+def _listed(settings: JSONObject) -> set[str]:
     listed = settings.get("added_tokens_decoder")
     tokens = listed.values() if isinstance(listed, dict) else ()
     return {_text(token.get("content")) for token in tokens if isinstance(token, dict)}

@@ -28,7 +28,7 @@ import anyio.to_thread
 import msgspec
 
 from mlxsrv.errors import InvalidRequest, SAEExists, SAENotFound, ServeError, ShuttingDown
-from mlxsrv.formats.folders import signature
+from mlxsrv.formats.files import signature
 from mlxsrv.formats.sae_files import SAEFile, find_saes, read_sae
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue import hub_cache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mlxsrv.errors import UnsupportedParameter
-from mlxsrv.text.tools import Dialect
+from mlxsrv.text.tools import ToolDialect
 from mlxsrv.wire.constraints import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
 from mlxsrv.wire.requests import ChatRequest, GenerationRequest, NamedTool
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 
-class Guide(msgspec.Struct, frozen=True):
+class ConstraintSpec(msgspec.Struct, frozen=True):
     """A grammar, and the request's field that asks for it."""
 
     spec: GrammarSpec
     param: str
 
 
-def guide_chat(request: ChatRequest, dialect: Dialect | None) -> Guide | None:
+def chat_constraint(request: ChatRequest, dialect: ToolDialect | None) -> ConstraintSpec | None:
     """What a chat's answer must follow; `dialect` is how its tools are called.
 
     A tool that must be called leaves no room for anything else. With tools that may be called, a
@@ -50,13 +50,13 @@ def guide_chat(request: ChatRequest, dialect: Dialect | None) -> Guide | None:
     return _guide_calls(request, dialect, form.param, otherwise=form)
 
 
-def guide_text(request: GenerationRequest) -> Guide | None:
+def text_constraint(request: GenerationRequest) -> ConstraintSpec | None:
     """What any answer must follow, tools aside."""
     form = next(iter(request.forms), None)
     return _guide_form(form)
 
 
-def _guide_form(form: Form | None) -> Guide | None:
+def _guide_form(form: Form | None) -> ConstraintSpec | None:
     from mlxsrv.prompts.grammars.specs import (
         GrammarSpec,  # with the engine: MLX is not imported before
     )
@@ -65,24 +65,28 @@ def _guide_form(form: Form | None) -> Guide | None:
         case None:
             return None
         case RegexForm(param=param, regex=regex):
-            return Guide(GrammarSpec("regex", regex), param)
+            return ConstraintSpec(GrammarSpec("regex", regex), param)
         case GrammarForm(param=param, text=text):
-            return Guide(GrammarSpec("gbnf" if _GBNF.search(text) else "lark", text), param)
+            return ConstraintSpec(
+                GrammarSpec("gbnf" if _GBNF.search(text) else "lark", text), param
+            )
         case ChoiceForm(param=param, choices=choices):
-            return Guide(GrammarSpec("choice", msgspec.json.encode(choices).decode()), param)
+            return ConstraintSpec(
+                GrammarSpec("choice", msgspec.json.encode(choices).decode()), param
+            )
         case JSONForm(param=param, schema={"type": "object", **rest}, compact=False) if not rest:
-            return Guide(GrammarSpec("json_object"), param)
+            return ConstraintSpec(GrammarSpec("json_object"), param)
         case JSONForm(param=param, schema=schema, compact=compact):
             text = msgspec.json.encode(schema).decode()
-            return Guide(GrammarSpec("json_schema", text, compact), param)
+            return ConstraintSpec(GrammarSpec("json_schema", text, compact), param)
 
 
 def _guide_calls(
     request: ChatRequest,
-    dialect: Dialect | None,
+    dialect: ToolDialect | None,
     param: str,
     otherwise: JSONForm | None = None,
-) -> Guide:
+) -> ConstraintSpec:
     from mlxsrv.prompts.grammars.specs import tool_grammar
 
     if dialect is None or not dialect.json or not dialect.end:
@@ -106,4 +110,4 @@ def _guide_calls(
         otherwise=None if otherwise is None else otherwise.schema,
         compact=otherwise is not None and otherwise.compact,
     )
-    return Guide(spec, param)
+    return ConstraintSpec(spec, param)

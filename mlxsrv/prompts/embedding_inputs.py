@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mlxsrv.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
-from mlxsrv.formats.pooling import Recipe
-from mlxsrv.prompts.encoding import Cut, Limit
+from mlxsrv.formats.pooling import PoolingConfig
+from mlxsrv.prompts.encoding import TokenBudget, Truncation
 from mlxsrv.prompts.planning import check_ids, check_length
-from mlxsrv.wire.embeddings import EmbeddingRequest, Truncation
+from mlxsrv.wire.embeddings import EmbeddingRequest, TruncationFields
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ _PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
 """What models call the prompts that a client chooses by `input_type`."""
 
 
-class Passages(msgspec.Struct, frozen=True):
+class EmbeddingInputs(msgspec.Struct, frozen=True):
     """Texts as token ids; of pairs, how many tokens come before each second text."""
 
     texts: tuple[tuple[int, ...], ...]
@@ -37,21 +37,24 @@ class Passages(msgspec.Struct, frozen=True):
 
 
 def plan_embedding(
-    request: EmbeddingRequest, recipe: Recipe, longest: int | None, tokenizer: Tokenizer
-) -> Passages:
+    request: EmbeddingRequest,
+    config: PoolingConfig,
+    longest: int | None,
+    tokenizer: Tokenizer,
+) -> EmbeddingInputs:
     """The texts with their prompt, each of at most `longest` tokens: those that the tokenizer
     gives, or the client.
 
     Raises:
         InvalidRequest, ContextLengthExceeded, UnsupportedParameter
     """
-    prompt, cut = _prompt(request, recipe), _cut(request, longest)
+    prompt, cut = _prompt(request, config), _cut(request, longest)
     texts: list[tuple[int, ...]] = []
     for i, text in enumerate(request.texts):
         path = request.path(i)
         limit = _limit(longest, path)
         if isinstance(text, str):
-            whole = _cased(prompt + text, recipe)
+            whole = _cased(prompt + text, config)
             tokens = tokenizer.split(whole, special=True, limit=limit, cut=cut)
         else:
             check_length(text, limit if cut is None else None)
@@ -59,38 +62,38 @@ def plan_embedding(
             tokens = text if cut is None else _cut_ids(text, cut)
         _check_length(tokens, longest, path)
         texts.append(tuple(tokens))
-    return Passages(tuple(texts))
+    return EmbeddingInputs(tuple(texts))
 
 
 def plan_texts(
     texts: Sequence[tuple[str, str]],
-    request: Truncation,
-    recipe: Recipe,
+    request: TruncationFields,
+    config: PoolingConfig,
     longest: int | None,
     tokenizer: Tokenizer,
-) -> Passages:
+) -> EmbeddingInputs:
     """Texts, each with its path in the request, as they are embedded where nothing else is asked.
 
     Raises:
         InvalidRequest, ContextLengthExceeded
     """
-    prompt = recipe.prompts.get(recipe.default_prompt or "", "")
+    prompt = config.prompts.get(config.default_prompt or "", "")
     cut = _cut(request, longest)
     made: list[tuple[int, ...]] = []
     for text, path in texts:
-        whole, limit = _cased(prompt + text, recipe), _limit(longest, path)
+        whole, limit = _cased(prompt + text, config), _limit(longest, path)
         tokens = tokenizer.split(whole, special=True, limit=limit, cut=cut)
         _check_length(tokens, longest, path)
         made.append(tuple(tokens))
-    return Passages(tuple(made))
+    return EmbeddingInputs(tuple(made))
 
 
 def plan_pairs(
     pairs: Sequence[tuple[str, str, str]],
-    request: Truncation,
+    request: TruncationFields,
     longest: int | None,
     tokenizer: Tokenizer,
-) -> Passages:
+) -> EmbeddingInputs:
     """Pairs of texts as a cross-encoder reads them, each with the path that is to blame where it is
     too long.
 
@@ -105,14 +108,14 @@ def plan_pairs(
         _check_length(tokens, longest, path)
         texts.append(tuple(tokens))
         firsts.append(first)
-    return Passages(tuple(texts), tuple(firsts))
+    return EmbeddingInputs(tuple(texts), tuple(firsts))
 
 
-def _cased(text: str, recipe: Recipe) -> str:
-    return text.lower() if recipe.lowercase else text
+def _cased(text: str, config: PoolingConfig) -> str:
+    return text.lower() if config.lowercase else text
 
 
-def _cut(request: Truncation, longest: int | None) -> Cut | None:
+def _cut(request: TruncationFields, longest: int | None) -> Truncation | None:
     """How texts are cut, if they are to be. Raises InvalidRequest."""
     asked = request.truncate_prompt_tokens
     if asked is not None and asked > 0:
@@ -122,24 +125,24 @@ def _cut(request: Truncation, longest: int | None) -> Cut | None:
                 f"length of {longest} tokens",
                 param="truncate_prompt_tokens",
             )
-        return Cut(asked, request.cut_side)
+        return Truncation(asked, request.cut_side)
     if not request.truncates or longest is None:
         return None
-    return Cut(longest, request.cut_side)
+    return Truncation(longest, request.cut_side)
 
 
-def _cut_ids(tokens: list[int], cut: Cut) -> list[int]:
+def _cut_ids(tokens: list[int], cut: Truncation) -> list[int]:
     return tokens[: cut.tokens] if cut.side == "right" else tokens[-cut.tokens :]
 
 
-def _limit(longest: int | None, path: str) -> Limit | None:
-    return None if longest is None else Limit(longest, path)
+def _limit(longest: int | None, path: str) -> TokenBudget | None:
+    return None if longest is None else TokenBudget(longest, path)
 
 
-def _prompt(request: EmbeddingRequest, recipe: Recipe) -> str:
+def _prompt(request: EmbeddingRequest, config: PoolingConfig) -> str:
     """What is written before each text."""
     names = _PROMPTS["query" if request.instruction else request.input_type or "document"]
-    found = next((recipe.prompts[name] for name in names if name in recipe.prompts), "")
+    found = next((config.prompts[name] for name in names if name in config.prompts), "")
     if request.instruction is not None:
         if not _INSTRUCTION.search(found):
             raise UnsupportedParameter(
@@ -148,7 +151,7 @@ def _prompt(request: EmbeddingRequest, recipe: Recipe) -> str:
             )
         return _INSTRUCTION.sub(lambda _: request.instruction or "", found)
     if request.input_type is None:
-        return recipe.prompts.get(recipe.default_prompt or "", "")
+        return config.prompts.get(config.default_prompt or "", "")
     return found
 
 

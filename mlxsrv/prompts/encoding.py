@@ -23,7 +23,7 @@ from mlxsrv.prompts.widths import widest_token
 if TYPE_CHECKING:
     import re
 
-PIECE = 32 * 1024
+PIECE_CHARACTERS = 32 * 1024
 """Characters; some ten milliseconds of work."""
 
 
@@ -34,7 +34,7 @@ _MOST_CUT = 16  # times a cut's tokens, of a text that is left to the tokenizer 
 _UNSURE = 64  # tokens behind a cut: they may be others than without
 
 
-class Limit(msgspec.Struct, frozen=True):
+class TokenBudget(msgspec.Struct, frozen=True):
     """How many tokens a text may have, and where in its request it stands."""
 
     tokens: int
@@ -47,7 +47,7 @@ class Limit(msgspec.Struct, frozen=True):
         )
 
 
-class Cut(msgspec.Struct, frozen=True):
+class Truncation(msgspec.Struct, frozen=True):
     """Texts are cut to at most so many tokens, at one side."""
 
     tokens: int
@@ -58,14 +58,14 @@ class Pause(Protocol):
     """Called between two texts or pieces, after so many `characters` since the last call. It may
     let another thread use the tokenizer meanwhile, and raises to end the work."""
 
-    def __call__(self, characters: int = PIECE, /) -> None: ...
+    def __call__(self, characters: int = PIECE_CHARACTERS, /) -> None: ...
 
 
-def _go_on(characters: int = PIECE) -> None:
+def _go_on(characters: int = PIECE_CHARACTERS) -> None:
     """Nobody else waits."""
 
 
-class Encoder:
+class IncrementalEncoder:
     """The texts of one model -> token ids. Not for concurrent use.
 
     Args:
@@ -79,14 +79,14 @@ class Encoder:
         self._wrapper = wrapper
         self.pause: Pause = _go_on
 
-    def encode(self, text: str, *, special: bool, limit: Limit | None = None) -> list[int]:
+    def encode(self, text: str, *, special: bool, limit: TokenBudget | None = None) -> list[int]:
         """The ids of a text, with those that the tokenizer puts around one if `special`.
 
         Raises:
             ServeError: the limit's refusal. Tokens of a text that fits a piece are for the caller
                 to count.
         """
-        if len(text) <= PIECE:
+        if len(text) <= PIECE_CHARACTERS:
             self.pause(len(text))
             return list(self._wrapper.encode(text, add_special_tokens=special))
         if limit is not None:
@@ -102,7 +102,7 @@ class Encoder:
                 raise limit.refusal(f"; the text has more, in {len(text.encode())} bytes")
         return tokens + after
 
-    def shorten(self, text: str, cut: Cut) -> str:
+    def shorten(self, text: str, cut: Truncation) -> str:
         """A part of the text, hardly longer than the cut has it, whose tokens at the side that is
         kept are those of the whole.
 
@@ -132,9 +132,9 @@ class Encoder:
             )
         return text
 
-    def _skip(self, text: str, cut: Cut) -> str:
+    def _skip(self, text: str, cut: Truncation) -> str:
         """Whole pieces of a long text, as many as have enough tokens."""
-        if len(text) <= PIECE or self._cuts is None:
+        if len(text) <= PIECE_CHARACTERS or self._cuts is None:
             return text
         pieces, right = _pieces(text, self._cuts), cut.side == "right"
         kept: list[str] = []
@@ -149,7 +149,7 @@ class Encoder:
 
     def end(self, text: str, last: int) -> str:
         """So much of a text's end that its `last` tokens are in it; all, if that is not known."""
-        if len(text) <= PIECE or self.widest is None:
+        if len(text) <= PIECE_CHARACTERS or self.widest is None:
             return text
         return text[-(last + _UNSURE) * self.widest :]
 
@@ -158,7 +158,7 @@ class Encoder:
             return list(self._wrapper.encode(text, add_special_tokens=special))
         return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
-    def _check_bytes(self, text: str, limit: Limit) -> None:
+    def _check_bytes(self, text: str, limit: TokenBudget) -> None:
         """Raises the limit's refusal if the text has too many tokens whatever they are."""
         if self.widest is None:
             return
@@ -211,10 +211,10 @@ class Encoder:
 
 
 def _pieces(text: str, cuts: re.Pattern[str]) -> Iterator[str]:
-    """The text in pieces of at least PIECE characters, cut where it may be."""
+    """The text in pieces of at least PIECE_CHARACTERS characters, cut where it may be."""
     begin = 0
     while begin < len(text):
-        cut = cuts.search(text, begin + PIECE)
+        cut = cuts.search(text, begin + PIECE_CHARACTERS)
         end = len(text) if cut is None else cut.start()
         yield text[begin:end]
         begin = end

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from mlxsrv.prompts.encoding import Limit
-from mlxsrv.text.infill import File, Part, find_family, lay_out, to_tokens
+from mlxsrv.prompts.encoding import TokenBudget
+from mlxsrv.text.infill import InfillText, ProjectFile, find_family, lay_out, to_tokens
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
@@ -21,8 +21,8 @@ def infill(
     tokenizer: Tokenizer,
     prefix: str,
     suffix: str,
-    files: Sequence[File] = (),
-    limit: Limit | None = None,
+    files: Sequence[ProjectFile] = (),
+    limit: TokenBudget | None = None,
 ) -> Prompt | None:
     """What is to be written between two texts; None: the model has no tokens for that.
 
@@ -42,7 +42,7 @@ def infill(
     return structs.replace(tokenizer.given(tokens), ends=ends)
 
 
-def _split(tokenizer: Tokenizer, limit: Limit | None, part: Part) -> list[int]:
+def _split(tokenizer: Tokenizer, limit: TokenBudget | None, part: InfillText) -> list[int]:
     """A text within a prompt. Where the tokenizer writes a space before each text, it is cut off
     behind a sign."""
     if not (part.joined and tokenizer.strips_first_space):

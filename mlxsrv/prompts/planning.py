@@ -13,11 +13,11 @@ from mlxsrv.errors import (
     UnsupportedParameter,
 )
 from mlxsrv.events import Bans
-from mlxsrv.prompts.constraints import Guide, guide_chat, guide_text
-from mlxsrv.prompts.encoding import Limit
+from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
+from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
-from mlxsrv.text.infill import File
-from mlxsrv.text.tools import Dialect, ToolCalls
+from mlxsrv.text.infill import ProjectFile
+from mlxsrv.text.tools import ToolCalls, ToolDialect
 from mlxsrv.wire.infill import InfillRequest
 from mlxsrv.wire.requests import (
     ChatRequest,
@@ -91,30 +91,32 @@ def _tool_call(call: ToolCall, where: str, arguments: str = "function.arguments"
     }
 
 
-class Plan(msgspec.Struct, frozen=True):
+class PromptPlan(msgspec.Struct, frozen=True):
     """What a worker thread finds out before a request's jobs can be made.
 
     `paths` says where in the request each prompt is.
     `dialect` is how the model calls the tools that it was given, `parallel` whether it may call
-    more than one; `guide` is what the answers must follow, `bans` what they may not have.
+    more than one; `constraint` is what the answers must follow, `bans` what they may not have.
     """
 
     prompts: list[Prompt]
     paths: list[str]
-    dialect: Dialect | None = None
+    dialect: ToolDialect | None = None
     parallel: bool = True
-    guide: Guide | None = None
+    constraint: ConstraintSpec | None = None
     bans: Bans | None = None
 
     def tool_calls(self) -> ToolCalls | None:
         """A new stage for one answer's calls."""
         if self.dialect is None:
             return None
-        bound = self.guide is not None
+        bound = self.constraint is not None
         return ToolCalls(self.dialect, parallel=self.parallel, bound=bound)
 
 
-def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer: Tokenizer) -> Plan:
+def plan_chat(
+    request: ChatRequest, messages: Sequence[PlainMessage], tokenizer: Tokenizer
+) -> PromptPlan:
     """The chat as the model's template writes it, and what the answer must follow.
 
     Raises:
@@ -139,12 +141,12 @@ def plan_chat(request: ChatRequest, messages: Sequence[PlainMessage], tokenizer:
         limit=tokenizer.limit("messages"),
         last=_last(request, tokenizer),
     )
-    return Plan(
+    return PromptPlan(
         [prompt],
         ["messages"],
         dialect=dialect,
         parallel=request.parallel_tool_calls is not False,
-        guide=_prepared(guide_chat(request, dialect), tokenizer),
+        constraint=_prepared(chat_constraint(request, dialect), tokenizer),
         bans=_bans(request, tokenizer),
     )
 
@@ -178,11 +180,11 @@ def _last(request: GenerationRequest, tokenizer: Tokenizer) -> int | None:
     return context - min(half if request.limit is None else request.limit, half)
 
 
-def _prepared(guide: Guide | None, tokenizer: Tokenizer) -> Guide | None:
-    """The guide, once what it needs of the tokenizer is read: compiling does without."""
-    if guide is not None:
-        tokenizer.grammars.prepare(param=guide.param)
-    return guide
+def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> ConstraintSpec | None:
+    """The constraint, once what it needs of the tokenizer is read: compiling does without."""
+    if constraint is not None:
+        tokenizer.grammars.prepare(param=constraint.param)
+    return constraint
 
 
 def _offered(request: ChatRequest) -> list[dict[str, Any]]:
@@ -194,7 +196,7 @@ def _offered(request: ChatRequest) -> list[dict[str, Any]]:
 
 def plan_completion(
     request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
-) -> Plan:
+) -> PromptPlan:
     """The prompts of a text completion, ids checked: MLX reads past the end of a table.
 
     Raises:
@@ -213,7 +215,7 @@ def plan_completion(
 
 def _plan_suffix(
     request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
-) -> Plan:
+) -> PromptPlan:
     """The texts between each prompt and the suffix. A decoded request has prompts of text only."""
     _require_whole(request)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -228,7 +230,7 @@ def _plan_suffix(
     return _plan_text(request, found, paths, tokenizer)
 
 
-def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> Plan:
+def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> PromptPlan:
     """The text between prefix and suffix. `prompt` is what has been written of it already.
 
     Raises:
@@ -236,7 +238,7 @@ def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> Plan:
     """
     _check_biases(request, tokenizer)
     _require_whole(request)
-    files = [File(each.filename, each.text) for each in request.input_extra or ()]
+    files = [ProjectFile(each.filename, each.text) for each in request.input_extra or ()]
     prefix = request.input_prefix + (request.prompt or "")
     limit = tokenizer.limit("input_prefix")
     prompt = infill(tokenizer, prefix, request.input_suffix, files, limit)
@@ -259,11 +261,11 @@ def _require_whole(request: GenerationRequest) -> None:
 
 def _plan_text(
     request: GenerationRequest, prompts: list[Prompt], paths: list[str], tokenizer: Tokenizer
-) -> Plan:
-    return Plan(
+) -> PromptPlan:
+    return PromptPlan(
         prompts,
         paths,
-        guide=_prepared(guide_text(request), tokenizer),
+        constraint=_prepared(text_constraint(request), tokenizer),
         bans=_bans(request, tokenizer),
     )
 
@@ -288,7 +290,7 @@ def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer, last: int 
     return encoded
 
 
-def check_length(tokens: Sequence[int], limit: Limit | None) -> None:
+def check_length(tokens: Sequence[int], limit: TokenBudget | None) -> None:
     """Raises ContextLengthExceeded."""
     if limit is not None and len(tokens) > limit.tokens:
         raise limit.refusal(f"; the text has {len(tokens)}")

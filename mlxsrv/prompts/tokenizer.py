@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +24,19 @@ from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.prompts.encoding import PIECE, Cut, Encoder, Limit, Pause
+from mlxsrv.prompts.encoding import (
+    PIECE_CHARACTERS,
+    IncrementalEncoder,
+    Pause,
+    TokenBudget,
+    Truncation,
+)
+from mlxsrv.prompts.model_defaults import (
+    end_tokens,
+    read_config,
+    sampling_defaults,
+    vocabulary_size,
+)
 from mlxsrv.prompts.templates import write
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.detokenize import (
@@ -37,7 +48,7 @@ from mlxsrv.text.detokenize import (
 )
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import Dialect, ToolCalls
+from mlxsrv.text.tools import ToolCalls, ToolDialect
 
 # End-of-turn tokens by family. Published models forget to list theirs often enough, so one that
 # the chat template ends a turn with counts, in chats.
@@ -78,7 +89,7 @@ _RENDERED = frozenset({"self", "conversations", "messages"})
 
 
 if TYPE_CHECKING:
-    from mlxsrv.prompts.grammars.grammar import Grammars
+    from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -91,16 +102,6 @@ class Prompt(msgspec.Struct, frozen=True):
     thinking: bool = False
     checkpoint: int = 0
     ends: frozenset[int] = frozenset()
-
-
-class Defaults(msgspec.Struct, frozen=True):
-    """Sampling parameters that the model's `generation_config.json` gives, if any."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
 
 
 class Tokenizer:
@@ -120,20 +121,19 @@ class Tokenizer:
     """
 
     def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
-        config = _read_json(folder / "config.json")
-        generation = _read_json(folder / "generation_config.json")
+        config = read_config(folder / "config.json")
+        generation = read_config(folder / "generation_config.json")
         extra = {"trust_remote_code": True} if trust_remote_code else None
         self._wrapper: TokenizerWrapper = load_tokenizer(folder, extra)
-        self._encoder = Encoder(self._wrapper)
-        self.end_tokens = _end_tokens(self._wrapper, config, generation)
-        self.defaults = _defaults(generation)
-        text_config = config.get("text_config") or {}
-        self.vocabulary = _first_int(("vocab_size",), config, text_config) or len(self._wrapper)
+        self._encoder = IncrementalEncoder(self._wrapper)
+        self.end_tokens = end_tokens(self._wrapper.eos_token_ids, config, generation)
+        self.defaults = sampling_defaults(generation)
+        self.vocabulary = vocabulary_size(config) or len(self._wrapper)
         self.thinks: bool = self._wrapper.has_thinking
         self.marks_checkpoints = False  # set by the pool, for models whose caches cannot be cut
         self.context: int | None = None  # tokens; set by the pool
         self._reserved = _RENDERED.union(inspect.signature(self._apply_template()).parameters)
-        self._grammars: Grammars | None = None
+        self._grammars: GrammarCompiler | None = None
         self.turn_ends = self.end_tokens | self._template_ends()
         self._derive_detokenizer()
 
@@ -172,11 +172,13 @@ class Tokenizer:
         """Have `pause` called between two texts, or two pieces of a long one."""
         self._encoder.pause = pause
 
-    def limit(self, param: str) -> Limit | None:
+    def limit(self, param: str) -> TokenBudget | None:
         """What the context allows the text at `param`, if it has an end."""
-        return None if self.context is None else Limit(self.context, param)
+        return None if self.context is None else TokenBudget(self.context, param)
 
-    def encode(self, text: str, limit: Limit | None = None, last: int | None = None) -> Prompt:
+    def encode(
+        self, text: str, limit: TokenBudget | None = None, last: int | None = None
+    ) -> Prompt:
         """A text to be continued. Starts with the model's start token if it has one. Or the `last`
         so many tokens of that.
 
@@ -188,7 +190,7 @@ class Tokenizer:
         return self._cut(Prompt(self._read(text, special, limit, last), text), last)
 
     def _read(
-        self, text: str, special: bool, limit: Limit | None, last: int | None
+        self, text: str, special: bool, limit: TokenBudget | None, last: int | None
     ) -> tuple[int, ...]:
         """The token ids of a text: not all where only the `last` are wanted."""
         if last is not None:
@@ -212,7 +214,12 @@ class Tokenizer:
         return dict(self._wrapper.get_vocab())
 
     def split(
-        self, text: str, *, special: bool, limit: Limit | None = None, cut: Cut | None = None
+        self,
+        text: str,
+        *,
+        special: bool,
+        limit: TokenBudget | None = None,
+        cut: Truncation | None = None,
     ) -> list[int]:
         """The token ids of a text, with those that the tokenizer puts around one if `special`.
 
@@ -234,7 +241,11 @@ class Tokenizer:
         return [spelling for spelling in dict.fromkeys(found) if spelling]
 
     def pair(
-        self, first: str, second: str, limit: Limit | None = None, cut: Cut | None = None
+        self,
+        first: str,
+        second: str,
+        limit: TokenBudget | None = None,
+        cut: Truncation | None = None,
     ) -> tuple[list[int], int]:
         """Two texts as one, as a cross-encoder reads them; and how many tokens belong to the first,
         if the model tells them apart. Where it is to be cut, the longer of the two is.
@@ -246,7 +257,7 @@ class Tokenizer:
         if cut is not None:
             first, second = (self._encoder.shorten(text, cut) for text in (first, second))
         for text in (first, second) if cut is None and limit is not None else ():
-            if len(text) > PIECE:
+            if len(text) > PIECE_CHARACTERS:
                 self._encoder.encode(text, special=False, limit=limit)
         with self._cutting(cut, pair=True) as options:
             encoded = self._wrapper._tokenizer(first, second, return_token_type_ids=True, **options)
@@ -254,7 +265,7 @@ class Tokenizer:
         return list(encoded["input_ids"]), types.index(1) if 1 in types else len(types)
 
     @contextmanager
-    def _cutting(self, cut: Cut | None, *, pair: bool) -> Iterator[dict[str, Any]]:
+    def _cutting(self, cut: Truncation | None, *, pair: bool) -> Iterator[dict[str, Any]]:
         """What makes the tokenizer cut, which leaves its special tokens where they belong.
 
         Raises InvalidRequest if they alone are too many.
@@ -306,7 +317,7 @@ class Tokenizer:
         answers: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template: str | None = None,
-        limit: Limit | None = None,
+        limit: TokenBudget | None = None,
         last: int | None = None,
     ) -> Prompt:
         """A chat through the model's template.
@@ -387,12 +398,12 @@ class Tokenizer:
             min_tokens=min_tokens,
         )
 
-    def dialect(self, tools: Sequence[Mapping[str, Any]]) -> Dialect | None:
+    def dialect(self, tools: Sequence[Mapping[str, Any]]) -> ToolDialect | None:
         """How the model calls these tools, if it is known."""
         if not self._wrapper.has_tool_calling:
             return None
         parse, given = self._wrapper.tool_parser, list(tools)
-        return Dialect(
+        return ToolDialect(
             start=self._wrapper.tool_call_start,
             end=self._wrapper.tool_call_end,
             # By position: the parsers do not agree on the name.
@@ -402,12 +413,12 @@ class Tokenizer:
         )
 
     @property
-    def grammars(self) -> Grammars:
+    def grammars(self) -> GrammarCompiler:
         """What answers may be bound to; made on first use, which imports its library."""
         if self._grammars is None:
-            from mlxsrv.prompts.grammars.grammar import Grammars
+            from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 
-            self._grammars = Grammars(
+            self._grammars = GrammarCompiler(
                 self._wrapper._tokenizer,
                 vocabulary=self.vocabulary,
                 end_tokens=self.turn_ends,
@@ -505,39 +516,3 @@ class Tokenizer:
         table = self._call_table if calls else self._chat_table if chat else self._text_table
         # In a completion the space belongs between the prompt and what follows it.
         return Detokenizer(table, strip_first_space=chat and self.strips_first_space)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The object in a file, or nothing, as mlx-lm does with files that are missing or broken."""
-    try:
-        # Not msgspec: configs of recurrent models hold Infinity, which is no JSON.
-        return msgspec.convert(json.loads(path.read_bytes()), dict[str, Any])
-    except (OSError, ValueError):  # msgspec's and json's errors are ValueErrors
-        return {}
-
-
-def _defaults(generation: Mapping[str, Any]) -> Defaults:
-    """What the file gives, if all of it are numbers."""
-    try:
-        return msgspec.convert(
-            {key: generation.get(key) for key in Defaults.__struct_fields__}, Defaults
-        )
-    except msgspec.ValidationError:
-        return Defaults()
-
-
-def _first_int(keys: Sequence[str], *configs: Mapping[str, Any]) -> int | None:
-    for config in configs:
-        for key in keys:
-            if isinstance(value := config.get(key), int):
-                return value
-    return None
-
-
-def _end_tokens(tokenizer: TokenizerWrapper, *configs: Mapping[str, Any]) -> frozenset[int]:
-    """Every token that ends a text by what the tokenizer and the config files say."""
-    ends: set[int] = set(tokenizer.eos_token_ids)
-    for config in configs:
-        listed = config.get("eos_token_id")
-        ends.update([listed] if isinstance(listed, int) else listed or [])
-    return frozenset(ends)

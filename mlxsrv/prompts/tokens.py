@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from mlxsrv.errors import RequestTooLarge, ServeError
-from mlxsrv.prompts.encoding import Limit
+from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.planning import chat_messages, check_ids, plan_chat
 from mlxsrv.wire.requests import ChatRequest
 from mlxsrv.wire.tokens import (
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
 
-class _TooMuch(Limit, frozen=True):
+class _TooMuch(TokenBudget, frozen=True):
     """Of a text that no model is to read."""
 
     def refusal(self, found: str) -> ServeError:

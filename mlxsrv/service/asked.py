@@ -9,7 +9,7 @@ import msgspec
 
 from mlxsrv.engine.client import Port
 from mlxsrv.events import Activations, Steering
-from mlxsrv.prompts.planning import Plan
+from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.observing import Observer
 from mlxsrv.settings import Settings
 from mlxsrv.wire.requests import GenerationRequest
@@ -55,7 +55,7 @@ class Asked(msgspec.Struct, frozen=True):
     """What a reply is to do."""
 
     request: GenerationRequest
-    prepare: Callable[[Tokenizer], Plan]
+    prepare: Callable[[Tokenizer], PromptPlan]
     """Runs in a worker thread, with the tokenizer to itself."""
     choices: int
     limit: int | None

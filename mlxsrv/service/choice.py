@@ -22,7 +22,7 @@ from mlxsrv.service.scores import Scores, cut_top, rank_prompt
 from mlxsrv.text.tools import ToolArguments, ToolOpened
 
 if TYPE_CHECKING:
-    from mlxsrv.text.pipeline import Part, TextPipeline
+    from mlxsrv.text.pipeline import OutputPart, TextPipeline
 
 
 class Choice:
@@ -182,10 +182,10 @@ class Choice:
         """Scores that go with no text of their own."""
         return [Text(self.index, "content", "", scores)] if scores else []
 
-    def _outputs(self, pieces: list[Part]) -> list[Output]:
+    def _outputs(self, pieces: list[OutputPart]) -> list[Output]:
         return [self._output(piece) for piece in pieces]
 
-    def _output(self, piece: Part) -> Output:
+    def _output(self, piece: OutputPart) -> Output:
         match piece:
             case ToolOpened(index, id, name):
                 return ToolStarted(self.index, index, id, name)

@@ -20,10 +20,11 @@ from mlxsrv.errors import (
     UnsupportedParameter,
 )
 from mlxsrv.events import Embed, Vectors
-from mlxsrv.formats.pooling import Judge, Recipe
+from mlxsrv.formats.encoders import CrossEncoderConfig
+from mlxsrv.formats.pooling import PoolingConfig
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
-from mlxsrv.prompts.embedding_inputs import Passages, plan_embedding, plan_pairs, plan_texts
+from mlxsrv.prompts.embedding_inputs import EmbeddingInputs, plan_embedding, plan_pairs, plan_texts
 from mlxsrv.service.patience import Bounded, Stage
 from mlxsrv.service.relevance import cosines, judge
 from mlxsrv.settings import Settings
@@ -70,18 +71,18 @@ class Embedding:
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """Raises ServeError."""
         with self._bounded.run():
-            passages, vectors = await self._compute(partial(self._plan_texts, request))
+            inputs, vectors = await self._compute(partial(self._plan_texts, request))
         return await anyio.to_thread.run_sync(
-            embedding_list, request, self._lease.model.name, vectors, passages.tokens
+            embedding_list, request, self._lease.model.name, vectors, inputs.tokens
         )
 
     async def rerank(self, request: RerankRequest) -> RerankResponse:
         """Raises ServeError."""
         with self._bounded.run():
-            passages, logits = await self._compute(partial(self._plan_documents, request))
-        scores = judge(logits, self._find_judge().activation)
+            inputs, logits = await self._compute(partial(self._plan_documents, request))
+        scores = judge(logits, self._cross_encoder_config().activation)
         id = f"rerank-{uuid.uuid4().hex}"
-        return rerank_response(request, id, self._lease.model.name, scores, passages.tokens)
+        return rerank_response(request, id, self._lease.model.name, scores, inputs.tokens)
 
     async def score(self, request: ScoreRequest) -> ScoreList:
         """By a cross-encoder's judgement, or how near an embedder's vectors are.
@@ -89,14 +90,14 @@ class Embedding:
         Raises ServeError.
         """
         with self._bounded.run():
-            passages, made = await self._compute(partial(self._plan_score, request))
-        if passages.firsts:
-            scores = judge(made, self._find_judge().activation)
+            inputs, made = await self._compute(partial(self._plan_score, request))
+        if inputs.firsts:
+            scores = judge(made, self._cross_encoder_config().activation)
         else:
             ones = len(request.lists[0])
             scores = cosines(made[:ones], made[ones:], request.pairs)
         id = f"score-{uuid.uuid4().hex}"
-        return score_list(id, self._lease.model.name, scores, passages.tokens)
+        return score_list(id, self._lease.model.name, scores, inputs.tokens)
 
     def stop(self) -> None:
         """End it from outside: the server is shutting down."""
@@ -107,16 +108,18 @@ class Embedding:
         self._lease.return_row(self)
         self._lease.release()
 
-    async def _compute(self, plan: Callable[[Tokenizer], Passages]) -> tuple[Passages, Vectors]:
+    async def _compute(
+        self, plan: Callable[[Tokenizer], EmbeddingInputs]
+    ) -> tuple[EmbeddingInputs, Vectors]:
         """The texts' vectors, from the model's batches that other requests are part of, too."""
         lease = self._lease
         tokenizer = await lease.tokenizer()
         self._bounded.patience.enter(Stage.QUEUED)
-        passages = await lease.model.tokenizer_lock.run(partial(plan, tokenizer))
+        inputs = await lease.model.tokenizer_lock.run(partial(plan, tokenizer))
         await lease.enter()
         self._bounded.patience.enter(Stage.QUEUED)
         await lease.borrow_row(self)
-        command = Embed(self._home.next_job_id(), lease.model.name, passages.texts, passages.firsts)
+        command = Embed(self._home.next_job_id(), lease.model.name, inputs.texts, inputs.firsts)
         vectors = await self._embed(command)
         lease.return_row(self)
         log(
@@ -125,11 +128,11 @@ class Embedding:
             "embedded",
             request=self._request_id,
             model=lease.model.name,
-            texts=len(passages.texts),
-            tokens=passages.tokens,
+            texts=len(inputs.texts),
+            tokens=inputs.tokens,
             seconds=asyncio.get_running_loop().time() - self._begun,
         )
-        return passages, vectors
+        return inputs, vectors
 
     async def _embed(self, command: Embed) -> Vectors:
         self._bounded.patience.enter(Stage.SUBMITTED)
@@ -155,26 +158,27 @@ class Embedding:
     def _progress(self) -> None:
         self._bounded.patience.enter(Stage.BEGUN)
 
-    def _plan_texts(self, request: EmbeddingRequest, tokenizer: Tokenizer) -> Passages:
-        recipe = self._recipe
-        return plan_embedding(request, recipe, self._longest(recipe.max_length), tokenizer)
+    def _plan_texts(self, request: EmbeddingRequest, tokenizer: Tokenizer) -> EmbeddingInputs:
+        config = self._pooling_config
+        return plan_embedding(request, config, self._longest(config.max_length), tokenizer)
 
-    def _plan_documents(self, request: RerankRequest, tokenizer: Tokenizer) -> Passages:
-        self._find_judge()
+    def _plan_documents(self, request: RerankRequest, tokenizer: Tokenizer) -> EmbeddingInputs:
+        self._cross_encoder_config()
         pairs = [(request.query, text, f"documents[{i}]") for i, text in enumerate(request.texts)]
         return plan_pairs(pairs, request, self._longest(None), tokenizer)
 
-    def _plan_score(self, request: ScoreRequest, tokenizer: Tokenizer) -> Passages:
+    def _plan_score(self, request: ScoreRequest, tokenizer: Tokenizer) -> EmbeddingInputs:
         """Pairs for a cross-encoder; for others the texts of both sides, one after the other."""
         ones, others = request.lists
-        if not isinstance(self._lease.judge, str):
+        judging = self._lease.cross_encoder_config
+        if not isinstance(judging, str):
             pairs = [(ones[i], others[k], request.path(1, k)) for i, k in request.pairs]
             return plan_pairs(pairs, request, self._longest(None), tokenizer)
-        recipe = self._lease.recipe
-        if isinstance(recipe, str):
+        config = self._lease.pooling_config
+        if isinstance(config, str):
             raise UnsupportedParameter(
-                f"model: it judges no pairs of texts: {self._lease.judge}; and it makes no "
-                f"embeddings: {recipe}",
+                f"model: it judges no pairs of texts: {judging}; and it makes no "
+                f"embeddings: {config}",
                 param="model",
             )
         texts = [
@@ -182,11 +186,11 @@ class Embedding:
             for side, listed in enumerate((ones, others))
             for i, text in enumerate(listed)
         ]
-        return plan_texts(texts, request, recipe, self._longest(recipe.max_length), tokenizer)
+        return plan_texts(texts, request, config, self._longest(config.max_length), tokenizer)
 
-    def _find_judge(self) -> Judge:
+    def _cross_encoder_config(self) -> CrossEncoderConfig:
         """How the model judges pairs of texts. Raises UnsupportedParameter."""
-        found = self._lease.judge
+        found = self._lease.cross_encoder_config
         if isinstance(found, str):
             raise UnsupportedParameter(
                 f"model: it judges no pairs of texts: {found}", param="model"
@@ -194,12 +198,12 @@ class Embedding:
         return found
 
     @property
-    def _recipe(self) -> Recipe:
+    def _pooling_config(self) -> PoolingConfig:
         """How the model makes vectors. Raises UnsupportedParameter."""
-        recipe = self._lease.recipe
-        if isinstance(recipe, str):
-            raise UnsupportedParameter(f"model: it makes no embeddings: {recipe}", param="model")
-        return recipe
+        found = self._lease.pooling_config
+        if isinstance(found, str):
+            raise UnsupportedParameter(f"model: it makes no embeddings: {found}", param="model")
+        return found
 
     def _longest(self, own: int | None) -> int | None:
         lengths = [length for length in (own, self._lease.context_length) if length is not None]

@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 
 from mlxsrv.events import Vectors
-from mlxsrv.formats.pooling import Activation
+from mlxsrv.formats.encoders import Activation
 from mlxsrv.wire.embeddings import Numbers, normalise
 
 

@@ -25,7 +25,7 @@ from mlxsrv.errors import (
 from mlxsrv.events import Activations, Failed, Job, Progress, Started, Steering, Usage
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
-from mlxsrv.prompts.planning import Plan
+from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.asked import Asked, Home
 from mlxsrv.service.choice import Choice
 from mlxsrv.service.observing import Generated, Timing
@@ -36,7 +36,7 @@ from mlxsrv.service.scores import Scores
 from mlxsrv.wire.openai import Identity
 
 if TYPE_CHECKING:
-    from mlxsrv.prompts.grammars.grammar import Template
+    from mlxsrv.prompts.grammars.grammar import CompiledGrammar
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
 
 _log = logging.getLogger("mlxsrv.service.service")
@@ -124,8 +124,8 @@ class Reply:
         steering = await self._home.steering.resolve(self._asked.request, self.who.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self._thinks = tokenizer.thinks
-        template = await self._compile(tokenizer, plan)
-        self._choices = self._make_choices(tokenizer, plan, template, steering)
+        grammar = await self._compile(tokenizer, plan)
+        self._choices = self._make_choices(tokenizer, plan, grammar, steering)
         await self._lease.enter()
         self._patience.enter(Stage.QUEUED)
         for choice in self._choices:
@@ -155,11 +155,13 @@ class Reply:
         steering = desk.confirm(self._asked.request, job.steering, self.who.model)
         return msgspec.structs.replace(job, steering=steering)
 
-    async def _compile(self, tokenizer: Tokenizer, plan: Plan) -> Template | None:
+    async def _compile(self, tokenizer: Tokenizer, plan: PromptPlan) -> CompiledGrammar | None:
         """The grammar of the answers. Takes up to seconds, so not while holding the tokenizer."""
-        if plan.guide is None:
+        if plan.constraint is None:
             return None
-        compile = partial(tokenizer.grammars.compile, plan.guide.spec, param=plan.guide.param)
+        compile = partial(
+            tokenizer.grammars.compile, plan.constraint.spec, param=plan.constraint.param
+        )
         return await anyio.to_thread.run_sync(
             compile, abandon_on_cancel=True, limiter=self._lease.model.compiling
         )
@@ -171,13 +173,13 @@ class Reply:
     def _make_choices(
         self,
         tokenizer: Tokenizer,
-        plan: Plan,
-        template: Template | None,
+        plan: PromptPlan,
+        grammar: CompiledGrammar | None,
         steering: Steering | None,
     ) -> list[Choice]:
         copies = self._asked.request.choices
         return [
-            self._make_choice(tokenizer, plan, template, steering, prompt, i * copies + k)
+            self._make_choice(tokenizer, plan, grammar, steering, prompt, i * copies + k)
             for i, prompt in enumerate(plan.prompts)
             for k in range(copies)
         ]
@@ -185,16 +187,16 @@ class Reply:
     def _make_choice(
         self,
         tokenizer: Tokenizer,
-        plan: Plan,
-        template: Template | None,
+        plan: PromptPlan,
+        grammar: CompiledGrammar | None,
         steering: Steering | None,
         prompt: Prompt,
         index: int,
     ) -> Choice:
         asked = self._asked
         constraint = scores = None
-        if template is not None:
-            constraint = template.constraint(tokenizer.think_end if prompt.thinking else None)
+        if grammar is not None:
+            constraint = grammar.constraint(tokenizer.think_end if prompt.thinking else None)
         if self.scored:
             scores = Scores(
                 tokenizer.token_bytes,
@@ -208,7 +210,7 @@ class Reply:
             stops=asked.request.stops,
             chat=asked.chat,
             thinking=prompt.thinking,
-            bound=template is not None,
+            bound=grammar is not None,
             tools=plan.tool_calls(),
             min_tokens=asked.request.min_tokens or 0,
         )
@@ -223,7 +225,9 @@ class Reply:
             spelling=None if asked.request.prompt_logprobs is None else tokenizer.spelling,
         )
 
-    def _job(self, tokenizer: Tokenizer, plan: Plan, steering: Steering | None, index: int) -> Job:
+    def _job(
+        self, tokenizer: Tokenizer, plan: PromptPlan, steering: Steering | None, index: int
+    ) -> Job:
         asked = self._asked
         nth, copy = divmod(index, asked.request.choices)
         prompt = plan.prompts[nth]
@@ -239,7 +243,7 @@ class Reply:
                 asked.request,
                 tokenizer,
                 chat=asked.chat,
-                guided=plan.guide is not None,
+                guided=plan.constraint is not None,
                 more=prompt.ends,
             ),
             checkpoint=prompt.checkpoint,

@@ -20,7 +20,7 @@ _PATIENCE = 8  # ids that may wait for a character to be complete, with room to 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class AddedToken(Protocol):
+class SupportsContent(Protocol):
     """What is used of an added token of a Hugging Face tokenizer."""
 
     @property
@@ -29,16 +29,16 @@ class AddedToken(Protocol):
     def special(self) -> bool: ...
 
 
-class Tokenizer(Protocol):
+class SupportsVocabulary(Protocol):
     """What is used of a Hugging Face tokenizer to derive its table."""
 
     @property
-    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+    def added_tokens_decoder(self) -> Mapping[int, SupportsContent]: ...
     def convert_ids_to_tokens(self, ids: list[int], /) -> Sequence[str | None]: ...
     def __len__(self) -> int: ...
 
 
-class Decoder(Protocol):
+class SupportsDecode(Protocol):
     """What is used of a tokenizer whose tokens' bytes are not known."""
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
@@ -62,7 +62,9 @@ class TokenBytes(msgspec.Struct, frozen=True):
         return TokenBytes(data=tuple(data), texts=tuple(texts))
 
 
-def token_bytes(tokenizer: Tokenizer, scheme: Scheme, *, keep: Collection[str] = ()) -> TokenBytes:
+def token_bytes(
+    tokenizer: SupportsVocabulary, scheme: Scheme, *, keep: Collection[str] = ()
+) -> TokenBytes:
     """Derive the table of a tokenizer.
 
     Special tokens write nothing unless `keep` names them: markers that a later stage looks for.
@@ -135,7 +137,7 @@ class DecodingDetokenizer:
 
     __slots__ = ("_context", "_decoder", "_ids", "_keep", "_sent")
 
-    def __init__(self, decoder: Decoder, *, keep: Mapping[int, str] | None = None) -> None:
+    def __init__(self, decoder: SupportsDecode, *, keep: Mapping[int, str] | None = None) -> None:
         self._decoder = decoder
         self._keep = keep or {}
         self._ids: list[int] = []  # the window: ids whose text was sent, then those that wait

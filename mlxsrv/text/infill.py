@@ -13,14 +13,14 @@ from enum import Enum
 from msgspec import Struct
 
 
-class File(Struct, frozen=True):
+class ProjectFile(Struct, frozen=True):
     """Another file of the project, which the text to fill in may refer to."""
 
     name: str
     text: str
 
 
-class Part(Struct, frozen=True):
+class InfillText(Struct, frozen=True):
     """Text, to be tokenized; `joined` to what stands before it, so that a tokenizer that writes a
     space before each text writes none."""
 
@@ -42,7 +42,7 @@ class Hole(Enum):
 PREFIX, SUFFIX = Hole.PREFIX, Hole.SUFFIX
 
 
-class Family(Struct, frozen=True):
+class InfillFamily(Struct, frozen=True):
     """How one family of models is asked.
 
     Attributes:
@@ -72,9 +72,9 @@ class Family(Struct, frozen=True):
 _QWEN = ("<|fim_prefix|>", PREFIX, "<|fim_suffix|>", SUFFIX, "<|fim_middle|>")
 _STARCODER = ("<fim_prefix>", PREFIX, "<fim_suffix>", SUFFIX, "<fim_middle>")
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, InfillFamily] = {
     # arxiv.org/abs/2409.12186, and the model card: file and repository level.
-    "Qwen2.5-Coder, Qwen3-Coder": Family(
+    "Qwen2.5-Coder, Qwen3-Coder": InfillFamily(
         _QWEN,
         repository=("<|repo_name|>", "{}\n"),
         file=("<|file_sep|>", "{}\n"),
@@ -82,9 +82,9 @@ FAMILIES: Mapping[str, Family] = {
         ends=("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
     ),
     # ai.google.dev/gemma/docs/codegemma (the separator ends an answer); Granite 4's model card.
-    "CodeGemma, Granite 4": Family(_QWEN, ends=("<|file_separator|>", "<|fim_pad|>")),
+    "CodeGemma, Granite 4": InfillFamily(_QWEN, ends=("<|file_separator|>", "<|fim_pad|>")),
     # arxiv.org/abs/2402.19173, section 3.3.
-    "StarCoder2": Family(
+    "StarCoder2": InfillFamily(
         _STARCODER,
         repository=("<repo_name>", "{}"),
         file=("<file_sep>", "{}\n"),
@@ -92,11 +92,11 @@ FAMILIES: Mapping[str, Family] = {
         ends=("<fim_pad>", "<file_sep>"),
     ),
     # arxiv.org/abs/2305.06161 and arxiv.org/abs/2405.04324.
-    "StarCoder, Granite Code": Family(_STARCODER, ends=("<fim_pad>",)),
+    "StarCoder, Granite Code": InfillFamily(_STARCODER, ends=("<fim_pad>",)),
     # The model card of bigcode/santacoder.
-    "SantaCoder": Family(("<fim-prefix>", PREFIX, "<fim-suffix>", SUFFIX, "<fim-middle>")),
+    "SantaCoder": InfillFamily(("<fim-prefix>", PREFIX, "<fim-suffix>", SUFFIX, "<fim-middle>")),
     # github.com/deepseek-ai/DeepSeek-Coder: the hole is where the middle goes.
-    "DeepSeek-Coder": Family(
+    "DeepSeek-Coder": InfillFamily(
         (
             "<\uff5cfim\u2581begin\uff5c>",
             PREFIX,
@@ -106,11 +106,11 @@ FAMILIES: Mapping[str, Family] = {
         )
     ),
     # arxiv.org/abs/2308.12950, and Hugging Face's CodeLlamaTokenizer.
-    "CodeLlama": Family(
+    "CodeLlama": InfillFamily(
         ("\u2581<PRE>", PREFIX, "\u2581<SUF>", SUFFIX, "\u2581<MID>"), ends=("\u2581<EOT>",)
     ),
     # mistral-common, encode_fim: the suffix goes first, and nothing stands after the prefix.
-    "Codestral": Family(("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX)),
+    "Codestral": InfillFamily(("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX)),
 }
 """The first whose markers a vocabulary has is the model's: the more a family has, the earlier."""
 
@@ -121,15 +121,15 @@ _REPOSITORY = "myproject"
 _THIS_FILE = "filename"
 
 
-def find_family(vocabulary: Mapping[str, int]) -> Family | None:
+def find_family(vocabulary: Mapping[str, int]) -> InfillFamily | None:
     """The family of a model with these tokens; None: it cannot fill in the middle."""
     known = (each for each in FAMILIES.values() if all(m in vocabulary for m in each.markers))
     return next(known, None)
 
 
 def lay_out(
-    family: Family, prefix: str, suffix: str, files: Sequence[File] = ()
-) -> Iterator[Marker | Part]:
+    family: InfillFamily, prefix: str, suffix: str, files: Sequence[ProjectFile] = ()
+) -> Iterator[Marker | InfillText]:
     """The prompt, in order, without the token that begins any text."""
     if files:
         yield from _files(family, files)
@@ -137,31 +137,31 @@ def lay_out(
         if isinstance(part, str):
             yield part
         else:
-            yield Part(prefix) if part is PREFIX else Part(suffix, joined=True)
+            yield InfillText(prefix) if part is PREFIX else InfillText(suffix, joined=True)
 
 
-def _files(family: Family, files: Sequence[File]) -> Iterator[Marker | Part]:
+def _files(family: InfillFamily, files: Sequence[ProjectFile]) -> Iterator[Marker | InfillText]:
     if family.repository is not None:
         yield from _headed(family.repository, _REPOSITORY)
     for file in files:
         if family.file is not None:
             yield from _headed(family.file, file.name, file.text)
         else:
-            yield Part(f"{_SNIPPET}{file.text}", joined=True)
+            yield InfillText(f"{_SNIPPET}{file.text}", joined=True)
     if family.this_file is not None:
         yield from _headed(family.this_file, _THIS_FILE)
 
 
-def _headed(head: tuple[Marker, str], name: str, text: str = "") -> Iterator[Marker | Part]:
+def _headed(head: tuple[Marker, str], name: str, text: str = "") -> Iterator[Marker | InfillText]:
     marker, form = head
     yield marker
-    yield Part(form.replace("{}", name) + text, joined=True)
+    yield InfillText(form.replace("{}", name) + text, joined=True)
 
 
 def to_tokens(
-    parts: Iterable[Marker | Part],
+    parts: Iterable[Marker | InfillText],
     vocabulary: Mapping[str, int],
-    encode: Callable[[Part], Sequence[int]],
+    encode: Callable[[InfillText], Sequence[int]],
 ) -> list[int]:
     """The token ids of a prompt; `encode` gives those of a text."""
     tokens: list[int] = []

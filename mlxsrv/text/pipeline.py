@@ -7,7 +7,7 @@ from mlxsrv.text.channels import CONTENT, Channels, Piece
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolOpened
 
-Part = Piece | ToolOpened | ToolArguments
+OutputPart = Piece | ToolOpened | ToolArguments
 """What comes out: text of a channel, or something of a tool call."""
 
 
@@ -81,9 +81,9 @@ class TextPipeline:
             self._tools is not None and self._tools.inside
         )
 
-    def feed(self, token_ids: Sequence[int]) -> list[Part]:
+    def feed(self, token_ids: Sequence[int]) -> list[OutputPart]:
         """The parts that are safe to send, in order; neighbours differ in what they belong to."""
-        pieces: list[Part] = []
+        pieces: list[OutputPart] = []
         for token_id in token_ids:
             if self.stopped:
                 break
@@ -95,11 +95,11 @@ class TextPipeline:
                 self._send(_content(text), pieces)
         return pieces if len(pieces) < 2 else _merge(pieces)
 
-    def flush(self, *, cut: bool = False) -> list[Part]:
+    def flush(self, *, cut: bool = False) -> list[OutputPart]:
         """What still waited when the answer ended, or was `cut` off."""
         if self.stopped:
             return []
-        pieces: list[Part] = []
+        pieces: list[OutputPart] = []
         text = self._detokenizer.flush()
         if self._channels is not None:
             self._send([*self._channels.feed(text), *self._channels.flush(cut=cut)], pieces)
@@ -124,7 +124,7 @@ class TextPipeline:
             self._undecided = 0
         return pieces
 
-    def _send(self, source: Iterable[Piece], pieces: list[Part]) -> None:
+    def _send(self, source: Iterable[Piece], pieces: list[OutputPart]) -> None:
         """Append what tool calls and stop strings leave of `source`."""
         if self._tools is None and self._stops is None:
             pieces.extend(source)
@@ -139,7 +139,9 @@ class TextPipeline:
             if self.stopped:
                 return
 
-    def _pass(self, source: Iterable[str | ToolOpened | ToolArguments], pieces: list[Part]) -> None:
+    def _pass(
+        self, source: Iterable[str | ToolOpened | ToolArguments], pieces: list[OutputPart]
+    ) -> None:
         """Append calls as they are, and of content what the stop strings let pass."""
         for part in source:
             if not isinstance(part, str):
@@ -162,8 +164,8 @@ def _content(text: str) -> list[Piece]:
     return [(CONTENT, text)] if text else []
 
 
-def _merge(pieces: list[Part]) -> list[Part]:
-    merged: list[Part] = []
+def _merge(pieces: list[OutputPart]) -> list[OutputPart]:
+    merged: list[OutputPart] = []
     for piece in pieces:
         last = merged[-1] if merged else None
         match last, piece:

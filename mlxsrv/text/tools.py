@@ -31,7 +31,7 @@ from mlxsrv.text.json_calls import JsonCall, as_object
 from mlxsrv.text.scan import Scanner
 
 
-class Dialect(msgspec.Struct, frozen=True):
+class ToolDialect(msgspec.Struct, frozen=True):
     """How a family of models calls tools.
 
     `start` and `end` stand around a call; without an `end` (None or empty) it goes on to the end of
@@ -62,7 +62,7 @@ class ToolArguments(msgspec.Struct, frozen=True):
     text: str
 
 
-Part = str | ToolOpened | ToolArguments
+ContentOrCall = str | ToolOpened | ToolArguments
 """What comes out: content, or something of a call."""
 
 _ALPHANUMERICS = string.ascii_letters + string.digits
@@ -90,7 +90,7 @@ class ToolCalls:
     after a flush, that the last call was cut off.
     """
 
-    def __init__(self, dialect: Dialect, *, parallel: bool = True, bound: bool = False) -> None:
+    def __init__(self, dialect: ToolDialect, *, parallel: bool = True, bound: bool = False) -> None:
         ends = [dialect.end] if dialect.end else []
         self._dialect = dialect
         self._parallel = parallel
@@ -111,7 +111,7 @@ class ToolCalls:
     def done(self) -> bool:
         return not self._parallel and self.calls > 0 and not self.opened
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[ContentOrCall]:
         """The parts that are settled, in order."""
         if not text:
             return []
@@ -128,13 +128,13 @@ class ToolCalls:
         waiting = self._held or self._space or self._after or self.inside
         if not waiting and not self._markers.start(text) and not text[-1].isspace():
             return [text]
-        parts: list[Part] = []
+        parts: list[ContentOrCall] = []
         self._read(text, parts)
         return parts
 
-    def flush(self, *, cut: bool) -> list[Part]:
+    def flush(self, *, cut: bool) -> list[ContentOrCall]:
         """What still waited when the answer ended: by the model, or `cut` off by a limit."""
-        parts: list[Part] = []
+        parts: list[ContentOrCall] = []
         while self.inside and not self.done:
             self._read(self._break_off(cut, parts), parts)
         ending = self._after and (self._dialect.end or "").startswith(self._held)
@@ -146,7 +146,7 @@ class ToolCalls:
         self._space.clear()
         return parts
 
-    def _read(self, text: str, parts: list[Part]) -> None:
+    def _read(self, text: str, parts: list[ContentOrCall]) -> None:
         text, self._held = self._held + text, ""
         while text and not self.done:
             if not self.inside:
@@ -160,7 +160,7 @@ class ToolCalls:
 
     # Each of these reads `text` up to where the next has its turn, and returns the rest.
 
-    def _say(self, text: str, parts: list[Part]) -> str:
+    def _say(self, text: str, parts: list[ContentOrCall]) -> str:
         """Content, up to a marker."""
         found = self._markers.find(text)
         if found is None:
@@ -177,7 +177,7 @@ class ToolCalls:
             self._after = _SPACE
         return text[end:]
 
-    def _collect(self, text: str, parts: list[Part]) -> str:
+    def _collect(self, text: str, parts: list[ContentOrCall]) -> str:
         """A call for the parser, up to its end marker."""
         found = self._ends.find(text)
         if found is None:
@@ -190,7 +190,7 @@ class ToolCalls:
         self._parse(text[start:end], parts)
         return text[end:]
 
-    def _stream(self, call: JsonCall, text: str, parts: list[Part]) -> str:
+    def _stream(self, call: JsonCall, text: str, parts: list[ContentOrCall]) -> str:
         """A call in JSON, up to its end or an end marker."""
         found = self._ends.find(text)
         limit = found[0] if found else len(text) - self._ends.held(text)
@@ -210,7 +210,7 @@ class ToolCalls:
             self._raw.append(text[:limit])
         return text[limit:] if found else ""
 
-    def _doubt(self, call: JsonCall, text: str, parts: list[Part]) -> str:
+    def _doubt(self, call: JsonCall, text: str, parts: list[ContentOrCall]) -> str:
         """A string with an end marker in it, up to where it is clear whose the marker is."""
         at = call.feed(text)
         if self.opened and not call.doubted:
@@ -222,7 +222,7 @@ class ToolCalls:
             self._raw.append(text[:at])
         return text[at:]
 
-    def _break_off(self, cut: bool, parts: list[Part]) -> str:
+    def _break_off(self, cut: bool, parts: list[ContentOrCall]) -> str:
         """End the call that the answer ended in; the rest is text that has to be read again."""
         call = self._json
         held, self._held = self._held, ""
@@ -242,7 +242,7 @@ class ToolCalls:
 
     # What the turns share.
 
-    def _settle(self, text: str, parts: list[Part]) -> None:
+    def _settle(self, text: str, parts: list[ContentOrCall]) -> None:
         """Append content, which has no marker in it, but for whitespace at its end."""
         text = text.lstrip(self._after)
         if not text:
@@ -255,7 +255,7 @@ class ToolCalls:
         if len(body) < len(text):
             self._space.append(text[len(body) :])
 
-    def _send(self, call: JsonCall, parts: list[Part]) -> None:
+    def _send(self, call: JsonCall, parts: list[ContentOrCall]) -> None:
         """Append what is new of a call in JSON, if its name is known."""
         if call.name is None:
             return
@@ -265,13 +265,15 @@ class ToolCalls:
         if text := call.take():
             parts.append(ToolArguments(self.calls - 1, text))
 
-    def _open(self, name: str, parts: list[Part]) -> None:
+    def _open(self, name: str, parts: list[ContentOrCall]) -> None:
         id = "".join(secrets.choice(_ALPHANUMERICS) for _ in range(24))
         parts.append(ToolOpened(self.calls, f"call_{id}", name))
         self.calls += 1
         self.opened = True
 
-    def _end(self, call: JsonCall, text: str, at: int, after: str, parts: list[Part]) -> str:
+    def _end(
+        self, call: JsonCall, text: str, at: int, after: str, parts: list[ContentOrCall]
+    ) -> str:
         """End a call in JSON at a place in `text`, or let the parser have it if it was not sent."""
         text = "".join(self._raw) + text
         self._raw.clear()
@@ -283,7 +285,7 @@ class ToolCalls:
         self._leave(after)
         return text[at:]
 
-    def _parse(self, marker: str, parts: list[Part], *, drop: bool = False) -> None:
+    def _parse(self, marker: str, parts: list[ContentOrCall], *, drop: bool = False) -> None:
         """End a call that `marker` ends, by the parser; `drop` it if that cannot read it."""
         text = "".join(self._raw)
         uses = _parsed(self._dialect.parse, text)
@@ -296,7 +298,7 @@ class ToolCalls:
             parts.append(ToolArguments(self.calls - 1, arguments))
         self._leave(_SPACE if uses or drop else "")
 
-    def _tell_cut(self, parts: list[Part]) -> None:
+    def _tell_cut(self, parts: list[ContentOrCall]) -> None:
         """Tell of a call that a limit cut what can be told without the parser."""
         found = read_cut("".join(self._raw), self._dialect.names)
         if found is not None:

@@ -21,7 +21,7 @@ Many = Annotated[list[NotEmpty | TokenId | Tokens], Meta(min_length=1, max_lengt
 Side = Literal["left", "right"]
 
 
-class Truncation(Struct, frozen=True, kw_only=True):
+class TruncationFields(Struct, frozen=True, kw_only=True):
     """What may be asked for texts that are too long: to cut them, where the default is a 400.
 
     `truncate` is true or false, as text-embeddings-inference has it, with a `truncation_direction`;
@@ -45,7 +45,7 @@ class Truncation(Struct, frozen=True, kw_only=True):
         return "left" if left and self.truncate != "END" else "right"
 
 
-class EmbeddingRequest(Truncation, frozen=True, kw_only=True):
+class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
     """`input_type` and `instruction` choose what the model's own files say to write before a text;
     OpenAI does not have them."""
 
@@ -76,7 +76,7 @@ class RerankDocument(Struct, frozen=True):
     text: NotEmpty
 
 
-class RerankRequest(Truncation, frozen=True, kw_only=True):
+class RerankRequest(TruncationFields, frozen=True, kw_only=True):
     query: NotEmpty
     documents: Annotated[list[NotEmpty | RerankDocument], Meta(min_length=1, max_length=MOST_TEXTS)]
     model: str | None = None
@@ -100,7 +100,7 @@ _SIDES = (
 """What vLLM calls the two sides of pairs; all mean the same."""
 
 
-class ScoreRequest(Truncation, frozen=True, kw_only=True):
+class ScoreRequest(TruncationFields, frozen=True, kw_only=True):
     """Pairs of texts: `text_1` with `text_2`, or by other names `queries` with `documents` or
     `items`, or `data_1` with `data_2`. A text and a list are the pairs of the text with each."""
 
@@ -152,7 +152,7 @@ def _as_list(given: str | list[str]) -> list[str]:
     return [given] if isinstance(given, str) else given
 
 
-def _check_cut(request: Truncation) -> None:
+def _check_cut(request: TruncationFields) -> None:
     if request.truncate_prompt_tokens == 0:
         raise InvalidRequest(
             "truncate_prompt_tokens: must be at least 1, or -1 for as many as the model reads",

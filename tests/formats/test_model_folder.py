@@ -23,15 +23,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlxsrv.formats import architectures
-from mlxsrv.formats.headers import Object
-from mlxsrv.formats.model_folder import (
-    Description,
-    Unhealthy,
-    _abbreviate,
-    _kv_block,
-    adapter_bytes,
-    describe,
-)
+from mlxsrv.formats.adapters import adapter_bytes
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.json_files import JSONObject
+from mlxsrv.formats.model_config import kv_block_bytes
+from mlxsrv.formats.model_folder import ModelDescription, describe
+from mlxsrv.formats.weights import abbreviate_count
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.tiny import CHAT_TEMPLATE, write_model
 
@@ -70,7 +67,7 @@ def split(folder: Path) -> None:
 
 
 def reason(folder: Path, **options: Any) -> str:
-    with pytest.raises(Unhealthy) as error:
+    with pytest.raises(UnusableFile) as error:
         describe(folder, **options)
     return str(error.value)
 
@@ -80,7 +77,7 @@ def reason(folder: Path, **options: Any) -> str:
 
 def test_all_that_a_chat_model_says(original: Path) -> None:
     weights: dict[str, mx.array] = mx.load(str(original / "model.safetensors"))  # type: ignore[assignment]
-    assert describe(original) == Description(
+    assert describe(original) == ModelDescription(
         type="chat",
         context_length=4096,
         family="qwen3",
@@ -122,7 +119,7 @@ def test_the_first_block_of_a_cache_is_what_it_is_said_to_be(family: str, tmp_pa
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "youtu_llm"])
 def test_a_latent_cache_is_as_large_as_mlx_lm_keeps_it(family: str) -> None:
-    config: Object = {
+    config: JSONObject = {
         "model_type": family,
         **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64),
         **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), 4),
@@ -138,17 +135,17 @@ def test_a_latent_cache_is_as_large_as_mlx_lm_keeps_it(family: str) -> None:
         "attention_bias": False,
     }
     module = importlib.import_module(f"mlx_lm.models.{family}")
-    assert _kv_block(config) == _first_block(module.Model(module.ModelArgs.from_dict(config)))
+    assert kv_block_bytes(config) == _first_block(module.Model(module.ModelArgs.from_dict(config)))
 
 
 def test_layers_that_keep_a_state_keep_no_tokens() -> None:
     state = {"linear_num_value_heads": 2, "linear_value_head_dim": 8, "linear_key_head_dim": 8}
     attention = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    each: Object = {"text_config": {"num_hidden_layers": 3, **state, **attention}}
+    each: JSONObject = {"text_config": {"num_hidden_layers": 3, **state, **attention}}
     each["layer_types"] = ["linear_attention", "full_attention", "linear_attention"]
-    assert _kv_block(each) == 2 * (256 * 2 * 2 * 16 + 2 * 2 * 8 * 8)
-    assert _kv_block({"hybrid_override_pattern": "M-*M", **attention}) == 2 * 256 * 2 * 2 * 16
-    assert _kv_block({"model_type": "qwen3"}) == 0
+    assert kv_block_bytes(each) == 2 * (256 * 2 * 2 * 16 + 2 * 2 * 8 * 8)
+    assert kv_block_bytes({"hybrid_override_pattern": "M-*M", **attention}) == 2 * 256 * 2 * 2 * 16
+    assert kv_block_bytes({"model_type": "qwen3"}) == 0
 
 
 def _first_block(model: Any) -> int:
@@ -221,7 +218,7 @@ def test_the_type_of_the_numbers_is_that_of_most_bytes(folder: Path) -> None:
     ],
 )
 def test_sizes_are_written_as_people_do(count: int, text: str) -> None:
-    assert _abbreviate(count) == text
+    assert abbreviate_count(count) == text
 
 
 QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
@@ -245,7 +242,7 @@ QWEN_YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     ],
 )
 def test_the_context_is_what_the_model_was_made_for(
-    config: Object, tokenizer: Any, length: int | None, folder: Path
+    config: JSONObject, tokenizer: Any, length: int | None, folder: Path
 ) -> None:
     change(folder / "config.json", **{"max_position_embeddings": ..., **config})
     change(folder / "tokenizer_config.json", model_max_length=tokenizer)
@@ -281,7 +278,7 @@ PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
     ],
 )
 def test_a_model_chats_if_its_tokenizer_will(
-    settings: Object, files: dict[str, str], capabilities: tuple[str, ...], folder: Path
+    settings: JSONObject, files: dict[str, str], capabilities: tuple[str, ...], folder: Path
 ) -> None:
     change(folder / "tokenizer_config.json", **{"chat_template": ..., **settings})
     for name, text in files.items():
@@ -521,7 +518,7 @@ def test_a_broken_folder_says_what_is_wrong(
     spoil: Callable[[Path], None], expected: str, folder: Path
 ) -> None:
     spoil(folder)
-    with pytest.raises(Unhealthy, match=expected) as error:
+    with pytest.raises(UnusableFile, match=expected) as error:
         describe(folder)
     assert "\n" not in str(error.value)
 
@@ -577,7 +574,7 @@ def test_the_models_are_mlx_lms() -> None:
             template = getattr(module, "TOKENIZER_DEFAULTS", {}).get("chat_template_type")
             assert architectures._architecture(name).template == template
         else:
-            with pytest.raises(Unhealthy, match="cannot run"):
+            with pytest.raises(UnusableFile, match="cannot run"):
                 architectures.check_architecture(check, trust_remote_code=False)
 
 
@@ -634,9 +631,11 @@ def test_an_adapter_has_the_bytes_of_its_tensors(adapter: Path, original: Path) 
         ({"peft_type": "LORA", "num_layers": ...}, "PEFT"),
     ],
 )
-def test_an_adapter_that_mlx_lm_cannot_read(values: Object, expected: str, adapter: Path) -> None:
+def test_an_adapter_that_mlx_lm_cannot_read(
+    values: JSONObject, expected: str, adapter: Path
+) -> None:
     change(adapter / "adapter_config.json", **values)
-    with pytest.raises(Unhealthy, match=expected):
+    with pytest.raises(UnusableFile, match=expected):
         adapter_bytes(adapter)
 
 
@@ -649,7 +648,7 @@ def test_a_full_fine_tune_needs_no_parameters_of_lora(adapter: Path) -> None:
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapters.safetensors"])
 def test_an_adapter_that_is_not_all_there(name: str, adapter: Path) -> None:
     (adapter / name).unlink()
-    with pytest.raises(Unhealthy, match=f"'{name}' is not there"):
+    with pytest.raises(UnusableFile, match=f"'{name}' is not there"):
         adapter_bytes(adapter)
 
 
@@ -716,13 +715,13 @@ def test_whatever_a_file_holds_there_is_an_answer(
         _answer(describe, folder, trust_remote_code=True),
         _answer(adapter_bytes, folder),
     ):
-        if isinstance(answer, Unhealthy):
+        if isinstance(answer, UnusableFile):
             assert len(str(answer).splitlines()) == 1
-        assert msgspec.json.encode(str(answer) if isinstance(answer, Unhealthy) else answer)
+        assert msgspec.json.encode(str(answer) if isinstance(answer, UnusableFile) else answer)
 
 
 def _answer(look: Callable[..., Any], folder: Path, **options: Any) -> Any:
     try:
         return look(folder, **options)
-    except Unhealthy as error:
+    except UnusableFile as error:
         return error

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.formats.pooling import Recipe, is_classifier, is_encoder, read_judge, read_recipe
+from mlxsrv.formats.encoders import is_classifier, is_encoder, read_cross_encoder_config
+from mlxsrv.formats.pooling import PoolingConfig, read_pooling_config
 from tests.support.encoders import CONFIGS, references
 
 OLD = "sentence_transformers.models."
@@ -54,11 +55,11 @@ def write(folder: Path, config: dict[str, Any], **files: Any) -> Path:
     return folder
 
 
-def read(folder: Path, *, decoder: bool = False, name: str = "some/model") -> Recipe:
-    return read_recipe(folder, decoder=decoder, name=name)
+def read(folder: Path, *, decoder: bool = False, name: str = "some/model") -> PoolingConfig:
+    return read_pooling_config(folder, decoder=decoder, name=name)
 
 
-def made(pooling: Any, **other: Any) -> Recipe:
+def made(pooling: Any, **other: Any) -> PoolingConfig:
     plain: dict[str, Any] = {
         "dense": (),
         "normalize": True,
@@ -67,7 +68,7 @@ def made(pooling: Any, **other: Any) -> Recipe:
         "prompts": {},
         "default_prompt": None,
     }
-    return Recipe(pooling=pooling, **(plain | other))
+    return PoolingConfig(pooling=pooling, **(plain | other))
 
 
 # Models that people use, as their files are on the hub.
@@ -183,8 +184,8 @@ def test_poolings(mode: dict[str, Any], wanted: str, tmp_path: Path) -> None:
 def test_what_is_usual_where_nothing_is_said(
     name: str, config: dict[str, Any], decoder: bool, wanted: str, tmp_path: Path
 ) -> None:
-    recipe = read(write(tmp_path / "x", config), decoder=decoder, name=name)
-    assert (recipe.pooling, recipe.normalize) == (wanted, True)
+    found = read(write(tmp_path / "x", config), decoder=decoder, name=name)
+    assert (found.pooling, found.normalize) == (wanted, True)
     folder = write(tmp_path / name.rpartition("/")[2], config)
     assert read(folder, decoder=decoder, name="").pooling == wanted
 
@@ -238,7 +239,7 @@ def test_how_a_cross_encoder_judges(
     config: dict[str, Any], beside: dict[str, Any], activation: str, tmp_path: Path
 ) -> None:
     folder = write(tmp_path, JUDGE | config, config_sentence_transformers=beside)
-    assert read_judge(folder).activation == activation
+    assert read_cross_encoder_config(folder).activation == activation
 
 
 @pytest.mark.parametrize(
@@ -257,7 +258,7 @@ def test_a_judgement_that_is_not_known_is_refused(
     config: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        read_judge(write(tmp_path, JUDGE | config))
+        read_cross_encoder_config(write(tmp_path, JUDGE | config))
 
 
 def test_a_cross_encoder_makes_no_vectors(tmp_path: Path) -> None:

@@ -12,7 +12,9 @@ from mlx.nn.layers.quantized import quantize
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlxsrv.formats.model_folder import Unhealthy, adapter_bytes, describe
+from mlxsrv.formats.adapters import adapter_bytes
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.model_folder import describe
 from tests.support.encoders import write_encoder
 from tests.support.tiny import FAMILIES, make_tokenizer, write_model
 
@@ -29,7 +31,7 @@ def change(folder: Path, **values: Any) -> None:
 
 
 def refusal(folder: Path) -> str:
-    with pytest.raises(Unhealthy) as error:
+    with pytest.raises(UnusableFile) as error:
         describe(folder)
     return str(error.value)
 
@@ -148,5 +150,5 @@ def write_adapter(folder: Path, rank: object) -> Path:
 
 def test_an_adapters_rank_is_that_of_its_tensors(tmp_path: Path) -> None:
     assert adapter_bytes(write_adapter(tmp_path / "a", 4)) == 2 * 64 * 4 * 4
-    with pytest.raises(Unhealthy, match="its rank is 1000000000"):
+    with pytest.raises(UnusableFile, match="its rank is 1000000000"):
         adapter_bytes(write_adapter(tmp_path / "b", 10**9))

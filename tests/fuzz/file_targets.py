@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 from mlxsrv.engine.steering.sae import SAE, load_sae
-from mlxsrv.formats.arrays import PIECE
+from mlxsrv.formats.arrays import PIECE_BYTES
 from mlxsrv.formats.control_vectors import VectorFile, read_directions, read_vector
-from mlxsrv.formats.headers import Unhealthy
-from mlxsrv.formats.model_folder import Description, describe
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.model_folder import ModelDescription, describe
 from mlxsrv.formats.sae_files import SAEFile, read_sae
 from tests.support.saes import make_arrays, write_sae, write_safetensors
 
@@ -129,7 +129,7 @@ def check_saes(data: bytes) -> None:
     size = file.weights.stat().st_size
     squeezed = file.weights.suffix == ".npz"
     # Numbers of two bytes become ones of four, and one threshold one for each feature.
-    assert 0 < file.bytes <= (8 * PIECE + 100 * size if squeezed else 4 * size)
+    assert 0 < file.bytes <= (8 * PIECE_BYTES + 100 * size if squeezed else 4 * size)
     sae = _answer(lambda: _load(file), ValueError)
     assert sae is None or sae.nbytes == file.bytes
 
@@ -193,15 +193,15 @@ def _models() -> tuple[Path, ...]:
 
 
 def check_folders(data: bytes) -> None:
-    """Whatever one of its files holds, a folder is a Description that can be sent, or Unhealthy."""
+    """Whatever a folder holds gives a ModelDescription that can be sent, or UnusableFile."""
     number = data[0] % len(_FILES) if data else 0
     name, make = _FILES[number]
     folder = _models()[number]
     (folder / name).write_bytes(make(data[1:]))
-    described = _answer(lambda: describe(folder), Unhealthy)
+    described = _answer(lambda: describe(folder), UnusableFile)
     if described is not None:
         sent = msgspec.json.encode(described)
-        assert msgspec.json.decode(sent, type=Description) == described  # each of its type
+        assert msgspec.json.decode(sent, type=ModelDescription) == described  # each of its type
         counts = described.context_length, described.hidden_size, described.layers
         assert all(count is None or count > 0 for count in counts)
         assert min(described.size, described.weights, described.kv_block + 1) > 0

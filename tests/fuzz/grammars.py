@@ -22,7 +22,7 @@ import numpy as np
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.events import Mask
-from mlxsrv.prompts.grammars.grammar import Grammars
+from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from tests.support.tiny import END_TOKENS, make_tokenizer
 
@@ -234,7 +234,9 @@ class Writer:
         self.tokenizer = PreTrainedTokenizerFast(tokenizer_object=make_tokenizer())
         self._size = len(self.tokenizer)
         self._ends = frozenset(self.tokenizer.convert_tokens_to_ids(END_TOKENS))
-        self._grammars = Grammars(self.tokenizer, vocabulary=self._size, end_tokens=self._ends)
+        self._grammars = GrammarCompiler(
+            self.tokenizer, vocabulary=self._size, end_tokens=self._ends
+        )
         texts = {i: self.tokenizer.decode([i]) for i in range(self._size)}
         self._closers = {i for i, text in texts.items() if text[:1] in set('"}])')}
 

@@ -19,9 +19,9 @@ import msgspec
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.text.channels import Channels, Piece
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
-from mlxsrv.text.pipeline import Part, TextPipeline
+from mlxsrv.text.pipeline import OutputPart, TextPipeline
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import Dialect, ToolArguments, ToolCalls, ToolOpened
+from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
 from mlxsrv.wire import embeddings, management, requests
 from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
@@ -320,7 +320,7 @@ def check_tools(data: bytes) -> None:
         assert name_and_arguments == written
 
 
-def _written_call(text: str, dialect: Dialect) -> tuple[str, str] | None:
+def _written_call(text: str, dialect: ToolDialect) -> tuple[str, str] | None:
     """The call that a text is, if it is one as it should be and nothing else."""
     start, end = dialect.start, str(dialect.end)
     if not (text.startswith(start) and text.endswith(end)):
@@ -411,7 +411,7 @@ def check_pipeline(data: bytes) -> None:
     assert not any(text in content for text in stops)
 
 
-def _length(part: Part) -> int:
+def _length(part: OutputPart) -> int:
     match part:
         case ToolOpened():
             return len(part.name)
@@ -421,7 +421,7 @@ def _length(part: Part) -> int:
             return len(part[1])
 
 
-def _spoken(parts: Iterable[Part]) -> list[tuple[str, str]]:
+def _spoken(parts: Iterable[OutputPart]) -> list[tuple[str, str]]:
     """What was said, in order, as one text of each kind at a time; calls without their ids."""
     spoken: list[tuple[str, str]] = []
     for part in parts:

@@ -8,24 +8,24 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import UnsupportedParameter
-from mlxsrv.prompts.constraints import Guide, guide_chat, guide_text
-from mlxsrv.text.tools import Dialect
+from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
+from mlxsrv.text.tools import ToolDialect
 from mlxsrv.wire.requests import CHAT_REQUESTS, COMPLETION_REQUESTS
 
-JSON = Dialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
-OTHER = Dialect("<call>", "</call>", parse=msgspec.json.decode)
+JSON = ToolDialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
+OTHER = ToolDialect("<call>", "</call>", parse=msgspec.json.decode)
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 
 
-def chat(dialect: Dialect | None = None, **fields: Any) -> Guide | None:
+def chat(dialect: ToolDialect | None = None, **fields: Any) -> ConstraintSpec | None:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     request, _ = CHAT_REQUESTS.decode(msgspec.json.encode(body))
-    return guide_chat(request, dialect)
+    return chat_constraint(request, dialect)
 
 
-def text(**fields: Any) -> Guide | None:
+def text(**fields: Any) -> ConstraintSpec | None:
     request, _ = COMPLETION_REQUESTS.decode(msgspec.json.encode({"prompt": "x", **fields}))
-    return guide_text(request)
+    return text_constraint(request)
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def test_a_forced_call_is_one_of_the_tools_or_the_one_that_is_named() -> None:
 
 
 @pytest.mark.parametrize("dialect", [OTHER, None])
-def test_a_call_in_another_dialect_cannot_be_forced(dialect: Dialect | None) -> None:
+def test_a_call_in_another_dialect_cannot_be_forced(dialect: ToolDialect | None) -> None:
     with pytest.raises(UnsupportedParameter) as error:
         chat(dialect, tools=[tool("f")], tool_choice="required")
     assert error.value.param == "tool_choice"

@@ -28,7 +28,7 @@ import mlxsrv.models
 from mlxsrv.errors import ContextLengthExceeded
 from mlxsrv.prompts import encoding
 from mlxsrv.prompts.cuts import find_cuts
-from mlxsrv.prompts.encoding import Encoder, Limit
+from mlxsrv.prompts.encoding import IncrementalEncoder, TokenBudget
 from mlxsrv.prompts.widths import widest_token
 from tests.support.tiny import make_tokenizer
 
@@ -220,7 +220,7 @@ class Wrapper:
 
 
 WRAPPERS = {name: Wrapper(make()) for name, make in CUT.items()}
-ENCODERS = {name: Encoder(wrapper) for name, wrapper in WRAPPERS.items()}
+ENCODERS = {name: IncrementalEncoder(wrapper) for name, wrapper in WRAPPERS.items()}
 
 # What texts are made of: anything, and what tokenizers look at.
 SPACES = [" ", "  ", "   ", "\n", "\r\n", "\n\n", "\t", "\u3000", "\xa0", "▁", " ▁"]
@@ -252,7 +252,7 @@ TEXTS = st.lists(PARTS, max_size=40).map("".join)
 def test_pieces_give_the_tokens_of_the_whole(name: str, text: str, piece: int) -> None:
     encoder, wrapper = ENCODERS[name], WRAPPERS[name]
     assert encoder._cuts is not None
-    with patch.object(encoding, "PIECE", piece):
+    with patch.object(encoding, "PIECE_CHARACTERS", piece):
         for special in (True, False):
             whole = wrapper.encode(text, add_special_tokens=special)
             assert encoder.encode(text, special=special) == whole
@@ -261,12 +261,12 @@ def test_pieces_give_the_tokens_of_the_whole(name: str, text: str, piece: int) -
 @pytest.mark.parametrize("name", CUT)
 def test_a_long_text_is_cut_indeed(name: str) -> None:
     pauses = []
-    encoder = Encoder(WRAPPERS[name])
+    encoder = IncrementalEncoder(WRAPPERS[name])
     encoder.pause = lambda *_: pauses.append(True)
     text = "The quick brown fox jumps over the lazy dog\n" * 4000
     whole = WRAPPERS[name].encode(text, add_special_tokens=True)
     assert encoder.encode(text, special=True) == whole
-    assert len(pauses) >= len(text) // encoding.PIECE
+    assert len(pauses) >= len(text) // encoding.PIECE_CHARACTERS
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -274,7 +274,7 @@ def test_where_it_is_not_certain_nothing_is_cut(name: str) -> None:
     tokenizer = WHOLE[name]()
     cuts = find_cuts(tokenizer)
     assert cuts is None or not cuts.search("a b")
-    encoder = Encoder(Wrapper(tokenizer))
+    encoder = IncrementalEncoder(Wrapper(tokenizer))
     text = "The quick brown fox " * 2000
     if "drops" not in name:
         assert encoder.encode(text, special=True) == Wrapper(tokenizer).encode(
@@ -284,14 +284,14 @@ def test_where_it_is_not_certain_nothing_is_cut(name: str) -> None:
 
 def test_the_work_ends_as_soon_as_there_are_too_many_tokens() -> None:
     pauses = []
-    encoder = Encoder(WRAPPERS["demo"])
+    encoder = IncrementalEncoder(WRAPPERS["demo"])
     encoder.pause = lambda *_: pauses.append(True)
     text = "The quick brown fox " * 20_000
     with pytest.raises(ContextLengthExceeded, match="30000 tokens; the text has more") as error:
-        encoder.encode(text, special=True, limit=Limit(30_000, "prompt"))
+        encoder.encode(text, special=True, limit=TokenBudget(30_000, "prompt"))
     assert error.value.param == "prompt"
     assert str(len(text)) in error.value.message
-    assert 1 < len(pauses) < len(text) // encoding.PIECE
+    assert 1 < len(pauses) < len(text) // encoding.PIECE_CHARACTERS
 
 
 def test_what_pause_raises_ends_the_work() -> None:
@@ -301,17 +301,17 @@ def test_what_pause_raises_ends_the_work() -> None:
     def pause(characters: int = 0) -> None:
         raise Gone
 
-    encoder = Encoder(WRAPPERS["tiny"])
+    encoder = IncrementalEncoder(WRAPPERS["tiny"])
     encoder.pause = pause
     with pytest.raises(Gone):
-        encoder.encode("a " * encoding.PIECE, special=True)
+        encoder.encode("a " * encoding.PIECE_CHARACTERS, special=True)
     with pytest.raises(Gone):
         encoder.encode("a", special=True)
 
 
 def test_short_texts_tell_their_length() -> None:
     told: list[int] = []
-    encoder = Encoder(WRAPPERS["tiny"])
+    encoder = IncrementalEncoder(WRAPPERS["tiny"])
     encoder.pause = lambda characters=0: told.append(characters)
     encoder.encode("abc", special=True)
     encoder.encode("", special=True)
@@ -371,10 +371,10 @@ def test_a_text_is_refused_by_its_bytes_before_anything_is_spent_on_it() -> None
         def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
             raise AssertionError("it was tokenized")
 
-    encoder = Encoder(Untouched(tiny()))
-    with patch.object(Encoder, "_whole", side_effect=AssertionError):
+    encoder = IncrementalEncoder(Untouched(tiny()))
+    with patch.object(IncrementalEncoder, "_whole", side_effect=AssertionError):
         with pytest.raises(ContextLengthExceeded) as error:
-            encoder.encode("é" * 60_000, special=True, limit=Limit(4096, "messages"))
+            encoder.encode("é" * 60_000, special=True, limit=TokenBudget(4096, "messages"))
         assert error.value.message == (
             f"this model's maximum context length is 4096 tokens, which are at most {13 * 4096} "
             "bytes; the text has 120000 bytes"

@@ -12,7 +12,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.prompts.encoding import Cut
+from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.tokenizer import Tokenizer
 from mlxsrv.text.tools import ToolCalls, ToolOpened
 from tests.support.fixtures import ModelFolder
@@ -226,17 +226,19 @@ def test_a_text_is_cut_as_its_tokenizer_does_it(
     whole = ours.split(text, special=True)
     for count in (5, 17):
         expected = theirs(text, truncation=True, max_length=count)["input_ids"]
-        assert ours.split(text, special=True, cut=Cut(count, side)) == expected
+        assert ours.split(text, special=True, cut=Truncation(count, side)) == expected
         assert ours.split(text, special=True) == whole
-    assert ours.split("a", special=True, cut=Cut(5, side)) == ours.split("a", special=True)
+    assert ours.split("a", special=True, cut=Truncation(5, side)) == ours.split("a", special=True)
 
 
 def test_of_two_texts_the_longer_is_cut(folder: Path) -> None:
     theirs, ours = load_tokenizer(folder)._tokenizer, Tokenizer(folder)
     for one, other in (("a b c", "word " * 50), ("word " * 30, "and so " * 40)):
         expected = theirs(one, other, truncation="longest_first", max_length=20)["input_ids"]
-        assert ours.pair(one, other, cut=Cut(20, "right"))[0] == expected
+        assert ours.pair(one, other, cut=Truncation(20, "right"))[0] == expected
     # The tokenizer alone would make millions of encodings of what it cuts off here.
     begun = time.perf_counter()
-    assert ours.pair("word " * 50_000, "and so " * 90_000, cut=Cut(20, "right"))[0] == expected
+    assert (
+        ours.pair("word " * 50_000, "and so " * 90_000, cut=Truncation(20, "right"))[0] == expected
+    )
     assert time.perf_counter() - begun < 10

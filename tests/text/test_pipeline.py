@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from mlxsrv.text.channels import Channels, Piece
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
-from mlxsrv.text.pipeline import Part, TextPipeline
+from mlxsrv.text.pipeline import OutputPart, TextPipeline
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import Dialect, ToolArguments, ToolCalls, ToolOpened
+from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
 from tests.support.cuts import cut, joined
 
 START, END = "<think>", "</think>"
@@ -47,7 +47,7 @@ def run(stage: TextPipeline, feeds: Sequence[Sequence[int]]) -> list[Piece]:
     return pieces + texts(stage.flush())
 
 
-def texts(parts: Sequence[Part]) -> list[Piece]:
+def texts(parts: Sequence[OutputPart]) -> list[Piece]:
     pieces = [part for part in parts if isinstance(part, tuple)]
     assert len(pieces) == len(parts)
     return pieces
@@ -174,7 +174,7 @@ CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 
 
 def calling(table: TokenBytes, *stops: str, parallel: bool = True) -> TextPipeline:
-    dialect = Dialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
+    dialect = ToolDialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
     return TextPipeline(
         Detokenizer(table),
         Channels(START, END, thinking=False),
@@ -210,7 +210,9 @@ def test_a_call_behind_a_stop_string_is_none() -> None:
         def flush(self) -> str:
             return ""
 
-    tools = ToolCalls(Dialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True))
+    tools = ToolCalls(
+        ToolDialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
+    )
     stage = TextPipeline(AtOnce(), None, StopStrings(["STOP"]), tools)
     assert stage.feed([0]) == []
     assert (stage.calls, stage.stopped) == (0, True)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm import tool_parsers
 
-from mlxsrv.text.tools import Dialect, Part, ToolArguments, ToolCalls, ToolOpened
+from mlxsrv.text.tools import ContentOrCall, ToolArguments, ToolCalls, ToolDialect, ToolOpened
 from tests.support.cuts import cut
 
 TOOLS = [
@@ -104,9 +104,9 @@ SECTIONS = {
 }
 
 
-def family(name: str) -> Dialect:
+def family(name: str) -> ToolDialect:
     parser: Any = importlib.import_module(f"mlx_lm.tool_parsers.{name}")
-    return Dialect(
+    return ToolDialect(
         start=parser.tool_call_start,
         end=parser.tool_call_end,
         parse=lambda text: parser.parse_tool_call(text, TOOLS),
@@ -136,7 +136,7 @@ class Heard(msgspec.Struct, frozen=True):
         return [part for part in self.parts if not isinstance(part, str)]
 
 
-def merge(parts: Iterable[Part]) -> list[str | tuple[str, str]]:
+def merge(parts: Iterable[ContentOrCall]) -> list[str | tuple[str, str]]:
     merged: list[str | tuple[str, str]] = []
     opened = 0
     for part in parts:
@@ -160,7 +160,7 @@ def merge(parts: Iterable[Part]) -> list[str | tuple[str, str]]:
 
 
 def run(
-    feeds: Iterable[str], dialect: Dialect = JSON, *, end: bool = False, parallel: bool = True
+    feeds: Iterable[str], dialect: ToolDialect = JSON, *, end: bool = False, parallel: bool = True
 ) -> Heard:
     """The answer that `feeds` are, cut off by a limit at the `end`."""
     stage = ToolCalls(dialect, parallel=parallel)
@@ -361,7 +361,7 @@ def test_calls_in_json(call: str, name: str, arguments: str) -> None:
         pytest.param('{"name": "f", "arguments": {"a": 1}}', XML, id="another dialect"),
     ],
 )
-def test_what_is_no_call_is_content(call: str, dialect: Dialect) -> None:
+def test_what_is_no_call_is_content(call: str, dialect: ToolDialect) -> None:
     closed = f"{dialect.start}{call}{dialect.end}"
     for text in (closed, f"a \n{closed}\n b ", f" \n{dialect.start}{call}"):
         assert run([text], dialect) == Heard([text], 0, False)
@@ -539,7 +539,7 @@ def test_ids_are_as_openai_has_them() -> None:
 
 @pytest.mark.parametrize("end", [None, ""])
 def test_json_without_an_end_marker(end: str | None) -> None:
-    dialect = Dialect(start="[CALL]", end=end, parse=json.loads, json=True)
+    dialect = ToolDialect(start="[CALL]", end=end, parse=json.loads, json=True)
     text = 'a [CALL]{"name": "f", "arguments": {"a": 1}}\n[CALL]{"name": "g"} '
     assert run([text], dialect).parts == ["a", ("f", '{"a": 1}'), ("g", "{}")]
     assert run(text, dialect).parts == ["a", ("f", '{"a": 1}'), ("g", "{}")]
@@ -565,7 +565,7 @@ def test_what_a_parser_may_give_for_arguments(arguments: Any, text: str | None) 
     def parse(_: str) -> dict[str, Any]:
         return {"name": "f", "arguments": arguments, "id": "functions.f:0"}
 
-    heard = run(["<c>x</c>"], Dialect(start="<c>", end="</c>", parse=parse))
+    heard = run(["<c>x</c>"], ToolDialect(start="<c>", end="</c>", parse=parse))
     assert heard.parts == (["<c>x</c>"] if text is None else [("f", text)])
 
 
@@ -630,7 +630,7 @@ def test_content_and_calls_come_out_as_they_went_in(
 @pytest.mark.parametrize("dialect", [JSON, XML, family("mistral")], ids=["json", "xml", "mistral"])
 @given(SOUP, st.booleans(), st.booleans(), st.data())
 def test_any_cut_of_any_text_gives_the_same(
-    dialect: Dialect, text: str, end: bool, parallel: bool, data: st.DataObject
+    dialect: ToolDialect, text: str, end: bool, parallel: bool, data: st.DataObject
 ) -> None:
     whole = run([text], dialect, end=end, parallel=parallel)
     assert run(cut(data, text), dialect, end=end, parallel=parallel) == whole

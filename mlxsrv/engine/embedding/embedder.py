@@ -32,7 +32,7 @@ from mlxsrv.engine.embedding.encoders.load import load_dense
 from mlxsrv.engine.faults import describe
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.events import Embed, Embedded, Event, Failed, Vectors
-from mlxsrv.formats.pooling import Pooling, Recipe, read_recipe
+from mlxsrv.formats.pooling import Pooling, PoolingConfig, read_pooling_config
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -236,8 +236,10 @@ class Embedder:
         elif command.firsts:
             raise ValueError("this model makes vectors and does not judge pairs of texts")
         elif self._finish is None:
-            recipe = read_recipe(self._folder, decoder=self._runner.reads_chunks, name=self._name)
-            self._finish = Finish(recipe)
+            config = read_pooling_config(
+                self._folder, decoder=self._runner.reads_chunks, name=self._name
+            )
+            self._finish = Finish(config)
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         gone = set(job_ids)
@@ -428,22 +430,22 @@ class Embedder:
 
 
 class Finish:
-    """From the tokens' vectors to the text's, as a Recipe says.
+    """From the tokens' vectors to the text's, as a PoolingConfig says.
 
     Raises:
-        ValueError: a layer that the recipe names cannot be had.
+        ValueError: a layer that the config names cannot be had.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
-        self._dense = [load_dense(folder) for folder in recipe.dense]
+    def __init__(self, config: PoolingConfig) -> None:
+        self._config = config
+        self._dense = [load_dense(folder) for folder in config.dense]
 
     def __call__(self, hidden: mx.array, mask: mx.array) -> mx.array:
         """`(rows, length, width)` -> `(rows, width)`, float32."""
-        vectors = pool(hidden, mask, self._recipe.pooling)
+        vectors = pool(hidden, mask, self._config.pooling)
         for layer in self._dense:
             vectors = layer(vectors)
-        if self._recipe.normalize:
+        if self._config.normalize:
             vectors /= mx.maximum(mx.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
         return vectors
 

@@ -56,7 +56,8 @@ from mlxsrv.events import (
     Token,
     Watch,
 )
-from mlxsrv.formats.pooling import is_encoder, read_json
+from mlxsrv.formats.encoders import is_encoder
+from mlxsrv.formats.json_files import read_object
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -214,7 +215,7 @@ def load(
     mx.synchronize()
     maybe_set_recommended_wired_limit()
     reader = Reader(command.max_gap / 2, others, trust_remote_code=command.trust_remote_code)
-    if is_encoder(read_json(Path(command.path) / "config.json")):
+    if is_encoder(read_object(Path(command.path) / "config.json")):
         return (yield from _load_encoder(command, reader))
     mapped = yield from reader.map(command.path, command.adapter)
     yield from reader.bring(mapped)

@@ -17,10 +17,9 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxsrv.formats.arrays import PIECE, read_array
-from mlxsrv.formats.headers import Unhealthy
+from mlxsrv.formats.arrays import PIECE_BYTES, read_array
 from mlxsrv.formats.sae_files import SAEFile
-from mlxsrv.formats.sae_tensors import Part, Role, list_parts, sizes
+from mlxsrv.formats.sae_tensors import SAETensor, SAETensorRole, list_sae_tensors, sizes
 
 _LEAST_LENGTH = 1e-8  # of a decoder's row, where activations are counted in it
 
@@ -160,14 +159,11 @@ def load_sae(file: SAEFile) -> Generator[None, None, SAE]:
     Raises:
         ValueError: its files are damaged, hold numbers that are not finite, or have changed.
     """
-    try:
-        parts = list_parts(file.weights, file.source, file.architecture)
-        _check_sizes(file, parts)
-        read: dict[Role, mx.array] = {}
-        for role, part in parts.items():
-            read[role] = yield from _read(file, part)
-    except Unhealthy as error:
-        raise ValueError(str(error)) from None
+    tensors = list_sae_tensors(file.weights, file.source, file.architecture)
+    _check_sizes(file, tensors)
+    read: dict[SAETensorRole, mx.array] = {}
+    for role, tensor in tensors.items():
+        read[role] = yield from _read(file, tensor)
     ones = read.pop("ones", None)
     if ones is not None and not mx.allclose(ones, mx.ones_like(ones)).item():
         raise ValueError("it scales activations by a factor of their own, which is not supported")
@@ -186,8 +182,8 @@ def load_sae(file: SAEFile) -> Generator[None, None, SAE]:
     return SAE(file, arrays)
 
 
-def _check_sizes(file: SAEFile, parts: dict[Role, Part]) -> None:
-    same = sizes(parts) == (file.d_in, file.d_sae) and ("threshold" in parts) == _limited(file)
+def _check_sizes(file: SAEFile, tensors: dict[SAETensorRole, SAETensor]) -> None:
+    same = sizes(tensors) == (file.d_in, file.d_sae) and ("threshold" in tensors) == _limited(file)
     if not same:
         raise ValueError(f"{file.weights.name!r} has changed since the server looked at it")
 
@@ -196,12 +192,12 @@ def _limited(file: SAEFile) -> bool:
     return file.architecture == "jumprelu" or (file.architecture == "batch_topk" and file.k is None)
 
 
-def _read(file: SAEFile, part: Part) -> Generator[None, None, mx.array]:
+def _read(file: SAEFile, tensor: SAETensor) -> Generator[None, None, mx.array]:
     """The array, by feature; evaluated."""
-    pieces = read_array(file.weights, part.stored)
-    if part.role not in ("encoder", "decoder"):
+    pieces = read_array(file.weights, tensor.stored)
+    if tensor.role not in ("encoder", "decoder"):
         (piece,) = pieces
-        size = file.d_in if part.role == "decoder_bias" else file.d_sae
+        size = file.d_in if tensor.role == "decoder_bias" else file.d_sae
         array = mx.broadcast_to(mx.array(piece.reshape(-1)), (size,))
         array = mx.contiguous(array)
         mx.eval(array)
@@ -213,7 +209,7 @@ def _read(file: SAEFile, part: Part) -> Generator[None, None, mx.array]:
     done = 0
     for piece in pieces:
         end = done + len(piece)
-        if part.by_feature:
+        if tensor.by_feature:
             array[done:end] = mx.array(piece)
         else:
             array[:, done:end] = mx.array(np.ascontiguousarray(piece.T))
@@ -223,14 +219,14 @@ def _read(file: SAEFile, part: Part) -> Generator[None, None, mx.array]:
     return array
 
 
-def _rescale(read: dict[Role, mx.array]) -> Generator[None, None, mx.array]:
+def _rescale(read: dict[SAETensorRole, mx.array]) -> Generator[None, None, mx.array]:
     """Scale the encoder by the lengths `(d_sae)` of the decoder's rows, and return these.
 
     It then gives SAELens's `pre * W_dec.norm(dim=-1)`. The decoder stays as it is, since its rows
     are what steering adds.
     """
     d_sae, d_in = read["decoder"].shape
-    step = max(1, PIECE // (4 * d_in))
+    step = max(1, PIECE_BYTES // (4 * d_in))
     lengths = []
     for start in range(0, d_sae, step):
         rows = slice(start, start + step)

@@ -21,8 +21,9 @@ import anyio.to_thread
 import msgspec
 
 from mlxsrv.errors import ModelNotFound
-from mlxsrv.formats.folders import signature
-from mlxsrv.formats.model_folder import Description, Unhealthy, adapter_bytes, describe
+from mlxsrv.formats.adapters import adapter_bytes
+from mlxsrv.formats.files import UnusableFile, signature
+from mlxsrv.formats.model_folder import ModelDescription, describe
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.settings import Settings, SettingsError
@@ -72,7 +73,7 @@ class ModelEntry(msgspec.Struct, frozen=True):
     source: ModelSource
     created: int
     aliases: tuple[str, ...] = ()
-    description: Description | None = None
+    description: ModelDescription | None = None
     problem: str | None = None
 
 
@@ -97,7 +98,7 @@ class Catalogue:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._named = _named(settings.model)
-        self._seen: dict[Path, tuple[Hashable, Description | str]] = {}
+        self._seen: dict[Path, tuple[Hashable, ModelDescription | str]] = {}
         self._reported: set[tuple[str, str]] = set()
         self._refreshing = anyio.Lock()
         for folder in settings.models_dir:
@@ -222,21 +223,21 @@ class Catalogue:
             seen = (stamp, self._describe(folder, entry.name))
             self._seen[folder] = seen
         said = seen[1]
-        if isinstance(said, Description) and entry.source.adapter is not None:
+        if isinstance(said, ModelDescription) and entry.source.adapter is not None:
             try:
                 adapter_bytes(entry.source.adapter)
-            except Unhealthy as error:
+            except UnusableFile as error:
                 said = f"its adapter: {error}"
         if isinstance(said, str):
             return {"problem": said}
         return {"description": said, "created": int(said.modified_at)}
 
-    def _describe(self, folder: Path, name: str) -> Description | str:
+    def _describe(self, folder: Path, name: str) -> ModelDescription | str:
         try:
             # A revision is no part of what a name says.
             name = name.partition("@")[0]
             return describe(folder, name=name, trust_remote_code=self._settings.trust_remote_code)
-        except Unhealthy as error:
+        except UnusableFile as error:
             return str(error)
 
     def _report(self, entry: ModelEntry) -> None:

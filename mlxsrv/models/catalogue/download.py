@@ -38,7 +38,8 @@ from huggingface_hub.utils import (
 from msgspec import Meta
 
 from mlxsrv.errors import ModelNotFound, ModelNotLoaded, ServeError
-from mlxsrv.formats.model_folder import Unhealthy, describe
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.model_folder import describe
 from mlxsrv.models.catalogue.hub_cache import Repository, cached, matches, read_ref
 from mlxsrv.version import __version__
 
@@ -233,7 +234,7 @@ class _Download:
     def _describe(self, folder: Path, *, stand_ins: bool = False) -> None:
         try:
             describe(folder, name=self.repository.id, stand_ins=stand_ins)
-        except Unhealthy as error:
+        except UnusableFile as error:
             raise self._refuse(str(error)) from None
 
     def _refuse(self, reason: str) -> ModelNotFound:

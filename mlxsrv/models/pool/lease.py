@@ -9,7 +9,8 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from mlxsrv.errors import ServeError
-from mlxsrv.formats.pooling import Judge, Recipe
+from mlxsrv.formats.encoders import CrossEncoderConfig
+from mlxsrv.formats.pooling import PoolingConfig
 from mlxsrv.models.pool.model import Model
 
 if TYPE_CHECKING:
@@ -44,16 +45,16 @@ class Lease:
         return self.model.files.capabilities if self.model.files is not None else ()
 
     @property
-    def recipe(self) -> Recipe | str:
+    def pooling_config(self) -> PoolingConfig | str:
         """How its vectors are made, or why they cannot be; known with the tokenizer."""
         assert self.model.files is not None
-        return self.model.files.recipe
+        return self.model.files.pooling_config
 
     @property
-    def judge(self) -> Judge | str:
+    def cross_encoder_config(self) -> CrossEncoderConfig | str:
         """How pairs of texts are judged, or why they cannot be; known with the tokenizer."""
         assert self.model.files is not None
-        return self.model.files.judge
+        return self.model.files.cross_encoder_config
 
     async def enter(self) -> None:
         """Wait until the model is loaded; it stays until `release`.

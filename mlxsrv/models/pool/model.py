@@ -12,8 +12,10 @@ import anyio
 import msgspec
 
 from mlxsrv.events import Attach, Loaded
-from mlxsrv.formats.model_folder import adapter_bytes, describe
-from mlxsrv.formats.pooling import Judge, Recipe, read_judge, read_recipe
+from mlxsrv.formats.adapters import adapter_bytes
+from mlxsrv.formats.encoders import CrossEncoderConfig, read_cross_encoder_config
+from mlxsrv.formats.model_folder import describe
+from mlxsrv.formats.pooling import PoolingConfig, read_pooling_config
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.models.catalogue.catalogue import ModelEntry, ModelSource
 from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
@@ -40,9 +42,9 @@ class ModelFiles(msgspec.Struct, frozen=True):
     own: int
     context_length: int | None
     capabilities: tuple[str, ...]
-    recipe: Recipe | str
+    pooling_config: PoolingConfig | str
     """How texts become vectors, or why they cannot."""
-    judge: Judge | str
+    cross_encoder_config: CrossEncoderConfig | str
     """How pairs of texts become scores, or why they cannot."""
 
 
@@ -138,7 +140,7 @@ def examine(
 ) -> ModelFiles:
     """Look at a model's files, fetching what is not here; `check` stops that by raising.
 
-    Blocks; raises Unhealthy, ServeError.
+    Blocks; raises UnusableFile, ServeError.
     """
     trust = settings.trust_remote_code
     folder = source.fetch(check).resolve()
@@ -158,21 +160,21 @@ def examine(
         own=own,
         context_length=capped(described.context_length, settings),
         capabilities=described.capabilities,
-        recipe=_recipe(folder, described.capabilities, name),
-        judge=_judge(folder),
+        pooling_config=_pooling_config(folder, described.capabilities, name),
+        cross_encoder_config=_cross_encoder_config(folder),
     )
 
 
-def _recipe(folder: Path, capabilities: Collection[str], name: str) -> Recipe | str:
+def _pooling_config(folder: Path, capabilities: Collection[str], name: str) -> PoolingConfig | str:
     try:
-        return read_recipe(folder, decoder="completion" in capabilities, name=name)
+        return read_pooling_config(folder, decoder="completion" in capabilities, name=name)
     except ValueError as error:
         return str(error)
 
 
-def _judge(folder: Path) -> Judge | str:
+def _cross_encoder_config(folder: Path) -> CrossEncoderConfig | str:
     try:
-        return read_judge(folder)
+        return read_cross_encoder_config(folder)
     except ValueError as error:
         return str(error)
 

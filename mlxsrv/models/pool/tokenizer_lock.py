@@ -17,7 +17,7 @@ import anyio.from_thread
 import anyio.lowlevel
 import anyio.to_thread
 
-from mlxsrv.prompts.encoding import PIECE
+from mlxsrv.prompts.encoding import PIECE_CHARACTERS
 
 V = TypeVar("V")
 
@@ -56,7 +56,7 @@ class TokenizerLock:
         finally:
             del self._thread.holder, self._thread.characters
 
-    def pause(self, characters: int = PIECE) -> None:
+    def pause(self, characters: int = PIECE_CHARACTERS) -> None:
         """Let those who wait have the lock, if this work has had the characters of a piece.
 
         Raises:
@@ -64,7 +64,7 @@ class TokenizerLock:
         """
         # Counted per holder: short texts of others are no reason to pause.
         self._thread.characters += characters
-        if self._thread.characters < PIECE:
+        if self._thread.characters < PIECE_CHARACTERS:
             return
         self._thread.characters = 0
         anyio.from_thread.check_cancelled()

@@ -1,1 +1,1 @@
-"""Grammars of every kind, checked and translated for llguidance."""
+"""GrammarCompiler of every kind, checked and translated for llguidance."""

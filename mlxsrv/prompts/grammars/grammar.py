@@ -24,7 +24,7 @@ import numpy as np
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.events import Constraint, Mask
 from mlxsrv.logs import log
-from mlxsrv.prompts.grammars.specs import GrammarSpec, Refused, one_line, translate, unforced
+from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, one_line, translate, unforced
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -56,7 +56,7 @@ class _Vocabulary(msgspec.Struct, frozen=True):
     breaks: Mask
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiles grammars for one model. Any thread may use it.
 
     Args:
@@ -84,7 +84,7 @@ class Grammars:
         """
         self._derived(param)
 
-    def compile(self, spec: GrammarSpec, *, param: str) -> Template:
+    def compile(self, spec: GrammarSpec, *, param: str) -> CompiledGrammar:
         """The grammar, ready to use; from the cache if it was compiled lately.
 
         A new one is tried in a process of its own first, for up to 5 s: some schemas of a
@@ -98,7 +98,7 @@ class Grammars:
         self._derived(param)
         try:
             return self._compiled(spec)
-        except Refused as error:
+        except GrammarRefused as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
 
     def _derived(self, param: str) -> _Vocabulary:
@@ -137,7 +137,7 @@ class Grammars:
             breaks=_bits((tokens[0] for tokens in breaks if len(tokens) == 1), self._size),
         )
 
-    def _compile(self, spec: GrammarSpec) -> Template:
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
 
         vocabulary = self._vocabulary
@@ -150,11 +150,11 @@ class Grammars:
         limits = LLParserLimits(verbose_errors=False, step_max_items=step, max_items_in_row=row)
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if reason := matcher.get_error() or _first_error(matcher.deep_copy()):
-            raise Refused(one_line(reason))
-        return Template(matcher, vocabulary)
+            raise GrammarRefused(one_line(reason))
+        return CompiledGrammar(matcher, vocabulary)
 
 
-class Template:
+class CompiledGrammar:
     """A compiled grammar. Any thread may use it."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:

@@ -24,7 +24,7 @@ import msgspec
 
 from mlxsrv.prompts.grammars.regexes import ascii_classes
 
-Schema = dict[str, Any]
+JSONSchema = dict[str, Any]
 Node = Any  # a schema or true or false; or, where the client is wrong, anything
 
 ANNOTATIONS = frozenset(
@@ -55,7 +55,7 @@ class SchemaError(ValueError):
     """The schema cannot be used. The message is for the client."""
 
 
-class Listing(msgspec.Struct, frozen=True):
+class ListedKeys(msgspec.Struct, frozen=True):
     """What schemas say of an object's keys.
 
     `names` are listed or required, `patterns` have a schema of their own, and `open` is whether
@@ -66,16 +66,16 @@ class Listing(msgspec.Struct, frozen=True):
     patterns: frozenset[str] = frozenset()
     open: bool = False
 
-    def __or__(self, other: Listing) -> Listing:
-        return Listing(
+    def __or__(self, other: ListedKeys) -> ListedKeys:
+        return ListedKeys(
             self.names | other.names, self.patterns | other.patterns, self.open or other.open
         )
 
 
-_NOTHING = Listing()
+_NOTHING = ListedKeys()
 
 
-def prepare(schema: Schema, *, close: bool = True) -> Schema:
+def prepare(schema: JSONSchema, *, close: bool = True) -> JSONSchema:
     """The schema, ready; it describes no more than the one given. Without `close` objects stay as
     open as they are.
 
@@ -88,22 +88,22 @@ def prepare(schema: Schema, *, close: bool = True) -> Schema:
 class _Preparation:
     """One schema being prepared. Definitions are made as references to them are met."""
 
-    def __init__(self, schema: Schema, close: bool) -> None:
+    def __init__(self, schema: JSONSchema, close: bool) -> None:
         self._root = schema
         self._close = close
         self._steps = 0
-        self._names: dict[tuple[str, Listing], str] = {}  # by where they point, and beside what
-        self._pending: list[tuple[str, Node, Listing]] = []
+        self._names: dict[tuple[str, ListedKeys], str] = {}  # by where they point, and beside what
+        self._pending: list[tuple[str, Node, ListedKeys]] = []
 
-    def result(self) -> Schema:
-        whole: Schema = self._node(self._root, _NOTHING)
+    def result(self) -> JSONSchema:
+        whole: JSONSchema = self._node(self._root, _NOTHING)
         definitions = {}
         while self._pending:
             name, node, beside = self._pending.pop()
             definitions[name] = self._node(node, beside)
         return whole | ({"$defs": definitions} if definitions else {})
 
-    def _node(self, node: Node, beside: Listing) -> Node:
+    def _node(self, node: Node, beside: ListedKeys) -> Node:
         """A schema. `beside` is listed by the others that describe the same object."""
         self._step()
         if not isinstance(node, dict):
@@ -125,9 +125,9 @@ class _Preparation:
                 ready[key] = [self._node(option, listing) for option in inner]
         return ready
 
-    def _own(self, node: Schema, beside: Listing) -> Schema:
+    def _own(self, node: JSONSchema, beside: ListedKeys) -> JSONSchema:
         """All but what is combined, which has its place already."""
-        ready: Schema = {}
+        ready: JSONSchema = {}
         for key, value in node.items():
             if key in ANNOTATIONS or key in ("$defs", "definitions"):
                 continue
@@ -148,7 +148,7 @@ class _Preparation:
                 ready[key] = value
         return ready
 
-    def _object(self, node: Schema, beside: Listing) -> Schema:
+    def _object(self, node: JSONSchema, beside: ListedKeys) -> JSONSchema:
         """The keywords that say which properties there are, together and in order: what is
         additional depends on the other two."""
         ready = {key: node[key] for key in _OBJECT if key in node}
@@ -178,7 +178,7 @@ class _Preparation:
             ready["additionalProperties"] = False
         return {key: ready[key] for key in _OBJECT if key in ready}
 
-    def _reference(self, target: Any, beside: Listing) -> Any:
+    def _reference(self, target: Any, beside: ListedKeys) -> Any:
         node = self._resolve(target)
         if node is None and isinstance(target, str) and target.startswith("#/"):
             raise SchemaError(f"Pointer '{target[1:]}' does not exist")
@@ -210,8 +210,8 @@ class _Preparation:
         return node if isinstance(node, dict | bool) else None
 
     def _others(
-        self, node: Schema, groups: list[tuple[str, int, Any]], beside: Listing
-    ) -> list[Listing]:
+        self, node: JSONSchema, groups: list[tuple[str, int, Any]], beside: ListedKeys
+    ) -> list[ListedKeys]:
         """For the schema's own keywords, then for each group: what all others list."""
         if not groups:
             return [beside]
@@ -227,7 +227,7 @@ class _Preparation:
             self._step(len(listing.names))
         return [one | other for one, other in zip(before, reversed(after), strict=True)]
 
-    def _listed(self, inner: Any) -> Listing:
+    def _listed(self, inner: Any) -> ListedKeys:
         """What a group lists: a schema, a list of them, or where one is."""
         listing, seen, pending = _NOTHING, set(), [inner]
         while pending:
@@ -249,7 +249,7 @@ class _Preparation:
             raise SchemaError("too much: it combines too many schemas")
 
 
-def _groups(node: Schema) -> Iterator[tuple[str, int, Any]]:
+def _groups(node: JSONSchema) -> Iterator[tuple[str, int, Any]]:
     """What describes the same value as the schema's own keywords: each schema of `allOf`, and as
     one group each the options of `anyOf` and `oneOf` and the target of a reference."""
     for key, value in node.items():
@@ -263,11 +263,11 @@ def _groups(node: Schema) -> Iterator[tuple[str, int, Any]]:
             )
 
 
-def _listing(node: Schema) -> Listing:
+def _listing(node: JSONSchema) -> ListedKeys:
     """What the schema's own keywords list."""
     properties, patterns = (node.get(key) for key in _OBJECT[:2])
     others = [node.get(key, False) for key in ("additionalProperties", "unevaluatedProperties")]
-    return Listing(
+    return ListedKeys(
         frozenset(
             [*(properties if isinstance(properties, dict) else ()), *_texts(node.get("required"))]
         ),
@@ -283,7 +283,7 @@ def _texts(value: Any) -> list[str]:
 # Numbers.
 
 
-def _check_bound(key: str, node: Schema) -> None:
+def _check_bound(key: str, node: JSONSchema) -> None:
     value = node[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) <= _EXACT:
         return
@@ -328,7 +328,7 @@ def _decimal_is_exact(value: float) -> bool:
 # What nothing finite satisfies.
 
 
-def _without_endless(schema: Schema) -> Schema:
+def _without_endless(schema: JSONSchema) -> JSONSchema:
     definitions = {f"#/$defs/{name}": node for name, node in schema.get("$defs", {}).items()}
     endless = {"#": schema} | definitions
     for _ in range(_MOST_PASSES):
@@ -342,7 +342,7 @@ def _without_endless(schema: Schema) -> Schema:
         return schema  # too deep to tell
     if "#" in endless:
         raise SchemaError("nothing can satisfy it")
-    whole: Schema = _without({key: schema[key] for key in schema if key != "$defs"}, endless)
+    whole: JSONSchema = _without({key: schema[key] for key in schema if key != "$defs"}, endless)
     kept = {name: _without(node, endless) for name, node in schema.get("$defs", {}).items()}
     return whole | ({"$defs": kept} if kept else {})
 
@@ -365,14 +365,14 @@ def _ends(node: Node, endless: Collection[str]) -> bool:
     return not kinds or any(kind not in may_be or may_be[kind](node, endless) for kind in kinds)
 
 
-def _object_ends(node: Schema, endless: Collection[str]) -> bool:
+def _object_ends(node: JSONSchema, endless: Collection[str]) -> bool:
     properties = node.get("properties")
     if not isinstance(properties, dict):
         return True
     return all(_ends(properties.get(name, True), endless) for name in _texts(node.get("required")))
 
 
-def _array_ends(node: Schema, endless: Collection[str]) -> bool:
+def _array_ends(node: JSONSchema, endless: Collection[str]) -> bool:
     least = node.get("minItems", 0)
     first = node.get("prefixItems", [])
     if not isinstance(least, int) or not isinstance(first, list):
@@ -398,18 +398,18 @@ def _without(node: Node, endless: Collection[str]) -> Node:
     return ready
 
 
-# Keys. A pattern that matches none but keys that have a schema of their own leaves nothing for
-# llguidance to write, once it has written a comma.
+# Keys. If a pattern matches only keys that have a schema of their own, llguidance has nothing to
+# write once it has written a comma.
 
 
-class Keys(msgspec.Struct, frozen=True):
+class SchemaKeys(msgspec.Struct, frozen=True):
     """All patterns of keys and all names in a schema."""
 
     patterns: list[str]
     names: list[str]
 
 
-class KeysFound(msgspec.Struct, frozen=True):
+class KeyMatches(msgspec.Struct, frozen=True):
     """`only`: each pattern that matches none but some of the names, with them. `all`: whether
     the patterns together match every key."""
 
@@ -417,7 +417,7 @@ class KeysFound(msgspec.Struct, frozen=True):
     all: bool
 
 
-def list_keys(schema: Schema) -> Keys | None:
+def list_keys(schema: JSONSchema) -> SchemaKeys | None:
     """What there is to ask about the keys of a prepared schema; None: nothing."""
     names: dict[str, None] = {}
     patterns: dict[str, None] = {}
@@ -425,10 +425,10 @@ def list_keys(schema: Schema) -> Keys | None:
         for found, given in zip((names, patterns), map(node.get, _OBJECT), strict=False):
             found.update(dict.fromkeys(given if isinstance(given, dict) else ()))
         names.update(dict.fromkeys(_texts(node.get("required"))))
-    return Keys([*patterns], [*names]) if patterns else None
+    return SchemaKeys([*patterns], [*names]) if patterns else None
 
 
-def spell_out(schema: Schema, found: KeysFound) -> Schema:
+def spell_out(schema: JSONSchema, found: KeyMatches) -> JSONSchema:
     """The schema with properties in the place of patterns that match only these, and without what
     could be additional to patterns that match every key. It describes the same."""
     patterns = {pattern for node in _nodes(schema) for pattern in node.get(_OBJECT[1], ())}
@@ -448,7 +448,7 @@ def spell_out(schema: Schema, found: KeysFound) -> Schema:
     return schema
 
 
-def _nodes(schema: Schema) -> Iterator[Schema]:
+def _nodes(schema: JSONSchema) -> Iterator[JSONSchema]:
     """Every schema in a prepared schema that is an object, itself first."""
     pending: list[Node] = [schema]
     while pending:

@@ -18,7 +18,7 @@ import msgspec
 from mlxsrv.prompts.grammars import gbnf_lark
 from mlxsrv.prompts.grammars.gbnf import GBNFError
 from mlxsrv.prompts.grammars.regexes import ascii_classes
-from mlxsrv.prompts.grammars.schemas import KeysFound, SchemaError, list_keys, prepare, spell_out
+from mlxsrv.prompts.grammars.schemas import KeyMatches, SchemaError, list_keys, prepare, spell_out
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -103,7 +103,7 @@ def tool_grammar(
     return GrammarSpec("tool", msgspec.json.encode(calls).decode(), compact)
 
 
-class Refused(ValueError):
+class GrammarRefused(ValueError):
     """A grammar that cannot be used. The message is for the client."""
 
 
@@ -113,7 +113,7 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
 
     size, most = len(spec.text.encode()), _LONGEST[spec.kind]
     if size > most:
-        raise Refused(f"{size} bytes are too many; at most {most}")
+        raise GrammarRefused(f"{size} bytes are too many; at most {most}")
     match spec.kind:
         case "json_object":
             [schema] = _vetted([{"type": "object"}], compact=spec.compact)
@@ -121,7 +121,7 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         case "choice":
             choices = msgspec.json.decode(spec.text, type=list[str])
             if not choices:
-                raise Refused("there must be something to choose from")
+                raise GrammarRefused("there must be something to choose from")
             return _lark("start: " + " | ".join(map(json.dumps, choices)))
         case "tool":
             calls = msgspec.json.decode(spec.text, type=_Calls)
@@ -144,7 +144,7 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
             try:
                 grammar = _lark(gbnf_lark.translate(spec.text))
             except GBNFError as error:
-                raise Refused(f"not a GBNF grammar: {error}") from None
+                raise GrammarRefused(f"not a GBNF grammar: {error}") from None
     _try([grammar])
     return grammar
 
@@ -166,7 +166,7 @@ def _parsed(text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise Refused(f"not a JSON schema: {error}") from None
+        raise GrammarRefused(f"not a JSON schema: {error}") from None
 
 
 def _vetted(
@@ -179,7 +179,7 @@ def _vetted(
     _check_one_of([(name, schema) for name, schema in named if _ONE_OF in str(schema)])
     keys = [list_keys(schema) for schema in ready]
     if asked := [each for each in keys if each is not None]:
-        found = iter(_run_trial({"keys": asked}, type=list[KeysFound]))
+        found = iter(_run_trial({"keys": asked}, type=list[KeyMatches]))
         ready = [
             schema if each is None else spell_out(schema, next(found))
             for schema, each in zip(ready, keys, strict=True)
@@ -193,11 +193,11 @@ _ONE_OF = "oneOf"
 
 def _prepared(name: str, schema: dict[str, Any], *, close: bool) -> dict[str, Any]:
     if _depth(schema) > _DEEPEST:
-        raise Refused(f"{name}{': ' if name else ''}nested more than {_DEEPEST} levels deep")
+        raise GrammarRefused(f"{name}{': ' if name else ''}nested more than {_DEEPEST} levels deep")
     try:
         return prepare(schema, close=close)
     except SchemaError as error:
-        raise Refused(f"{name}{': ' if name else ''}{error}") from None
+        raise GrammarRefused(f"{name}{': ' if name else ''}{error}") from None
 
 
 def _check_one_of(named: Sequence[tuple[str, dict[str, Any]]]) -> None:
@@ -262,11 +262,11 @@ def _marker(text: str, tokenizer: LLTokenizer) -> str:
 def _try(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
     """Compile the grammars in a process that may hang or crash. `names` tell them apart.
 
-    Raises Refused with the compiler's reason.
+    Raises GrammarRefused with the compiler's reason.
     """
     for i, reason in _run_trial({"grammars": grammars}, type=list[tuple[int, str]]):
         name = names[i] if names else ""
-        raise Refused(f"{name}{': ' if name else ''}{one_line(reason)}")
+        raise GrammarRefused(f"{name}{': ' if name else ''}{one_line(reason)}")
 
 
 T = TypeVar("T")
@@ -275,7 +275,7 @@ T = TypeVar("T")
 def _run_trial(asked: object, *, type: type[T]) -> T:
     """What a process that may hang or crash answers.
 
-    Raises Refused if it did.
+    Raises GrammarRefused if it did.
     """
     import llguidance
 
@@ -288,9 +288,9 @@ def _run_trial(asked: object, *, type: type[T]) -> T:
             timeout=_TRIAL_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        raise Refused(f"takes more than {_TRIAL_SECONDS:.0f} s to compile") from None
+        raise GrammarRefused(f"takes more than {_TRIAL_SECONDS:.0f} s to compile") from None
     if done.returncode < 0:
-        raise Refused("more than the compiler takes: references may be nested too deeply")
+        raise GrammarRefused("more than the compiler takes: references may be nested too deeply")
     if done.returncode > 0 or not done.stdout:
         raise RuntimeError(f"cannot try a grammar: {done.stderr.decode(errors='replace')}")
     return msgspec.json.decode(done.stdout, type=type)

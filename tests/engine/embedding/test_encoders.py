@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.embedding.embedder import DecoderRunner, pool
 from mlxsrv.engine.embedding.encoders.layers import Encoder
 from mlxsrv.engine.embedding.encoders.load import load_dense, load_encoder
-from mlxsrv.formats.pooling import read_pooling, read_recipe
+from mlxsrv.formats.pooling import parse_pooling, read_pooling_config
 from tests.support.encoders import (
     CONFIGS,
     FIRSTS,
@@ -105,8 +105,8 @@ def test_the_second_text_of_a_pair_counts_in_bert_alone(name: str, encoder: Enco
 
 def test_sentence_transformers_vectors_with_a_dense_layer(tmp_path: Path) -> None:
     write_sentence_transformer(tmp_path)
-    recipe = read_recipe(tmp_path, decoder=False)
-    dense = load_dense(recipe.dense[0])
+    config = read_pooling_config(tmp_path, decoder=False)
+    dense = load_dense(config.dense[0])
     encoder = load_encoder(tmp_path)
     for row, wanted in zip(TOKENS["bert"], recorded()["layout/vectors"], strict=True):
         hidden, _ = run(encoder, [row], firsts=None)
@@ -126,7 +126,7 @@ def test_a_decoders_hidden_states_are_those_of_transformers(tmp_path: Path) -> N
 @pytest.mark.parametrize("mode", POOLINGS)
 def test_pooled_vectors_are_those_of_sentence_transformers(mode: str) -> None:
     mask = mx.arange(max(LENGTHS))[None] < mx.array(LENGTHS)[:, None]
-    made = pool(mx.array(recorded()["bert/hidden"]), mask, read_pooling({"pooling_mode": mode}))
+    made = pool(mx.array(recorded()["bert/hidden"]), mask, parse_pooling({"pooling_mode": mode}))
     np.testing.assert_allclose(np.array(made), recorded()[f"pooling/{mode}"], atol=1e-5)
 
 
@@ -136,8 +136,12 @@ def test_minilm_vectors_are_those_of_sentence_transformers() -> None:
     assert found is not None
     assert found.origin is not None
     folder = Path(found.origin).parent / "model"
-    recipe = read_recipe(folder, decoder=False)
-    assert (recipe.pooling, recipe.normalize, recipe.max_length) == ("mean", True, 256)
+    config = read_pooling_config(folder, decoder=False)
+    assert (config.pooling, config.normalize, config.max_length) == (
+        "mean",
+        True,
+        256,
+    )
     rows = [sentence["tokens"] for sentence in references()["minilm"]]
     hidden, mask = run(load_encoder(folder), rows, firsts=None)
     sums = mx.where(mask[:, :, None], hidden, 0).sum(1)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxsrv.engine.steering.sae import SAE, load_sae
-from mlxsrv.formats.arrays import PIECE
+from mlxsrv.formats.arrays import PIECE_BYTES
 from mlxsrv.formats.sae_files import read_sae
 from tests.support.saes import Array, Kind, Layout, Precision, make_arrays, write_sae
 
@@ -363,8 +363,8 @@ def test_a_large_one_is_read_in_slices(tmp_path: Path) -> None:
             sae = end.value
             break
         slices += 1
-    assert slices >= 2 * 4 * d_in * d_sae // PIECE
-    assert mx.get_peak_memory() - before < sae.nbytes + 3 * PIECE
+    assert slices >= 2 * 4 * d_in * d_sae // PIECE_BYTES
+    assert mx.get_peak_memory() - before < sae.nbytes + 3 * PIECE_BYTES
     assert sae.directions([d_sae - 1])[0, 3].item() == d_sae - 1
     hidden = mx.zeros((d_in,))
     hidden[3] = 1.0

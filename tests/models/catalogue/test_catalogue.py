@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import ModelNotFound
-from mlxsrv.formats.model_folder import Description, describe
+from mlxsrv.formats.model_folder import ModelDescription, describe
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.settings import Settings, SettingsError
@@ -152,7 +152,7 @@ def test_what_has_not_changed_is_not_read_again(
     listed(models)
     described: list[str] = []
 
-    def counting(folder: Path, **options: Any) -> Description:
+    def counting(folder: Path, **options: Any) -> ModelDescription:
         described.append(folder.name)
         return describe(folder, **options)
 

@@ -25,8 +25,8 @@ def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = 
         own=size if base else 0,
         context_length=None,
         capabilities=(),
-        recipe="",
-        judge="",
+        pooling_config="",
+        cross_encoder_config="",
     )
     made.users, made.used = users, used
     return made

@@ -23,7 +23,7 @@ import pytest
 
 from mlxsrv.errors import ModelNotLoaded, ServeError
 from mlxsrv.events import Load, Loaded
-from mlxsrv.formats.model_folder import Unhealthy
+from mlxsrv.formats.files import UnusableFile
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.pool import pool as module
 from mlxsrv.models.pool.lease import Lease
@@ -276,7 +276,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def examine(source: Any, *_: object) -> ModelFiles:
         path = source.place
         if path.name == "unhealthy":
-            raise Unhealthy("scripted")
+            raise UnusableFile("scripted")
         size = SIZES[path.name]
         return ModelFiles(
             path,
@@ -286,8 +286,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             own=0,
             context_length=None,
             capabilities=(),
-            recipe="",
-            judge="",
+            pooling_config="",
+            cross_encoder_config="",
         )
 
     async def run_sync(work: Callable[..., Any], *arguments: Any, **_: Any) -> Any:

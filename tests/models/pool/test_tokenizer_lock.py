@@ -11,7 +11,7 @@ import anyio.lowlevel
 import pytest
 
 from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
-from mlxsrv.prompts.encoding import PIECE
+from mlxsrv.prompts.encoding import PIECE_CHARACTERS
 
 PATIENCE = 10.0
 
@@ -119,7 +119,7 @@ def test_short_texts_of_others_cost_nobody_a_turn() -> None:
         lock, done = TokenizerLock(), []
 
         def work(number: int) -> None:
-            lock.pause(PIECE // 3)
+            lock.pause(PIECE_CHARACTERS // 3)
             done.append(number)
 
         async with anyio.create_task_group() as group:
@@ -139,7 +139,7 @@ def test_many_short_texts_are_as_good_as_a_long_one() -> None:
             begun.set()
             go.wait(PATIENCE)
             for _ in range(4):
-                lock.pause(PIECE // 3)
+                lock.pause(PIECE_CHARACTERS // 3)
             done.append("many")
 
         async with anyio.create_task_group() as group:

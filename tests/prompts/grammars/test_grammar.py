@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizer
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.events import Constraint, Mask
 from mlxsrv.prompts.grammars import grammar, specs
-from mlxsrv.prompts.grammars.grammar import Grammars, Template
+from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
 from tests.support.fixtures import ModelFolder
 from tests.support.tiny import END_TOKENS, VOCABULARY
@@ -50,14 +50,14 @@ class Model:
         self.tokenizer = tokenizer
         self.vocabulary = vocabulary
         self.ends = frozenset(end_tokens)
-        self.grammars = Grammars(tokenizer, vocabulary=vocabulary, end_tokens=self.ends)
+        self.grammars = GrammarCompiler(tokenizer, vocabulary=vocabulary, end_tokens=self.ends)
         texts = ((i, self.decode([i])) for i in set(tokenizer.get_vocab().values()))
         self.closers = {i for i, text in texts if text[:1] in set('"}]')}
 
-    def compile(self, spec: GrammarSpec) -> Template:
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         return self.grammars.compile(spec, param="response_format")
 
-    def schema(self, schema: Schema) -> Template:
+    def schema(self, schema: Schema) -> CompiledGrammar:
         return self.compile(GrammarSpec("json_schema", json.dumps(schema)))
 
     def encode(self, text: str) -> list[int]:
@@ -99,7 +99,7 @@ class Model:
             drawn.append(token)
         raise AssertionError(f"no end in sight: {self.decode(drawn)[:500]}")
 
-    def write(self, template: Template, seed: int = 0) -> str:
+    def write(self, template: CompiledGrammar, seed: int = 0) -> str:
         return self.decode(self.draw(template.constraint(), seed))
 
 
@@ -475,9 +475,9 @@ def test_a_grammar_is_compiled_once_while_it_is_in_use(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammar, "_CACHED", 2)
-    few = Grammars(model.tokenizer, vocabulary=PADDED, end_tokens=model.ends)
+    few = GrammarCompiler(model.tokenizer, vocabulary=PADDED, end_tokens=model.ends)
 
-    def compiled(text: str) -> Template:
+    def compiled(text: str) -> CompiledGrammar:
         return few.compile(GrammarSpec("choice", json.dumps([text])), param="p")
 
     first = compiled("a")
@@ -508,7 +508,7 @@ def test_constraints_of_one_template_know_nothing_of_each_other(
 
 
 def test_many_threads_may_compile(model: Model) -> None:
-    grammars = Grammars(model.tokenizer, vocabulary=PADDED, end_tokens=model.ends)
+    grammars = GrammarCompiler(model.tokenizer, vocabulary=PADDED, end_tokens=model.ends)
     specs = [GrammarSpec("regex", f"[a-c]{{{n}}}") for n in range(1, 5)] * 6
 
     def write(spec: GrammarSpec) -> str:
@@ -640,7 +640,7 @@ def test_a_failed_grammar_is_tried_again(model: Model, monkeypatch: pytest.Monke
 
 
 def unsupported(tokenizer: Any, ends: Iterable[int]) -> str:
-    grammars = Grammars(tokenizer, vocabulary=PADDED, end_tokens=ends)
+    grammars = GrammarCompiler(tokenizer, vocabulary=PADDED, end_tokens=ends)
     with pytest.raises(UnsupportedParameter) as caught:
         grammars.prepare(param="tools")
     assert caught.value.param == "tools"

@@ -9,7 +9,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from mlxsrv.prompts.grammars.schemas import SchemaError, prepare
-from mlxsrv.prompts.grammars.specs import GrammarSpec, Refused, tool_grammar, translate
+from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, tool_grammar, translate
 
 Schema = dict[str, Any]
 BYTES = LLTokenizer("byte")
@@ -160,13 +160,13 @@ def test_each_of_many_tools_is_prepared() -> None:
         ]
     ]
     assert accepted(spec, *calls) == [True, True, True, False]
-    with pytest.raises(Refused, match="h: oneOf constraints are not supported"):
+    with pytest.raises(GrammarRefused, match="h: oneOf constraints are not supported"):
         translate(tool_grammar([*tools, ("h", {"oneOf": [A, B]})], "<", ">", many=False), BYTES)
 
 
 def test_one_of_is_as_disjoint_as_before_it_was_closed() -> None:
     one = {"oneOf": [A, B]}
-    with pytest.raises(Refused, match="oneOf constraints are not supported"):
+    with pytest.raises(GrammarRefused, match="oneOf constraints are not supported"):
         fits(one, {})
     kinds = [
         {"type": "object", "properties": {"k": {"const": k}, k: True}, "required": ["k"]}
@@ -280,7 +280,7 @@ def test_classes_are_ascii_in_regexes_and_in_patterns(regex: str, texts: str, ot
 
 
 def test_a_word_boundary_is_refused() -> None:
-    with pytest.raises(Refused, match="lookarounds not supported"):
+    with pytest.raises(GrammarRefused, match="lookarounds not supported"):
         translate(GrammarSpec("regex", r"\bfoo"), BYTES)
 
 
@@ -357,5 +357,5 @@ def test_what_nothing_finite_satisfies_is_never_begun() -> None:
 
 def test_a_dead_end_that_random_texts_meet_is_refused() -> None:
     lark = 'start: "a" B\nB: /b/ & /c/'
-    with pytest.raises(Refused):
+    with pytest.raises(GrammarRefused):
         translate(GrammarSpec("lark", lark), BYTES)

@@ -26,7 +26,7 @@ from mlxsrv.engine.embedding.encoders.layers import (
     size,
     split_heads,
 )
-from mlxsrv.formats.pooling import ROBERTA
+from mlxsrv.formats.encoders import ROBERTA
 
 
 class Bert(Encoder):

@@ -17,7 +17,7 @@ from mlx.nn.layers.normalization import LayerNorm
 from mlx.nn.layers.positional_encoding import RoPE
 from mlx.utils import tree_flatten
 
-from mlxsrv.formats.pooling import is_classifier, label_count
+from mlxsrv.formats.encoders import is_classifier, label_count
 
 Config: TypeAlias = Mapping[str, Any]
 Step: TypeAlias = Callable[[mx.array], mx.array]

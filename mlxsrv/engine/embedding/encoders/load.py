@@ -14,7 +14,9 @@ from pathlib import Path
 from mlxsrv.engine.embedding.encoders.bert import Bert
 from mlxsrv.engine.embedding.encoders.layers import Dense, Encoder, fill, read_weights
 from mlxsrv.engine.embedding.encoders.modernbert import ModernBert
-from mlxsrv.formats.pooling import check_bare, check_encoder, is_encoder, read_dense, read_json
+from mlxsrv.formats.encoders import check_encoder, check_no_adapter, is_encoder
+from mlxsrv.formats.json_files import read_object
+from mlxsrv.formats.pooling import read_dense_config
 
 __all__ = ["Dense", "Encoder", "load_dense", "load_encoder"]
 
@@ -24,11 +26,11 @@ def load_encoder(folder: Path) -> Encoder:
 
     Raises ValueError if it is none that is run here, or its weights are not its own.
     """
-    config = read_json(folder / "config.json")
+    config = read_object(folder / "config.json")
     if not is_encoder(config):
         raise ValueError(f"there is no encoder of the type {config.get('model_type')!r}")
     check_encoder(config)
-    check_bare(folder)
+    check_no_adapter(folder)
     encoder = ModernBert(config) if config["model_type"] == "modernbert" else Bert(config)
     fill(encoder, read_weights(folder))
     encoder.eval()
@@ -37,6 +39,6 @@ def load_encoder(folder: Path) -> Encoder:
 
 def load_dense(folder: Path) -> Dense:
     """A Dense module of sentence-transformers, mapped likewise. Raises ValueError."""
-    dense = Dense(read_dense(folder))
+    dense = Dense(read_dense_config(folder))
     fill(dense, read_weights(folder))
     return dense
