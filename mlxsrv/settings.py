@@ -1,8 +1,9 @@
 """Every option of the server, once.
 
 A field's annotation is its whole story: type, bounds and help. The command line, the environment
-(`MLXSRV_PORT`), the TOML file and the README's table are all read off the Struct, so an option
-cannot exist in one of them only. Flag wins over variable, variable over file, file over default.
+(`MLXSRV_PORT`), the TOML file and the table in docs/options.md are all read off the Struct, so an
+option cannot exist in one of them only. A flag overrides a variable, a variable the file, and the
+file the default.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[
         tuple[str, ...],
         Meta(
-            description="Model to serve: a folder, a Hugging Face id, or demo; NAME=MODEL gives it "
-            "a name, MODEL+ADAPTER_DIR puts a LoRA adapter on it. Repeatable; the first is the "
-            "default model. None: the built-in demo.",
+            description="Model to serve: a folder, a Hugging Face id, or demo. NAME=MODEL gives it "
+            "a name, MODEL+ADAPTER_DIR adds a LoRA adapter. Repeatable; the first is the default "
+            "model. Without this option: the built-in demo.",
             extra={"metavar": "[NAME=]ID_OR_PATH[+ADAPTER_DIR]"},
         ),
     ] = ()
@@ -56,12 +57,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="Serve the models in the Hugging Face cache as well.")
     ] = True
     allow_download: Annotated[
-        bool, Meta(description="Let a request for an unknown ORG/NAME fetch it from the hub.")
+        bool, Meta(description="Let a request for an unknown ORG/NAME download it.")
     ] = False
     preload: Annotated[
         tuple[str, ...],
         Meta(
-            description="Load this model at start, as the default model is. Repeatable.",
+            description="Load this model at start, like the default model. Repeatable.",
             extra={"metavar": "NAME"},
         ),
     ] = ()
@@ -74,7 +75,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     max_models: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Models loaded at once; the least recently used idle one goes first."),
+        Meta(
+            description="Models loaded at once. The least recently used idle one is unloaded first."
+        ),
     ] = None
     memory_limit: Annotated[
         Annotated[int, Meta(ge=1)] | None,
@@ -86,17 +89,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     idle_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="Unload a model that was not used for so many seconds."),
+        Meta(description="Unload a model that nobody has used for this many seconds."),
     ] = None
     max_context: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="Tokens of context that no model is to exceed, whatever its files say."),
+        Meta(description="Upper bound for the context of every model, in tokens."),
     ] = None
     draft_model: Annotated[
         tuple[str, ...],
         Meta(
             description="Small model that proposes tokens for MODEL (else for the default model), "
-            "which checks several at once. Used while few requests run, and if it helps. "
+            "which checks several at once. Used while few requests run, where it helps. "
             "Repeatable.",
             extra={"metavar": "[MODEL=]ID_OR_PATH"},
         ),
@@ -104,14 +107,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: Annotated[
         Literal[2, 3, 4, 5, 6, 8] | None,
         Meta(
-            description="Quantize KV caches to so many bits. Such requests run one at a time.",
+            description="Quantize KV caches to this many bits. Such requests run one at a time.",
             extra={"metavar": "BITS"},
         ),
     ] = None
     max_kv_size: Annotated[
         Annotated[int, Meta(ge=16)] | None,
         Meta(
-            description="Tokens that a KV cache keeps: the first four and the last so many.",
+            description="Tokens that a KV cache keeps: the first four, and this many of the last.",
             extra={"metavar": "TOKENS"},
         ),
     ] = None
@@ -121,8 +124,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_chat_template: Annotated[
         bool,
         Meta(
-            description="Let a request bring its own chat_template. It runs in a sandbox, and no "
-            "longer than 5 s, but may take much memory: for clients that are trusted."
+            description="Let a request bring its own chat_template. It runs in a sandbox, for at "
+            "most 5 s, but may use much memory: for trusted clients only."
         ),
     ] = False
     sae_dir: Annotated[
@@ -137,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="Attach this SAE at start, to MODEL (else to the default model) and at "
-            "LAYER (else at the one that it was trained on). Repeatable.",
+            "LAYER (else at the layer that it was trained on). Repeatable.",
             extra={"metavar": "[MODEL=]SAE[@LAYER]"},
         ),
     ] = ()
@@ -145,7 +148,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="Add this control vector, a .gguf or .safetensors file, to what the "
-            "default model generates, SCALE times (1); with 0 only requests that name it get it. "
+            "default model generates, times SCALE (1). With 0, only requests that name it use it. "
             "Repeatable.",
             extra={"metavar": "[NAME=]FILE[:SCALE]"},
         ),
@@ -154,40 +157,39 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="Where steering profiles are kept; made on first use.",
+            description="Folder of the steering profiles; created on first use.",
             extra={"metavar": "DIR"},
         ),
     ] = "~/.mlxsrv"
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes a free one.")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes any free one.")] = 8000
     root_path: Annotated[
         str,
         Meta(
             pattern=r"^(/[^/?#\s]+)*/?(?!\n)$",
-            description="Path under which a proxy in front, which takes it off, serves this "
-            "server, as /llm; /openapi.json names it.",
+            description="Path that a proxy in front strips, such as /llm; /openapi.json names it.",
             extra={"metavar": "PATH"},
         ),
     ] = ""
     api_key: Annotated[
         tuple[Key, ...],
         Meta(
-            description="Key that every request must bring, but for /health, as Authorization: "
-            "Bearer KEY or x-api-key: KEY. Repeatable; each is as good as the others.",
+            description="Key that every request except /health must carry, as Authorization: "
+            "Bearer KEY or x-api-key: KEY. Repeatable; any of them is accepted.",
             extra={"metavar": "KEY", "secret": True, "guards": True},
         ),
     ] = ()
     api_key_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="File of more such keys, one a line; # begins a comment. Read at start.",
+            description="File with more keys, one per line; # begins a comment. Read at start.",
             extra={"metavar": "FILE", "guards": True},
         ),
     ] = None
     allowed_origin: Annotated[
         tuple[Origin, ...],
         Meta(
-            description="Origin of web pages that may use this server from a browser, as "
+            description="Origin of web pages that may use this server from a browser, such as "
             "https://app.example; * allows all, null those without one. Repeatable.",
             extra={"metavar": "ORIGIN"},
         ),
@@ -195,16 +197,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allowed_host: Annotated[
         tuple[HostName, ...],
         Meta(
-            description="Host name, without a port, that requests may ask for beside this "
-            "machine's own, which is checked when listening on loopback or if one is given; * "
-            "allows all. Repeatable.",
+            description="Host name, without a port, that the Host header may have besides this "
+            "machine's own; * allows all. Host is checked on loopback, and wherever this option "
+            "is given. Repeatable.",
             extra={"metavar": "NAME"},
         ),
     ] = ()
     rate_limit: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Requests a minute, per key or else per address; beyond that: 429.",
+            description="Requests per minute for each key, or for each address if there are no "
+            "keys; beyond that: 429.",
             extra={"metavar": "REQUESTS"},
         ),
     ] = None
@@ -216,7 +219,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="Requests that may wait for a row, per model; beyond that: 503."),
     ] = 128
     max_choices: Annotated[
-        int, Meta(ge=1, description="Answers to one request: its prompts times `n`.")
+        int, Meta(ge=1, description="Answers to one request at most: its prompts times `n`.")
     ] = 128
     default_max_tokens: Annotated[
         int, Meta(ge=1, description="`max_tokens` of a chat that names none.")
@@ -225,27 +228,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds a request may wait for its turn, for a row and for the prompts "
-            "before its own; beyond that: 503. A load of its model does not count.",
+            description="Seconds a request may wait for other requests: for a row, for memory and "
+            "for earlier prompts; beyond that: 503. A load of its model does not count.",
         ),
     ] = 300.0
     stall_timeout: Annotated[
         float,
         Meta(
             gt=0,
-            description="Seconds in which nothing of a request is read or drawn, or its client "
-            "takes nothing of the answer, before it is ended; without any text: 504.",
+            description="Seconds without progress (no token is read or generated, or the client "
+            "reads nothing) after which a request ends; 504 if there is no text yet.",
         ),
     ] = 300.0
     request_timeout: Annotated[
         Annotated[float, Meta(ge=0)] | None,
         Meta(
-            description="Seconds a request may take in all, waiting included; without any text: "
-            "504. 0: no limit, as by default.",
+            description="Seconds a request may take in total, including waiting; 504 if there is "
+            "no text yet. 0: no limit, the default.",
         ),
     ] = None
     keepalive: Annotated[
-        float, Meta(gt=0, description="Seconds of silence before a stream gets a comment line.")
+        float, Meta(gt=0, description="Seconds of silence after which a stream gets a comment.")
     ] = 15.0
     max_body: Annotated[
         int,
@@ -263,22 +266,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds in which a request's body must arrive, or else: 408; and "
-            "before it, its headers.",
+            description="Seconds within which the headers of a request must arrive, and then "
+            "again its body; otherwise: 408.",
         ),
     ] = 30.0
     prefill_chunk: Annotated[
-        int, Meta(ge=16, description="Prompt tokens read between two decode steps.")
+        int, Meta(ge=16, description="Prompt tokens read between two decode steps, at most.")
     ] = 512
     max_gap: Annotated[
         float,
-        Meta(gt=0, description="Seconds a stream may wait for a slice of somebody's prompt."),
+        Meta(gt=0, description="Seconds a stream may wait for a slice of another prompt."),
     ] = 0.2
     prompt_cache_bytes: Annotated[
         Annotated[int, Meta(ge=0)] | None,
         Meta(
-            description="Memory per model for prompts read before; 0 keeps none. "
-            "Default: an eighth of the device's.",
+            description="Memory of the prompt cache, per model; 0: no prompt cache. "
+            "Default: an eighth of the device's memory.",
             extra=_BYTES,
         ),
     ] = None
@@ -286,23 +289,24 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds after which the engine counts as stalled while one step is still "
-            "under way: the log says so, and /health and /health/live answer 503 until it ends.",
+            description="Seconds after which the engine counts as stalled if one step is still "
+            "running: the log says so, and /health and /health/live answer 503 until it ends.",
         ),
     ] = 120.0
     exit_on_failure: Annotated[
         bool,
         Meta(
-            description="End the process with status 3 if the inference engine fails, so that "
-            "who started it can start it again; otherwise it stays and answers 503. A stall is no "
-            "failure, for it may end by itself: a supervisor watches /health/live."
+            description="End the process with status 3 if the inference engine fails, so that a "
+            "supervisor can restart it; otherwise the process stays and answers 503. A stall does "
+            "not count, because it may end by itself: watch /health/live for that."
         ),
     ] = False
     shutdown_grace: Annotated[
         float, Meta(ge=0, description="Seconds that running requests have to finish at shutdown.")
     ] = 10.0
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Meta(description="Least severe log line.")
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Lowest level that is logged."),
     ] = "info"
     log_format: Annotated[
         Literal["text", "json"], Meta(description="Log lines as text or as JSON objects.")
@@ -313,7 +317,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     otel: Annotated[
         bool,
         Meta(
-            description="Trace requests with OpenTelemetry (extra otel); OTEL_* variables say how."
+            description="Trace requests with OpenTelemetry (extra otel); OTEL_* variables "
+            "configure it."
         ),
     ] = False
 
@@ -533,8 +538,8 @@ def _choices(option: Option) -> str:
     return f"{{{','.join(option.choices)}}} " if option.choices else ""
 
 
-def readme_table() -> str:
-    """The README's table of options, in Markdown."""
+def options_table() -> str:
+    """The table of options in docs/options.md, in Markdown."""
     rows = ["| option | variable | default | what |", "|---|---|---|---|"]
     for option in options():
         default = f"`{option.shown_default}`" if option.shown_default else ""

@@ -6,13 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mlxsrv.settings import Settings, SettingsError, load_settings, options, readme_table
-
-README = Path(__file__).parent.parent / "README.md"
-
-
-def test_the_readme_has_the_table() -> None:
-    assert readme_table() in README.read_text()
+from mlxsrv.settings import Settings, SettingsError, load_settings, options
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
