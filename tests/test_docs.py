@@ -1,171 +1,237 @@
-"""The README's commands are run as they stand, but for the port."""
+"""README, CONTRIBUTING and docs/ agree with the code, and their links lead somewhere."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
-import sys
-import time
+import shlex
+import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
-import httpx
 import pytest
+from starlette.routing import Route
+
+import mlxsrv
+from mlxsrv.errors import ServeError
+from mlxsrv.settings import option_parser, options, options_table
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-URL = "http://127.0.0.1:8000"
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PLACES = (ROOT, ROOT / "mlxsrv", ROOT / "tests")
+"""A path in a text is relative to one of these."""
+
+OTHER_FLAGS = {"--config", "--json", "--only", "--pairs", "--no-openblas", "--factory"}
+"""Flags of `mlxsrv models`, of the benchmarks and of uvicorn."""
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+@cache
+def read(page: Path) -> str:
+    return page.read_text("utf-8")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", read(page), re.DOTALL | re.MULTILINE)
 
 
-@contextmanager
-def running(*command: str, port: int, path: str, cwd: Path = ROOT) -> Iterator[str]:
-    """A server, from when `path` answers to the end of the block."""
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True)
-    try:
-        for _ in range(200):
-            try:
-                if httpx.get(url + path).status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.1)
-        yield url
-    finally:
-        process.terminate()
-        process.communicate(timeout=30)
+def prose(page: Path) -> str:
+    """The text without its fenced code blocks."""
+    return re.sub(r"^```.*?^```", "", read(page), flags=re.DOTALL | re.MULTILINE)
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    port = free_port()
-    with running(
-        sys.executable, "-m", "mlxsrv", "--port", str(port), port=port, path="/health"
-    ) as url:
-        yield url
+def spans(page: Path) -> list[str]:
+    """The inline code of a page."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
 
 
-NAMED_FEATURES = README[README.index("| feature | value |") :].split("\n\n")[0]
-CURLS = [block for block in blocks("sh") if block.startswith("curl")]
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings."""
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        assert words not in found, f"{page.name}: two headings have the anchor {words}"
+        found.add(words)
+    return found
 
 
-@pytest.mark.parametrize("block", CURLS, ids=range(len(CURLS)))
-def test_a_curl_line_answers(server: str, block: str) -> None:
-    result = subprocess.run(
-        block.replace(URL, server), shell=True, capture_output=True, text=True, timeout=60
-    )
-    assert result.returncode == 0, result.stderr
-    if "/api/" in block:
-        assert json.loads(result.stdout)["success"]
-        return
-    assert '"error"' not in result.stdout
-    if "curl -N" in block:
-        assert result.stdout.endswith("data: [DONE]\n\n")
-        text = "".join(
-            chunk["choices"][0]["delta"].get("content", "")
-            for line in result.stdout.splitlines()
-            if line.startswith("data: {")
-            for chunk in [json.loads(line.removeprefix("data: "))]
-        )
-        assert "/v1/chat/completions" in text
-    elif "/v1/embeddings" in block:
-        data = json.loads(result.stdout)["data"]
-        assert [len(one["embedding"]) for one in data] == [64, 64]
-    else:
-        choice = json.loads(result.stdout)["choices"][0]
-        message = choice.get("message", choice)
-        if "tools" in block:
-            [call] = message["tool_calls"]
-            assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
-            return
-        if "guided_choice" in block:
-            assert message["text"] in ("yes", "no")
-            return
-        if '"steering"' in block:
-            assert message["content"] in NAMED_FEATURES
-            return
-        assert len((message.get("content") or message.get("text", "")).split()) > 3
-        if "enable_thinking" in block:
-            assert message["reasoning_content"]
+def rows(table_of: str) -> Iterator[list[str]]:
+    """The cells of each row of each table in a text, without heads."""
+    lines = table_of.splitlines()
+    for number, line in enumerate(lines):
+        head = number + 1 < len(lines) and lines[number + 1].startswith("|---")
+        if line.startswith("|") and not line.startswith("|---") and not head:
+            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
 
 
-def test_the_sdk_example_prints_an_answer(server: str) -> None:
-    [block] = [block for block in blocks("python") if "OpenAI(" in block]
-    result = subprocess.run(
-        [sys.executable, "-c", block.replace(URL, server)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "mlxsrv" in result.stdout
+def exists(path: str) -> bool:
+    return any((place / path).exists() for place in PLACES)
 
 
-MOUNTS = [block for block in blocks("python") if "Mount(" in block]
+# Pages.
 
 
-@pytest.mark.parametrize("block", MOUNTS, ids=range(len(MOUNTS)))
-def test_a_mount_example_serves(tmp_path: Path, block: str) -> None:
-    (tmp_path / "example.py").write_text(block)
-    port = free_port()
-    command = [sys.executable, "-m", "uvicorn", "example:app", "--port", str(port)]
-    with running(*command, port=port, path="/llm/health", cwd=tmp_path) as url:
-        answer = httpx.post(
-            f"{url}/llm/v1/chat/completions",
-            json={"messages": [{"role": "user", "content": "What is mlxsrv?"}]},
-            timeout=60,
-        )
-        assert answer.status_code == 200
-        assert "mlxsrv" in answer.json()["choices"][0]["message"]["content"]
+def test_the_readme_is_short() -> None:
+    assert len(read(ROOT / "README.md").encode()) <= 10_000
 
 
-def test_json_examples_are_json() -> None:
-    assert blocks("json")
-    for block in blocks("json"):
+@each_page
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if link.startswith("https://"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.is_file(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_every_page_is_linked_from_both_lists() -> None:
+    for start, names in ((ROOT / "README.md", "docs/{}"), (DOCS / "README.md", "{}")):
+        for page in DOCS.glob("*.md"):
+            if page.name != "README.md":
+                assert f"]({names.format(page.name)})" in read(start), f"{start}: {page.name}"
+
+
+@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.stem)
+def test_a_page_begins_with_what_it_answers(page: Path) -> None:
+    title, sentence, *_ = re.split(r"\n\n+", read(page))
+    assert title.startswith("# ")
+    assert sentence.startswith("This page answers: ")
+    assert sentence.endswith("?")
+
+
+@each_page
+def test_json_blocks_are_json(page: Path) -> None:
+    for block in blocks(page, "json"):
         json.loads(block)
 
 
-def test_the_make_targets_it_names_are_there() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    named = re.findall(r"^make ([\w-]+)", "\n".join(blocks("sh")), re.MULTILINE)
-    assert {"serve", "test", "bench"} <= set(named)
-    for target in named:
-        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+# What is named is there.
 
 
-def test_the_house_it_draws_is_the_house() -> None:
-    picture = README[README.index("floor 0") :].split("```")[0]
-    named = re.findall(r"(\w+(?:\.py|/))[\s,]", picture)
-    assert len(named) > 15
-    for name in named:
-        assert list((ROOT / "mlxsrv").rglob(name.rstrip("/"))), name
+@each_page
+def test_named_files_are_there(page: Path) -> None:
+    for span in spans(page):
+        path = span.partition("::")[0]
+        if re.fullmatch(r"[\w.-]+(/[\w.-]+)*\.(py|toml|md)|([\w.-]+/)+", path):
+            assert exists(path) or (page.parent / path).exists(), f"{page.name}: {span}"
+
+
+@each_page
+def test_named_tests_are_there(page: Path) -> None:
+    for span in spans(page):
+        if re.search(r"\btest_\w+$", span):
+            path, _, name = span.rpartition("::")
+            assert f"def {name}(" in read(ROOT / "tests" / path), f"{page.name}: {span}"
+
+
+@each_page
+def test_named_make_targets_are_there(page: Path) -> None:
+    makefile = read(ROOT / "Makefile")
+    lines = [*"\n".join(blocks(page, "sh")).splitlines(), *spans(page)]
+    for line in lines:
+        if named := re.match(r"make ([\w-]+)", line):
+            assert re.search(rf"^{named[1]}:", makefile, re.MULTILINE), f"{page.name}: {line}"
+
+
+@each_page
+def test_named_commands_are_there(page: Path) -> None:
+    lines = [*"\n".join(blocks(page, "sh")).splitlines(), *spans(page)]
+    for line in lines:
+        words = shlex.split(line, comments=True) if line.startswith("python -m ") else []
+        if not words:
+            continue
+        module, *arguments = words[2:]
+        if module != "mlxsrv":
+            assert exists(module.replace(".", "/") + ".py") or exists(module.replace(".", "/"))
+        elif arguments and arguments[0] not in ("models", "pull"):
+            option_parser().parse_args(arguments)
+
+
+@each_page
+def test_named_flags_are_options(page: Path) -> None:
+    flags = {option.flag for option in options()}
+    flags |= {option.flag.replace("--", "--no-", 1) for option in options() if option.switch}
+    for span in spans(page):
+        if named := re.match(r"--[a-z-]+", span):
+            assert named[0] in flags | OTHER_FLAGS, f"{page.name}: {span}"
+
+
+def test_named_extras_are_there() -> None:
+    project = tomllib.loads(read(ROOT / "pyproject.toml"))["project"]
+    named = re.findall(r"mlxsrv\[([\w,]+)\]", read(ROOT / "README.md"))
+    assert {extra for each in named for extra in each.split(",")} == {
+        *project["optional-dependencies"]
+    } - {"test", "fuzz", "bench", "clients"}
+
+
+# What there is is told.
+
+
+def test_every_option_is_in_the_table() -> None:
+    assert options_table() in read(DOCS / "options.md")
+
+
+def test_every_route_is_told_and_no_other() -> None:
+    app = mlxsrv.create_app(mlxsrv.Settings(hf_cache=False, metrics=True))
+    served = {
+        f"{method} {route.path.replace(':path', '')}"
+        for route in app.routes
+        if isinstance(route, Route)
+        for method in (route.methods or set()) - {"HEAD"}
+    }
+    told = {span for span in spans(DOCS / "http-api.md") if re.match(r"(GET|[A-Z]{3,6}) /", span)}
+    # A query stands for a variant of its route.
+    assert {span.partition("?")[0] for span in told} == served
+
+
+def test_every_error_is_told_with_its_status_and_no_other() -> None:
+    def kinds(kind: type[ServeError]) -> Iterator[type[ServeError]]:
+        yield kind
+        for each in kind.__subclasses__():
+            yield from kinds(each)
+
+    told = {
+        (int(cells[0]), code)
+        for cells in rows(read(DOCS / "errors.md"))
+        if cells[0].isdigit()
+        for code in re.findall(r"`(\w+)`", cells[1])
+    }
+    raised = {k for k in kinds(ServeError) if k.__module__ == ServeError.__module__}
+    assert told == {(kind.status, kind.code) for kind in raised}
+
+
+def test_every_metric_is_told_and_no_other() -> None:
+    source = read(ROOT / "mlxsrv" / "web" / "observability" / "metrics.py")
+    made = set(re.findall(r'_(?:name|counter|histogram|gauge)\(\s*"(\w+)"', source))
+    section = read(DOCS / "operations.md").partition("## Metrics")[2].partition("\n## ")[0]
+    told = {
+        name.removesuffix("_total")
+        for cells in rows(section)
+        for name in re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cells[1]))
+    }
+    assert told == made
+
+
+def test_every_promise_names_its_test() -> None:
+    promises = list(rows(read(DOCS / "reliability.md")))
+    assert len(promises) > 20
+    for promise, test, _ in promises:
+        assert "::test_" in test, promise
 
 
 def test_every_cell_of_the_clients_table_is_a_test() -> None:
     folder = ROOT / "tests" / "clients"
     sources = "".join(
-        path.read_text() for path in [*folder.rglob("test_*.py"), *folder.rglob("*.test.mjs")]
+        read(path) for path in [*folder.rglob("test_*.py"), *folder.rglob("*.test.mjs")]
     )
-    table = README[README.index("## Clients") :].split("\n\n")[2]
     names = [
-        cell.strip(" `")
-        for line in table.splitlines()[2:]
-        for cell in line.split("|")[2:-1]
-        if cell.strip()
+        cell.strip("`") for cells in rows(read(DOCS / "clients.md")) for cell in cells[1:] if cell
     ]
     assert len(names) > 50
     for name in names:

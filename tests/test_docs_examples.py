@@ -1,0 +1,156 @@
+"""The code blocks of README and docs/ run as they stand, but for the port."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.test_docs import DOCS, PAGES, ROOT, blocks, read
+
+URL = "http://127.0.0.1:8000"
+
+
+def examples(language: str, containing: str) -> list[tuple[str, str]]:
+    """The name of the page and the code, for each block of a language that has such a text."""
+    return [
+        (page.stem, block)
+        for page in PAGES
+        for block in blocks(page, language)
+        if containing in block
+    ]
+
+
+CURLS = examples("sh", "curl ")
+MOUNTS = examples("python", "Mount(")
+SDKS = examples("python", "OpenAI(")
+
+
+def names(found: list[tuple[str, str]]) -> list[str]:
+    return [f"{page}-{number}" for number, (page, _) in enumerate(found)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(*command: str, port: int, path: str, cwd: Path = ROOT) -> Iterator[str]:
+    """A server, from when `path` answers to the end of the block."""
+    url = f"http://127.0.0.1:{port}"
+    process = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True)
+    try:
+        for _ in range(200):
+            try:
+                if httpx.get(url + path).status_code == 200:
+                    break
+            except httpx.TransportError:
+                pass
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    port = free_port()
+    with running(
+        sys.executable, "-m", "mlxsrv", "--port", str(port), port=port, path="/health"
+    ) as url:
+        yield url
+
+
+def test_every_block_is_run_or_only_read() -> None:
+    """Other tests read the remaining `sh` blocks: make targets, options, extras."""
+    pythons = [block for page in PAGES for block in blocks(page, "python")]
+    assert len(pythons) == len(MOUNTS) + len(SDKS)
+    for page in PAGES:
+        for block in blocks(page, "sh"):
+            assert re.match(r"curl |make |pip install |python -m |\.venv/bin/|git ", block), block
+    fences = [
+        language
+        for page in PAGES
+        for language in re.findall(r"^```(\w*)\n.*?^```", read(page), re.DOTALL | re.MULTILINE)
+    ]
+    assert {*fences} <= {"sh", "python", "json", "text"}
+
+
+@pytest.mark.parametrize(("page", "block"), CURLS, ids=names(CURLS))
+def test_a_curl_line_answers(server: str, page: str, block: str) -> None:
+    result = subprocess.run(
+        block.replace(URL, server), shell=True, capture_output=True, text=True, timeout=60
+    )
+    assert result.returncode == 0, result.stderr
+    if "/api/" in block:
+        assert json.loads(result.stdout)["success"]
+        return
+    assert '"error"' not in result.stdout
+    if "curl -N" in block:
+        assert result.stdout.endswith("data: [DONE]\n\n")
+        text = "".join(
+            chunk["choices"][0]["delta"].get("content", "")
+            for line in result.stdout.splitlines()
+            if line.startswith("data: {")
+            for chunk in [json.loads(line.removeprefix("data: "))]
+        )
+        assert "/v1/chat/completions" in text
+    elif "/v1/embeddings" in block:
+        data = json.loads(result.stdout)["data"]
+        assert [len(one["embedding"]) for one in data] == [64, 64]
+    else:
+        choice = json.loads(result.stdout)["choices"][0]
+        message = choice.get("message", choice)
+        if "tools" in block:
+            [call] = message["tool_calls"]
+            assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+            return
+        if "guided_choice" in block:
+            assert message["text"] in ("yes", "no")
+            return
+        if '"steering"' in block:
+            assert f"| {message['content']} |" in read(DOCS / "steering.md")
+            return
+        assert len((message.get("content") or message.get("text", "")).split()) > 3
+        if "enable_thinking" in block:
+            assert message["reasoning_content"]
+
+
+@pytest.mark.parametrize(("page", "block"), SDKS, ids=names(SDKS))
+def test_an_sdk_example_prints_an_answer(server: str, page: str, block: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", block.replace(URL, server)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "mlxsrv" in result.stdout
+
+
+@pytest.mark.parametrize(("page", "block"), MOUNTS, ids=names(MOUNTS))
+def test_a_mount_example_serves(tmp_path: Path, page: str, block: str) -> None:
+    (tmp_path / "example.py").write_text(block)
+    port = free_port()
+    command = [sys.executable, "-m", "uvicorn", "example:app", "--port", str(port)]
+    with running(*command, port=port, path="/llm/health", cwd=tmp_path) as url:
+        answer = httpx.post(
+            f"{url}/llm/v1/chat/completions",
+            json={"messages": [{"role": "user", "content": "What is mlxsrv?"}]},
+            timeout=60,
+        )
+        assert answer.status_code == 200
+        assert "mlxsrv" in answer.json()["choices"][0]["message"]["content"]
