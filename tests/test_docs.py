@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from starlette.routing import Route
 import mlxsrv
 from mlxsrv.errors import ServeError
 from mlxsrv.settings import option_parser, options, options_table
+from tests.test_house import FLOORS
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -120,6 +122,9 @@ def test_named_files_are_there(page: Path) -> None:
         path = span.partition("::")[0]
         if re.fullmatch(r"[\w.-]+(/[\w.-]+)*\.(py|toml|md)|([\w.-]+/)+", path):
             assert exists(path) or (page.parent / path).exists(), f"{page.name}: {span}"
+    for drawing in blocks(page, "text"):
+        for path in re.findall(r"[\w/]+\.py\b|(?:\w+/)+(?=\s)", drawing):
+            assert [*(ROOT / "mlxsrv").rglob(path)], f"{page.name}: {path}"
 
 
 @each_page
@@ -216,6 +221,26 @@ def test_every_metric_is_told_and_no_other() -> None:
         for name in re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)", "", cells[1]))
     }
     assert told == made
+
+
+def test_every_room_is_told_with_its_floor_and_its_own_sentence() -> None:
+    told = {
+        name.strip("`"): (int(floor), sentence)
+        for floor, name, sentence in (
+            cells for cells in rows(read(DOCS / "architecture.md")) if cells[0].isdigit()
+        )
+    }
+    package = ROOT / "mlxsrv"
+    there: dict[str, tuple[int, str]] = {}
+    for name, floor in FLOORS.items():
+        file = f"{name}.py"
+        if (package / file).is_file():
+            there[file] = floor, told.get(file, (0, ""))[1]
+        for path in (package / name).rglob("__init__.py"):
+            text = ast.get_docstring(ast.parse(read(path))) or ""
+            room = f"{path.parent.relative_to(package)}/"
+            there[room] = floor, text.partition("\n\n")[0].replace("\n", " ")
+    assert told == there
 
 
 def test_every_promise_names_its_test() -> None:
