@@ -1,1 +1,1 @@
-"""GrammarCompiler of every kind, checked and translated for llguidance."""
+"""Grammars of every kind, checked and translated for llguidance."""
