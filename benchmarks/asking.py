@@ -22,9 +22,11 @@ from mlx_lm.utils import load_model, load_tokenizer
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from benchmarks.step import Case, write_prompts
 from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.events import Constraint, Job, Sampling, Token
+from mlxsrv.generation import Constraint, Sampling
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model

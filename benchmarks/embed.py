@@ -37,8 +37,9 @@ from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.embedding.embedder import DecoderRunner, Embedder, EncoderRunner, Finish, Runner
 from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.events import Embedded, Event, Failed
+from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.events import Embed, Embedded, Failed
 from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.json_files import read_object
 from mlxsrv.formats.pooling import read_pooling_config
@@ -229,9 +230,10 @@ def _is_decoder(folder: Path) -> bool:
 
 
 def _embed(embedder: Embedder, texts: Tokens) -> None:
-    events = embedder.submit(Embed(0, "bench", texts))
+    embedder.submit(Embed(0, "bench", texts))
+    events: list[Event] = []
     while not embedder.idle:
-        events += embedder.step()
+        events += embedder.prefill()
     [done] = events
     if isinstance(done, Failed):
         raise SystemExit(done.reason)

@@ -12,8 +12,7 @@ import statistics
 import time
 from functools import partial
 
-from mlxsrv.engine.client import JobEvent, Receiver
-from mlxsrv.events import Token
+from mlxsrv.engine.events import JobEvent, Receiver, Token
 from mlxsrv.service.observing import Observer, Timing
 from mlxsrv.web.observability.metrics import Metrics
 

@@ -31,8 +31,9 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.execution.decode import Step
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Row
-from mlxsrv.events import Constraint, Job, Mask, Sampling
+from mlxsrv.generation import Constraint, Mask, Sampling
 
 Draw: TypeAlias = Callable[[mx.array], None]
 """Takes the logits `(rows, vocabulary)` of a step, and returns when its tokens are there."""

@@ -24,10 +24,12 @@ from mlx_lm.utils import load_model
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.batch import Batch, weights
-from mlxsrv.engine.loading.load import lay_out
+from mlxsrv.engine.loading.layout import lay_out
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.events import Job, Sampling, Token
+from mlxsrv.generation import Sampling
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 _PROMPT_TOKENS = 32

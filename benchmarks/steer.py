@@ -27,11 +27,13 @@ from mlx_lm.utils import load_model
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.batch import Batch, weights
-from mlxsrv.engine.loading.load import lay_out
+from mlxsrv.engine.loading.layout import lay_out
+from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
-from mlxsrv.events import Attach, Job, Sampling, Steering, Token, Watch
+from mlxsrv.generation import Sampling, Steering
 from tests.support.ggufs import write_gguf
 from tests.support.saes import write_sae
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model

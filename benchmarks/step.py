@@ -27,9 +27,11 @@ from benchmarks.inprocess import SampleTokens, generate_batch
 from benchmarks.probes import SamplingKind, choose_sampling
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.events import Job, Sampling, Token
+from mlxsrv.generation import Sampling
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 Prompts: TypeAlias = Sequence[tuple[int, ...]]

@@ -22,7 +22,7 @@ import anyio
 import uvicorn
 
 from mlxsrv.commands import COMMANDS
-from mlxsrv.engine.device import require_backend
+from mlxsrv.engine.backend import require_backend
 from mlxsrv.errors import BackendMissing, ServeError
 from mlxsrv.logs import configure, log
 from mlxsrv.server.connection import Connection

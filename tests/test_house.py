@@ -18,7 +18,7 @@ ROOT = Path(mlxsrv.__file__).parent
 FLOORS = {
     "settings": 0,
     "errors": 0,
-    "events": 0,
+    "generation": 0,
     "logs": 0,
     "version": 0,
     "text": 1,
@@ -47,10 +47,14 @@ LIBRARIES = {
 
 WITHOUT_MLX = {
     "engine/client",
+    "engine/device",
+    "engine/events",
     "engine/faults",
+    "engine/mailbox",
     "engine/orders",
     "engine/row",
     "engine/scheduling",
+    "engine/session",
     "engine/watchdog",
 }
 """Parts of the engine that decide or carry, and touch no array."""

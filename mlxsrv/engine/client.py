@@ -1,8 +1,8 @@
-"""The event loop's end of the device thread: orders down, answers and events up.
+"""The event loop's end of the device thread: orders go down, events come up.
 
-A Port belongs to its event loop and is used there only; `post` alone is called by the device
-thread. Orders go through the thread's inbox, first in, first out, so what is sent later is obeyed
-later: a job is never met by the detachment of an SAE that was there when it was sent.
+An EngineClient belongs to its event loop and is used there only; the device thread knows its
+mailbox alone. Orders go through the thread's inbox, first in, first out: what is sent later is
+obeyed later. So a job still finds the SAE that was attached when it was sent.
 """
 
 from __future__ import annotations
@@ -13,74 +13,67 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import msgspec
-
-from mlxsrv.engine.watchdog import Watchdog
-from mlxsrv.errors import EngineFailed, ModelNotLoaded, ServeError
-from mlxsrv.events import (
+from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.events import (
     Activations,
-    Attach,
+    Answered,
     Attached,
-    Cancel,
-    Command,
-    Constraint,
-    Detach,
-    Embed,
     Embedded,
     EngineStopped,
     Event,
     Failed,
     Finished,
-    Job,
-    Load,
+    JobEvent,
     Loaded,
-    LoadFailed,
     Progress,
     PromptRead,
     PromptScored,
+    Receiver,
     Report,
     Started,
-    Submit,
     Token,
+)
+from mlxsrv.engine.mailbox import Mailbox
+from mlxsrv.engine.orders import (
+    Ask,
+    Attach,
+    Cancel,
+    Close,
+    Detach,
+    Embed,
+    GetMemory,
+    ImportModelCode,
+    Job,
+    Load,
+    MakeReport,
+    Open,
+    Order,
+    Question,
+    Submit,
     Unload,
-    Vectors,
     Watch,
 )
-
-if TYPE_CHECKING:
-    from mlxsrv.engine.device import DeviceThread
-
-JobEvent = (
-    Started
-    | Progress
-    | PromptRead
-    | PromptScored
-    | Token
-    | Activations
-    | Finished
-    | Embedded
-    | Failed
-)
-Receiver = Callable[[JobEvent], None]
+from mlxsrv.engine.watchdog import Watchdog
+from mlxsrv.errors import EngineFailed, ServeError
+from mlxsrv.generation import Constraint, Vectors
 
 _log = logging.getLogger("mlxsrv.engine")
 
 
-class Port:
-    """The event loop's end of the device thread: one per app, used on its loop only.
+class EngineClient:
+    """One app's connection to the device thread, used on the app's event loop only.
 
-    A job's receiver hears Started, Progress while its prompt takes several slices, PromptRead,
-    PromptScored if that was asked for, then Tokens, and exactly one end: a Token with `finish`,
-    Finished, or Failed. After `cancel` it hears nothing:
-    events already on their way find no receiver and are dropped. Texts to be embedded have no
-    receiver: `embed` waits for their vectors. A receiver that raises has heard enough: its job is
-    cancelled, and others hear theirs.
+    A job's receiver is called with Started, with Progress while its prompt takes several slices,
+    with PromptRead, with PromptScored if that was asked for, then with Tokens, and with exactly
+    one end: a Token with `finish`, Finished, or Failed. After `cancel` it is not called again:
+    events already on their way find no receiver and are dropped. If a receiver raises, its job is
+    cancelled; other jobs go on.
 
     Args:
         device: the thread.
-        loop: the one that runs.
+        loop: the running loop.
         step_timeout: seconds after which a slice of the thread's work counts as a stall, and is
             reported.
     """
@@ -93,14 +86,27 @@ class Port:
     ) -> None:
         self._device = device
         self._loop = loop
+        self._mailbox = Mailbox(loop, self._receive)
         self._receivers: dict[int, Receiver] = {}
-        self._loads: dict[str, asyncio.Future[Loaded]] = {}
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._numbers = count(1)
         self.failure: str | None = None
+        """Why the device thread died; None while it lives."""
         self.heard = loop.time()
-        """When anything last came, for whomever."""
+        """When an event last came, of any job."""
         self._watchdog = Watchdog(device.clock, loop, step_timeout, self._waits)
+        self._send(Open())
+
+    @classmethod
+    def open(cls, step_timeout: float | None = None) -> EngineClient:
+        """A client for the running event loop. The first one starts the device thread."""
+        return cls(DeviceThread.shared(), asyncio.get_running_loop(), step_timeout)
+
+    def close(self) -> None:
+        """Drop all models and rows of this client. It must not be used afterwards."""
+        self._receivers.clear()
+        self._watchdog.close()
+        self._send(Close())
 
     @property
     def stalled(self) -> float:
@@ -108,24 +114,23 @@ class Port:
         return 0.0 if self.failure else self._watchdog.stalled
 
     def _waits(self) -> bool:
-        return bool(self._receivers or self._loads or self._asked)
+        return bool(self._receivers or self._questions)
+
+    # Jobs.
 
     def submit(self, job: Job, receiver: Receiver, constraint: Constraint | None = None) -> None:
-        """Hand `job` to the device thread, and its constraint, which is that thread's from then
-        on. Raises EngineFailed at once if it is dead."""
+        """Send a job to the device thread, which owns the constraint from then on.
+
+        Raises EngineFailed if the thread is dead.
+        """
         self._require_alive()
         self._receivers[job.id] = receiver
-        self._device.send(self, Submit(job, constraint))
+        self._send(Submit(job, constraint))
         self._watchdog.wake()
 
-    def cancel(self, job_id: int) -> None:
-        """Free the job's row. Harmless for a job that has ended."""
-        if self._receivers.pop(job_id, None) is not None:
-            self._device.send(self, Cancel(job_id))
-
-    async def embed(self, command: Embed, progressed: Callable[[], None] = lambda: None) -> Vectors:
-        """The vectors of texts; `progressed` is called while they take several slices. A caller
-        that is cancelled takes back what is not computed yet.
+    async def embed(self, order: Embed, progressed: Callable[[], None] = lambda: None) -> Vectors:
+        """The vectors of texts; `progressed` is called while they take several slices. If the
+        caller is cancelled, what is not computed yet is dropped.
 
         Raises:
             EngineFailed: the device thread died.
@@ -133,98 +138,106 @@ class Port:
         """
         self._require_alive()
         future: asyncio.Future[JobEvent] = self._loop.create_future()
-        self._receivers[command.id] = partial(_settle_or_tell, future, progressed)
-        self._device.send(self, command)
+        self._receivers[order.id] = partial(_settle_or_tell, future, progressed)
+        self._send(order)
         self._watchdog.wake()
         try:
             event = await future
         finally:
-            self.cancel(command.id)
+            self.cancel(order.id)
         if isinstance(event, Embedded):
             return event.vectors
         self._require_alive()
         reason = event.reason if isinstance(event, Failed) else "no vectors came"
         raise ServeError(f"the model failed while embedding: {reason}")
 
-    async def load(self, command: Load) -> Loaded:
-        """Load a model. Raises ModelNotLoaded with the reason, EngineFailed if the thread dies.
+    def cancel(self, job_id: int) -> None:
+        """Free the job's row. Harmless for a job that has ended."""
+        # The receiver goes at once, so nothing that is still on its way reaches it.
+        if self._receivers.pop(job_id, None) is not None:
+            self._send(Cancel(job_id))
 
-        A caller that is cancelled leaves the load running; the model is then there unused.
+    # Models.
+
+    async def load(self, order: Load) -> Loaded:
+        """Load a model. If the caller is cancelled, the load goes on; the model is then unused.
+
+        Raises:
+            ModelNotLoaded: the message says why.
+            EngineFailed: the thread is dead.
         """
-        self._require_alive()
-        if command.model in self._loads:
-            raise ModelNotLoaded("it is being loaded already")
-        future: asyncio.Future[Loaded] = self._loop.create_future()
-        self._loads[command.model] = future
-        self._device.send(self, command)
-        self._watchdog.wake()
-        return await future
+        loaded: Loaded = await self._ask(order)
+        return loaded
 
     def unload(self, model: str) -> None:
         """Forget the model. Its rows fail, and so does its load, if that is not over."""
-        self._device.send(self, Unload(model))
+        self._send(Unload(model))
 
-    async def ready(self) -> int:
-        """Wait until the device thread has imported MLX; the bytes of memory that MLX recommends.
-
-        Raises:
-            BackendMissing: MLX has no back end here.
-            EngineFailed: the thread died.
-        """
-        memory: int = await self._ask(Ready())
-        return memory
-
-    async def meet(self, path: str) -> None:
+    async def import_model_code(self, path: str) -> None:
         """Have the device thread import the code of the model in folder `path`, so that no other
-        thread is the first to. What is wrong with it, its load will say. Raises EngineFailed."""
-        await self._ask(Meet(path))
+        thread is the first to. If it cannot, the model's load will say why.
 
-    async def report(self) -> Report:
-        """What the device's memory and this port's models hold. Raises EngineFailed."""
-        report: Report = await self._ask(TakeStock())
-        return report
+        Raises EngineFailed.
+        """
+        await self._ask(ImportModelCode(path))
 
-    async def _ask(self, question: Question) -> Any:
-        self._require_alive()
-        number = next(self._numbers)
-        future = self._asked[number] = self._loop.create_future()
-        self._device.send(self, Ask(number, question))
-        self._watchdog.wake()
-        return await future
+    # Steering.
 
-    async def attach(self, command: Attach) -> Attached:
-        """Put an SAE on a model. A caller that is cancelled does not stop it.
+    async def attach(self, order: Attach) -> Attached:
+        """Put an SAE on a model. If the caller is cancelled, it is attached all the same.
 
         Raises:
             SAEIncompatible: it does not fit, or cannot be read; the message says why.
             ModelNotLoaded, EngineFailed: the model or the thread is gone.
         """
-        attached: Attached = await self._ask(command)
+        attached: Attached = await self._ask(order)
         return attached
 
     def detach(self, model: str) -> None:
-        """Take the SAE off the model. Rows that it steers go on as they are."""
-        self._device.send(self, Detach(model))
+        """Take the SAE off the model. Rows that it steers stay steered."""
+        self._send(Detach(model))
 
-    def watch(self, command: Watch) -> None:
-        """Have activations told to the receivers of the model's jobs from now on, or no more."""
-        self._device.send(self, command)
+    def watch(self, order: Watch) -> None:
+        """Begin or end reporting activations to the receivers of the model's jobs."""
+        self._send(order)
 
-    def close(self) -> None:
-        """Drop all models and rows of this port. It must not be used afterwards."""
-        self._receivers.clear()
-        self._watchdog.close()
-        self._device.send(self, Close())
+    # The device.
 
-    def post(self, events: Sequence[Event | Answer]) -> bool:
-        """Called by the device thread: deliver on the loop. False if the loop is closed."""
-        try:
-            self._loop.call_soon_threadsafe(self._receive, events)
-        except RuntimeError:
-            return False
-        return True
+    async def memory(self) -> int:
+        """Wait until the device thread has imported MLX; the bytes of memory that MLX recommends.
 
-    def _receive(self, events: Sequence[Event | Answer]) -> None:
+        Raises:
+            BackendMissing: MLX has no back end here.
+            EngineFailed: the thread is dead.
+        """
+        memory: int = await self._ask(GetMemory())
+        return memory
+
+    async def report(self) -> Report:
+        """What the device's memory and this client's models hold. Raises EngineFailed."""
+        report: Report = await self._ask(MakeReport())
+        return report
+
+    # To the device thread.
+
+    def _send(self, order: Order) -> None:
+        self._device.send(self._mailbox, order)
+
+    async def _ask(self, question: Question | Load | Attach) -> Any:
+        self._require_alive()
+        number = next(self._numbers)
+        future = self._questions[number] = self._loop.create_future()
+        self._send(Ask(number, question))
+        self._watchdog.wake()
+        return await future
+
+    def _require_alive(self) -> None:
+        if self.failure is not None:
+            raise EngineFailed("the inference engine has failed; restart the server")
+
+    # From the device thread, by way of the mailbox; on the loop.
+
+    def _receive(self, events: Sequence[Event]) -> None:
         self.heard = self._loop.time()
         if self._watchdog.reported is not None:
             self._watchdog.look()
@@ -242,14 +255,10 @@ class Port:
                     receiver = self._receivers.pop(event.job, None)
                     if receiver is not None:
                         self._tell(receiver, event)
-                case Loaded():
-                    _settle(self._loads.pop(event.model, None), event)
-                case LoadFailed():
-                    _settle(self._loads.pop(event.model, None), ModelNotLoaded(event.reason))
-                case Answer(number, value):
-                    _settle(self._asked.pop(number, None), value)
+                case Answered(number, value):
+                    _settle(self._questions.pop(number, None), value)
                 case EngineStopped():
-                    self._stopped(event.reason)
+                    self._stop(event.reason)
 
     def _tell(self, receiver: Receiver, event: JobEvent) -> None:
         try:
@@ -259,25 +268,21 @@ class Port:
             self.cancel(event.job)
             if not isinstance(event, Failed):
                 with suppress(Exception):
-                    receiver(Failed(event.job, f"what came for it was refused: {error!r}"))
+                    receiver(Failed(event.job, f"the receiver of its events failed: {error!r}"))
 
-    def _stopped(self, reason: str) -> None:
+    def _stop(self, reason: str) -> None:
+        """The device thread died: fail all that waits for it."""
         self.failure = reason
-        futures = [*self._loads.values(), *self._asked.values()]
-        self._loads, self._asked = {}, {}
-        for future in futures:
+        questions, self._questions = self._questions, {}
+        for future in questions.values():
             _settle(future, EngineFailed(reason))
         receivers, self._receivers = self._receivers, {}
         for job_id, receiver in receivers.items():
             self._tell(receiver, Failed(job_id, reason))
 
-    def _require_alive(self) -> None:
-        if self.failure is not None:
-            raise EngineFailed("the inference engine has failed; restart the server")
-
 
 def _settle(future: asyncio.Future[Any] | None, outcome: Any) -> None:
-    if future is None or future.done():  # whoever waited was cancelled
+    if future is None or future.done():  # its caller was cancelled
         return
     if isinstance(outcome, Exception):
         future.set_exception(outcome)
@@ -292,41 +297,3 @@ def _settle_or_tell(
         progressed()
     else:
         _settle(future, event)
-
-
-class Open(msgspec.Struct, frozen=True):
-    pass
-
-
-class Close(msgspec.Struct, frozen=True):
-    pass
-
-
-class Ready(msgspec.Struct, frozen=True):
-    pass
-
-
-class Meet(msgspec.Struct, frozen=True):
-    path: str
-
-
-class TakeStock(msgspec.Struct, frozen=True):
-    pass
-
-
-Question = Ready | Meet | TakeStock | Attach
-
-
-class Ask(msgspec.Struct, frozen=True):
-    number: int
-    question: Question
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """To the question of this number: a value, or the ServeError to raise."""
-
-    number: int
-    value: Any
-
-
-Order = Command | Open | Close | Ask

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 
-from mlxsrv.events import Failed
+from mlxsrv.engine.events import Failed
 
 _log = logging.getLogger("mlxsrv.engine")
 

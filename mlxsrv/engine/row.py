@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from mlxsrv.engine.faults import Fault
-from mlxsrv.events import Constraint, FinishReason, Job
+from mlxsrv.engine.orders import Job
+from mlxsrv.generation import Constraint, FinishReason
 
 
 class Place(NamedTuple):

@@ -12,7 +12,7 @@ from mlxsrv.errors import (
     MissingParameter,
     UnsupportedParameter,
 )
-from mlxsrv.events import Bans
+from mlxsrv.generation import Bans
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from mlxsrv.engine.client import Port
-from mlxsrv.events import Activations, Steering
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.events import Activations
+from mlxsrv.generation import Steering
 from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.observing import Observer
 from mlxsrv.settings import Settings
@@ -29,7 +30,7 @@ class Home(Protocol):
     @property
     def steering(self) -> SteeringDesk: ...
     @property
-    def port(self) -> Port: ...
+    def engine(self) -> EngineClient: ...
     @property
     def failure(self) -> str | None: ...
     def next_job_id(self) -> int: ...

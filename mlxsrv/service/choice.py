@@ -5,18 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlxsrv.engine.client import JobEvent
-from mlxsrv.events import (
-    Constraint,
-    Finished,
-    FinishReason,
-    Job,
-    Likelihood,
-    PromptRead,
-    PromptScored,
-    Token,
-    TokenScore,
-)
+from mlxsrv.engine.events import Finished, JobEvent, Likelihood, PromptRead, PromptScored, Token
+from mlxsrv.engine.orders import Job
+from mlxsrv.generation import Constraint, FinishReason, TokenScore
 from mlxsrv.service.outputs import Drawn, Ended, Output, Prompted, Text, ToolInput, ToolStarted
 from mlxsrv.service.scores import Scores, cut_top, rank_prompt
 from mlxsrv.text.tools import ToolArguments, ToolOpened

@@ -12,16 +12,17 @@ from typing import TYPE_CHECKING, Protocol
 import anyio
 import anyio.to_thread
 
-from mlxsrv.engine.client import Port
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.orders import Embed
 from mlxsrv.errors import (
     EngineFailed,
     ServeError,
     ShuttingDown,
     UnsupportedParameter,
 )
-from mlxsrv.events import Embed, Vectors
 from mlxsrv.formats.encoders import CrossEncoderConfig
 from mlxsrv.formats.pooling import PoolingConfig
+from mlxsrv.generation import Vectors
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.prompts.embedding_inputs import EmbeddingInputs, plan_embedding, plan_pairs, plan_texts
@@ -52,7 +53,7 @@ class Home(Protocol):
     settings: Settings
 
     @property
-    def port(self) -> Port: ...
+    def engine(self) -> EngineClient: ...
     def next_job_id(self) -> int: ...
 
 
@@ -65,7 +66,7 @@ class Embedding:
         self._request_id = request_id
         self._begun = asyncio.get_running_loop().time()
         self._bounded = Bounded(
-            home.settings, loading=lambda: lease.model.coming, heard=lambda: home.port.heard
+            home.settings, loading=lambda: lease.model.coming, heard=lambda: home.engine.heard
         )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
@@ -137,7 +138,7 @@ class Embedding:
     async def _embed(self, command: Embed) -> Vectors:
         self._bounded.patience.enter(Stage.SUBMITTED)
         try:
-            return await self._home.port.embed(command, self._progress)
+            return await self._home.engine.embed(command, self._progress)
         except EngineFailed:
             raise
         except ServeError as error:

@@ -12,8 +12,8 @@ from typing import Literal, Protocol
 
 from msgspec import Struct
 
-from mlxsrv.engine.client import JobEvent, Receiver
-from mlxsrv.events import FinishReason, PromptRead, Timings, Token, Usage
+from mlxsrv.engine.events import JobEvent, PromptRead, Receiver, Token
+from mlxsrv.generation import FinishReason, Timings, Usage
 from mlxsrv.models.pool.observing import (
     ModelEvicted,
     ModelFailed,

@@ -5,15 +5,7 @@ from __future__ import annotations
 
 import msgspec
 
-from mlxsrv.events import (
-    Answer,
-    Channel,
-    FinishReason,
-    PromptScore,
-    TokenScore,
-    ToolUse,
-    Usage,
-)
+from mlxsrv.generation import Answer, Channel, FinishReason, PromptScore, TokenScore, ToolUse, Usage
 
 
 class Opened(msgspec.Struct, frozen=True):

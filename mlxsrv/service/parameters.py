@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxsrv.events import Sampling
+from mlxsrv.generation import Sampling
 from mlxsrv.wire.requests import GenerationRequest
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import cast
 
 import numpy as np
 
-from mlxsrv.events import Vectors
 from mlxsrv.formats.encoders import Activation
+from mlxsrv.generation import Vectors
 from mlxsrv.wire.embeddings import Numbers, normalise
 
 

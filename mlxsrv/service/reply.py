@@ -14,15 +14,17 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.engine.client import JobEvent, Port, Receiver
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.events import Activations, Failed, JobEvent, Progress, Receiver, Started
 from mlxsrv.engine.faults import survivable
+from mlxsrv.engine.orders import Job
 from mlxsrv.errors import (
     ContextLengthExceeded,
     EngineFailed,
     ServeError,
     UnsupportedParameter,
 )
-from mlxsrv.events import Activations, Failed, Job, Progress, Started, Steering, Usage
+from mlxsrv.generation import Steering, Usage
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.prompts.planning import PromptPlan
@@ -74,7 +76,7 @@ class Reply:
         # What has been read.
         self._opened = False
         self._choices: list[Choice] = []
-        self._port: Port | None = None  # set: a job was submitted
+        self._engine: EngineClient | None = None  # set: a job was submitted
         self._prompt_tokens = 0
         self._thinks = False
         self._first_text: float | None = None
@@ -89,7 +91,7 @@ class Reply:
             settings,
             self._lapse,
             loading=lambda: lease.model.coming,
-            heard=lambda: self._begun if self._port is None else self._port.heard,
+            heard=lambda: self._begun if self._engine is None else self._engine.heard,
         )
         self._keepalive = self._loop.call_later(settings.keepalive, self._check_silence)
 
@@ -138,11 +140,11 @@ class Reply:
             # submitted, and close() undoes both. Nor can the SAE be detached: the order to do so
             # would be behind the job in the device thread's inbox.
             choice.job = self._confirm_steering(choice.job)
-            self._port = self._home.port
+            self._engine = self._home.engine
             receive: Receiver = partial(self._receive, choice)
             if self._timing is not None:
                 receive = self._timing.watch(receive)
-            self._port.submit(choice.job, receive, choice.constraint)
+            self._engine.submit(choice.job, receive, choice.constraint)
             choice.submitted = True
             self._patience.enter(self._stage)
         log(_log, logging.INFO, "stream start", **self._fields(), prompt_tokens=self._prompt_tokens)
@@ -432,8 +434,8 @@ class Reply:
     def _free_rows(self, choices: list[Choice]) -> None:
         """These jobs are to end."""
         for choice in choices:
-            if self._port is not None and choice.submitted:
-                self._port.cancel(choice.job.id)
+            if self._engine is not None and choice.submitted:
+                self._engine.cancel(choice.job.id)
         self._return_rows(choices)
 
     def _return_rows(self, choices: list[Choice]) -> None:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import msgspec
 
-from mlxsrv.engine.client import Port
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.events import Report
 from mlxsrv.errors import (
     EngineFailed,
     InvalidRequest,
@@ -30,7 +31,6 @@ from mlxsrv.errors import (
     ShuttingDown,
     UnsupportedParameter,
 )
-from mlxsrv.events import Report
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.model import Model, capped
@@ -257,7 +257,7 @@ class Service:
         """
         lease = await self._lease(model)
         bounded = Bounded(
-            self.settings, loading=lambda: lease.model.coming, heard=lambda: self.port.heard
+            self.settings, loading=lambda: lease.model.coming, heard=lambda: self.engine.heard
         )
         self._spelling.add(bounded)
         try:
@@ -272,8 +272,8 @@ class Service:
         raise AssertionError("it was done, or ended with an error")
 
     @property
-    def port(self) -> Port:
-        return self.pool.port
+    def engine(self) -> EngineClient:
+        return self.pool.engine
 
     @property
     def failure(self) -> str | None:
@@ -356,7 +356,7 @@ class Service:
         status = self.health  # before the wait, in which a stall may end
         report, engine = None, EngineState(stalled_seconds=self.pool.stalled)
         with contextlib.suppress(ServeError), anyio.move_on_after(_REPORT_SECONDS):
-            report = await self.pool.port.report()
+            report = await self.pool.engine.report()
         if report is None:
             return Health(status=status, engine=engine)
         limit, weights = self.pool.memory

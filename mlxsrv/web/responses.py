@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import RequestTimeout, ServeError
-from mlxsrv.events import Answer, Usage
+from mlxsrv.generation import Answer, Usage
 from mlxsrv.service.outputs import (
     Answers,
     Drawn,

@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
-from mlxsrv.events import Vectors
+from mlxsrv.generation import Vectors
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.requests import Count, NotEmpty, PositiveInt, TokenId, User
 

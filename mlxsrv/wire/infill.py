@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, ServeError, UnsupportedParameter
-from mlxsrv.events import Answer, Channel, FinishReason, TokenScore, Usage
+from mlxsrv.generation import Answer, Channel, FinishReason, TokenScore, Usage
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai import ErrorBody, Identity, error_response
 from mlxsrv.wire.requests import GenerationRequest, check_generation

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from mlxsrv.events import PromptScore, TokenScore
+from mlxsrv.generation import PromptScore, TokenScore
 
 _LOWEST = -9999.0  # OpenAI's, for what is next to impossible; JSON has no infinity
 

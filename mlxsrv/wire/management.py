@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
-from mlxsrv.events import SteeringMode
+from mlxsrv.generation import SteeringMode
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.requests import Features, NotEmpty
 

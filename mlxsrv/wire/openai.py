@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
-from mlxsrv.events import Answer, FinishReason, ToolUse, Usage
+from mlxsrv.generation import Answer, FinishReason, ToolUse, Usage
 from mlxsrv.wire.logprobs import (
     ChatLogprobs,
     PromptLogprobs,

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, cast
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.events import SteeringMode
+from mlxsrv.generation import SteeringMode
 from mlxsrv.wire.constraints import (
     ChoiceForm,
     Choices,

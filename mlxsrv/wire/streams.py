@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from mlxsrv.errors import ServeError
-from mlxsrv.events import Channel, FinishReason, TokenScore, Usage
+from mlxsrv.generation import Channel, FinishReason, TokenScore, Usage
 from mlxsrv.wire.logprobs import ChatLogprobs, TextLogprobs, TextScores, chat_logprobs
 from mlxsrv.wire.openai import (
     ChatChunk,

@@ -1,4 +1,4 @@
-"""The device thread through its ports: what a caller may rely on, on a real loop and thread."""
+"""The device thread through its clients: what a caller may rely on, on a real loop and thread."""
 
 from __future__ import annotations
 
@@ -14,20 +14,11 @@ from typing import Any
 
 import pytest
 
-from mlxsrv.engine.client import JobEvent, Port
-from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.events import Failed, JobEvent, Progress, PromptRead, Started, Token
+from mlxsrv.engine.orders import Embed, Job, Load
 from mlxsrv.errors import ModelNotLoaded
-from mlxsrv.events import (
-    Embed,
-    Failed,
-    Job,
-    Load,
-    Progress,
-    PromptRead,
-    Sampling,
-    Started,
-    Token,
-)
+from mlxsrv.generation import Sampling
 from tests.support.fixtures import ModelFolder
 
 numbers = itertools.count(1)
@@ -42,12 +33,12 @@ async def _await(test: Callable[[], Awaitable[None]]) -> None:
 
 
 @asynccontextmanager
-async def open_port() -> AsyncIterator[Port]:
-    port = DeviceThread.open()
+async def open_client() -> AsyncIterator[EngineClient]:
+    client = EngineClient.open()
     try:
-        yield port
+        yield client
     finally:
-        port.close()
+        client.close()
 
 
 def load(folder: Path, name: str = "m", **more: Any) -> Load:
@@ -80,22 +71,22 @@ class Listener:
         return [event.id for event in self.events if isinstance(event, Token)]
 
 
-async def generate(port: Port, asked: Job) -> Listener:
+async def generate(client: EngineClient, asked: Job) -> Listener:
     heard = Listener()
-    port.submit(asked, heard)
+    client.submit(asked, heard)
     await heard.ended.wait()
     return heard
 
 
 def test_a_job_hears_started_then_tokens_then_one_end(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            loaded = await port.load(load(model_folder("qwen3")))
+        async with open_client() as client:
+            loaded = await client.load(load(model_folder("qwen3")))
             assert loaded.batched
             assert loaded.bytes == sum(
                 file.stat().st_size for file in model_folder("qwen3").glob("*.safetensors")
             ) - _header(model_folder("qwen3") / "model.safetensors")
-            heard = await generate(port, job(8))
+            heard = await generate(client, job(8))
             assert isinstance(heard.events[0], Started)
             assert heard.events[1] == PromptRead(heard.events[0].job, 0)
             assert len(heard.tokens) == 8
@@ -109,14 +100,14 @@ def test_a_long_prompt_tells_of_its_slices_and_a_short_one_of_none(
     model_folder: ModelFolder,
 ) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("qwen3"), prefill_chunk=16))
-            long = generate(port, job(4, prompt=tuple(range(10, 211))))
-            other = generate(port, job(4, prompt=tuple(range(11, 261))))
-            short = generate(port, job(4))
-            before = port.heard
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3"), prefill_chunk=16))
+            long = generate(client, job(4, prompt=tuple(range(10, 211))))
+            other = generate(client, job(4, prompt=tuple(range(11, 261))))
+            short = generate(client, job(4))
+            before = client.heard
             one, two, three = await asyncio.gather(long, other, short)
-            assert port.heard > before
+            assert client.heard > before
             told = [each.events.count(Progress(each.events[0].job)) for each in (one, two, three)]
             assert 200 // 16 <= told[0] < 2 * told[1]
             assert told[1] >= 249 // 16
@@ -130,18 +121,20 @@ def test_a_long_prompt_tells_of_its_slices_and_a_short_one_of_none(
 
 def test_texts_that_take_several_slices_tell_of_them(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("qwen3"), prefill_chunk=16))
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3"), prefill_chunk=16))
             streaming = Listener()
             endless = job(10**6)
-            port.submit(endless, streaming)
+            client.submit(endless, streaming)
             await streaming.began.wait()
             told: list[None] = []
             texts = tuple(tuple(range(5, 5 + 16 * n)) for n in (1, 3, 5))
-            vectors = await port.embed(Embed(next(numbers), "m", texts), lambda: told.append(None))
+            vectors = await client.embed(
+                Embed(next(numbers), "m", texts), lambda: told.append(None)
+            )
             assert len(vectors) == 3
             assert len(told) >= 8
-            port.cancel(endless.id)
+            client.cancel(endless.id)
 
     run(test)
 
@@ -153,28 +146,29 @@ def _header(file: Path) -> int:
 
 def test_one_call_of_the_loop_brings_the_tokens_of_all_rows(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("qwen3")))
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
             batches: list[int] = []
-            receive = port._receive
+            mailbox = client._mailbox
+            receive = mailbox.deliver
 
             def counted(events: Sequence[Any]) -> None:
                 batches.append(sum(isinstance(event, Token) for event in events))
                 receive(events)
 
-            port._receive = counted  # type: ignore[method-assign]
-            await asyncio.gather(*(generate(port, job(50)) for _ in range(4)))
+            mailbox.deliver = counted
+            await asyncio.gather(*(generate(client, job(50)) for _ in range(4)))
             assert sum(batches) == 200
             assert sum(size == 4 for size in batches) >= 40
 
     run(test)
 
 
-def test_two_models_of_two_ports_share_one_thread_and_nothing_else(
+def test_two_models_of_two_clients_share_one_thread_and_nothing_else(
     model_folder: ModelFolder,
 ) -> None:
     async def test() -> None:
-        async with open_port() as one, open_port() as two:
+        async with open_client() as one, open_client() as two:
             await asyncio.gather(
                 one.load(load(model_folder("qwen3"))), two.load(load(model_folder("llama")))
             )
@@ -193,14 +187,14 @@ def test_two_models_of_two_ports_share_one_thread_and_nothing_else(
 
 def test_streams_go_on_beside_a_load(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("qwen3")))
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
             heard = Listener()
-            port.submit(job(2000), heard)
+            client.submit(job(2000), heard)
             await heard.began.wait()
-            await port.load(load(model_folder("llama"), "other"))
+            await client.load(load(model_folder("llama"), "other"))
             assert len(heard.tokens) < 2000
-            assert len((await generate(port, job(5, "other"))).tokens) == 5
+            assert len((await generate(client, job(5, "other"))).tokens) == 5
             await heard.ended.wait()
             assert len(heard.tokens) == 2000
 
@@ -209,18 +203,18 @@ def test_streams_go_on_beside_a_load(model_folder: ModelFolder) -> None:
 
 def test_a_cancelled_job_hears_nothing_more_and_frees_its_row(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("qwen3"), max_rows=1))
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3"), max_rows=1))
             asked = job(100_000)
             heard = Listener()
-            port.submit(asked, heard)
+            client.submit(asked, heard)
             await heard.began.wait()
-            port.cancel(asked.id)
+            client.cancel(asked.id)
             count = len(heard.events)
-            assert len((await generate(port, job(5))).tokens) == 5
+            assert len((await generate(client, job(5))).tokens) == 5
             assert len(heard.events) == count
-            port.cancel(asked.id)  # again, and of a job that never was: harmless
-            port.cancel(10**9)
+            client.cancel(asked.id)  # again, and of a job that never was: harmless
+            client.cancel(10**9)
 
     run(test)
 
@@ -243,50 +237,50 @@ def test_a_load_that_fails_says_why_and_can_be_tried_again(
         (folder / "config.json").write_text('{"model_type": "no_such_model"}')
 
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("llama"), "other"))
+        async with open_client() as client:
+            await client.load(load(model_folder("llama"), "other"))
             with pytest.raises(ModelNotLoaded) as error:
-                await port.load(load(folder))
+                await client.load(load(folder))
             assert "\n" not in error.value.message
-            assert len((await generate(port, job(5, "other"))).tokens) == 5
+            assert len((await generate(client, job(5, "other"))).tokens) == 5
             for name, data in whole.items():
                 (folder / name).write_bytes(data)
-            await port.load(load(folder))
-            assert len((await generate(port, job(5))).tokens) == 5
+            await client.load(load(folder))
+            assert len((await generate(client, job(5))).tokens) == 5
 
     run(test)
 
 
 def test_a_closed_loop_does_not_stop_the_thread(model_folder: ModelFolder) -> None:
     async def leave() -> None:
-        port = DeviceThread.open()  # neither closed nor cancelled: the loop just ends
-        await port.load(load(model_folder("qwen3")))
-        port.submit(job(100_000), Listener())
+        client = EngineClient.open()  # neither closed nor cancelled: the loop just ends
+        await client.load(load(model_folder("qwen3")))
+        client.submit(job(100_000), Listener())
         await asyncio.sleep(0.05)
 
     run(leave)
 
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("qwen3")))
-            assert len((await generate(port, job(5))).tokens) == 5
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            assert len((await generate(client, job(5))).tokens) == 5
 
     run(test)
 
 
-def test_a_port_tells_what_the_device_is_and_holds(model_folder: ModelFolder) -> None:
+def test_a_client_tells_what_the_device_is_and_holds(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            assert await port.ready() > 1 << 20
-            await port.meet(str(model_folder("qwen3")))
-            await port.meet("/no/such/folder")  # its load will say so
-            before = await port.report()
+        async with open_client() as client:
+            assert await client.memory() > 1 << 20
+            await client.import_model_code(str(model_folder("qwen3")))
+            await client.import_model_code("/no/such/folder")  # its load will say so
+            before = await client.report()
             assert before.models == {}
-            loaded = await port.load(load(model_folder("qwen3"), prompt_cache_bytes=1 << 20))
+            loaded = await client.load(load(model_folder("qwen3"), prompt_cache_bytes=1 << 20))
             heard = Listener()
-            port.submit(job(100_000, prompt=tuple(range(5, 105))), heard)
+            client.submit(job(100_000, prompt=tuple(range(5, 105))), heard)
             await heard.began.wait()
-            report = await port.report()
+            report = await client.report()
             assert report.active_bytes >= before.active_bytes + loaded.bytes
             assert report.peak_bytes >= report.active_bytes
             model = report.models["m"]
@@ -294,8 +288,8 @@ def test_a_port_tells_what_the_device_is_and_holds(model_folder: ModelFolder) ->
             assert model["prompt_cache_entries"] == 1
             assert model["prompt_cache_bytes"] > 100
             assert model["tokens"] >= 1
-            port.unload("m")
-            after = await port.report()
+            client.unload("m")
+            after = await client.report()
             assert (after.models, after.cache_bytes) == ({}, 0)
             assert after.active_bytes - before.active_bytes < 4096
 
@@ -304,25 +298,25 @@ def test_a_port_tells_what_the_device_is_and_holds(model_folder: ModelFolder) ->
 
 def test_free_buffers_are_given_back_once_there_is_no_work(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("qwen3")))
-            await generate(port, job(max_tokens=50))
-            assert (await port.report()).cache_bytes > 0
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            await generate(client, job(max_tokens=50))
+            assert (await client.report()).cache_bytes > 0
             await asyncio.sleep(1)
-            assert (await port.report()).cache_bytes == 0
-            assert len((await generate(port, job(max_tokens=50))).tokens) == 50
+            assert (await client.report()).cache_bytes == 0
+            assert len((await generate(client, job(max_tokens=50))).tokens) == 50
 
     run(test)
 
 
-def test_a_port_that_is_closed_holds_nothing(model_folder: ModelFolder) -> None:
+def test_a_client_that_is_closed_holds_nothing(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as other:
+        async with open_client() as other:
             before = (await other.report()).active_bytes
-            async with open_port() as port:
-                await port.load(load(model_folder("qwen3")))
-                port.submit(job(100_000), Listener())
-            port.unload("m")  # too late, and harmless
+            async with open_client() as client:
+                await client.load(load(model_folder("qwen3")))
+                client.submit(job(100_000), Listener())
+            client.unload("m")  # too late, and harmless
             after = await other.report()
             assert after.active_bytes - before < 4096
             assert after.cache_bytes == 0
@@ -332,17 +326,17 @@ def test_a_port_that_is_closed_holds_nothing(model_folder: ModelFolder) -> None:
 
 def test_two_loads_of_the_same_files_share_them(model_folder: ModelFolder, tmp_path: Path) -> None:
     async def test() -> None:
-        async with open_port() as port, open_port() as app:
+        async with open_client() as client, open_client() as app:
             first, second, other = await asyncio.gather(
-                port.load(load(model_folder("qwen3"), "one")),
-                port.load(load(model_folder("qwen3"), "two")),
-                port.load(load(model_folder("llama"), "other")),
+                client.load(load(model_folder("qwen3"), "one")),
+                client.load(load(model_folder("qwen3"), "two")),
+                client.load(load(model_folder("llama"), "other")),
             )
             assert (first.shared, second.shared, other.shared) == (0, second.bytes, 0)
             # Apps mounted side by side share as well.
             assert (await app.load(load(model_folder("qwen3")))).shared == first.bytes
-            port.unload("one")
-            text = (await generate(port, job(20, "two"))).tokens
+            client.unload("one")
+            text = (await generate(client, job(20, "two"))).tokens
             assert (await generate(app, job(20))).tokens == text
 
     run(test)
@@ -350,26 +344,26 @@ def test_two_loads_of_the_same_files_share_them(model_folder: ModelFolder, tmp_p
 
 def test_a_model_may_be_unloaded_while_it_loads(model_folder: ModelFolder) -> None:
     async def test() -> None:
-        async with open_port() as port:
-            before = (await port.report()).active_bytes
-            loading = asyncio.create_task(port.load(load(model_folder("qwen3"))))
+        async with open_client() as client:
+            before = (await client.report()).active_bytes
+            loading = asyncio.create_task(client.load(load(model_folder("qwen3"))))
             await asyncio.sleep(0)
             with pytest.raises(ModelNotLoaded, match="is being loaded"):
-                await port.load(load(model_folder("qwen3")))
-            port.unload("m")
+                await client.load(load(model_folder("qwen3")))
+            client.unload("m")
             with pytest.raises(ModelNotLoaded, match="was unloaded"):
                 await loading
-            assert (await port.report()).active_bytes - before < 4096
-            await port.load(load(model_folder("qwen3")))
+            assert (await client.report()).active_bytes - before < 4096
+            await client.load(load(model_folder("qwen3")))
             with pytest.raises(ModelNotLoaded, match="there is a model of this name"):
-                await port.load(load(model_folder("llama")))
+                await client.load(load(model_folder("llama")))
             asked = job(100_000)
-            port.submit(asked, heard := Listener())
+            client.submit(asked, heard := Listener())
             await heard.began.wait()
-            port.unload("m")
-            port.cancel(asked.id)  # of a row that is gone
-            await port.load(load(model_folder("llama")))
-            assert len((await generate(port, job(5))).tokens) == 5
+            client.unload("m")
+            client.cancel(asked.id)  # of a row that is gone
+            await client.load(load(model_folder("llama")))
+            assert len((await generate(client, job(5))).tokens) == 5
 
     run(test)
 
@@ -377,9 +371,9 @@ def test_a_model_may_be_unloaded_while_it_loads(model_folder: ModelFolder) -> No
 NO_BACKEND = """
 import asyncio, sys
 from importlib.abc import MetaPathFinder
-from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.client import EngineClient
 from mlxsrv.errors import BackendMissing, ModelNotLoaded
-from mlxsrv.events import Load
+from mlxsrv.engine.orders import Load
 
 class Missing(MetaPathFinder):
     def find_spec(self, name, path, target=None):
@@ -390,8 +384,8 @@ sys.meta_path.insert(0, Missing())
 
 async def main():
     for _ in range(2):
-        port = DeviceThread.open()
-        for asked in (port.ready(), port.report()):
+        client = EngineClient.open()
+        for asked in (client.memory(), client.report()):
             try:
                 await asyncio.wait_for(asked, 10)
             except BackendMissing as error:
@@ -400,11 +394,11 @@ async def main():
                 raise AssertionError("there is no back end")
         load = Load(model="m", path="m", max_rows=4, prefill_chunk=64, max_gap=0.2)
         try:
-            await asyncio.wait_for(port.load(load), 10)
+            await asyncio.wait_for(client.load(load), 10)
         except ModelNotLoaded:
             pass
-        assert port.failure is None
-        port.close()
+        assert client.failure is None
+        client.close()
     print("told")
 
 asyncio.run(main())
@@ -420,10 +414,12 @@ def test_without_a_back_end_the_thread_lives_and_says_so() -> None:
 
 DYING = """
 import asyncio, sys
-from mlxsrv.engine.device import DeviceThread
-from mlxsrv.engine.loading import load as loading
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.loading import device_memory
 from mlxsrv.errors import EngineFailed
-from mlxsrv.events import Failed, Job, Load, Sampling
+from mlxsrv.engine.events import Failed
+from mlxsrv.engine.orders import Job, Load
+from mlxsrv.generation import Sampling
 
 def load(name):
     return Load(
@@ -434,36 +430,36 @@ def deadly(*_):
     raise SystemExit("killed")
 
 async def main():
-    port = DeviceThread.open()
-    await port.load(load("m"))
+    client = EngineClient.open()
+    await client.load(load("m"))
     heard = []
     ended = asyncio.Event()
     def receive(event):
         heard.append(event)
         if isinstance(event, Failed):
             ended.set()
-    port.submit(Job(1, "m", (5, 6), 100_000, frozenset(), Sampling()), receive)
+    client.submit(Job(1, "m", (5, 6), 100_000, frozenset(), Sampling()), receive)
     await asyncio.sleep(0.2)
-    loading.take_stock = deadly
+    device_memory.report = deadly
     try:
-        await asyncio.wait_for(port.report(), 10)
+        await asyncio.wait_for(client.report(), 10)
     except EngineFailed:
         pass
     await asyncio.wait_for(ended.wait(), 10)
-    assert port.failure, port.failure
+    assert client.failure, client.failure
     try:
-        port.submit(Job(2, "m", (5, 6), 5, frozenset(), Sampling()), receive)
+        client.submit(Job(2, "m", (5, 6), 5, frozenset(), Sampling()), receive)
     except EngineFailed:
         pass
     else:
         raise AssertionError("a dead engine took a job")
-    # a port opened afterwards hears it, too, instead of waiting for ever
-    late = DeviceThread.open()
+    # a client opened afterwards hears it, too, instead of waiting for ever
+    late = EngineClient.open()
     try:
         await asyncio.wait_for(late.load(load("n")), 10)
     except EngineFailed:
         pass
-    for asked in (late.ready(), late.meet("m"), late.report(), port.report()):
+    for asked in (late.memory(), late.import_model_code("m"), late.report(), client.report()):
         try:
             await asyncio.wait_for(asked, 10)
         except EngineFailed:
@@ -490,8 +486,9 @@ def test_a_dead_thread_fails_its_jobs_and_tells_all_who_ask(model_folder: ModelF
 
 BUSY_EXIT = """
 import asyncio, sys
-from mlxsrv.engine.device import DeviceThread
-from mlxsrv.events import Job, Load, Sampling
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.orders import Job, Load
+from mlxsrv.generation import Sampling
 
 def load(name):
     return Load(
@@ -499,9 +496,9 @@ def load(name):
     )
 
 async def main():
-    port = DeviceThread.open()
-    await port.load(load("m"))
-    port.submit(Job(1, "m", (5, 6), 10**9, frozenset(), Sampling()), lambda event: None)
+    client = EngineClient.open()
+    await client.load(load("m"))
+    client.submit(Job(1, "m", (5, 6), 10**9, frozenset(), Sampling()), lambda event: None)
     await asyncio.sleep(0.2)
 
 asyncio.run(main())

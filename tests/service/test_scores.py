@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.events import Likelihood, Token, TokenScore
+from mlxsrv.engine.events import Likelihood, Token
+from mlxsrv.generation import TokenScore
 from mlxsrv.service.scores import Scores
 from mlxsrv.wire.logprobs import TextScores, chat_logprobs
 

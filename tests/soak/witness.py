@@ -42,7 +42,7 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
 
 def take(app: App, tasks: int) -> Holdings:
     service = app.service
-    pool, port = service.pool, service.port
+    pool, engine = service.pool, service.engine
     models = list(pool)
     gc.collect()
     return Holdings(
@@ -61,9 +61,8 @@ def take(app: App, tasks: int) -> Holdings:
             "turns": len(pool._turns),
             "replies": len(service._replies),
             "embeddings": len(service._embeddings),
-            "receivers": len(port._receivers),
-            "loads": len(port._loads),
-            "questions": len(port._asked),
+            "receivers": len(engine._receivers),
+            "questions": len(engine._questions),
         },
         objects=_count_objects(),
     )

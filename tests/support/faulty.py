@@ -11,7 +11,9 @@ from collections.abc import Callable, Generator
 from typing import Any, cast
 
 from mlxsrv.cli import main
-from mlxsrv.engine import device
+from mlxsrv.engine.events import Loaded
+from mlxsrv.engine.orders import Load
+from mlxsrv.engine.session import Session
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY
 
@@ -53,21 +55,21 @@ def _fail_at_tokens(model_class: Any) -> None:
 
 
 def plug() -> None:
-    load, render = device._load, Tokenizer.render
+    load, render = Session._load, Tokenizer.render
 
-    def faulty_load(*args: Any) -> Generator[None, None, None]:
+    def faulty_load(self: Session, order: Load) -> Generator[None, None, Loaded]:
         from mlx_lm.models import qwen3
 
         if qwen3.Model.__call__.__name__ != "call":
             _fail_at_tokens(qwen3.Model)
-        yield from load(*args)
+        return (yield from load(self, order))
 
     def faulty_render(self: Tokenizer, messages: Any, **more: Any) -> Any:
         if messages[-1]["content"] == PANIC:
             raise PanicException("the tokenizer panicked")
         return render(self, messages, **more)
 
-    device._load = faulty_load  # type: ignore[assignment]  # it passes on what it is given
+    Session._load = faulty_load  # type: ignore[method-assign]
     Tokenizer.render = faulty_render  # type: ignore[method-assign]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.events import TokenScore
+from mlxsrv.generation import TokenScore
 from mlxsrv.wire.logprobs import TextScores, chat_logprobs
 from tests.support.schemas import as_sent
 

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.events import Answer, TokenScore, ToolUse, Usage
+from mlxsrv.generation import Answer, TokenScore, ToolUse, Usage
 from mlxsrv.wire import openai, streams, tokens
 from mlxsrv.wire.openapi import document
 from mlxsrv.wire.operations import OPERATIONS

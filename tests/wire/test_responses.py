@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from mlxsrv.errors import InvalidRequest, ServeError
-from mlxsrv.events import Answer, FinishReason, TokenScore, ToolUse, Usage
+from mlxsrv.generation import Answer, FinishReason, TokenScore, ToolUse, Usage
 from mlxsrv.wire.openai import (
     Identity,
     chat_completion,

@@ -13,7 +13,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from mlxsrv.errors import EngineFailed
-from mlxsrv.events import Answer, Channel, TokenScore, ToolUse, Usage
+from mlxsrv.generation import Answer, Channel, TokenScore, ToolUse, Usage
 from mlxsrv.wire.openai import Identity, chat_completion, text_completion
 from mlxsrv.wire.requests import StreamOptions
 from mlxsrv.wire.streams import ChatStream, CompletionStream, Stream, UsageMode, usage_mode

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, trim_prompt_cache
 
-from mlxsrv.events import Steering
+from mlxsrv.generation import Steering
 
 Cache = list[Any]  # mlx-lm's, one entry per layer
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, cast
@@ -29,10 +29,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from mlxsrv.engine.embedding.encoders.layers import Encoder
 from mlxsrv.engine.embedding.encoders.load import load_dense
+from mlxsrv.engine.events import Embedded, Event, Failed
 from mlxsrv.engine.faults import describe
+from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.events import Embed, Embedded, Event, Failed, Vectors
 from mlxsrv.formats.pooling import Pooling, PoolingConfig, read_pooling_config
+from mlxsrv.generation import Vectors
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -183,13 +185,25 @@ class Embedder:
         folder: its files, which say how a vector is made; read when first wanted.
         name: what the model is called, for files that leave that to it.
         pace: how long a slice may be beside streams; shared with the prompts of the same model.
+        decoding: tells whether the model itself has streams.
     """
 
-    def __init__(self, runner: Runner, folder: Path, name: str, pace: Pace) -> None:
+    streaming = False
+    """It has no rows that decode."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        folder: Path,
+        name: str,
+        pace: Pace,
+        decoding: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._runner = runner
         self._folder = folder
         self._name = name
         self._pace = pace
+        self._decoding = decoding
         self._finish: Finish | None = None
         self._came = 0
         self._jobs: dict[int, _Job] = {}  # by number
@@ -206,22 +220,22 @@ class Embedder:
     def idle(self) -> bool:
         return not self._jobs
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._jobs)
+
     def statistics(self) -> dict[str, int]:
         return {"texts": len(self._waiting) + (self._long is not None)}
 
-    def submit(self, command: Embed) -> list[Event]:
-        """Take the job; or say why not."""
-        try:
-            self._check(command)
-        except Exception as error:
-            return [Failed(command.id, " ".join(str(error).split()) or type(error).__name__)]
+    def submit(self, command: Embed) -> None:
+        """Take the job. Raises ValueError, or OSError, if it cannot be done."""
+        self._check(command)
         job = _Job(self._came, command)
         self._jobs[self._came] = job
         self._turns.append(self._came)
         self._came += 1
         self._waiting = sorted(self._waiting + job.waiting)
         self._tokens += sum(text.length for text in job.waiting)
-        return []
 
     def _check(self, command: Embed) -> None:
         if not command.texts or not all(command.texts):
@@ -262,11 +276,15 @@ class Embedder:
             self._long = None
         self._tokens = sum(text.length for text in self._waiting)
 
-    def step(self, *, decoding: bool = False, beside: bool = False) -> list[Event]:
-        """One slice, and the jobs that it completes. `decoding`: the model itself has streams;
-        `beside`: others have. An error fails the jobs whose texts were in the slice."""
+    def decode(self) -> list[Event]:
+        return []
+
+    def prefill(self, *, beside: bool = False) -> list[Event]:
+        """One slice, and the jobs that it completes; `beside`: other models have streams. An error
+        fails the jobs whose texts were in the slice."""
         if not self._jobs:
             return []
+        decoding = self._decoding()
         chunk, most = self._limit(decoding=decoding, beside=beside)
         begun = perf_counter()
         concerned: Sequence[Text] = []

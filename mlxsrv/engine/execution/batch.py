@@ -22,16 +22,18 @@ from mlx.utils import tree_flatten
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.cache.row_caches import Caches
+from mlxsrv.engine.events import Event, Failed, Started, Token
 from mlxsrv.engine.execution.decode import Decoder
 from mlxsrv.engine.execution.prefill import Prefill
 from mlxsrv.engine.execution.recovery import MOST_FAULTS, blame, exhausted, short
 from mlxsrv.engine.execution.speculation import Speculation, find_obstacle
 from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.faults import Fault, note
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.events import Constraint, Event, Failed, Job, Started, Token
+from mlxsrv.generation import Constraint
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -109,6 +111,11 @@ class Batch:
     @property
     def idle(self) -> bool:
         return not (self.streaming or self._prefill.asked or self._unsent)
+
+    @property
+    def pending(self) -> bool:
+        """Whether prompts wait or are being read."""
+        return self._prefill.asked
 
     def statistics(self) -> dict[str, int]:
         return {

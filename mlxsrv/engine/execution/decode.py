@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache
+from mlxsrv.engine.events import Event, Failed, Likelihood, Token
 from mlxsrv.engine.execution.speculation import Round, Speculation
 from mlxsrv.engine.execution.sub_batches import SubBatch, find_close
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
@@ -39,7 +40,7 @@ from mlxsrv.engine.sampling.sampler import Sampler
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import Sight
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.events import Event, Failed, FinishReason, Likelihood, Token
+from mlxsrv.generation import FinishReason
 
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
 

@@ -34,11 +34,12 @@ from mlxsrv.engine.execution.reading import Read, Reading, Waiting
 from mlxsrv.engine.execution.recovery import MOST_FAULTS, blame, short
 from mlxsrv.engine.execution.turns import Turns
 from mlxsrv.engine.faults import Fault, note
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.events import Constraint, Job
+from mlxsrv.generation import Constraint
 
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
 

@@ -14,22 +14,22 @@ import mlx.core as mx
 import msgspec
 
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache, Tokens
+from mlxsrv.engine.events import (
+    Activations,
+    Event,
+    Failed,
+    Finished,
+    Likelihood,
+    PromptRead,
+    PromptScored,
+)
 from mlxsrv.engine.faults import NOT_A_NUMBER, Fault
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Place, Row
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import likelihoods, read_likelihoods
 from mlxsrv.engine.scheduling.pace import LEAST_CHUNK
 from mlxsrv.engine.steering.plan import Plan, run
-from mlxsrv.events import (
-    Activations,
-    Event,
-    Failed,
-    Finished,
-    Job,
-    Likelihood,
-    PromptRead,
-    PromptScored,
-)
 
 _MOST_LOGITS = 16 * 1024 * 1024  # numbers, of the chunk of a prompt that is scored
 

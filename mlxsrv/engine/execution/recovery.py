@@ -5,9 +5,9 @@ Used on the device thread only.
 
 from __future__ import annotations
 
+from mlxsrv.engine.events import Failed
 from mlxsrv.engine.faults import Fault
 from mlxsrv.engine.row import Row
-from mlxsrv.events import Failed
 
 MOST_FAULTS = 3  # steps of a row that failed and nobody was to blame for: then it ends, too
 

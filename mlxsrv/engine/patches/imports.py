@@ -18,7 +18,7 @@ import functools
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -38,18 +38,6 @@ def prepare() -> None:
     for name, change in ((_SCANNER, _scan_once), (_LIMITER, _keep_limits)):
         if name not in sys.modules:
             sys.meta_path.insert(0, _Finder(name, change))
-
-
-def import_engine() -> None:
-    """Import all that the engine needs to serve a request.
-
-    Here and not when it is needed: with no descriptor to spare an import fails, and what it leaves
-    behind half done may fail for ever. Raises ImportError.
-    """
-    prepare()
-
-    with suppress(ImportError):  # an optional library
-        import llguidance.hf  # noqa: F401
 
 
 class _Finder(MetaPathFinder):

@@ -16,10 +16,11 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 
+from mlxsrv.engine.events import Likelihood
 from mlxsrv.engine.faults import describe, survivable
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.blocks import Blocks
-from mlxsrv.events import Constraint, Likelihood, Sampling
+from mlxsrv.generation import Constraint, Sampling
 
 _SLOTS = 64  # for tokens that are new to a row, made at once
 _LEAST_REPETITION = 1e-3  # what is divided by less may overflow

@@ -37,7 +37,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxsrv.engine.sampling.blocks import SIZE, Blocks, divide_rows, sum_blocks, take_blocks
-from mlxsrv.events import Sampling
+from mlxsrv.generation import Sampling
 
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads close seeds over both words
 _MASK = 0xFFFFFFFFFFFFFFFF

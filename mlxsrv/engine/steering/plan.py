@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from mlxsrv.engine.events import Activations
 from mlxsrv.engine.row import Place
 from mlxsrv.engine.steering.hooks import Change, Site, find_layers, hooked
 from mlxsrv.engine.steering.sae import SAE
-from mlxsrv.events import Activations
 
 
 class Clamp(NamedTuple):

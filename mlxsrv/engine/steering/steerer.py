@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from mlxsrv.engine.events import Attached
+from mlxsrv.engine.orders import Attach, Watch
 from mlxsrv.engine.steering.hooks import Site, check_sites
 from mlxsrv.engine.steering.plan import Clamp, Plan, Steer, Watched
 from mlxsrv.engine.steering.sae import SAE, load_sae
 from mlxsrv.engine.steering.vectors import load_vector
-from mlxsrv.events import Attach, Attached, Steering, Watch
 from mlxsrv.formats.control_vectors import read_vector
 from mlxsrv.formats.sae_files import read_sae
+from mlxsrv.generation import Steering
 
 Vectors = Mapping[str, Mapping[int, mx.array]]
 """Control vectors: their directions `(width,)` by layer, by name."""

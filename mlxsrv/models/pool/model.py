@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 import msgspec
 
-from mlxsrv.events import Attach, Loaded
+from mlxsrv.engine.events import Loaded
+from mlxsrv.engine.orders import Attach
 from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.encoders import CrossEncoderConfig, read_cross_encoder_config
 from mlxsrv.formats.model_folder import describe

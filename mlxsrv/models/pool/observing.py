@@ -8,7 +8,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from mlxsrv.events import Loaded
+from mlxsrv.engine.events import Loaded
 from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.models")

@@ -27,9 +27,9 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.engine.client import Port
-from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.orders import Load
 from mlxsrv.errors import (
     InsufficientMemory,
     ModelNotLoaded,
@@ -39,7 +39,6 @@ from mlxsrv.errors import (
     ServeError,
     ShuttingDown,
 )
-from mlxsrv.events import Load
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
@@ -70,22 +69,22 @@ class Pool:
         self._models: dict[str, Model] = {}  # those that are loaded or have leases
         self._turns: deque[Model] = deque()  # those that wait for room
         self._attachment_numbers = count(1)
-        self._port: Port | None = None
+        self._engine: EngineClient | None = None
         self._closed = False
 
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
 
     @property
-    def port(self) -> Port:
+    def engine(self) -> EngineClient:
         """This app's port on the device thread, opened on first use in the running loop.
 
         Raises ShuttingDown after `close`.
         """
         self._require_open()
-        if self._port is None:
-            self._port = DeviceThread.open(self._settings.step_timeout)
-        return self._port
+        if self._engine is None:
+            self._engine = EngineClient.open(self._settings.step_timeout)
+        return self._engine
 
     def _require_open(self) -> None:
         if self._closed:
@@ -94,12 +93,12 @@ class Pool:
     @property
     def failure(self) -> str | None:
         """Why the device thread is dead, if it is."""
-        return self._port.failure if self._port is not None else None
+        return self._engine.failure if self._engine is not None else None
 
     @property
     def stalled(self) -> float:
         """Seconds that the device thread has been in a slice that takes too long; else 0."""
-        return self._port.stalled if self._port is not None else 0.0
+        return self._engine.stalled if self._engine is not None else 0.0
 
     def model(self, name: str) -> Model | None:
         """The model of the entry of this name, if it is loaded or wanted."""
@@ -161,7 +160,7 @@ class Pool:
             # From here on nobody else attaches one, and its memory counts.
             model.attachment = wanted
             try:
-                attached = await self.port.attach(wanted.command)
+                attached = await self.engine.attach(wanted.command)
             except BaseException:
                 model.attachment = None
                 raise
@@ -177,7 +176,7 @@ class Pool:
             raise SAENotAttached(f"{name} has no SAE attached")
         model = self._models[name]
         model.attachment = None
-        self.port.detach(name)
+        self.engine.detach(name)
         if model.users == 0 and model.loaded is not None:
             self._rest(model)
         self._arrange()
@@ -330,7 +329,7 @@ class Pool:
         if model.timer is not None:
             model.timer.cancel()
             model.timer = None
-        self.port.unload(model.name)
+        self.engine.unload(model.name)
         model.loaded = None
         model.placed = model.closing = False
         self._forget(model)
@@ -359,7 +358,7 @@ class Pool:
         try:
             # The device thread is the first to import MLX, and the model's code, which making the
             # tokenizer may import as well: what they make then stays bound to it.
-            memory = await self.port.ready()
+            memory = await self.engine.memory()
             if self._settings.memory_limit is None:
                 share = int(_MEMORY_SHARE * memory)
                 self._limits = msgspec.structs.replace(self._limits, bytes=share)
@@ -375,7 +374,7 @@ class Pool:
                 abandon_on_cancel=True,
             )
             model.fetching = False
-            await self.port.meet(str(model.files.folder))
+            await self.engine.import_model_code(str(model.files.folder))
             tokenizer = await anyio.to_thread.run_sync(
                 make_tokenizer, model.files.folder, self._settings.trust_remote_code
             )
@@ -406,7 +405,7 @@ class Pool:
         try:
             victims = await self._make_room(model)
             placed = loop.time()
-            loaded = await self.port.load(self._command(model))
+            loaded = await self.engine.load(self._command(model))
         except _Unwanted:
             model.loading = None
             if model.waiting:  # again, since
@@ -504,10 +503,10 @@ class Pool:
     def abandon(self) -> None:
         """Leave the device thread without waiting for anything: the loop is gone."""
         self._closed = True
-        if self._port is None:
+        if self._engine is None:
             return
-        self._port.close()
-        self._port = None
+        self._engine.close()
+        self._engine = None
         for model in self:
             if model.timer is not None:
                 model.timer.cancel()

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.events import Constraint, Mask
+from mlxsrv.generation import Constraint, Mask
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, one_line, translate, unforced
 

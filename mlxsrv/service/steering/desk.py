@@ -11,8 +11,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 import anyio.to_thread
 
+from mlxsrv.engine.events import Activations
+from mlxsrv.engine.orders import Watch
 from mlxsrv.errors import InvalidFeatureIndex, InvalidRequest, ProfileNotFound, SAENotAttached
-from mlxsrv.events import Activations, Steering, SteeringMode, Watch
+from mlxsrv.generation import Steering, SteeringMode
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.models.profile_store import Profile, ProfileStore
@@ -257,7 +259,7 @@ class SteeringDesk:
         )
         name = held.attachment.model
         watch = Watch(name, monitor.features, monitor.top) if monitor.enabled else Watch(name)
-        self._pool.port.watch(watch)
+        self._pool.engine.watch(watch)
         return monitor.state
 
 

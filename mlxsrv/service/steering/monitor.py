@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import NamedTuple
 
+from mlxsrv.engine.events import Activations
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.events import Activations
 from mlxsrv.wire.management import FeatureStatistics, HistoryEntry, Metric, MonitorObject
 
 _USUAL_TOP = 10

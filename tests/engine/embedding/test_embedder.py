@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -25,13 +25,15 @@ from mlxsrv.engine.embedding.embedder import (
 )
 from mlxsrv.engine.embedding.encoders.bert import Bert
 from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.events import Embedded, Event, Failed
+from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.errors import ServeError
-from mlxsrv.events import Embed, Embedded, Event, Failed, Vectors
 from mlxsrv.formats.pooling import Pooling
+from mlxsrv.generation import Vectors
 from tests.engine.loading.test_load import load as load_resident
 from tests.engine.loading.test_load import nothing_left
-from tests.engine.test_device import Listener, generate, job, load, open_port, run
+from tests.engine.test_device import Listener, generate, job, load, open_client, run
 from tests.support.fixtures import ModelFolder
 from tests.support.tiny import FAMILIES
 
@@ -57,7 +59,9 @@ class Bench:
             else DecoderRunner(load_model(folder)[0])
         )
         self.runner = runner
-        self.embedder = Embedder(runner, folder, name, Pace(chunk, 1.0))
+        self.decoding = False
+        pace = Pace(chunk, 1.0)
+        self.embedder = Embedder(runner, folder, name, pace, decoding=lambda: self.decoding)
         self.events: list[Event] = []
         self.slices: list[list[int]] = []  # the lengths of the texts in each
         inner = runner.run
@@ -69,11 +73,15 @@ class Bench:
         runner.run = seen
 
     def submit(self, number: int, texts: Texts, firsts: tuple[int, ...] = ()) -> None:
-        self.events += self.embedder.submit(Embed(number, "m", texts, firsts))
+        self.embedder.submit(Embed(number, "m", texts, firsts))
+
+    def step(self, *, decoding: bool = False, beside: bool = False) -> None:
+        self.decoding = decoding
+        self.events += self.embedder.prefill(beside=beside)
 
     def finish(self, **streams: bool) -> None:
         while not self.embedder.idle:
-            self.events += self.embedder.step(**streams)
+            self.step(**streams)
 
     def embed(self, texts: Texts, firsts: tuple[int, ...] = (), **streams: bool) -> Vectors:
         self.submit(0, texts, firsts)
@@ -243,10 +251,10 @@ def test_one_text_waits_a_few_slices_for_a_job_of_many(model_folder: ModelFolder
     bench.submit(0, make_texts(*[30] * 100))
     bench.submit(1, make_texts(*[60] * 3))
     for _ in range(3):
-        bench.events += bench.embedder.step(beside=True)
+        bench.step(beside=True)
     bench.submit(2, make_texts(5))
     for _ in range(4):
-        bench.events += bench.embedder.step(beside=True)
+        bench.step(beside=True)
     assert bench.ended == [2]
     bench.finish(beside=True)
     assert bench.ended == [2, 1, 0]
@@ -255,11 +263,11 @@ def test_one_text_waits_a_few_slices_for_a_job_of_many(model_folder: ModelFolder
 def test_short_texts_do_not_wait_for_a_long_one(model_folder: ModelFolder) -> None:
     bench = Bench(model_folder("qwen3"), chunk=16)
     bench.submit(0, make_texts(400))
-    bench.events += bench.embedder.step(decoding=True)
+    bench.step(decoding=True)
     bench.submit(1, make_texts(5, 10, 300))
     bench.submit(2, make_texts(5))
     for _ in range(6):
-        bench.events += bench.embedder.step(decoding=True)
+        bench.step(decoding=True)
     assert bench.ended == [2]
     assert bench.embedder.statistics() == {"texts": 2}
     bench.finish(decoding=True)
@@ -283,7 +291,7 @@ def test_a_cancelled_job_is_gone_at_whatever_stage(model_folder: ModelFolder) ->
     bench.submit(0, make_texts(100))
     bench.submit(1, make_texts(10, 11, 12))
     bench.submit(2, make_texts(8))
-    bench.embedder.step(decoding=True)
+    bench.step(decoding=True)
     bench.embedder.cancel([0, 7])
     bench.embedder.cancel([1])
     assert bench.embedder.statistics() == {"texts": 1}
@@ -312,19 +320,17 @@ def test_an_error_fails_the_jobs_of_its_slice_only(model_folder: ModelFolder) ->
 
 
 def test_what_a_model_cannot_do_is_said_at_once(model_folder: ModelFolder, bert: Any) -> None:
-    def reason(bench: Bench, texts: Texts, firsts: Iterable[int] = ()) -> str:
-        bench.submit(0, texts, tuple(firsts))
+    def refuses(bench: Bench, why: str, texts: Texts, firsts: tuple[int, ...] = ()) -> None:
+        with pytest.raises(ValueError, match=why):
+            bench.submit(0, texts, firsts)
         assert bench.embedder.idle
-        [event] = bench.events
-        assert isinstance(event, Failed)
-        return event.reason
 
-    assert "pairs" in reason(Bench(model_folder("qwen3")), TEXTS[:1], [1])
-    assert "pairs" in reason(Bench(bert()), TEXTS[:1], [1])
-    assert "makes no vectors" in reason(Bench(bert(2)), TEXTS[:1])
-    assert "no tokens" in reason(Bench(bert()), ((1, 2), ()))
-    assert "no texts" in reason(Bench(bert()), ())
-    assert "129 tokens" in reason(Bench(bert()), make_texts(5, 129))
+    refuses(Bench(model_folder("qwen3")), "pairs", TEXTS[:1], (1,))
+    refuses(Bench(bert()), "pairs", TEXTS[:1], (1,))
+    refuses(Bench(bert(2)), "makes no vectors", TEXTS[:1])
+    refuses(Bench(bert()), "no tokens", ((1, 2), ()))
+    refuses(Bench(bert()), "no texts", ())
+    refuses(Bench(bert()), "129 tokens", make_texts(5, 129))
 
 
 def test_a_model_whose_hidden_states_are_not_to_be_had_says_so() -> None:
@@ -356,15 +362,16 @@ def test_an_encoder_loads_shares_its_arrays_and_leaves_nothing(bert: Any) -> Non
         assert one.loaded.shared == 0
         assert two.loaded.shared == two.loaded.bytes == one.loaded.bytes > 0
         for resident in (one, two):
-            assert resident.embed(Embed(1, "m", texts)) == []
-            [event] = resident.read(beside=False) + resident.read(beside=False)
+            resident.embedder.submit(Embed(1, "m", texts))
+            events = resident.prefill(beside=False) + resident.prefill(beside=False)
+            event = events[-1]
             assert isinstance(event, Embedded)
             assert resident.idle
             np.testing.assert_allclose(event.vectors, expected, atol=1e-5)
-        asked = job()
-        assert one.submit(asked, None) == [Failed(asked.id, "this model does not generate text")]
+        with pytest.raises(ValueError, match="does not generate text"):
+            _ = one.batch
         assert one.statistics() == {"texts": 0, "tokens": 0}
-        del resident, event, one, two
+        del resident, events, event, one, two
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -379,8 +386,8 @@ def test_a_decoder_that_was_saved_without_its_head_loads(
     renamed = {name.removeprefix("model."): array for name, array in inner.items()}
     mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
     resident = load_resident(tmp_path)
-    resident.embed(Embed(1, "m", TEXTS[:1]))
-    [event] = resident.read(beside=False)
+    resident.embedder.submit(Embed(1, "m", TEXTS[:1]))
+    [event] = resident.prefill(beside=False)
     assert isinstance(event, Embedded)
     np.testing.assert_allclose(event.vectors, Bench(whole).embed(TEXTS[:1]), atol=1e-5)
     del renamed["norm.weight"]
@@ -394,23 +401,23 @@ def test_an_encoder_with_an_adapter_is_refused(bert: Any) -> None:
         load_resident(bert(), adapter="/nowhere")
 
 
-def test_vectors_come_through_a_port_beside_streams(model_folder: ModelFolder, bert: Any) -> None:
+def test_vectors_come_through_a_client_beside_streams(model_folder: ModelFolder, bert: Any) -> None:
     texts = make_texts(12, 30, 7, 30, 41)
 
     async def test() -> None:
-        async with open_port() as port, open_port() as other:
-            await port.load(load(model_folder("qwen3")))
-            await port.load(load(bert(), "bert"))
+        async with open_client() as client, open_client() as other:
+            await client.load(load(model_folder("qwen3")))
+            await client.load(load(bert(), "bert"))
             await other.load(load(bert(), "bert"))
-            expected = await generate(port, job(300))
+            expected = await generate(client, job(300))
             heard = Listener()
-            port.submit(job(300), heard)
+            client.submit(job(300), heard)
             await heard.began.wait()
             found = await asyncio.gather(
-                port.embed(Embed(10**6, "m", texts)),
-                port.embed(Embed(10**6 + 1, "bert", texts)),
+                client.embed(Embed(10**6, "m", texts)),
+                client.embed(Embed(10**6 + 1, "bert", texts)),
                 other.embed(Embed(10**6, "bert", texts)),
-                port.embed(Embed(10**6 + 2, "m", texts[:1])),
+                client.embed(Embed(10**6 + 2, "m", texts[:1])),
             )
             assert not heard.ended.is_set()
             await heard.ended.wait()
@@ -421,7 +428,7 @@ def test_vectors_come_through_a_port_beside_streams(model_folder: ModelFolder, b
                 assert vectors.dtype == np.float32
                 np.testing.assert_allclose(vectors, expected_ones, atol=1e-5)
             asked = job(3, "bert")
-            refused = await generate(port, asked)
+            refused = await generate(client, asked)
             assert refused.events == [Failed(asked.id, "this model does not generate text")]
 
     run(test)
@@ -431,27 +438,27 @@ def test_what_ends_an_embedding_is_told(model_folder: ModelFolder, bert: Any) ->
     texts = make_texts(*[100] * 2000)
 
     async def test() -> None:
-        async with open_port() as port:
-            await port.load(load(model_folder("qwen3")))
-            await port.load(load(bert(), "bert"))
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            await client.load(load(bert(), "bert"))
             with pytest.raises(ServeError, match="is not loaded"):
-                await port.embed(Embed(10**6, "nobody", texts))
+                await client.embed(Embed(10**6, "nobody", texts))
             with pytest.raises(ServeError, match="129 tokens"):
-                await port.embed(Embed(10**6, "bert", make_texts(5, 129)))
-            asked = asyncio.create_task(port.embed(Embed(10**6, "m", texts)))
+                await client.embed(Embed(10**6, "bert", make_texts(5, 129)))
+            asked = asyncio.create_task(client.embed(Embed(10**6, "m", texts)))
             await asyncio.sleep(0)
-            assert (await port.report()).models["m"]["texts"] > 1900
+            assert (await client.report()).models["m"]["texts"] > 1900
             asked.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asked
-            await port.embed(Embed(10**6 + 1, "m", texts[:1]))  # not in the round of the cancel
-            assert (await port.report()).models["m"]["texts"] == 0
-            assert not port._receivers
-            asked = asyncio.create_task(port.embed(Embed(10**6, "m", texts)))
+            await client.embed(Embed(10**6 + 1, "m", texts[:1]))  # not in the round of the cancel
+            assert (await client.report()).models["m"]["texts"] == 0
+            assert not client._receivers
+            asked = asyncio.create_task(client.embed(Embed(10**6, "m", texts)))
             await asyncio.sleep(0)
-            port.unload("m")
+            client.unload("m")
             with pytest.raises(ServeError, match="its model was unloaded"):
                 await asked
-            assert len(await port.embed(Embed(10**6, "bert", texts[:2]))) == 2
+            assert len(await client.embed(Embed(10**6, "bert", texts[:2]))) == 2
 
     run(test)

@@ -13,12 +13,14 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.events import Failed, PromptRead, Token
 from mlxsrv.engine.execution import reading
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.prefill import masks_padding
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import run as steering_run
-from mlxsrv.events import Failed, Job, PromptRead, Sampling, Token
+from mlxsrv.generation import Sampling
 from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)

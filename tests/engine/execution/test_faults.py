@@ -17,30 +17,24 @@ import pytest
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
-from mlxsrv.engine.client import JobEvent
-from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.events import (
+    Activations,
+    Event,
+    Failed,
+    JobEvent,
+    PromptRead,
+    PromptScored,
+    Started,
+    Token,
+)
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.loading import load as loading
+from mlxsrv.engine.orders import Attach, Job, Load, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.errors import ModelNotLoaded
-from mlxsrv.events import (
-    Activations,
-    Attach,
-    Constraint,
-    Event,
-    Failed,
-    Job,
-    Load,
-    Mask,
-    PromptRead,
-    PromptScored,
-    Sampling,
-    Started,
-    Steering,
-    Token,
-    Watch,
-)
+from mlxsrv.generation import Constraint, Mask, Sampling, Steering
 from tests.support.saes import write_sae
 from tests.support.tiny import FAMILIES, write_model
 
@@ -622,24 +616,24 @@ def test_a_load_that_fails_in_any_slice_leaves_nothing(
     monkeypatch.setattr(loading, "load", load)
 
     async def test() -> None:
-        port = DeviceThread.open()
+        client = EngineClient.open()
         try:
-            await port.load(load_command(folder))
+            await client.load(load_command(folder))
             last = counter["slices"]
             assert last >= 4
-            port.unload("m")
-            before = (await port.report()).active_bytes
+            client.unload("m")
+            before = (await client.report()).active_bytes
             for number in (0, 1, 2, last // 2, last - 1):
                 counter["slice"] = number
                 with pytest.raises(ModelNotLoaded, match=str(error)):
-                    await port.load(load_command(folder))
-                after = await port.report()
+                    await client.load(load_command(folder))
+                after = await client.report()
                 assert after.active_bytes <= before, number
                 assert after.cache_bytes == 0, number
             counter["slice"] = -1
-            await port.load(load_command(folder))
+            await client.load(load_command(folder))
         finally:
-            port.close()
+            client.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -650,18 +644,18 @@ def test_files_that_vanish_while_they_are_read_fail_the_load(tmp_path: Path) -> 
     whole = weights.read_bytes()
 
     async def test() -> None:
-        port = DeviceThread.open()
+        client = EngineClient.open()
         try:
-            before = (await port.report()).active_bytes
+            before = (await client.report()).active_bytes
             for damage in (weights.unlink, lambda: weights.write_bytes(whole[: len(whole) // 2])):
                 damage()
                 with pytest.raises(ModelNotLoaded):
-                    await port.load(load_command(folder))
-                assert (await port.report()).active_bytes - before < 4096
+                    await client.load(load_command(folder))
+                assert (await client.report()).active_bytes - before < 4096
                 weights.write_bytes(whole)
-            await port.load(load_command(folder))
+            await client.load(load_command(folder))
         finally:
-            port.close()
+            client.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -670,7 +664,7 @@ def test_a_receiver_that_raises_costs_nobody_else_an_event(tmp_path: Path) -> No
     folder = write_model(tmp_path / "m", "qwen3")
 
     async def test() -> None:
-        port = DeviceThread.open()
+        client = EngineClient.open()
         ended = asyncio.Event()
         heard: list[JobEvent] = []
         refused: list[JobEvent] = []
@@ -686,17 +680,17 @@ def test_a_receiver_that_raises_costs_nobody_else_an_event(tmp_path: Path) -> No
                 raise ValueError("I cannot")
 
         try:
-            await port.load(load_command(folder))
-            port.submit(job(1, prompt(1), 10**6), refuse)
-            port.submit(job(2, prompt(1), 30), listen)
+            await client.load(load_command(folder))
+            client.submit(job(1, prompt(1), 10**6), refuse)
+            client.submit(job(2, prompt(1), 30), listen)
             await ended.wait()
             assert len(texts(list(heard))[2]) == 30
             assert isinstance(refused[-1], Failed)
             assert len(texts(list(refused))[1]) == 3
-            rows = (await port.report()).models["m"]
+            rows = (await client.report()).models["m"]
             assert (rows["rows"], rows["waiting"]) == (0, 0)
         finally:
-            port.close()
+            client.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -705,18 +699,18 @@ def test_an_order_that_fails_is_its_own_affair(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "qwen3")
 
     async def test() -> None:
-        port = DeviceThread.open()
+        client = EngineClient.open()
         ended = asyncio.Queue[JobEvent]()
         try:
-            await port.load(load_command(folder))
+            await client.load(load_command(folder))
             bad = job(1, prompt(1), steering=Steering(vectors=(("v", "high"),)))  # type: ignore[arg-type]
             bad = msgspec.structs.replace(bad, prompt=("no", "tokens"))
-            port.submit(bad, ended.put_nowait)
+            client.submit(bad, ended.put_nowait)
             assert isinstance(await ended.get(), Failed)
-            port.submit(job(2, prompt(1), 1), ended.put_nowait)
+            client.submit(job(2, prompt(1), 1), ended.put_nowait)
             assert isinstance(await ended.get(), Started)
-            assert port.failure is None
+            assert client.failure is None
         finally:
-            port.close()
+            client.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))

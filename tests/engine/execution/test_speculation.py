@@ -15,10 +15,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.events import Event, PromptRead, Token
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.speculation import Gain, check_draft, find_obstacle
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.events import Event, Job, Mask, PromptRead, Sampling, Token
+from mlxsrv.generation import Mask, Sampling
 from tests.support.tiny import write_model
 
 GREEDY = Sampling(temperature=0)

@@ -14,22 +14,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.events import Activations, Event, Failed, PromptRead, PromptScored, Token
 from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.events import (
-    Activations,
-    Attach,
-    Event,
-    Failed,
-    Job,
-    PromptRead,
-    PromptScored,
-    Sampling,
-    Steering,
-    Token,
-    Watch,
-)
+from mlxsrv.generation import Sampling, Steering
 from tests.support.saes import write_sae
 from tests.support.tiny import FAMILIES, write_model
 

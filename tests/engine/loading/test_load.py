@@ -18,10 +18,14 @@ from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config
 
 from mlxsrv.engine.cache.row_caches import Caches, choose_caches
+from mlxsrv.engine.events import Failed, Token
 from mlxsrv.engine.execution.batch import weights
 from mlxsrv.engine.loading import load as loading
-from mlxsrv.engine.loading.load import Reader, Resident
-from mlxsrv.events import Failed, Job, Load, Sampling, Token
+from mlxsrv.engine.loading import weights as reading
+from mlxsrv.engine.loading.resident import ResidentModel
+from mlxsrv.engine.loading.weights import WeightReader
+from mlxsrv.engine.orders import Job, Load
+from mlxsrv.generation import Sampling
 from tests.support.fixtures import ModelFolder
 from tests.support.tiny import write_model
 
@@ -30,7 +34,7 @@ T = TypeVar("T")
 PROMPT = (5, 6, 7, 8, 9, 10)
 
 
-def load(path: Path, others: Sequence[Resident] = (), **more: Any) -> Resident:
+def load(path: Path, others: Sequence[ResidentModel] = (), **more: Any) -> ResidentModel:
     settings = {"max_rows": 4, "prefill_chunk": 64, "max_gap": 0.2, "prompt_cache_bytes": 1 << 20}
     command = Load(model="m", path=str(path), **(settings | more))
     # As the device thread does after a load: an array that takes a free buffer may get a larger.
@@ -48,7 +52,7 @@ def finish(slices: Generator[None, None, T]) -> T:
 
 
 def generate(
-    resident: Resident, *prompts: tuple[int, ...], max_tokens: int = 30
+    resident: ResidentModel, *prompts: tuple[int, ...], max_tokens: int = 30
 ) -> list[list[int]]:
     """Greedy text of these prompts, decoded together."""
     for i, prompt in enumerate(prompts):
@@ -100,9 +104,9 @@ def nothing_left(within: int = 4096) -> Iterator[None]:
 
 def count_slices(folder: Path, seconds: float) -> int:
     """How many slices the weights are brought in, if one is to take so long."""
-    reader = Reader(seconds, list, trust_remote_code=False)
+    reader = WeightReader(seconds, list, trust_remote_code=False)
     mapped = finish(reader.map(str(folder)))
-    return sum(1 for _ in reader.bring(mapped))
+    return sum(1 for _ in reader.read(mapped))
 
 
 def test_slices_are_as_long_as_measured(
@@ -110,7 +114,7 @@ def test_slices_are_as_long_as_measured(
 ) -> None:
     folder = model_folder("qwen3")
     for name, size in (("_FIRST_SLICE", 4096), ("_LEAST_SLICE", 2048), ("_MOST_SLICE", 65536)):
-        monkeypatch.setattr(loading, name, size)
+        monkeypatch.setattr(reading, name, size)
     arrays = len(weights(load_model(folder, lazy=True)[0]))
     large = (folder / "model.safetensors").stat().st_size // 65536
     slow, fast = count_slices(folder, 0.0), count_slices(folder, 1000.0)

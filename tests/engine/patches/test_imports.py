@@ -118,7 +118,7 @@ def test_the_limit_of_open_files_stays_as_it_was(limits: tuple[int, int]) -> Non
         import resource
         resource.setrlimit(resource.RLIMIT_NOFILE, {limits})
         set_limit = resource.setrlimit
-        from mlxsrv.engine.patches.imports import import_engine
+        from mlxsrv.engine.backend import import_engine
         import_engine()
         import mlx_lm.utils
         print(resource.getrlimit(resource.RLIMIT_NOFILE) == {limits})
@@ -138,7 +138,7 @@ def test_others_may_set_limits_meanwhile() -> None:
 def test_nothing_is_left_to_import_for_a_request() -> None:
     out = run("""
         import sys
-        from mlxsrv.engine.patches.imports import import_engine
+        from mlxsrv.engine.backend import import_engine
         import_engine()
         wanted = {"mlxsrv.prompts.grammars.grammar", "mlxsrv.engine.loading.load", "llguidance.hf"}
         print(wanted <= {*sys.modules})

@@ -14,9 +14,11 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.events import Event, Token
 from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.events import Bans, Constraint, Event, Job, Mask, Sampling, Token
+from mlxsrv.generation import Bans, Constraint, Mask, Sampling
 from tests.engine.execution.test_faults import Faulty
 from tests.engine.execution.test_speculation import Always
 from tests.support.tiny import write_model

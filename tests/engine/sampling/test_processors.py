@@ -14,23 +14,22 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
-from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.row import Row
-from mlxsrv.engine.sampling.processors import Penalties
-from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.events import (
+from mlxsrv.engine.events import (
     Event,
     Failed,
     Finished,
-    Job,
     Likelihood,
-    Mask,
     PromptRead,
     PromptScored,
-    Sampling,
     Started,
     Token,
 )
+from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.row import Row
+from mlxsrv.engine.sampling.processors import Penalties
+from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.generation import Mask, Sampling
 from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)

@@ -17,23 +17,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import LEAST, PromptCache
+from mlxsrv.engine.events import Activations, Event, Failed, PromptRead, Token
 from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
-from mlxsrv.events import (
-    Activations,
-    Attach,
-    Event,
-    Failed,
-    Job,
-    PromptRead,
-    Sampling,
-    Steering,
-    Token,
-    Watch,
-)
+from mlxsrv.generation import Sampling, Steering
 from tests.engine.execution.test_speculation import Always
 from tests.support.saes import make_arrays, write_sae, write_safetensors
 from tests.support.tiny import FAMILIES, write_model

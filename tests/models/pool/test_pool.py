@@ -296,10 +296,10 @@ def test_what_is_unloaded_gives_its_memory_back(folder: Path) -> None:
     async def test() -> None:
         async with opened(folder, max_models=1) as pool:
             await use(pool, "a")
-            before = await pool.port.report()
+            before = await pool.engine.report()
             for _ in range(3):
                 await use(pool, "b", "a")
-            after = await pool.port.report()
+            after = await pool.engine.report()
             assert after.models.keys() == {"a"}
             weights = (model := pool.model("a")) and model.loaded and model.loaded.bytes
             assert weights
@@ -529,7 +529,7 @@ def test_requests_come_and_go_in_any_order(folder: Path, options: Fields) -> Non
             for task in done - {task for task in done if task.cancelled()}:
                 task.result()
             await until(lambda: not any(model.loading for model in pool), "the last load ends")
-            there = (await pool.port.report()).models.keys()
+            there = (await pool.engine.report()).models.keys()
             assert there == loaded(pool)
             assert len(there) <= options["max_models"]
             await use(pool, "a", "b", "c")

@@ -1,6 +1,6 @@
 """The pool under every order of events: thousands of runs on a loop whose clock only jumps.
 
-The device thread is played by a port that answers after random turns, fails at random, and fails
+The device thread is played by a engine that answers after random turns, fails at random, and fails
 the test if it is told what must not be: to unload a model in use, or to hold more than the limits
 allow. Nothing else happens outside the loop, so a seed always gives the same run, and a run in
 which somebody waits for nothing ends at once.
@@ -21,8 +21,9 @@ from typing import Any, Literal, TypeVar
 import anyio.to_thread
 import pytest
 
+from mlxsrv.engine.events import Loaded
+from mlxsrv.engine.orders import Load
 from mlxsrv.errors import ModelNotLoaded, ServeError
-from mlxsrv.events import Load, Loaded
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.pool import pool as module
@@ -82,7 +83,7 @@ async def turns(number: int) -> None:
 # The cast.
 
 
-class Port:
+class Engine:
     """The device thread's part. `held` are the leases that have entered, by model."""
 
     failure = None
@@ -95,11 +96,11 @@ class Port:
         self.loads: list[str] = []
         self.wrong: list[str] = []
 
-    async def ready(self) -> int:
+    async def memory(self) -> int:
         await self._world.pause()
         return 10**9
 
-    async def meet(self, path: str) -> None:
+    async def import_model_code(self, path: str) -> None:
         self._require(path not in self.meeting, f"{path} is prepared twice")
         self.meeting.add(path)
         await self._world.pause()
@@ -138,7 +139,7 @@ class Port:
 
 
 class World:
-    """One pool with its port, and all that is asked of it."""
+    """One pool with its engine, and all that is asked of it."""
 
     def __init__(
         self, folder: Path, dice: random.Random, *, calm: bool = False, **options: Any
@@ -155,8 +156,8 @@ class World:
         self.held: Counter[str] = Counter()
         self.requests: list[Request] = []
         self.pool = Pool(Catalogue(self.settings), self.settings)
-        self.port = Port(self)
-        self.pool._port = self.port  # type: ignore[assignment]
+        self.engine = Engine(self)
+        self.pool._engine = self.engine  # type: ignore[assignment]
 
     async def pause(self) -> None:
         """Some turns of the loop, or some time."""
@@ -179,9 +180,9 @@ class World:
         """Wait until nothing happens any more; then the pool holds what is loaded, and no more."""
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
-        assert self.port.wrong == []
+        assert self.engine.wrong == []
         assert not self.pool._turns
-        assert {model.name for model in self.pool if model.loaded} == self.port.loaded
+        assert {model.name for model in self.pool if model.loaded} == self.engine.loaded
         for model in self.pool:
             assert model.loaded is not None, f"{model.name} is kept for nobody"
             assert (model.users, model.in_flight, len(model.waiting)) == (0, 0, 0)
@@ -189,7 +190,7 @@ class World:
             assert model.rows.borrowed_tokens == 0
         if self.settings.idle_timeout is not None:
             await asyncio.sleep(2 * self.settings.idle_timeout)
-            assert self.port.loaded <= {*self.settings.pin}
+            assert self.engine.loaded <= {*self.settings.pin}
         await self.pool.close()
 
     @property
@@ -237,7 +238,7 @@ class Request:
             return "ended"
         self._holds = True
         self._world.held[self.name] += 1
-        assert self.name in self._world.port.loaded
+        assert self.name in self._world.engine.loaded
         await lease.borrow_row(self._row)
         if not self._holds:
             lease.return_row(self._row)
@@ -377,9 +378,9 @@ def test_what_goes_for_a_load_that_fails_comes_back(folder: Path) -> None:
         world = World(folder, random.Random(0), max_models=1)
         await world.request("a").task
         await world.request("broken").task
-        assert not world.port.loaded
+        assert not world.engine.loaded
         await world.finish()
-        assert world.port.loads == ["a", "broken", "a"]
+        assert world.engine.loads == ["a", "broken", "a"]
 
     run(play)
 
@@ -391,6 +392,6 @@ def test_what_comes_back_takes_no_room_from_others(folder: Path) -> None:
         broken, other = world.request("broken"), world.request("b")
         await world.finish()
         assert (broken.outcome, other.outcome) == ("ModelNotLoaded", "answered")
-        assert world.port.loads == ["a", "broken", "b"]
+        assert world.engine.loads == ["a", "broken", "b"]
 
     run(play)

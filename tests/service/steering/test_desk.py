@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from mlxsrv.errors import InvalidRequest, SAENotAttached
-from mlxsrv.events import Steering
+from mlxsrv.generation import Steering
 from mlxsrv.service.service import Service
 from mlxsrv.settings import Settings
 from mlxsrv.wire.requests import ChatRequest, Message

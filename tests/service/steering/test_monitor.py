@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mlxsrv.engine.events import Activations
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.events import Activations
 from mlxsrv.service.steering.monitor import Monitor, Running
 from mlxsrv.wire.management import FeatureStatistics
 

@@ -33,7 +33,7 @@ from mlx_lm.models.qwen3 import Model, ModelArgs
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
-from mlxsrv.engine.patches.blas import bind_openblas
+from mlxsrv.engine.patches.openblas import bind_openblas
 from mlxsrv.models.demo.training.corpus import Dialogue, held_out_questions, stream
 
 FOLDER = Path(__file__).parents[1]

@@ -28,7 +28,7 @@ import mlx.optimizers as optim
 import mlx_lm
 from mlx.nn import losses
 
-from mlxsrv.engine.patches.blas import bind_openblas
+from mlxsrv.engine.patches.openblas import bind_openblas
 from mlxsrv.engine.steering.hooks import Change, Site, find_layers, hooked
 from mlxsrv.models.demo.training.corpus import Dialogue, stream
 from mlxsrv.models.demo.training.train import FOLDER, Encoder, write_json

@@ -24,7 +24,7 @@ import ctypes, logging, os, struct, sys
 from pathlib import Path
 import mlx.core as mx
 import numpy as np
-from mlxsrv.engine.patches import blas
+from mlxsrv.engine.patches import openblas as blas
 
 dice = np.random.default_rng(1)
 

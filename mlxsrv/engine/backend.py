@@ -1,0 +1,52 @@
+"""The MLX back end of this machine: whether there is one, its imports, and its free memory.
+
+MLX is imported when a function here is called, not before: an app that is only imported does not
+pay for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from contextlib import suppress
+
+from mlxsrv.engine.patches import imports
+from mlxsrv.errors import BackendMissing
+
+
+def require_backend() -> None:
+    """Raises BackendMissing if MLX is installed without a back end for this machine."""
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError as error:
+        raise BackendMissing(
+            "MLX has no back end here. On Linux install one of mlxsrv's extras: "
+            "pip install 'mlxsrv[cpu]' or pip install 'mlxsrv[cuda]'"
+        ) from error
+
+
+def import_engine() -> None:
+    """Import all that serving needs. Called by the device thread, the first that may import MLX.
+
+    All at once: an import that fails later, for want of a file descriptor, may leave a module half
+    imported, and fail for ever. Raises ImportError.
+    """
+    imports.prepare()
+    import mlxsrv.engine.loading.load
+    import mlxsrv.prompts.grammars.grammar  # noqa: F401
+
+    with suppress(ImportError):  # an optional library
+        import llguidance.hf  # noqa: F401
+
+
+def release_memory() -> None:
+    """Give free buffers back to the system: MLX's, and on Linux the allocator's."""
+    mx = sys.modules.get("mlx.core")
+    if mx is None:  # there is no back end, so there are no buffers
+        return
+    mx.synchronize()  # a step under way holds on to its arrays
+    mx.clear_cache()
+    if sys.platform == "linux":
+        # glibc keeps what is freed in pieces of up to 32 MB: on a CPU, that is all of a model.
+        with suppress(AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)

@@ -1,0 +1,179 @@
+"""Events: what the device thread sends up to the event loop. All are frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from mlxsrv.generation import FinishReason, Vectors
+
+# Of jobs.
+
+
+class Started(msgspec.Struct, frozen=True):
+    """The engine has taken the job. From here on it ends with a last Token, Finished or Failed."""
+
+    job: int
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """A slice was read that the job waits for: its own, or one before it. Comes once a slice, for
+    jobs that take several."""
+
+    job: int
+
+
+class PromptRead(msgspec.Struct, frozen=True, eq=False):
+    """The prompt is read; `cached` of its tokens were found in the prompt cache.
+
+    `seconds` is how long the rest took, with other work in between but without the wait before. It
+    is a measurement, so it does not count when two are compared.
+    """
+
+    job: int
+    cached: int
+    seconds: float = 0.0
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, PromptRead):
+            return NotImplemented
+        return (self.job, self.cached) == (other.job, other.cached)
+
+    def __hash__(self) -> int:
+        return hash((self.job, self.cached))
+
+
+class Likelihood(msgspec.Struct, frozen=True):
+    """A token's log-probability, before temperature and filters.
+
+    None for a prompt's first token, which nothing predicts. `top` are the likeliest tokens in its
+    place with theirs, the likeliest first. `rank` is 1 for the likeliest token, where ranks were
+    asked for.
+    """
+
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int | None = None
+
+
+class PromptScored(msgspec.Struct, frozen=True):
+    """One entry for each of the prompt's tokens. Comes before the first Token."""
+
+    job: int
+    scores: tuple[Likelihood, ...]
+
+
+class Token(msgspec.Struct, frozen=True):
+    """One sampled token. With `finish` set it is the row's last. An end token ("stop") is not part
+    of the text but counts as sampled."""
+
+    job: int
+    id: int
+    finish: FinishReason | None = None
+    likelihood: Likelihood | None = None
+
+
+class Activations(msgspec.Struct, frozen=True):
+    """The activations of watched features at one token, before any steering: (feature,
+    activation). `position` counts from the prompt's first token."""
+
+    job: int
+    position: int
+    values: tuple[tuple[int, float], ...]
+
+
+class Finished(msgspec.Struct, frozen=True):
+    """A job that was to draw no tokens is over: its prompt is scored."""
+
+    job: int
+
+
+class Embedded(msgspec.Struct, frozen=True):
+    """The vectors of a job's texts, or the logits of its pairs, in their order."""
+
+    job: int
+    vectors: Vectors
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The job ended because the engine could not go on with it. `reason` is for the log; `clear`
+    is what a client may be told of it, if anything."""
+
+    job: int
+    reason: str
+    clear: str | None = None
+
+
+JobEvent = (
+    Started
+    | Progress
+    | PromptRead
+    | PromptScored
+    | Token
+    | Activations
+    | Finished
+    | Embedded
+    | Failed
+)
+Receiver = Callable[[JobEvent], None]
+
+# Answers to questions.
+
+
+class Loaded(msgspec.Struct, frozen=True):
+    """A model is ready.
+
+    Attributes:
+        batched: rows share a pass; false where its caches cannot be merged.
+        cuts: its KV caches can be cut back to any length. If not, jobs should give a checkpoint.
+        bytes: the size of its weights, adapter and draft model included.
+        shared: how many of these bytes are also another loaded model's.
+        notes: which of the load's wishes could not be had, and why.
+        vectors: names of the control vectors that fit.
+    """
+
+    model: str
+    batched: bool
+    cuts: bool
+    bytes: int
+    shared: int = 0
+    notes: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
+
+
+class Attached(msgspec.Struct, frozen=True):
+    """The SAE of this number is there; `bytes` is the size of its arrays."""
+
+    number: int
+    bytes: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What the device holds: bytes in use, free bytes kept for reuse, the most bytes ever used.
+    For each of the client's models: its rows, queue and prompt cache in numbers."""
+
+    active_bytes: int
+    cache_bytes: int
+    peak_bytes: int
+    models: dict[str, dict[str, int]]
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """The answer to the question of this number: a value, or the ServeError to raise."""
+
+    number: int
+    value: Any
+
+
+# Of the thread.
+
+
+class EngineStopped(msgspec.Struct, frozen=True):
+    """The device thread is gone; nothing will follow."""
+
+    reason: str
+
+
+Event = JobEvent | Answered | EngineStopped

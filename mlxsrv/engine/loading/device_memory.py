@@ -1,0 +1,31 @@
+"""The device's memory: how much there is, and what it holds.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+import mlx.core as mx
+
+from mlxsrv.engine.events import Report
+from mlxsrv.engine.loading.resident import ResidentModel
+
+
+def working_memory() -> int:
+    """The bytes of memory that MLX recommends to work in, else of all memory."""
+    info = mx.device_info()
+    memory = info.get("max_recommended_working_set_size") or info.get("memory_size")
+    return int(memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+
+
+def report(models: Mapping[str, ResidentModel]) -> Report:
+    """What the device's memory and these models hold."""
+    return Report(
+        mx.get_active_memory(),
+        mx.get_cache_memory(),
+        mx.get_peak_memory(),
+        {name: model.statistics() for name, model in models.items()},
+    )

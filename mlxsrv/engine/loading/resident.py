@@ -1,0 +1,178 @@
+"""A model that is loaded, and the workers that run its jobs a slice at a time.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
+
+from mlxsrv.engine.cache.prompt_cache import PromptCache
+from mlxsrv.engine.embedding.embedder import Embedder
+from mlxsrv.engine.events import Attached, Event, Loaded, Progress, Token
+from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.faults import describe
+from mlxsrv.engine.loading.weights import FileArrays
+from mlxsrv.engine.orders import Attach, Watch
+from mlxsrv.engine.steering.steerer import Steerer
+
+_log = logging.getLogger("mlxsrv.engine")
+
+
+class Worker(Protocol):
+    """Runs jobs of one kind on one model: a Batch generates text, an Embedder makes vectors."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether it has no jobs."""
+
+    @property
+    def streaming(self) -> bool:
+        """Whether it has rows that decode."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether prompts or texts wait to be read, or are being read."""
+
+    def decode(self) -> list[Event]:
+        """One decode step of all rows."""
+
+    def prefill(self, *, beside: bool) -> list[Event]:
+        """Read one slice of prompts or texts; `beside`: other models have streams."""
+
+    def take_progress(self) -> list[int]:
+        """The jobs that a slice since the last call has brought on without an event."""
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Forget these jobs; ids of other workers' jobs are ignored."""
+
+    def fail(self, reason: str) -> list[Event]:
+        """End all jobs."""
+
+    def statistics(self) -> dict[str, int]: ...
+
+
+class TextGeneration(NamedTuple):
+    """What a model that generates text has, and an encoder has not."""
+
+    batch: Batch
+    prompt_cache: PromptCache
+    steerer: Steerer
+
+
+class ResidentModel:
+    """A model in memory.
+
+    Args:
+        loaded: what its client is told of it.
+        files: the arrays of its files, for models that are loaded from the same.
+        embedder: makes vectors of texts.
+        generation: None for an encoder.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        files: Sequence[FileArrays],
+        embedder: Embedder,
+        generation: TextGeneration | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.files = files
+        self.embedder = embedder
+        self._generation = generation
+        self._workers: tuple[Worker, ...] = (embedder,)
+        if generation is not None:
+            self._workers = (generation.batch, embedder)
+        self._turn = 0
+        self._tokens = 0
+
+    @property
+    def generation(self) -> TextGeneration:
+        """Raises ValueError for an encoder."""
+        if self._generation is None:
+            raise ValueError("this model does not generate text")
+        return self._generation
+
+    @property
+    def batch(self) -> Batch:
+        """Raises ValueError for an encoder."""
+        return self.generation.batch
+
+    # Steering.
+
+    def attach(self, order: Attach) -> Generator[None, None, Attached]:
+        """Raises ValueError with the reason why the SAE cannot be used."""
+        return (yield from self.generation.steerer.attach(order))
+
+    def detach(self) -> None:
+        self.generation.steerer.detach()
+        self.batch.replan()
+
+    def watch(self, order: Watch) -> None:
+        self.generation.steerer.watch(order)
+        self.batch.replan()
+
+    # Slices.
+
+    @property
+    def idle(self) -> bool:
+        return all(worker.idle for worker in self._workers)
+
+    @property
+    def streaming(self) -> bool:
+        return any(worker.streaming for worker in self._workers)
+
+    def decode(self) -> list[Event]:
+        """One decode step."""
+        events = [event for worker in self._workers for event in _contain(worker, worker.decode)]
+        self._tokens += sum(type(event) is Token for event in events)
+        return events
+
+    def prefill(self, *, beside: bool) -> list[Event]:
+        """One slice of prompts, and one of texts to embed; `beside`: other models have streams.
+
+        While there are streams, prompts and texts take turns: each may fill the streams' gap.
+        """
+        workers: Sequence[Worker] = self._workers
+        pending = [worker for worker in workers if worker.pending]
+        if len(pending) > 1 and (beside or self.streaming):
+            self._turn = (self._turn + 1) % len(pending)
+            workers = (pending[self._turn],)
+        events: list[Event] = []
+        for worker in workers:
+            events += _contain(worker, partial(worker.prefill, beside=beside))
+        jobs = [job for worker in self._workers for job in worker.take_progress()]
+        return events + [Progress(job) for job in jobs]
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        for worker in self._workers:
+            worker.cancel(job_ids)
+
+    def fail(self, reason: str) -> list[Event]:
+        """End all jobs."""
+        return [event for worker in self._workers for event in worker.fail(reason)]
+
+    def statistics(self) -> dict[str, int]:
+        numbers = {"tokens": self._tokens}
+        for worker in self._workers:
+            numbers |= worker.statistics()
+        if self._generation is not None:
+            prompt_cache = self._generation.prompt_cache
+            numbers["prompt_cache_bytes"] = prompt_cache.nbytes
+            numbers["prompt_cache_entries"] = len(prompt_cache)
+        return numbers
+
+
+def _contain(worker: Worker, work: Callable[[], list[Event]]) -> list[Event]:
+    """Run a slice. A worker finds out itself which job an error belongs to; one that escapes it
+    ends all of its jobs, and nobody else's."""
+    try:
+        return work()
+    except Exception as error:
+        _log.exception("a batch failed")
+        reason = f"{describe(error)} in a step"
+    return worker.fail(reason)

@@ -1,0 +1,210 @@
+"""Reading a model's weights: mapped at once, then read into memory a slice at a time.
+
+How much a slice reads is learnt from the slices before, so that streams of other models never
+wait long. Models of the same files share their arrays, not copies: an adapter that stands beside
+the weights costs its own bytes only, and a draft model that is also served costs nothing.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, load_adapters, load_model
+
+from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.execution.batch import weights
+from mlxsrv.engine.faults import describe
+from mlxsrv.engine.loading.layout import lay_out
+
+FileStamps = frozenset[tuple[str, int, int]]
+"""The files of a model: path, size, and time of change in nanoseconds."""
+
+_FIRST_SLICE = 16 * 1024 * 1024  # bytes
+_LEAST_SLICE = 1024 * 1024
+_MOST_SLICE = 256 * 1024 * 1024
+
+
+class FileArrays:
+    """Arrays as they come from a folder's files; other models of these files may use them."""
+
+    def __init__(self, stamps: FileStamps, model: Any) -> None:
+        self.stamps = stamps
+        self.arrays = cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+
+    @property
+    def ids(self) -> set[int]:
+        return {id(array) for _, array in self.arrays}
+
+    def keep(self, ids: Container[int]) -> None:
+        """Forget all other arrays."""
+        self.arrays = [(name, array) for name, array in self.arrays if id(array) in ids]
+
+
+class MappedModel(NamedTuple):
+    """A model whose arrays are not read yet, except those that another model has read."""
+
+    model: Any
+    files: FileArrays
+    shared: set[int]
+    """`id` of the arrays that another model has read."""
+
+
+class WeightReader:
+    """Reads the models of one load: the model itself, and its draft model.
+
+    Args:
+        seconds: how long a slice should take.
+        resident: gives the arrays of the models that are in memory at the moment.
+        trust_remote_code: whether code that comes with a model may run.
+
+    Attributes:
+        bytes: the size of all arrays of the load.
+        shared: how many of these bytes were in memory before.
+        files: the arrays of each folder that was read.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        resident: Callable[[], Iterable[FileArrays]],
+        *,
+        trust_remote_code: bool,
+    ) -> None:
+        self.bytes = 0
+        self.shared = 0
+        self.files: list[FileArrays] = []
+        self._seconds = seconds
+        self._slice = _FIRST_SLICE
+        self._resident = resident
+        self._trust_remote_code = trust_remote_code
+
+    def map(
+        self, path: str, adapter: str | None = None, *, encoder: bool = False
+    ) -> Generator[None, None, MappedModel]:
+        """Build the model in folder `path`, with the adapter in folder `adapter` on it."""
+        folder = Path(path)
+        model = load_encoder(folder) if encoder else self._map_decoder(folder)
+        yield
+        lay_out(model)
+        stamps = stamp_files(folder)
+        there = self._find(stamps)
+        model.load_weights(list(there.items()), strict=False)
+        files = FileArrays(stamps, model)
+        if adapter is not None:
+            yield
+            _put_on(adapter, model)
+            # A full fine-tune puts arrays of its own in the place of the base's.
+            lay_out(model, done=files.ids)
+            files.keep({id(array) for array in weights(model)})
+        # Layers are made with random weights that nobody reads, each of a key split off the one
+        # before. Unless the last key is evaluated, the chain of keys grows with every load.
+        mx.eval(mx.random.state)
+        return MappedModel(model, files, {id(array) for array in there.values()})
+
+    def _map_decoder(self, folder: Path) -> Any:
+        try:
+            return self._map_by(folder, _get_classes)
+        except ValueError as error:
+            if " parameters" not in str(error):
+                raise
+            try:
+                return self._map_by(folder, headless_classes)
+            except ValueError:
+                raise error from None
+
+    def _map_by(self, folder: Path, classes: Callable[[dict[str, Any]], tuple[Any, Any]]) -> Any:
+        model, _ = load_model(
+            folder,
+            lazy=True,
+            get_model_classes=classes,
+            trust_remote_code=self._trust_remote_code,
+        )
+        return model
+
+    def _find(self, stamps: FileStamps) -> dict[str, mx.array]:
+        """Arrays of these files that are in memory, by name."""
+        return {
+            name: array
+            for files in (*self._resident(), *self.files)
+            if files.stamps == stamps
+            for name, array in files.arrays
+        }
+
+    def read(self, mapped: MappedModel) -> Generator[None, None, None]:
+        """Read the arrays that no other model has read, yielding between slices."""
+        arrays = {id(array): array for array in weights(mapped.model)}
+        self.files.append(mapped.files)
+        self.bytes += sum(array.nbytes for array in arrays.values())
+        self.shared += sum(array.nbytes for key, array in arrays.items() if key in mapped.shared)
+        yield from self._read(array for key, array in arrays.items() if key not in mapped.shared)
+
+    def _read(self, arrays: Iterable[mx.array]) -> Generator[None, None, None]:
+        pending: list[mx.array] = []
+        size = 0
+        for array in arrays:
+            pending.append(array)
+            size += array.nbytes
+            if size >= self._slice:
+                self._evaluate(pending, size)
+                pending, size = [], 0
+                yield
+        self._evaluate(pending, size)
+        yield
+
+    def _evaluate(self, arrays: Sequence[mx.array], size: int) -> None:
+        begun = perf_counter()
+        mx.eval(arrays)
+        fitting = size * self._seconds / max(perf_counter() - begun, 1e-6)
+        # At most doubled: a slice from the system's file cache says little of one from the disk.
+        self._slice = max(_LEAST_SLICE, min(int(fitting), 2 * self._slice, _MOST_SLICE))
+
+
+def headless_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes for a decoder that was saved without its output head.
+
+    Embedding models are, for example Qwen3-Embedding: the names of their weights begin inside the
+    model, and the head that the config promises is missing. The embedding's weights take its place.
+    """
+    model_class, arguments = _get_classes(config)
+
+    class Headless(model_class):  # type: ignore[misc, valid-type]
+        def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+            parts = ("model.", "lm_head.")
+            weights = {
+                name if name.startswith(parts) else f"model.{name}": array
+                for name, array in weights.items()
+            }
+            if hasattr(model_class, "sanitize"):
+                weights = super().sanitize(weights)
+            if "lm_head" in self and not any(name.startswith("lm_head.") for name in weights):
+                weights |= {
+                    name.replace("model.embed_tokens", "lm_head", 1): array
+                    for name, array in weights.items()
+                    if name.startswith("model.embed_tokens.")
+                }
+            return weights
+
+    return Headless, arguments
+
+
+def stamp_files(folder: Path) -> FileStamps:
+    """The files that make a model. Two models with different stamps share nothing."""
+    files = [*folder.glob("model*.safetensors"), *folder.glob("*config.json")]
+    stats = [(file.resolve(), file.stat()) for file in files]
+    return frozenset((str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+
+
+def _put_on(adapter: str, model: Any) -> None:
+    """Put the LoRA adapter in folder `adapter` on the model. Reads JSON and safetensors only."""
+    try:
+        load_adapters(model, adapter)
+    except Exception as error:
+        raise ValueError(f"its adapter cannot be used: {describe(error)}") from error
+    model.eval()  # without dropout

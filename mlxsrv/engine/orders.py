@@ -1,0 +1,168 @@
+"""Orders: what the event loop sends down to the device thread.
+
+All are frozen. A Job is token ids and numbers only, so the thread could be another process. A
+constraint alone is a live object; it belongs to the device thread once it is sent.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mlxsrv.generation import Bans, Constraint, Sampling, Steering
+
+# A client comes and goes.
+
+
+class Open(msgspec.Struct, frozen=True):
+    """A client's first order."""
+
+
+class Close(msgspec.Struct, frozen=True):
+    """A client's last order: forget its models and its jobs."""
+
+
+# Models.
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """Read the model in folder `path` and keep it as `model`: asked, and answered with Loaded.
+
+    `adapter` is the folder of a LoRA adapter to put on it, `draft` the folder of a small model
+    with the same vocabulary that proposes tokens. `prompt_cache_bytes` None: a share of the
+    memory. `kv_bits` quantizes the KV cache, `max_kv_size` bounds it to this many tokens.
+    """
+
+    model: str
+    path: str
+    adapter: str | None = None
+    draft: str | None = None
+    max_rows: int
+    prefill_chunk: int
+    max_gap: float
+    prompt_cache_bytes: int | None = None
+    kv_bits: int | None = None
+    max_kv_size: int | None = None
+    trust_remote_code: bool = False
+    vectors: tuple[tuple[str, str], ...] = ()
+    """Control vectors, (name, file). Those that do not fit are left out, with a note."""
+
+
+class Unload(msgspec.Struct, frozen=True):
+    """Forget `model` and what it holds. Its jobs, if any, fail."""
+
+    model: str
+
+
+# Jobs.
+
+
+class Job(msgspec.Struct, frozen=True):
+    """One sequence to generate: a prompt of at least one token, and when to end.
+
+    Jobs that wait with the same prompt are read once. With `logprobs` each Token carries its
+    log-probability and those of that many likeliest tokens. With `scores` the prompt is scored
+    first, with that many likeliest tokens at each place, and `max_tokens` may be 0.
+    """
+
+    id: int
+    model: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    end_tokens: frozenset[int]
+    sampling: Sampling
+    checkpoint: int = 0
+    """Tokens at the beginning of the prompt that other prompts will share: a system message."""
+    logprobs: int | None = None
+    scores: int | None = None
+    ranks: bool = False
+    """Whether the prompt's tokens are ranked as well, where they are scored."""
+    steering: Steering | None = None
+    bans: Bans | None = None
+
+
+class Submit(msgspec.Struct, frozen=True):
+    """Generate a job's sequence. Ends with a Token with `finish`, Finished or Failed."""
+
+    job: Job
+    constraint: Constraint | None = None
+
+
+class Embed(msgspec.Struct, frozen=True):
+    """Make a vector of each text; or judge pairs of texts, where the model is a cross-encoder.
+
+    A text has at least one token. `firsts` are given for pairs: how many tokens of each belong to
+    its first text. Ends with Embedded or Failed.
+    """
+
+    id: int
+    model: str
+    texts: tuple[tuple[int, ...], ...]
+    firsts: tuple[int, ...] = ()
+
+
+class Cancel(msgspec.Struct, frozen=True):
+    """Forget `job` or free its row, wherever it is. Unknown or ended jobs are ignored."""
+
+    job: int
+
+
+# Steering.
+
+
+class Attach(msgspec.Struct, frozen=True):
+    """Read the SAE at `path` and put it at one layer of `model`: asked, answered with Attached.
+
+    `before` puts it at the layer's input. Jobs name it by `number`, which no other attachment of
+    the process has.
+    """
+
+    model: str
+    number: int
+    path: str
+    layer: int
+    before: bool = False
+
+
+class Detach(msgspec.Struct, frozen=True):
+    """Forget the SAE of `model`, and stop watching. Rows that it steers stay steered."""
+
+    model: str
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """Report the activations of these features of the SAE of `model`, and of the `top` highest,
+    for each token of each row. With neither, report no more."""
+
+    model: str
+    features: tuple[int, ...] = ()
+    top: int = 0
+
+
+# Questions.
+
+
+class GetMemory(msgspec.Struct, frozen=True):
+    """The bytes of memory that MLX recommends to work in; BackendMissing where it has none."""
+
+
+class ImportModelCode(msgspec.Struct, frozen=True):
+    """Import mlx-lm's code for the model in folder `path`."""
+
+    path: str
+
+
+class MakeReport(msgspec.Struct, frozen=True):
+    """A Report of what the device and the client's models hold."""
+
+
+Question = GetMemory | ImportModelCode | MakeReport
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """Do this, or answer this. Ends with Answered of the same number."""
+
+    number: int
+    question: Question | Load | Attach
+
+
+Order = Open | Close | Ask | Unload | Submit | Embed | Cancel | Detach | Watch
