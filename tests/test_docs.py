@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import msgspec
 import pytest
 from starlette.routing import Route
 
 import mlxsrv
 from mlxsrv.errors import ServeError
 from mlxsrv.settings import option_parser, options, options_table
+from mlxsrv.wire.operations import OPERATIONS
 from tests.test_house import FLOORS
 
 ROOT = Path(__file__).parent.parent
@@ -68,6 +70,10 @@ def rows(table_of: str) -> Iterator[list[str]]:
         head = number + 1 < len(lines) and lines[number + 1].startswith("|---")
         if line.startswith("|") and not line.startswith("|---") and not head:
             yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text)
 
 
 def exists(path: str) -> bool:
@@ -193,6 +199,14 @@ def test_every_route_is_told_and_no_other() -> None:
     told = {span for span in spans(DOCS / "http-api.md") if re.match(r"(GET|[A-Z]{3,6}) /", span)}
     # A query stands for a variant of its route.
     assert {span.partition("?")[0] for span in told} == served
+
+
+def test_every_field_of_a_request_is_told() -> None:
+    told = {word for page in DOCS.glob("*.md") for span in spans(page) for word in words(span)}
+    for operation in OPERATIONS:
+        for struct in filter(None, (operation.asks, operation.query)):
+            fields = {field.encode_name for field in msgspec.structs.fields(struct)}
+            assert fields <= told, f"{operation.path}: {fields - told}"
 
 
 def test_every_error_is_told_with_its_status_and_no_other() -> None:
