@@ -36,13 +36,20 @@ from typing import TypeAlias
 import mlx.core as mx
 import numpy as np
 
-from mlxsrv.engine.sampling.blocks import SIZE, Blocks, divide_rows, sum_blocks, take_blocks
+from mlxsrv.engine.sampling.blocks import (
+    SIZE,
+    Blocks,
+    divide_rows,
+    sum_blocks,
+    sum_rows,
+    take_blocks,
+)
 from mlxsrv.generation import Sampling
 
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads close seeds over both words
 _MASK = 0xFFFFFFFFFFFFFFFF
 
-_AHEAD = 64  # of steps: one operation for each, not ten
+_AHEAD = 16  # of steps: one operation for each, not ten
 _BELOW_ONE = 1 - 2**-20  # by more than sums of weights are rounded
 _COLD = 1e-5  # a temperature below is greedy, for logits divided by less would overflow
 _STEEP = 1 / 64  # a temperature below would need a power's base that is more than a float32 holds
@@ -53,7 +60,11 @@ _TRIES = 8  # of rejection sampling: each fails less than once in 16 times
 _NUMBERS = 3  # for a try: a block, a token in it, whether it stays
 _SLACK = 1 + 2**-10  # by which lines are above the powers of two for all that rounding does to them
 _CERTAIN = 2.0**-20  # tries that all fail are less likely; then it is the likeliest token
-_MOST_ROUNDS = 40  # of any top-p
+_MOST_ROUNDS = 40  # of one try each, of any top_p
+_AT_ONCE = 10  # tries of a round from few weights: 0.2**10 is less than once in a million times
+_MOST_NUMBERS = 100  # 10 rounds of 10, or 40 of 2
+_GRID = 128
+_ORDERED = 256  # a smaller top_k costs less to sort than to draw apart from other ones
 
 
 class _Way(Enum):
@@ -102,13 +113,16 @@ class Sampler:
 
     def _divide(self, vocabulary: int) -> list[tuple[mx.array | slice | None, _Group]]:
         """Put rows that are drawn in one way together."""
-        ways = [_choose_way(row) for row in self._rows]
+        alike: dict[tuple[_Way, int], list[int]] = {}
+        for i, row in enumerate(self._rows):
+            way = _choose_way(row)
+            count = _count_candidates(row) if way is _Way.RANKED else 0
+            alike.setdefault((way, count if count >= _ORDERED else 0), []).append(i)
         groups: list[tuple[_Way, list[int]]] = []
-        for way in _Way:
-            members = [i for i, each in enumerate(ways) if each is way]
+        for (way, _), members in alike.items():
             wide = way in (_Way.WHOLE, _Way.NUCLEUS)  # through many operations on all entries
             parts = divide_rows(len(members), vocabulary) if wide else [slice(None)]
-            groups += [(way, members[part]) for part in parts if members[part]]
+            groups += [(way, members[part]) for part in parts]
         order = [i for _, members in groups for i in members]
         if order != sorted(order):
             self._places = mx.array(np.argsort(order))
@@ -162,12 +176,36 @@ class _Random:
         self._nucleus = _column(
             [1 - (1 - row.top_p) * (1 + _ROUNDING) if row.top_p < 1 else inf for row in rows]
         )
+        cut = [row.top_p for row in rows if row.top_p < 1]
+        self._rounds = max((_count_rounds(top_p, _AT_ONCE) for top_p in cut), default=0)
         self._uniforms = _Uniforms([row.seed for row in rows], drawn, ahead, numbers)
 
     def _weigh(self, blocks: Blocks) -> mx.array:
         """What each token weighs `(rows, width)`: `exp(logit / temperature)`, 1 for the likeliest,
         so min_p is a weight as it stands."""
         return self._raise(blocks.logits - blocks.highest)
+
+    def _draw_from(self, weights: mx.array) -> mx.array:
+        """A place `(rows, 1)` for weights `(rows, n)`, within top-p and min-p.
+
+        A round draws some at once. Where all are outside of top-p, what weighs no more than the
+        heaviest of them is outside too, and the next round draws from the rest.
+        """
+        left = _keep(weights, weights >= self._min_p) if self._cuts_weight else weights
+        numbers = self._uniforms.next()
+        if not self._rounds:
+            return _invert(left, numbers[:, :1])
+        limit = self._nucleus * sum_rows(weights)[:, None]
+        drawn: list[mx.array] = []
+        within: list[mx.array] = []
+        for i in range(self._rounds):
+            places = _invert(left, numbers[:, i * _AT_ONCE : (i + 1) * _AT_ONCE])
+            reached = mx.take_along_axis(weights, places, axis=-1)
+            drawn.append(places)
+            within.append(_sum_heavier(weights, reached) < limit)
+            left = _keep(left, weights > reached.max(axis=-1, keepdims=True))
+        likeliest = mx.argmax(weights, axis=-1, keepdims=True)
+        return _choose(mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1), likeliest)
 
     def _raise(self, lower: mx.array) -> mx.array:
         """Weights of logits less the highest one. By powers: MLX's CPU back end takes a third of
@@ -176,34 +214,23 @@ class _Random:
 
 
 class _Ranked(_Random):
-    """Rows with a top-k; or with a top-p in a small vocabulary."""
+    """Rows with a top-k: all below `_ORDERED`, or all the same."""
 
-    def __init__(
-        self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int, numbers: int = 1
-    ) -> None:
-        super().__init__(rows, drawn, ahead, numbers)
-        counts = [1 if row.top_p < _LEAST_TOP_P else row.top_k or _EVERY for row in rows]
+    def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
+        super().__init__(rows, drawn, ahead, _MOST_NUMBERS)
+        counts = [_count_candidates(row) for row in rows]
         self._most = max(counts)
         self._counts = None if min(counts) == self._most else mx.array(counts)[:, None]
-        self._cuts_mass = any(row.top_p < 1 for row in rows)
 
     def draw(self, blocks: Blocks) -> mx.array:
-        ids, values = blocks.top(self._most)
-        weights = self._raise(values - values[:, :1])
+        ordered = self._most < _ORDERED
+        ids, values = (blocks.top if ordered else blocks.top_unordered)(self._most)
+        weights = self._raise(values - blocks.highest)
         if self._counts is not None:
             weights = mx.where(mx.arange(ids.shape[-1]) < self._counts, weights, 0)
-        left = weights
-        if self._cuts_mass:
-            heavier = mx.cumsum(weights, axis=-1, inclusive=False)
-            # Equal ones pass together: what is heavier than the first of them is than all.
-            same = values[:, 1:] == values[:, :-1]
-            least = mx.where(mx.pad(same, [(0, 0), (1, 0)]), 0, heavier)
-            limit = mx.maximum(self._nucleus * weights.sum(axis=-1, keepdims=True), _LEAST)
-            left = mx.where(mx.cummax(least, axis=-1) < limit, left, 0)
-        if self._cuts_weight:
-            left = mx.where(weights < self._min_p, 0, left)
-        place = _invert(left, self._uniforms.next()[:, :1])
-        return mx.take_along_axis(ids, place, axis=-1)
+        token = mx.take_along_axis(ids, self._draw_from(weights), axis=-1)
+        # Where logits are no numbers it may be of the padding, which has no embedding.
+        return mx.minimum(token, blocks.vocabulary - 1)
 
 
 class _Whole(_Random):
@@ -218,17 +245,16 @@ class _Whole(_Random):
 
     def draw(self, blocks: Blocks) -> mx.array:
         if blocks.few:
-            weights = self._weigh(blocks)
-            if self._cuts_weight:
-                weights = mx.where(weights < self._min_p, 0, weights)
-            return _invert(weights, self._uniforms.next()[:, :1])
+            return self._draw_from(self._weigh(blocks))
         lower = blocks.logits - blocks.highest
         lines = self._draw_lines(lower)
         numbers = self._uniforms.next().reshape(-1, _TRIES, _NUMBERS)
         drawn = _invert_blocks(lines, sum_blocks(lines), numbers[..., 0], numbers[..., 1])
         above = mx.take_along_axis(lines, drawn, axis=-1) * _SLACK
         weights = mx.exp(mx.take_along_axis(lower, drawn, axis=-1) / self._heat)
-        return _choose(drawn, numbers[..., 2] * above < weights, blocks)
+        token = _choose(drawn, numbers[..., 2] * above < weights, blocks.likeliest())
+        # Where weights are no numbers it may be of the padding, which has no embedding.
+        return mx.minimum(token, blocks.vocabulary - 1)
 
     def _draw_lines(self, lower: mx.array) -> mx.array:
         """A little more than the weights: straight lines between the powers of two. What min_p cuts
@@ -238,16 +264,16 @@ class _Whole(_Random):
         return _keep(lines, lower >= self._least) if self._cuts_weight else lines
 
 
-class _Nucleus(_Ranked):
+class _Nucleus(_Random):
     """Rows with a top-p and no top-k."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
-        super().__init__(rows, drawn, ahead, 2 * _MOST_ROUNDS)
-        self._rounds = max(_count_rounds(row.top_p) for row in rows)
+        super().__init__(rows, drawn, ahead, _MOST_NUMBERS)
+        self._wide_rounds = max(_count_rounds(row.top_p, 1) for row in rows)
 
     def draw(self, blocks: Blocks) -> mx.array:
         if blocks.few:
-            return super().draw(blocks)
+            return self._draw_from(self._weigh(blocks))
         weights = self._weigh(blocks)
         sums = sum_blocks(weights)
         limit = self._nucleus * sums.sum(axis=-1, keepdims=True)
@@ -258,14 +284,16 @@ class _Nucleus(_Ranked):
         numbers = self._uniforms.next()
         drawn: list[mx.array] = []
         within: list[mx.array] = []
-        for i in range(self._rounds):
+        for i in range(self._wide_rounds):
             [first, second] = (numbers[:, 2 * i + j, None] for j in (0, 1))
             token = _invert_blocks(left, sums, first, second)
             left = _keep(left, left > mx.take_along_axis(weights, token, axis=-1))
             sums = sum_blocks(left)
             drawn.append(token)
             within.append(sums.sum(axis=-1, keepdims=True) < limit)
-        return _choose(mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1), blocks)
+        tokens, passed = mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1)
+        # Where weights are no numbers it may be of the padding, which has no embedding.
+        return mx.minimum(_choose(tokens, passed, blocks.likeliest()), blocks.vocabulary - 1)
 
 
 _Group: TypeAlias = _Greedy | _Ranked | _Whole | _Nucleus
@@ -276,8 +304,6 @@ _MAKERS: dict[_Way, type[_Group]] = {
     _Way.NUCLEUS: _Nucleus,
 }
 
-_EVERY = 0x7FFFFFFF  # top_k of a row that has none
-_LEAST = 1e-30  # more than nothing: the likeliest token is in any nucleus
 _ONE_BITS = 127 << 23  # of a float32 that is 1
 _LEAST_BITS = -127.0 * 2**23  # as much less is a weight of 0
 
@@ -324,22 +350,29 @@ def _choose_way(row: Sampling) -> _Way:
 
 
 @lru_cache(maxsize=1024)
-def _count_rounds(top_p: float) -> int:
-    """After how many tries one is in the nucleus, as good as certainly.
+def _count_rounds(top_p: float, tries: int) -> int:
+    """After how many rounds of so many tries one is in the nucleus, as good as certainly.
 
-    Of tries from a mass of `1 + s` times the nucleus a share of `s / (1 + s)` fails, and the mass
-    outside that is left then is any part of `s` with the same probability; for single tokens it is
-    less. So with f(0, s) = 1 all n tries fail with the probability f(n, s) = F(n - 1, s) / (1 + s),
-    where F(n, s) is the integral of f(n, x) from 0 to s.
+    Of tries from a mass of `1 + s` times the nucleus a share of `s / (1 + s)` fails. The mass
+    outside that is left after one is any part of `s` with the same probability, and for single
+    tokens it is less; after a round it is the least of its tries'. So with f(0, s) = 1 all n rounds
+    fail with the probability f(n, s) = (s / (1 + s))^tries * E f(n - 1, least of the tries).
     """
-    grid = np.geomspace(1e-9, max((1 - top_p) / top_p, 2e-9), 500)
+    top_p = max(top_p, _LEAST_TOP_P)
+    grid = np.geomspace(1e-9, max((1 - top_p) / top_p, 2e-9), _GRID)
+    more = np.clip(1 - grid / grid[:, None], 0, 1) ** tries  # that the least is more
+    chances = -np.diff(more, prepend=1, axis=-1)
     failed = np.ones_like(grid)
     for count in range(1, _MOST_ROUNDS + 1):
-        steps = np.diff(grid) * (failed[1:] + failed[:-1]) / 2
-        failed = (grid[0] * failed[0] + np.concatenate([[0], np.cumsum(steps)])) / (1 + grid)
+        # f grows with s, so to take it at the end of each step errs on the safe side.
+        failed = (grid / (1 + grid)) ** tries * (chances @ failed)
         if failed[-1] < _CERTAIN:
             return count
     return _MOST_ROUNDS
+
+
+def _count_candidates(row: Sampling) -> int:
+    return 1 if row.top_p < _LEAST_TOP_P else row.top_k
 
 
 def _column(values: Sequence[float]) -> mx.array:
@@ -360,16 +393,22 @@ def _keep(values: mx.array, kept: mx.array) -> mx.array:
 
 
 def _invert(weights: mx.array, uniforms: mx.array) -> mx.array:
-    """Inverse transform sampling: a place `(rows, 1)` for weights `(rows, n)` of any sum, by a
-    number `(rows, 1)`.
+    """Inverse transform sampling: places `(rows, m)` for weights `(rows, n)` of any sum, by numbers
+    `(rows, m)`.
 
     One cumulative sum and one random number a draw, where the Gumbel trick takes one for each entry
     of the vocabulary. The target stays below the total, so that rounding cannot choose an entry of
     weight zero behind the last one that counts; of weights that are no numbers it is any place.
     """
-    cumulative = mx.cumsum(weights, axis=-1)
-    place = (cumulative <= uniforms * cumulative[:, -1:]).sum(axis=-1, keepdims=True)
-    return mx.minimum(place, weights.shape[-1] - 1)
+    cumulative = mx.cumsum(weights, axis=-1)[:, None]
+    places = (cumulative <= uniforms[..., None] * cumulative[..., -1:]).sum(axis=-1)
+    return mx.minimum(places, weights.shape[-1] - 1)
+
+
+def _sum_heavier(weights: mx.array, least: mx.array) -> mx.array:
+    """Sums `(rows, m)` of those weights `(rows, n)` that are more than each of `(rows, m)`."""
+    heavier = _keep(weights[:, None], weights[:, None] > least[..., None])
+    return sum_rows(heavier.reshape(-1, weights.shape[-1])).reshape(least.shape)
 
 
 def _invert_blocks(
@@ -385,10 +424,9 @@ def _invert_blocks(
     return block * SIZE + mx.minimum(place, SIZE - 1)
 
 
-def _choose(drawn: mx.array, passed: mx.array, blocks: Blocks) -> mx.array:
-    """The first of each row's tokens `(rows, tries)` that has `passed` `(rows, 1)`. There is one,
-    but for once in a million times: then it is the likeliest token, which always passes."""
+def _choose(drawn: mx.array, passed: mx.array, likeliest: mx.array) -> mx.array:
+    """The first of each row's tokens `(rows, tries)` that has `passed`, `(rows, 1)`. There is one,
+    but for once in a million times: then it is the likeliest, which always passes."""
     first = mx.argmax(passed, axis=-1, keepdims=True)
-    # Where weights are no numbers it may be of the padding, which has no embedding.
-    chosen = mx.minimum(mx.take_along_axis(drawn, first, axis=-1), blocks.vocabulary - 1)
-    return mx.where(passed.any(axis=-1, keepdims=True), chosen, blocks.likeliest())
+    chosen = mx.take_along_axis(drawn, first, axis=-1)
+    return mx.where(passed.any(axis=-1, keepdims=True), chosen, likeliest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -39,6 +40,38 @@ def test_top_is_a_stable_sorts(kind: str, vocabulary: int) -> None:
         assert (values == np.take_along_axis(logits, order[:, :count], axis=-1)).all()
     assert (np.array(blocks.likeliest()) == order[:, :1]).all()
     assert (np.array(blocks.highest)[:, 0] == logits.max(axis=-1)).all()
+
+
+@pytest.mark.parametrize("count", [20, 300, 1024])
+@pytest.mark.parametrize("kind", ["random", "ties"])
+def test_unordered_top_is_the_same_set(kind: str, count: int) -> None:
+    logits = make_logits(kind, 5000)
+    found, values = (np.array(part) for part in Blocks(mx.array(logits)).top_unordered(count))
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+    assert (np.sort(found) == np.sort(order)).all()
+    assert (values == np.take_along_axis(logits, found, axis=-1)).all()
+
+
+def test_the_order_of_a_rows_top_is_its_own() -> None:
+    """Rows are taken by two streams: which of them takes a row must not show."""
+    logits = mx.array(make_logits("random", 50_257))
+    together = np.array(Blocks(logits).top_unordered(1024)[0])
+    for i in range(len(logits)):
+        alone = np.array(Blocks(logits[i : i + 1]).top_unordered(1024)[0])
+        assert (alone[0] == together[i]).all()
+
+
+def test_a_thread_has_streams_of_its_own() -> None:
+    """The model's thread is not the one that imported the module."""
+    logits = make_logits("random", 5000)
+
+    def select() -> np.ndarray[Any, Any]:
+        return np.array(Blocks(mx.array(logits)).top(1024)[0])
+
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(select).result(), pool.submit(select).result()]
+    order = np.argsort(-logits, axis=-1, kind="stable")[:, :1024]
+    assert all((each == order).all() for each in found)
 
 
 def test_halves_are_taken_as_they_are() -> None:

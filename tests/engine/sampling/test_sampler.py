@@ -130,6 +130,7 @@ SETTINGS = [
     Sampling(top_p=0.02),
     Sampling(top_p=0),
     Sampling(min_p=0.1),
+    Sampling(top_k=300, min_p=0.01),
 ]
 SMALL, LARGE = 200, 6000  # entries of vocabularies that are drawn from in different ways
 
@@ -143,6 +144,7 @@ def test_what_neighbours_ask_for_changes_nothing(sampling: Sampling, vocabulary:
     neighbours = [
         Sampling(top_k=5),
         Sampling(top_k=1024),
+        Sampling(top_k=400, top_p=0.1),
         Sampling(top_p=0.05),
         Sampling(top_p=0.7, min_p=0.1),
         Sampling(temperature=0.001),
@@ -264,14 +266,22 @@ def test_no_vocabulary_is_sorted(top_k: int, monkeypatch: pytest.MonkeyPatch) ->
     assert max(widths) < vocabulary / 8
 
 
-@pytest.mark.parametrize("sampling", [Sampling(top_p=0.9), Sampling()])
+@pytest.mark.parametrize(
+    ("sampling", "vocabulary"),
+    [
+        (Sampling(top_p=0.9), LARGE),
+        (Sampling(), LARGE),
+        (Sampling(top_p=0.9), SMALL),
+        (Sampling(top_p=0.5, top_k=20), LARGE),
+    ],
+)
 def test_tries_that_all_fail_leave_the_likeliest(
-    sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+    sampling: Sampling, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once in a million times at most: so the numbers are made up."""
     last = mx.full((1, 1000), 0.9999999)
     monkeypatch.setattr(_Uniforms, "next", lambda self: last[:, : self._shape[0]])
-    logits = mx.where(mx.arange(LARGE) == 5, 2.0, 1.0 - mx.arange(LARGE) / LARGE)
+    logits = mx.where(mx.arange(vocabulary) == 5, 2.0, 1.0 - mx.arange(vocabulary) / vocabulary)
     assert ids(Sampler([sampling], [0])(logits[None])) == [5]
 
 
