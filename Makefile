@@ -1,5 +1,5 @@
-# make serve | test | test-clients | soak | check | fuzz | bench | clean: each sets up what it needs
-# first, in .venv; the clients have .venv-clients to themselves.
+# make serve | quick | test | test-long | test-clients | soak | check | fuzz | bench | clean: each sets
+# up what it needs first, in .venv; the clients have .venv-clients to themselves.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -19,13 +19,19 @@ ARGS ?=
 # Processes that run the tests; more than the machine has cores would starve the servers they start.
 JOBS ?= 2
 
-.PHONY: serve test test-clients soak check format fuzz bench demo demo-sae clean
+.PHONY: serve quick test test-long test-clients soak check format fuzz bench demo demo-sae clean
 
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
 
+quick: check  ## lint, types, then the tests that need neither socket nor process: under a minute
+	MLXSRV_TESTS=quick $(BIN)/python -m pytest -q -n $(JOBS) -m 'not (slow or served or long)' $(ARGS)
+
 test: check  ## lint, types, then every test (ARGS="-k stream")
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+
+test-long: $(VENV)/.test  ## what takes long, and ten times the examples of hypothesis
+	MLXSRV_TESTS=long $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1200 -m 'long or hypothesis' $(ARGS)
 
 CLIENTS     := .venv-clients
 CLIENT_TEST := tests/clients

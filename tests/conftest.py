@@ -1,11 +1,16 @@
-"""Hypothesis settings and the fixtures that tests of several rooms share."""
+"""Hypothesis settings, marks by folder, and the fixtures that tests of several rooms share."""
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.effort import EFFORT, examples
 from tests.support.fixtures import client, folders, model_folder, narrow, server
 
 __all__ = ["client", "folders", "model_folder", "narrow", "server"]
@@ -14,8 +19,36 @@ __all__ = ["client", "folders", "model_folder", "narrow", "server"]
 # by the same examples each time it is checked; who develops gets new ones.
 settings.register_profile(
     "mlxsrv",
+    max_examples=examples(100),
     deadline=None,
     derandomize="CI" in os.environ,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("mlxsrv")
+
+_TESTS = Path(__file__).parent
+_SERVED = {
+    *("web", "server", "engine/patches"),
+    *("test_docs_examples.py", "test_commands.py", "test_fuzz.py"),
+}
+"""Folders and files whose tests need sockets or processes, or take long."""
+
+_FORBIDDEN = {"socket.connect", "socket.bind", "subprocess.Popen", "os.posix_spawn"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        path = item.path.relative_to(_TESTS)
+        if {path.as_posix(), path.name, *(folder.as_posix() for folder in path.parents)} & _SERVED:
+            item.add_marker(pytest.mark.served)
+
+
+def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _FORBIDDEN:
+        raise AssertionError(f"{event} in a quick test; mark the test with pytest.mark.served")
+
+
+def pytest_collection_finish() -> None:
+    """A quick run proves that its tests need neither socket nor process."""
+    if EFFORT == "quick":
+        sys.addaudithook(_forbid)

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from tests.fuzz.run import FOUND
 from tests.fuzz.seeds import SEEDS
 from tests.fuzz.targets import DIALECTS, TARGETS
+from tests.support.effort import examples
 from tests.text.test_tools import FAMILIES
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "400"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(400)))
 SLOW = {"growth": 10, "grammars": 100}
 """Targets that take so many times as long as others."""
 

@@ -216,6 +216,7 @@ def test_public_names() -> None:
         assert getattr(mlxsrv, name) is not None
 
 
+@pytest.mark.served
 def test_importing_mlxsrv_imports_no_mlx() -> None:
     """`--help` and apps that only mount the server must not pay for MLX and transformers."""
     heavy = "('mlx', 'mlx_lm', 'transformers')"

@@ -185,6 +185,7 @@ def test_two_models_of_two_clients_share_one_thread_and_nothing_else(
     run(test)
 
 
+@pytest.mark.slow
 def test_streams_go_on_beside_a_load(model_folder: ModelFolder) -> None:
     async def test() -> None:
         async with open_client() as client:
@@ -296,6 +297,7 @@ def test_a_client_tells_what_the_device_is_and_holds(model_folder: ModelFolder) 
     run(test)
 
 
+@pytest.mark.slow
 def test_free_buffers_are_given_back_once_there_is_no_work(model_folder: ModelFolder) -> None:
     async def test() -> None:
         async with open_client() as client:
@@ -324,6 +326,7 @@ def test_a_client_that_is_closed_holds_nothing(model_folder: ModelFolder) -> Non
     run(test)
 
 
+@pytest.mark.slow
 def test_two_loads_of_the_same_files_share_them(model_folder: ModelFolder, tmp_path: Path) -> None:
     async def test() -> None:
         async with open_client() as client, open_client() as app:
@@ -405,6 +408,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_without_a_back_end_the_thread_lives_and_says_so() -> None:
     result = subprocess.run(
         [sys.executable, "-c", NO_BACKEND], capture_output=True, text=True, timeout=60
@@ -471,6 +475,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_dead_thread_fails_its_jobs_and_tells_all_who_ask(model_folder: ModelFolder) -> None:
     # In a process of its own: the thread is the process's, and this kills it.
     result = subprocess.run(
@@ -506,6 +511,7 @@ print("bye")
 """
 
 
+@pytest.mark.slow
 def test_a_process_can_end_while_the_thread_works(model_folder: ModelFolder) -> None:
     for _ in range(3):  # a crash at exit is a race
         result = subprocess.run(

@@ -30,6 +30,7 @@ from mlxsrv.formats.model_config import kv_block_bytes
 from mlxsrv.formats.model_folder import ModelDescription, describe
 from mlxsrv.formats.weights import abbreviate_count
 from mlxsrv.prompts.tokenizer import Tokenizer
+from tests.support.effort import examples
 from tests.support.tiny import CHAT_TEMPLATE, write_model
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -560,6 +561,7 @@ def test_the_tables_are_mlx_lms() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_models_are_mlx_lms() -> None:
     names = architectures._modules("models")
     assert len(names) > 50
@@ -585,6 +587,7 @@ def test_types_that_another_runs_are_known_and_keep_their_name(folder: Path) -> 
     assert architectures._module(pair) == "bailing_moe_v3"
 
 
+@pytest.mark.served
 def test_nothing_heavy_is_imported(original: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from mlxsrv.formats.model_folder import describe\n"
@@ -686,7 +689,7 @@ FILES = [
 ]
 
 
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(FILES),
     content=st.binary(max_size=60) | OBJECTS | st.dictionaries(st.text(max_size=9), TENSORS),

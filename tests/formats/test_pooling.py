@@ -365,6 +365,7 @@ def test_what_is_an_encoder() -> None:
     assert not is_encoder({"model_type": ["bert"]})
 
 
+@pytest.mark.served
 def test_it_imports_no_mlx() -> None:
     code = "import sys, mlxsrv.formats.pooling; print([m for m in sys.modules if m == 'mlx'])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.engine.steering.sae import load_sae
 from mlxsrv.formats.sae_files import SAEFile, find_saes, read_sae
+from tests.support.effort import examples
 from tests.support.saes import Kind, Layout, make_arrays, write_sae, write_safetensors
 
 WEIGHTS = "sae_weights.safetensors"
@@ -473,6 +474,7 @@ def test_not_more_than_a_thousand_are_found(tmp_path: Path) -> None:
     assert [folder.name for folder in found] == [f"{number:04}" for number in range(1000)]
 
 
+@pytest.mark.served
 def test_mlx_is_not_needed() -> None:
     """Floors above the engine read these files before there is a model."""
     root = Path(__file__).parents[2] / "mlxsrv"
@@ -563,7 +565,7 @@ def _answer(look: Callable[..., Any], *given: Path) -> Any:
     return msgspec.json.encode(text)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     which=st.sampled_from([*LAYOUTS, "second"]),
     weights=st.booleans(),
@@ -590,7 +592,7 @@ def test_whatever_a_file_holds_there_is_an_answer(
     spoil(which, change)
 
 
-@settings(max_examples=120)
+@settings(max_examples=examples(120))
 @given(
     which=st.sampled_from([*LAYOUTS, "second", "compressed", "compressed"]),
     place=st.floats(0, 1, exclude_max=True),

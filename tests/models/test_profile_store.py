@@ -196,6 +196,7 @@ def test_a_reader_does_not_wait_for_a_writer(
 
 
 @pytest.mark.parametrize("size", [0, 4096])
+@pytest.mark.slow
 def test_a_process_that_was_killed_while_it_made_the_file(
     store: ProfileStore, file: Path, size: int
 ) -> None:
@@ -227,6 +228,7 @@ def _add_some(folder: Path, start: int, count: int) -> None:
         store.add(profile(f"{i:04}"))
 
 
+@pytest.mark.slow
 def test_no_writer_loses_anything(file: Path) -> None:
     """Threads and processes at once, from before the file is there."""
     count, spawn = 12, multiprocessing.get_context("spawn")
@@ -257,6 +259,7 @@ def test_of_two_with_one_name_one_is_told(file: Path) -> None:
     assert names(ProfileStore(file.parent)) == ["x"]
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_sound_file(store: ProfileStore, file: Path) -> None:
     code = """
 import itertools, sys
@@ -376,6 +379,7 @@ def wrong_values(file: Path) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
+@pytest.mark.served
 def test_a_bad_file_is_told_and_left_as_it_is(
     store: ProfileStore, file: Path, make: Callable[[Path], None], reason: str, help: str
 ) -> None:

@@ -27,6 +27,8 @@ from tests.support.saes import write_sae
 from tests.support.serving import PATIENCE
 from tests.support.tiny import write_model
 
+pytestmark = pytest.mark.served  # a hub is served here
+
 T = TypeVar("T")
 
 GEMMA = "layer_1/width_128/average_l0_8"
@@ -549,6 +551,7 @@ def test_a_download_stops(
     assert all(known.state == "downloading" for known in saes)
 
 
+@pytest.mark.slow
 def test_a_few_downloads_run_at_once_and_a_waiting_one_can_be_forgotten(
     remote: Hub, repository: Path
 ) -> None:

@@ -30,6 +30,7 @@ from mlxsrv.prompts import encoding
 from mlxsrv.prompts.cuts import find_cuts
 from mlxsrv.prompts.encoding import IncrementalEncoder, TokenBudget
 from mlxsrv.prompts.widths import widest_token
+from tests.support.effort import examples
 from tests.support.tiny import make_tokenizer
 
 CORPUS = [
@@ -247,7 +248,7 @@ TEXTS = st.lists(PARTS, max_size=40).map("".join)
 
 
 @pytest.mark.parametrize("name", CUT)
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(text=TEXTS, piece=st.integers(1, 24))
 def test_pieces_give_the_tokens_of_the_whole(name: str, text: str, piece: int) -> None:
     encoder, wrapper = ENCODERS[name], WRAPPERS[name]
@@ -259,6 +260,7 @@ def test_pieces_give_the_tokens_of_the_whole(name: str, text: str, piece: int) -
 
 
 @pytest.mark.parametrize("name", CUT)
+@pytest.mark.slow
 def test_a_long_text_is_cut_indeed(name: str) -> None:
     pauses = []
     encoder = IncrementalEncoder(WRAPPERS[name])
@@ -270,6 +272,7 @@ def test_a_long_text_is_cut_indeed(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.slow
 def test_where_it_is_not_certain_nothing_is_cut(name: str) -> None:
     tokenizer = WHOLE[name]()
     cuts = find_cuts(tokenizer)
@@ -294,6 +297,7 @@ def test_the_work_ends_as_soon_as_there_are_too_many_tokens() -> None:
     assert 1 < len(pauses) < len(text) // encoding.PIECE_CHARACTERS
 
 
+@pytest.mark.slow
 def test_what_pause_raises_ends_the_work() -> None:
     class Gone(Exception):
         pass
@@ -341,7 +345,7 @@ def test_the_widest_token_is_known_where_it_can_be(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, width in WIDTHS.items() if width is not None])
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens_than_its_bytes_say(name: str, text: str) -> None:
     width = widest_token(WRAPPERS[name]._tokenizer.backend_tokenizer)

@@ -215,6 +215,7 @@ def test_the_markers_of_calls_are_text_only_where_tools_were_given(folder: Path)
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("words", [30, 60_000])
+@pytest.mark.slow
 def test_a_text_is_cut_as_its_tokenizer_does_it(
     folder: Path, words: int, side: Literal["left", "right"]
 ) -> None:
@@ -231,6 +232,7 @@ def test_a_text_is_cut_as_its_tokenizer_does_it(
     assert ours.split("a", special=True, cut=Truncation(5, side)) == ours.split("a", special=True)
 
 
+@pytest.mark.slow
 def test_of_two_texts_the_longer_is_cut(folder: Path) -> None:
     theirs, ours = load_tokenizer(folder)._tokenizer, Tokenizer(folder)
     for one, other in (("a b c", "word " * 50), ("word " * 30, "and so " * 40)):

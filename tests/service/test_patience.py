@@ -47,6 +47,7 @@ class Clocks:
         return when
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_row_waits_so_long() -> None:
     async def test() -> None:
         clocks = Clocks(queue=SHORT, stall=LONG)
@@ -56,6 +57,7 @@ def test_who_waits_for_a_row_waits_so_long() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_a_load_is_not_counted() -> None:
     async def test() -> None:
         clocks = Clocks(queue=SHORT, stall=LONG)
@@ -72,6 +74,7 @@ def test_a_load_is_not_counted() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_who_waits_for_others_prompts_does_not_stand_still() -> None:
     async def test() -> None:
         clocks = Clocks(queue=6 * SHORT, stall=SHORT)
@@ -84,6 +87,7 @@ def test_who_waits_for_others_prompts_does_not_stand_still() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_an_engine_of_which_nothing_is_heard_stands_still() -> None:
     async def test() -> None:
         clocks = Clocks(queue=LONG, stall=SHORT)
@@ -94,6 +98,7 @@ def test_an_engine_of_which_nothing_is_heard_stands_still() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_what_is_begun_must_move_itself() -> None:
     async def test() -> None:
         clocks = Clocks(queue=SHORT, stall=SHORT)
@@ -106,6 +111,7 @@ def test_what_is_begun_must_move_itself() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_choices_that_wait_after_others_have_ended_queue_anew() -> None:
     async def test() -> None:
         clocks = Clocks(queue=3 * SHORT, stall=LONG)
@@ -121,6 +127,7 @@ def test_choices_that_wait_after_others_have_ended_queue_anew() -> None:
 
 
 @pytest.mark.parametrize("whole", [None, 0.0, SHORT])
+@pytest.mark.slow
 def test_the_whole_has_a_bound_only_where_one_is_set(whole: float | None) -> None:
     async def test() -> None:
         clocks = Clocks(LONG, LONG, whole)
@@ -135,6 +142,7 @@ def test_the_whole_has_a_bound_only_where_one_is_set(whole: float | None) -> Non
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_clocks_that_are_closed_tell_nothing() -> None:
     async def test() -> None:
         clocks = Clocks(SHORT, SHORT, SHORT)

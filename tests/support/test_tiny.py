@@ -22,6 +22,7 @@ PROMPT = "The quick brown fox jumps over the lazy dog, and then it sleeps until 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_family_loads_and_generates(family: str, tmp_path: Path) -> None:
     model, tokenizer = mlx_lm.load(str(write_model(tmp_path / "model", family)))
     caches = make_prompt_cache(model)

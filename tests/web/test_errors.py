@@ -22,6 +22,7 @@ from tests.support.client import (
     read_stream,
     refused,
 )
+from tests.support.effort import examples
 from tests.support.fixtures import CONTEXT
 from tests.support.serving import Server
 
@@ -692,7 +693,7 @@ BODIES = st.builds(
     st.fixed_dictionaries({"max_tokens": FEW, "max_completion_tokens": st.integers(1, 4)}),
 )
 THOROUGHLY = settings(
-    max_examples=150,
+    max_examples=examples(150),
     deadline=None,
     derandomize=True,
     database=None,

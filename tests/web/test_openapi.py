@@ -27,12 +27,13 @@ from starlette.testclient import TestClient
 import mlxsrv
 from mlxsrv.web.routing import Alias
 from tests.support.client import CHAT, COMPLETIONS, Body, read_stream
+from tests.support.effort import examples
 from tests.support.fixtures import Folders
 from tests.support.serving import PATIENCE, Server, hosted, serving
 
 DOCUMENT = "/openapi.json"
 MAX_CHOICES = 4
-EXAMPLES = 40
+EXAMPLES = examples(80)
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 """All but the search for a smaller example, which with bodies like these takes minutes."""
 
@@ -188,10 +189,10 @@ def attempt(
     """`check` requests that the document allows (or, in the negative mode, does not)."""
     schema = schemathesis.openapi.from_dict(document)
     # What a chat may be takes long to make up.
-    examples = EXAMPLES // 2 if path == CHAT else EXAMPLES
+    count = EXAMPLES // 2 if path == CHAT else EXAMPLES
 
     @given(case=schema[path][method].as_strategy(generation_mode=mode))
-    @settings(max_examples=examples, phases=PHASES, suppress_health_check=[*HealthCheck])
+    @settings(max_examples=count, phases=PHASES, suppress_health_check=[*HealthCheck])
     def run(case: AnyCase) -> None:
         check(case)
 

@@ -19,11 +19,12 @@ from schemathesis.specs.openapi.checks import (
 
 from mlxsrv.wire.operations import OPERATIONS, Operation
 from tests.support.client import CHAT, Body, chat
+from tests.support.effort import examples
 from tests.support.fixtures import Folders
 from tests.support.saes import write_sae
 from tests.support.serving import PATIENCE, serving
 
-EXAMPLES = 16
+EXAMPLES = examples(32)
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 MANAGED = [operation for operation in OPERATIONS if operation.enveloped]
 ASKING = [operation for operation in MANAGED if operation.asks is not None]

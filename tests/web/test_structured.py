@@ -32,6 +32,7 @@ from tests.support.client import (
     refused,
     stream,
 )
+from tests.support.effort import examples
 from tests.support.fixtures import Folders
 from tests.support.serving import Server, serving, wait_for
 from tests.support.tiny import END_TOKENS, VOCABULARY, make_tokenizer
@@ -160,7 +161,7 @@ def texts(client: httpx.Client, body: Body, path: str) -> list[str]:
 def test_what_ends_by_itself_is_json_of_its_schema(client: httpx.Client) -> None:
     reasons: list[str] = []
 
-    @settings(max_examples=15)  # each starts a process of the server
+    @settings(max_examples=examples(15))  # each starts a process of the server
     @given(path=st.sampled_from([*FORMS]), schema=SCHEMAS, seed=st.integers(0, 2**40))
     def check(path: str, schema: Schema, seed: int) -> None:
         asked = schema_format(schema) if path == CHAT else {"guided_json": json.dumps(schema)}

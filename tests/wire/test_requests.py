@@ -26,6 +26,7 @@ from mlxsrv.wire.requests import (
 )
 from mlxsrv.wire.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS
 from tests.support.bodies import JSON_SCHEMA, KINDS, Kind, chat, completion, message, tool
+from tests.support.effort import examples
 from tests.support.schemas import Body
 
 
@@ -81,6 +82,7 @@ def _fields(*, optional: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize(("kind", "body", "param"), _each("wrong") + _each("unsaid"))
+@pytest.mark.slow
 def test_a_wrong_value_is_refused_by_path(kind: Kind, body: Body, param: str) -> None:
     error = refusal(kind, body)
     assert (error.code, error.param) == ("invalid_value", param), error.message
@@ -282,6 +284,7 @@ def test_unknown_fields_of_objects_are_named_by_path() -> None:
     ], "of a place in lists the first; what a client's own objects hold is no field"
 
 
+@pytest.mark.slow
 def test_the_search_for_unknown_fields_is_bounded() -> None:
     many = [{"role": "user", "content": "hi", f"field_{i}": 1} for i in range(5000)]
     _, ignored = CHAT_REQUESTS.decode(json.dumps({"messages": many}).encode())
@@ -513,7 +516,7 @@ BODIES = st.dictionaries(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 @given(kind=st.sampled_from(list(KINDS.values())), body=BODIES | JSON, fine=st.booleans())
 def test_no_json_is_a_bug(kind: Kind, body: Any, fine: bool) -> None:
     if fine and isinstance(body, dict):
@@ -530,7 +533,7 @@ def test_no_json_is_a_bug(kind: Kind, body: Any, fine: bool) -> None:
     assert error is None or (error.status == 400 and error.message)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 @given(
     kind=st.sampled_from(list(KINDS.values())),
     junk=st.binary(min_size=1, max_size=4),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlxsrv.engine.cache.attention_sinks import KEPT, SinkCache
+from tests.support.effort import examples
 
 SIZE = 16
 
@@ -91,7 +92,7 @@ chunks = st.lists(st.integers(1, 20), max_size=4)
     st.integers(0, 30),
     st.data(),
 )
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_tokens_see_the_first_and_the_last(
     prompts: list[list[int]],
     more: list[int],

@@ -34,6 +34,7 @@ from mlxsrv.generation import Vectors
 from tests.engine.loading.test_load import load as load_resident
 from tests.engine.loading.test_load import nothing_left
 from tests.engine.test_device import Listener, generate, job, load, open_client, run
+from tests.support.effort import per_cache
 from tests.support.fixtures import ModelFolder
 from tests.support.tiny import FAMILIES
 
@@ -135,7 +136,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Any:
 # Right.
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-46m"])
+@pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))
 def test_the_inner_model_gives_what_the_output_head_takes(
     model_folder: ModelFolder, family: str
 ) -> None:
@@ -401,6 +402,7 @@ def test_an_encoder_with_an_adapter_is_refused(bert: Any) -> None:
         load_resident(bert(), adapter="/nowhere")
 
 
+@pytest.mark.slow
 def test_vectors_come_through_a_client_beside_streams(model_folder: ModelFolder, bert: Any) -> None:
     texts = make_texts(12, 30, 7, 30, 41)
 

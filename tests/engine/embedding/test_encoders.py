@@ -131,6 +131,7 @@ def test_pooled_vectors_are_those_of_sentence_transformers(mode: str) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec(MINILM) is None, reason=f"needs {MINILM}")
+@pytest.mark.slow
 def test_minilm_vectors_are_those_of_sentence_transformers() -> None:
     found = importlib.util.find_spec(MINILM)
     assert found is not None

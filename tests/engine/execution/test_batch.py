@@ -21,6 +21,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import run as steering_run
 from mlxsrv.generation import Sampling
+from tests.support.effort import per_cache
 from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)
@@ -85,7 +86,8 @@ def solo(model: Any, prompt: tuple[int, ...], max_tokens: int = 12) -> list[int]
     return [int(token) for token, _ in steps]
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
+@pytest.mark.slow
 def test_a_row_alone_equals_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     for number, prompt in enumerate(prompts(3, seed=1)):
@@ -95,6 +97,7 @@ def test_a_row_alone_equals_mlx_lm(models: Any, family: str) -> None:
 
 
 @pytest.mark.parametrize("family", SMALL)
+@pytest.mark.slow
 def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     asked = prompts(10, seed=2)
@@ -109,7 +112,8 @@ def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None
     assert batch.idle
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
+@pytest.mark.slow
 def test_rows_in_lanes_of_their_own_equal_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     asked = prompts(10, seed=12)
@@ -121,6 +125,7 @@ def test_rows_in_lanes_of_their_own_equal_mlx_lm(models: Any, family: str) -> No
         assert drawn[i] == solo(model, prompt, lengths[i]), f"{family} row {i}"
 
 
+@pytest.mark.slow
 def test_a_row_much_longer_than_the_others_has_a_lane_while_that_pays(models: Any) -> None:
     model = models("qwen3")
     short = prompts(4, seed=14, low=8, high=8)
@@ -148,7 +153,7 @@ def test_a_row_much_longer_than_the_others_has_a_lane_while_that_pays(models: An
     assert drawn[4] == solo(model, long, 200)
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
 def test_a_prompt_in_chunks_equals_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     [long] = prompts(1, seed=4, low=200, high=200)
@@ -158,6 +163,7 @@ def test_a_prompt_in_chunks_equals_mlx_lm(models: Any, family: str) -> None:
     assert run(batch)[1] == solo(model, long, 12)
 
 
+@pytest.mark.slow
 def test_a_full_batch_of_32_equals_mlx_lm(models: Any) -> None:
     model = models("qwen3")
     asked = prompts(32, seed=6)
@@ -274,7 +280,7 @@ def test_padding_is_used_only_where_a_model_masks_it(models: Any) -> None:
 CACHE_BYTES = 1 << 28
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
 def test_a_follow_up_prompt_is_read_from_where_the_answer_ended(models: Any, family: str) -> None:
     model = models(family)
     [first, more, other] = prompts(3, seed=20, low=70, high=70)
@@ -289,7 +295,8 @@ def test_a_follow_up_prompt_is_read_from_where_the_answer_ended(models: Any, fam
     assert drawn == solo(model, follow_up, 15)
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
+@pytest.mark.slow
 def test_a_prompt_that_shares_a_beginning_answers_as_if_alone(models: Any, family: str) -> None:
     model = models(family)
     [head, *tails] = prompts(7, seed=21, low=80, high=80)

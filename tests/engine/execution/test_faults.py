@@ -234,6 +234,7 @@ def on_token(poison: int, error: type[Exception] = RuntimeError) -> Fault:
 @pytest.mark.parametrize(
     ("family", "padding"), [*((family, None) for family in BATCHED), ("qwen3", 0)]
 )
+@pytest.mark.slow
 def test_one_error_in_any_step_costs_nobody_a_token(
     models: Any, family: str, padding: int | None
 ) -> None:
@@ -498,6 +499,7 @@ def short_of_memory(most: int) -> Fault:
 
 
 @pytest.mark.parametrize("most", [1, 3, 5])
+@pytest.mark.slow
 def test_too_many_rows_for_the_memory_become_fewer(models: Any, most: int) -> None:
     model = models("qwen3")
     asked = [(job(i, prompt(i), 20 + i), None) for i in range(9)]

@@ -21,6 +21,7 @@ from mlxsrv.engine.execution.speculation import Gain, check_draft, find_obstacle
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation import Mask, Sampling
+from tests.support.effort import per_cache
 from tests.support.tiny import write_model
 
 GREEDY = Sampling(temperature=0)
@@ -173,7 +174,8 @@ def plainly(model: Any, asked: Job) -> list[int]:
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("kind", DRAFTS)
-@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("family", per_cache(PLAIN))
+@pytest.mark.slow
 def test_the_text_is_that_of_plain_steps(
     models: Any, family: str, kind: str, sampling: Sampling
 ) -> None:
@@ -195,6 +197,7 @@ def test_the_text_is_that_of_plain_steps(
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("max_rows", [1, 3])
+@pytest.mark.slow
 def test_rows_join_and_leave_between_rounds(models: Any, max_rows: int, sampling: Sampling) -> None:
     model = models("qwen3")
     jobs = [
@@ -276,6 +279,7 @@ class Counting:
         return self._model(tokens, cache=cache)
 
 
+@pytest.mark.slow
 def test_the_draft_reads_in_slices_and_only_what_it_has_not_read(models: Any) -> None:
     model = models("qwen3")
     [long, *tails] = prompts(3, seed=5, low=300, high=300)

@@ -20,6 +20,7 @@ from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation import Sampling, Steering
+from tests.support.effort import per_cache
 from tests.support.saes import write_sae
 from tests.support.tiny import FAMILIES, write_model
 
@@ -87,6 +88,7 @@ def order(events: list[Event]) -> list[int]:
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 4, 8, 31])
+@pytest.mark.slow
 def test_a_short_prompt_waits_as_long_whatever_is_ahead(models: Any, ahead: int) -> None:
     batch = make(models("qwen3"))
     for number in range(ahead):
@@ -103,6 +105,7 @@ def test_a_short_prompt_waits_as_long_whatever_is_ahead(models: Any, ahead: int)
     assert {*texts(finish(batch))} == {*range(ahead), 99}
 
 
+@pytest.mark.slow
 def test_long_prompts_are_not_starved_by_short_ones_without_end(models: Any) -> None:
     model = models("qwen3")
     batch = make(model)
@@ -123,6 +126,7 @@ def test_long_prompts_are_not_starved_by_short_ones_without_end(models: Any) -> 
     assert all(texts(events)[each.id] == solo(model, each.prompt) for each in long)
 
 
+@pytest.mark.slow
 def test_of_long_prompts_the_shorter_is_ready_sooner(models: Any) -> None:
     model = models("qwen3")
     batch = make(model)
@@ -138,7 +142,8 @@ def test_of_long_prompts_the_shorter_is_ready_sooner(models: Any) -> None:
         assert texts(events)[number] == solo(model, prompt(number, size))
 
 
-@pytest.mark.parametrize("family", BATCHED)
+@pytest.mark.parametrize("family", per_cache(BATCHED))
+@pytest.mark.slow
 def test_prompts_that_are_read_by_turns_equal_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     sizes = [700, 300, 150, 10, 400, 64, 65, 5]
@@ -207,7 +212,7 @@ def found(events: list[Event], number: int) -> int:
     return cached
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
 def test_who_asks_again_goes_on_from_there(models: Any, family: str) -> None:
     model = models(family)
     tokens = prompt(1, 500)

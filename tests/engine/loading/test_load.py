@@ -190,6 +190,7 @@ ADAPTERS: dict[str, tuple[str, str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.slow
 def test_adapters_on_one_base_share_its_arrays(
     name: str, model_folder: ModelFolder, tmp_path: Path
 ) -> None:
@@ -289,6 +290,7 @@ def test_an_adapter_that_cannot_be_used_says_why(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_oss", "qwen3_next", "llama4"])
+@pytest.mark.slow
 def test_a_model_that_is_dropped_leaves_nothing(family: str, model_folder: ModelFolder) -> None:
     prompts = [tuple(range(5, 90 + i)) for i in range(3)]
     warm = load(model_folder(family))  # constants of compiled functions stay with MLX
@@ -307,6 +309,7 @@ def test_a_model_that_is_dropped_leaves_nothing(family: str, model_folder: Model
         del resident
 
 
+@pytest.mark.slow
 def test_a_load_that_is_given_up_leaves_nothing(model_folder: ModelFolder) -> None:
     command = Load(
         model="m", path=str(model_folder("qwen3")), max_rows=4, prefill_chunk=64, max_gap=0.2
@@ -331,6 +334,7 @@ def test_a_bound_that_is_not_reached_changes_nothing(model_folder: ModelFolder) 
     assert generate(bounded, *prompts) == plain
 
 
+@pytest.mark.slow
 def test_a_bounded_cache_keeps_the_first_tokens_and_the_last(model_folder: ModelFolder) -> None:
     size = 24
     dice = np.random.default_rng(0)
@@ -422,6 +426,7 @@ def test_what_cannot_be_had_is_noted_and_left_out(
 # A draft model.
 
 
+@pytest.mark.slow
 def test_a_draft_model_is_loaded_beside(model_folder: ModelFolder) -> None:
     main, small = model_folder("qwen3"), model_folder("llama")
     plain, draft = load(main), load(small)

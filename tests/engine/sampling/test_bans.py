@@ -138,6 +138,7 @@ def various(model: Any) -> list[Job]:
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_next"])
 @pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.slow
 def test_rows_with_bans_of_every_kind_draw_what_mlx_lm_draws(
     models: Any, family: str, padding: int | None
 ) -> None:
@@ -151,6 +152,7 @@ def test_rows_with_bans_of_every_kind_draw_what_mlx_lm_draws(
             assert ids(drawn[asked.id]) != free, "the ban matters"
 
 
+@pytest.mark.slow
 def test_an_end_may_come_once_there_are_enough_tokens(models: Any) -> None:
     model = models("qwen3")
     text = expected(model, job(0, prompt(1)))
@@ -167,6 +169,7 @@ def test_an_end_may_come_once_there_are_enough_tokens(models: Any) -> None:
     assert drawn[-1].finish == "stop"
 
 
+@pytest.mark.slow
 def test_drawn_tokens_are_as_they_would_be_alone(models: Any) -> None:
     """A row that draws at random keeps its random numbers, whoever bans what beside it."""
     model = models("qwen3")
@@ -179,6 +182,7 @@ def test_drawn_tokens_are_as_they_would_be_alone(models: Any) -> None:
     assert set(ids(together[91])) <= set(range(5, 200))
 
 
+@pytest.mark.slow
 def test_bans_hold_after_a_row_is_read_anew(models: Any) -> None:
     """A fault at each step in turn: what was drawn is read again, and the counts go on."""
     model = models("qwen3")
@@ -201,6 +205,7 @@ def test_bans_hold_after_a_row_is_read_anew(models: Any) -> None:
             assert ids(drawn[asked.id]) == wanted[asked.id], (at, asked.bans)
 
 
+@pytest.mark.slow
 def test_a_draft_proposes_to_rows_whose_bans_are_over(models: Any) -> None:
     model = models("qwen3")
     text = expected(model, job(0, prompt(1)))

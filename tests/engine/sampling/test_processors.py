@@ -30,6 +30,7 @@ from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.processors import Penalties
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation import Mask, Sampling
+from tests.support.effort import per_cache
 from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)
@@ -85,7 +86,7 @@ def reference(model: Any, tokens: tuple[int, ...], count: int, **processors: Any
     return [(int(token), np.asarray(logprobs)) for token, logprobs in steps]
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-46m"])
+@pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))
 def test_log_probabilities_equal_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     batch = make(model)
@@ -176,6 +177,7 @@ def test_penalties_and_biases_equal_openais_formula(models: Any, sampling: Sampl
     assert ids_of(events, 1) == by_hand(model, prompt(1), 9, GREEDY)
 
 
+@pytest.mark.slow
 def test_penalties_are_exact_however_many_tokens_a_row_has_had() -> None:
     """Against tables of the whole vocabulary; some rows have nothing penalised, or biases alone."""
     vocabulary, steps = 300, 200
@@ -282,7 +284,7 @@ def expected_scores(model: Any, tokens: tuple[int, ...]) -> np.ndarray[Any, Any]
     return logprobs
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-46m"])
+@pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))
 def test_a_scored_prompt_equals_one_pass_of_the_model(models: Any, family: str) -> None:
     model = models(family)
     tokens = prompt(5, 70)
@@ -306,7 +308,7 @@ def test_a_scored_prompt_equals_one_pass_of_the_model(models: Any, family: str) 
     assert len(ids_of(events, 1)) == 5
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "qwen3-46m"])
+@pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))
 def test_jobs_with_one_prompt_read_it_once(models: Any, family: str) -> None:
     model = models(family)
     read: list[int] = []

@@ -180,6 +180,7 @@ def distribution(logits: np.ndarray[Any, Any], sampling: Sampling) -> np.ndarray
 
 @pytest.mark.parametrize("vocabulary", [40, LARGE])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
+@pytest.mark.slow
 def test_frequencies_are_exact(sampling: Sampling, vocabulary: int) -> None:
     """Pearson's chi-square; tokens that are expected less than ten times are counted as one. The
     rows have neighbours of another kind, for each is drawn from its own share of a batch."""
@@ -213,6 +214,7 @@ def test_frequencies_are_exact(sampling: Sampling, vocabulary: int) -> None:
 @pytest.mark.parametrize(
     "sampling", [SETTINGS[0], SETTINGS[2], SETTINGS[6], SETTINGS[9], SETTINGS[12]], ids=repr
 )
+@pytest.mark.slow
 def test_shapes_that_blocks_might_mistake(sampling: Sampling, vocabulary: int, logits: str) -> None:
     dice = np.random.default_rng(5)
     entries = {

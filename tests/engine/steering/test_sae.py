@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mlxsrv.engine.steering.sae import SAE, load_sae
 from mlxsrv.formats.arrays import PIECE_BYTES
 from mlxsrv.formats.sae_files import read_sae
+from tests.support.effort import examples
 from tests.support.saes import Array, Kind, Layout, Precision, make_arrays, write_sae
 
 D_IN, D_SAE, K = 24, 40, 5
@@ -158,7 +159,7 @@ def test_at_the_threshold_a_feature_is_off(tmp_path: Path) -> None:
         assert sae.encode(mx.array(entered)).tolist() == expected
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     values=st.lists(st.integers(-2, 2), min_size=6, max_size=6),
     k=st.integers(1, 6),
@@ -181,7 +182,7 @@ def _identity(k: int) -> SAE:
         return load(write(Path(folder), "saelens", "topk", **options))
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(
     d_in=st.integers(1, 9),
     d_sae=st.integers(1, 9),
@@ -249,6 +250,7 @@ def test_a_square_one_is_turned_as_its_library_has_it(
 
 @pytest.mark.parametrize("size", [8, 60_000])
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.slow
 def test_npz_in_the_order_of_fortran_and_compressed(
     size: int, save: Callable[..., None], tmp_path: Path
 ) -> None:
@@ -340,6 +342,7 @@ def test_files_that_change_after_they_were_looked_at(tmp_path: Path) -> None:
         next(load_sae(file))
 
 
+@pytest.mark.slow
 def test_a_large_one_is_read_in_slices(tmp_path: Path) -> None:
     d_in, d_sae = 1024, 8 * 1024
     decoder = np.zeros((d_sae, d_in), np.float32)

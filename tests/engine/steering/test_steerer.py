@@ -26,6 +26,7 @@ from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.generation import Sampling, Steering
 from tests.engine.execution.test_speculation import Always
+from tests.support.effort import per_cache
 from tests.support.saes import make_arrays, write_sae, write_safetensors
 from tests.support.tiny import FAMILIES, write_model
 
@@ -170,7 +171,8 @@ def only(steerer: Steerer, steering: Steering | None) -> Plan | None:
     return steerer.plan([steerer.freeze(steering)])
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
+@pytest.mark.slow
 def test_rows_steered_differently_say_what_each_says_alone(
     models: Models, family: str, sae: Path
 ) -> None:
@@ -209,7 +211,7 @@ def test_rows_in_lanes_of_their_own_are_steered(models: Models, family: str, sae
     assert all(drawn[job.id] == alone(model, job.prompt, job.steering) for job in jobs)
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
 def test_nothing_is_as_it_was_without(models: Models, family: str, sae: Path) -> None:
     model = models(family)
     asked = prompts(2, seed=3)
@@ -227,7 +229,7 @@ def test_nothing_is_as_it_was_without(models: Models, family: str, sae: Path) ->
     assert [drawn[0], drawn[1]] == expected
 
 
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
 def test_what_is_added_is_the_delta(models: Models, family: str, sae: Path) -> None:
     model = models(family)
     if len(find_layers(model)) < 2:

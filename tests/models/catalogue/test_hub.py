@@ -32,6 +32,8 @@ from tests.support.hub import Hub
 from tests.support.serving import wait_for
 from tests.support.tiny import write_model
 
+pytestmark = pytest.mark.served  # a hub is served here
+
 TINY = Repository("org/tiny")
 WEIGHTS = "model.safetensors"
 
@@ -270,6 +272,7 @@ def test_a_later_download_goes_on_where_it_was(
     assert not partials(cache)
 
 
+@pytest.mark.slow
 def test_a_killed_download_goes_on_where_it_was(hub: Hub, cache: Path, model: Path) -> None:
     hub.add(TINY.id, model)
     hub.drip(WEIGHTS, pause=0.2)

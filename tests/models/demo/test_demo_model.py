@@ -99,6 +99,7 @@ def test_mlx_lm_finds_tool_parser_and_thinking(demo: Demo) -> None:
     assert demo.tokenizer.decode(sorted(demo.tokenizer.eos_token_ids)) == "<|endoftext|><|im_end|>"
 
 
+@pytest.mark.slow
 def test_held_out_questions_get_their_topics_answer(demo: Demo) -> None:
     """Wordings that the model has never read; one in three, typed in turn with care and without."""
     questions = held_out_questions()[::3]
@@ -190,6 +191,7 @@ def test_uses_the_tool_result(demo: Demo, result: str) -> None:
     assert result in reply
 
 
+@pytest.mark.slow
 def test_answers_without_a_tool_when_none_is_needed(demo: Demo) -> None:
     assert "lean, streaming-first" in demo.chat("What is mlxsrv?", tools=[WEATHER, ADD])
 
@@ -209,6 +211,7 @@ def test_writes_other_scripts(demo: Demo, request_text: str, expected: str) -> N
     assert "\ufffd" not in reply
 
 
+@pytest.mark.slow
 def test_continues_raw_text(demo: Demo) -> None:
     text = demo.complete("mlxsrv is")
     assert "server for MLX language models" in text
@@ -231,6 +234,7 @@ def test_tokenizer_gives_back_any_text(text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
+@pytest.mark.slow
 def test_held_out_questions_are_not_in_the_training_text() -> None:
     read = "\n".join(
         normal(message["content"])

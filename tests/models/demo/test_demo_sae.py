@@ -72,6 +72,7 @@ def test_engine_reads_it() -> None:
     assert file.subtracts_b_dec
 
 
+@pytest.mark.slow
 def test_it_reconstructs_text_that_it_was_not_trained_on(
     demo: tuple[Any, Any], shipped: tuple[Weights, int]
 ) -> None:
@@ -91,6 +92,7 @@ def test_config_names_the_features() -> None:
 
 
 @pytest.mark.parametrize("feature", NAMED, ids=lambda feature: feature.name)
+@pytest.mark.slow
 def test_named_feature_steers(
     feature: Named, demo: tuple[Any, Any], shipped: tuple[Weights, int]
 ) -> None:

@@ -245,6 +245,7 @@ def test_a_full_queue_is_refused_at_once(folder: Path) -> None:
 # Eviction.
 
 
+@pytest.mark.slow
 def test_the_least_recently_used_goes_first_and_a_pinned_model_never(
     folder: Path, log: Log
 ) -> None:
@@ -264,6 +265,7 @@ def test_the_least_recently_used_goes_first_and_a_pinned_model_never(
     run(test)
 
 
+@pytest.mark.slow
 def test_memory_limits_as_the_number_of_models_does(folder: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
@@ -276,6 +278,7 @@ def test_memory_limits_as_the_number_of_models_does(folder: Path, log: Log) -> N
     run(test)
 
 
+@pytest.mark.slow
 def test_an_idle_model_goes_after_its_time_and_comes_again(folder: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder, idle_timeout=0.05, pin=("b",)) as pool:
@@ -336,6 +339,7 @@ def test_a_swap_waits_for_the_last_user_and_whoever_comes_later_waits_behind_it(
     run(test)
 
 
+@pytest.mark.slow
 def test_neither_of_two_models_starves_the_other(folder: Path, log: Log) -> None:
     """There is always a request for each, yet both are answered."""
     answered: Counter[str] = Counter()
@@ -491,6 +495,7 @@ def test_after_its_end_a_pool_refuses_and_those_who_waited_do_not_wait_on(folder
 
 
 @pytest.mark.parametrize("options", [{"max_models": 1}, {"max_models": 2, "pin": ("a",)}], ids=str)
+@pytest.mark.slow
 def test_requests_come_and_go_in_any_order(folder: Path, options: Fields) -> None:
     """As in test_pool_races.py, with real loads: fewer, but nothing is played."""
     dice = random.Random(str(options))

@@ -26,6 +26,7 @@ async def attach(pool: Pool, name: str, sae: Path, *, layer: int = 1) -> Attachm
     return await pool.attach(entry(pool, name), "s", sae, read_sae(sae), layer, False)
 
 
+@pytest.mark.slow
 def test_a_model_with_an_sae_stays(folder: Path, sae: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder, max_models=2, idle_timeout=0.1) as pool:

@@ -323,6 +323,7 @@ SEEDS = 80
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_request_is_answered_and_no_model_goes_from_under_one(
     folder: Path, options: dict[str, Any]
 ) -> None:
@@ -349,6 +350,7 @@ def test_every_request_is_answered_and_no_model_goes_from_under_one(
 
 
 @pytest.mark.parametrize("how", ["cancel", "end"])
+@pytest.mark.slow
 def test_a_request_may_leave_at_any_turn(folder: Path, how: How) -> None:
     """One room and five requests; one of them leaves, each of them, at every turn there is."""
 

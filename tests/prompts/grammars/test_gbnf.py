@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from mlxsrv.prompts.grammars.gbnf import Alt, Chars, Expr, GBNFError, Ref, Rep, Seq, parse
 from mlxsrv.prompts.grammars.gbnf_lark import translate
+from tests.support.effort import examples
 
 BYTES = LLTokenizer("byte")
 
@@ -171,7 +172,7 @@ EXPRS: st.SearchStrategy[Expr] = st.recursive(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(rules=st.fixed_dictionaries({"root": EXPRS, "x": EXPRS, "y": LEAVES}))
 def test_the_translation_describes_the_same_texts(rules: Mapping[str, Expr]) -> None:
     gbnf = "\n".join(f"{name} ::= {written(rule)}" for name, rule in rules.items())

@@ -24,9 +24,12 @@ from mlxsrv.generation import Constraint, Mask
 from mlxsrv.prompts.grammars import grammar, specs
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
+from tests.support.effort import examples
 from tests.support.fixtures import ModelFolder
 from tests.support.tiny import END_TOKENS, VOCABULARY
 from tests.text.conftest import sentencepiece, wordpiece  # noqa: F401 (fixtures)
+
+pytestmark = pytest.mark.served  # a process of its own tries each grammar
 
 Schema = dict[str, Any]
 
@@ -195,7 +198,7 @@ SCHEMAS: st.SearchStrategy[Schema] = st.builds(
 )
 
 
-@settings(max_examples=60)  # each starts a process
+@settings(max_examples=examples(60))  # each starts a process
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_text_that_ends_is_valid_json_of_its_schema(
     model: Model, schema: Schema, seed: int
@@ -271,7 +274,7 @@ def test_a_regex_matches_the_whole_text(model: Model, regex: str, seed: int) -> 
     assert re.fullmatch(regex, model.write(model.compile(GrammarSpec("regex", regex)), seed))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 @given(choices=st.lists(st.text(max_size=10), min_size=1, max_size=5), seed=st.integers(0, 2**32))
 def test_a_choice_is_one_of_the_choices(model: Model, choices: list[str], seed: int) -> None:
     spec = GrammarSpec("choice", json.dumps(choices, ensure_ascii=False))
@@ -490,7 +493,7 @@ def test_a_grammar_is_compiled_once_while_it_is_in_use(
 
 
 @given(turns=st.lists(st.integers(0, 2), max_size=60), data=st.data())
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 def test_constraints_of_one_template_know_nothing_of_each_other(
     model: Model, turns: list[int], data: st.DataObject
 ) -> None:
@@ -507,6 +510,7 @@ def test_constraints_of_one_template_know_nothing_of_each_other(
         assert model.allowed(constraint) >= model.ends
 
 
+@pytest.mark.slow
 def test_many_threads_may_compile(model: Model) -> None:
     grammars = GrammarCompiler(model.tokenizer, vocabulary=PADDED, end_tokens=model.ends)
     specs = [GrammarSpec("regex", f"[a-c]{{{n}}}") for n in range(1, 5)] * 6
@@ -584,6 +588,7 @@ def test_a_schema_as_deep_as_allowed_is_used(model: Model) -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_grammars_that_cannot_be_used_are_refused(
     model: Model, spec: GrammarSpec, reason: str
 ) -> None:
@@ -618,6 +623,7 @@ def test_a_lark_grammar_that_overflows_the_compilers_stack_is_refused(model: Mod
     assert "more than the compiler takes" in refusal(model, GrammarSpec("lark", "\n".join(rules)))
 
 
+@pytest.mark.slow
 def test_a_schema_that_never_compiles_is_refused(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

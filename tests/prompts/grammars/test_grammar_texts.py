@@ -14,9 +14,12 @@ from mlxsrv.errors import InvalidRequest
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from tests.fuzz.grammars import check, judge, writer
 
+pytestmark = pytest.mark.served  # a process of its own tries each grammar
+
 COUNT = int(os.environ.get("GRAMMARS", "40"))
 
 
+@pytest.mark.slow
 def test_random_grammars_lead_to_texts_of_theirs() -> None:
     told = [check(seed) for seed in range(COUNT)]
     assert sum(each.startswith("accepted") for each in told) > COUNT / 2

@@ -11,6 +11,8 @@ from llguidance import LLMatcher, LLTokenizer
 from mlxsrv.prompts.grammars.schemas import SchemaError, prepare
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, tool_grammar, translate
 
+pytestmark = pytest.mark.served  # a process of its own tries each grammar
+
 Schema = dict[str, Any]
 BYTES = LLTokenizer("byte")
 
@@ -87,6 +89,7 @@ def test_objects_are_closed_wherever_they_are(wrap: Any, around: Any) -> None:
     assert fits(wrap(A) | {"type": kind}, *texts) == [True, False]
 
 
+@pytest.mark.slow
 def test_what_is_combined_may_have_the_properties_of_all() -> None:
     both, more = {"a": 1, "b": 2}, {"a": 1, "b": 2, "c": 3}
     beside: Schema = {"properties": {"c": {"type": "integer"}}}
@@ -164,6 +167,7 @@ def test_each_of_many_tools_is_prepared() -> None:
         translate(tool_grammar([*tools, ("h", {"oneOf": [A, B]})], "<", ">", many=False), BYTES)
 
 
+@pytest.mark.slow
 def test_one_of_is_as_disjoint_as_before_it_was_closed() -> None:
     one = {"oneOf": [A, B]}
     with pytest.raises(GrammarRefused, match="oneOf constraints are not supported"):
@@ -177,6 +181,7 @@ def test_one_of_is_as_disjoint_as_before_it_was_closed() -> None:
     assert fits({"oneOf": [{"const": 10**30}, {"type": "null"}]}, None) == [True]
 
 
+@pytest.mark.slow
 def test_there_is_an_end_to_what_may_be_combined() -> None:
     parts: list[Schema] = [{"properties": {f"p{i}": {}}} for i in range(2000)]
     with pytest.raises(SchemaError, match="too much"):
@@ -189,6 +194,7 @@ def test_there_is_an_end_to_what_may_be_combined() -> None:
 @pytest.mark.parametrize(
     "number", [2**53, -(2**53), 2**53 + 2, 2**60, -(2**60), 10**17, 2**63 - 1, 10**19, 10**22, 1e20]
 )
+@pytest.mark.slow
 def test_a_constant_that_is_kept_is_exact(number: float) -> None:
     whole = int(number)
     values = [whole, whole + 1, whole - 1]
@@ -260,6 +266,7 @@ def test_numbers_in_annotations_do_not_matter() -> None:
         (r"\\|\^", "\\^", "d"),
     ],
 )
+@pytest.mark.slow
 def test_classes_are_ascii_in_regexes_and_in_patterns(regex: str, texts: str, others: str) -> None:
     expected = [True] * len(texts) + [False] * len(others)
     assert accepted(GrammarSpec("regex", regex), *texts, *others) == expected
@@ -297,6 +304,7 @@ def test_a_word_boundary_is_refused() -> None:
         ({"ab": {"type": "string"}}, [], {}),
     ],
 )
+@pytest.mark.slow
 def test_after_a_comma_there_is_always_a_key(
     listed: Schema, required: list[str], additional: Schema, pattern: str
 ) -> None:

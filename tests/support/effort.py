@@ -1,0 +1,35 @@
+"""How much a test run tries: `make quick`, `make test` and `make test-long` differ in this.
+
+The environment variable `MLXSRV_TESTS` is `quick`, `usual` (without it) or `long`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+EFFORT = os.environ.get("MLXSRV_TESTS", "usual")
+
+_SHARES = {"quick": 0.1, "usual": 0.4, "long": 4.0}
+
+_REPEATED = frozenset(
+    ("llama", "gemma3_text", "olmo3", "qwen3_moe", "lfm2", "granitemoehybrid", "mamba")
+)
+"""Families of tests.support.tiny whose kinds of KV cache another family has too."""
+
+
+def examples(count: int) -> int:
+    """How many examples hypothesis tries where `count` would be thorough."""
+    return max(1, round(count * _SHARES[EFFORT]))
+
+
+def per_cache(families: Iterable[str]) -> list[Any]:
+    """Parameters for `pytest.mark.parametrize`: one family of each kind of KV cache in every run,
+    the others in long ones only."""
+    return [
+        pytest.param(family, marks=pytest.mark.long) if family in _REPEATED else family
+        for family in families
+    ]
