@@ -507,7 +507,8 @@ def option_parser(
         prog=f"mlxsrv {command}".rstrip(),
         description=does,
         epilog=f"Each option is also a variable ({ENV_PREFIX}PORT=9000) and a key of the TOML file "
-        "that --config names; a flag wins over a variable, a variable over the file.",
+        "that --config names; a flag wins over a variable, a variable over the file. "
+        f"{ENV_PREFIX}PATCHES=off leaves MLX, mlx-lm and transformers unpatched.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE.toml", help="Read options from a TOML file.")

@@ -10,7 +10,7 @@ import ctypes
 import sys
 from contextlib import suppress
 
-from mlxsrv.engine.patches import imports
+from mlxsrv.engine.patches.imports import patch_imports
 from mlxsrv.errors import BackendMissing
 
 
@@ -31,7 +31,7 @@ def import_engine() -> None:
     All at once: an import that fails later, for want of a file descriptor, may leave a module half
     imported, and fail for ever. Raises ImportError.
     """
-    imports.prepare()
+    patch_imports()
     import mlxsrv.engine.loading.load
     import mlxsrv.prompts.grammars.grammar  # noqa: F401
 

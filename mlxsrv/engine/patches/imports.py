@@ -1,15 +1,15 @@
-"""Imports of mlx-lm and transformers without their side effects on the process.
+"""Patches of mlx-lm and transformers that take effect while these are imported.
 
-Transformers: on import it looks through all of its 3,300 source files for the names that they
-export: twice, since what it keeps for the second time is bounded to 128 of its 500 folders, and by
-splitting each into lines for the one that begins with `__all__`. That is half of what a server
-needs to start. `prepare` has it keep all, and look for that line only. The result is the same, to
-the name; a test compares them. Other versions are left as they are.
+`transformers`: on import it looks through all of its 3,300 source files for the names that they
+export. It does so twice, since it keeps the result of 128 of its 500 folders only, and it splits
+each file into lines to find the one that begins with `__all__`. That is half of what a server needs
+to start. The patch keeps all results and looks for that line only. The names found are the same; a
+test compares them. Other versions of transformers are left as they are.
 
-mlx-lm: on import it sets the process's limit of open files to 2,048, of which a process without
-privileges cannot get back more than 4,096, and fails where the limit is lower. A server needs a
-descriptor for each connection, and an app that mounts this one has its own idea of the limit. So
-that call, and no other, does nothing.
+`mlx-lm`: on import it sets the process's limit of open files to 2,048. A process without privileges
+cannot raise it beyond 4,096 afterwards, and the import fails where the limit is lower. But a server
+needs a descriptor for each connection, and an app that mounts this one may have set its own limit.
+With the patch, that call does nothing.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
+from mlxsrv.engine.patches.switch import enabled, log_applied
+
 _SCANNER = "transformers.utils.import_utils"
 _SCAN = "create_import_structure_from_path"
 _FETCH = "fetch__all__"
@@ -31,21 +33,30 @@ _EXPORTS = "\n__all__"
 _LIMITER = "mlx_lm.utils"
 
 Execute = Callable[[ModuleType], None]
+"""Runs a module's code."""
 
 
-def prepare() -> None:
-    """Have transformers imported quickly and mlx-lm harmlessly, if they have not been yet."""
-    for name, change in ((_SCANNER, _scan_once), (_LIMITER, _keep_limits)):
-        if name not in sys.modules:
-            sys.meta_path.insert(0, _Finder(name, change))
+def patch_imports() -> None:
+    """Patch mlx-lm and transformers when they are imported, if they have not been yet."""
+    for patch, module, execute in (
+        ("transformers", _SCANNER, _scan_once),
+        ("mlx-lm", _LIMITER, _keep_limits),
+    ):
+        if enabled(patch) and module not in sys.modules:
+            sys.meta_path.insert(0, _Finder(module, execute))
 
 
 class _Finder(MetaPathFinder):
-    """Finds one module, once, and has it executed in another way."""
+    """Finds one module, once, and has its code run by a function of ours.
 
-    def __init__(self, name: str, change: Callable[[ModuleType, Execute], None]) -> None:
+    Args:
+        name: the module's.
+        execute: called with the module, and with what runs its code.
+    """
+
+    def __init__(self, name: str, execute: Callable[[ModuleType, Execute], None]) -> None:
         self._name = name
-        self._change = change
+        self._execute = execute
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -55,20 +66,20 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Changing(spec.loader, self._change)
+            spec.loader = _PatchingLoader(spec.loader, self._execute)
         return spec
 
 
-class _Changing(Loader):
-    def __init__(self, loader: Loader, change: Callable[[ModuleType, Execute], None]) -> None:
+class _PatchingLoader(Loader):
+    def __init__(self, loader: Loader, execute: Callable[[ModuleType, Execute], None]) -> None:
         self._loader = loader
-        self._change = change
+        self._execute = execute
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self._change(module, self._loader.exec_module)
+        self._execute(module, self._loader.exec_module)
 
 
 # Transformers.
@@ -78,13 +89,14 @@ def _scan_once(module: ModuleType, execute: Execute) -> None:
     execute(module)
     names = vars(module)
     scan, fetch = names.get(_SCAN), names.get(_FETCH)
-    if callable(fetch) and (whole := getattr(scan, "__wrapped__", None)) is not None:
-        names[_SCAN] = functools.cache(whole)
+    if callable(fetch) and (uncached := getattr(scan, "__wrapped__", None)) is not None:
+        names[_SCAN] = functools.cache(uncached)
         names[_FETCH] = functools.partial(_fetch_last, fetch)
+        log_applied("transformers", "each of its source files is scanned once")
 
 
 def _fetch_last(fetch: Callable[[str], list[str]], content: str) -> list[str]:
-    """The names in the last list of exports of a source file; as `fetch` finds them there."""
+    """The names in the last list of exports of a source file; the same as `fetch` finds."""
     start = content.rfind(_EXPORTS)
     return fetch(content if start < 0 else content[start + 1 :])
 
@@ -93,14 +105,15 @@ def _fetch_last(fetch: Callable[[str], list[str]], content: str) -> list[str]:
 
 
 def _keep_limits(module: ModuleType, execute: Execute) -> None:
-    with _deaf_to(module.__name__):
+    with _ignoring_limits_of(module.__name__):
         execute(module)
+    log_applied("mlx-lm", "its import leaves the limit of open files as it is")
 
 
 @contextmanager
-def _deaf_to(name: str) -> Iterator[None]:
-    """While the block runs, the module of this name cannot set limits of the process; others, in
-    whatever thread, can."""
+def _ignoring_limits_of(name: str) -> Iterator[None]:
+    """Within the block, the module of this name cannot set limits of the process. Others can, in
+    whatever thread."""
     set_limit = resource.setrlimit
 
     def set_for_others(which: int, limits: tuple[int, int]) -> None:

@@ -1,13 +1,14 @@
-"""OpenBLAS for MLX's CPU back end on Linux.
+"""The patch `openblas`: OpenBLAS for MLX's CPU back end on Linux.
 
-MLX's wheel for Linux multiplies float32 matrices with the reference BLAS, plain loops of Fortran;
-OpenBLAS does it some ten times as fast. The wheel cannot be told to use another, and the OpenBLAS
-that PyPI has (scipy-openblas32, the extra `blas`) has a prefix before its names, so preloading it
-would not help. But a library calls another's functions through a table of addresses, its global
-offset table, which the dynamic linker fills in and leaves writable: `bind_openblas` puts
-OpenBLAS's functions there. What is not as expected is left as it is.
+MLX's wheel for Linux multiplies float32 matrices with the reference BLAS, plain loops of Fortran.
+OpenBLAS is some ten times as fast, but the wheel has no setting for it. Preloading does not help
+either: in PyPI's OpenBLAS (scipy-openblas32, the extra `blas`) the functions' names have a prefix.
+But a library calls another's functions through a table of addresses, its global offset table,
+which the dynamic linker fills in and leaves writable. `bind_openblas` writes the addresses of
+OpenBLAS's functions there. Where anything is not as expected, nothing is changed.
 
-Sums are then rounded in another order, which may depend on the number of rows, as on GPUs.
+Sums are then added in another order, so results round differently; the order may depend on the
+number of rows, as on GPUs.
 
 Sources: the ELF-64 object file format, version 1.5; proc(5) for /proc/self/maps.
 """
@@ -25,6 +26,8 @@ from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import NamedTuple
 
+from mlxsrv.engine.patches.switch import enabled, log_applied
+
 _log = logging.getLogger("mlxsrv.engine")
 
 _FUNCTIONS = frozenset({"cblas_sgemm", "cblas_dgemm", "cblas_cgemm"})
@@ -39,7 +42,7 @@ _RELOCATIONS = 4  # SHT_RELA
 
 
 class _Mapping(NamedTuple):
-    """Addresses and what they are mapped to."""
+    """A range of addresses and the file that is mapped there."""
 
     first: int
     end: int
@@ -55,25 +58,27 @@ class _Mapping(NamedTuple):
 class _Section(NamedTuple):
     kind: int
     place: slice
-    """In the file."""
+    """Its bytes in the file."""
     link: int
-    """The section that this one's entries refer to."""
+    """The number of the section that this one's entries refer to."""
     subject: int
-    """The section that these relocations change; 0 where there are several."""
+    """The number of the section that these relocations change; 0 where there are several."""
 
 
 def bind_openblas() -> bool:
-    """Have MLX multiply with OpenBLAS where both are there; whether it does.
+    """Make MLX multiply with OpenBLAS, if both are installed. Returns whether it does.
 
-    It holds for the process, for whoever uses MLX in it. An address is written in one piece, so a
-    thread that multiplies meanwhile calls one function or the other.
+    This holds for the whole process. An address is written in one piece, so a thread that
+    multiplies meanwhile calls either function.
     """
     if sys.platform != "linux" or sys.byteorder != "little" or sys.maxsize < 2**32:
+        return False
+    if not enabled("openblas"):
         return False
     try:
         _bind()
     except (ImportError, OSError, AttributeError, LookupError, ValueError, struct.error) as error:
-        _log.debug("MLX multiplies with its own BLAS: %s", error)
+        _log.debug("MLX keeps its own BLAS: %s", error)
         return False
     return True
 
@@ -101,13 +106,13 @@ def _bind() -> None:
         assert function.value is not None
         changes.append((slot, function.value))
     if changes and "OPENBLAS_NUM_THREADS" not in os.environ:
-        # The other half is for those who launch the work, and for hyperthreads that add nothing.
+        # The other half is for the threads that launch the work; hyperthreads would add nothing.
         cores = len(os.sched_getaffinity(0))
         getattr(library, _PREFIX + "openblas_set_num_threads")(max(1, cores // 2))
     for slot, address in changes:
         slot.value = address
     if changes:
-        _log.info("MLX multiplies with OpenBLAS")
+        log_applied("openblas", "MLX multiplies float32 matrices with OpenBLAS")
 
 
 def _read_mappings() -> Iterator[_Mapping]:
@@ -127,14 +132,14 @@ def _holder(mappings: Iterable[_Mapping], address: int) -> _Mapping:
 
 
 def _find_calls(path: Path) -> list[tuple[str, int]]:
-    """The functions of a BLAS that a shared library calls, and where it keeps their addresses,
-    from where it is loaded. Raises LookupError if there are none."""
+    """The BLAS functions that a shared library calls: their names, and where it keeps their
+    addresses, as offsets from where it is loaded. Raises LookupError if it calls none."""
     with path.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ) as content:
         sections = _read_sections(content)
         calls = [
             (name, offset)
             for section in sections
-            # Calls have a table of their own; the rest was made read-only when it was filled in.
+            # Calls have a table of their own; the other tables are read-only by now.
             if section.kind == _RELOCATIONS and section.subject
             for names in [_find_names(content, sections, section.link)]
             for offset, info, _ in _RELOCATION.iter_unpack(content[section.place])
@@ -146,7 +151,7 @@ def _find_calls(path: Path) -> list[tuple[str, int]]:
 
 
 def _find_names(file: mmap, sections: Sequence[_Section], table: int) -> dict[int, str]:
-    """Those of the functions that a table of symbols has, by their numbers there."""
+    """The BLAS functions in a table of symbols, by their numbers there."""
     symbols = sections[table]
     strings = file[sections[symbols.link].place]
     return {

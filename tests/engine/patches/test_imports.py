@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -36,12 +37,13 @@ _SCAN = """\
 """
 
 
-def run(code: str) -> str:
+def run(code: str, **environment: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
         timeout=120,
+        env=os.environ | environment,
         cwd=Path(__file__).parents[3],
     )
     assert done.returncode == 0, done.stderr
@@ -50,7 +52,11 @@ def run(code: str) -> str:
 
 def test_all_names_are_found() -> None:
     both = "    import mlx_lm.utils\n"  # which imports transformers
-    quick = run("    from mlxsrv.engine.patches.imports import prepare; prepare()\n" + both + _SCAN)
+    quick = run(
+        "    from mlxsrv.engine.patches.imports import patch_imports; patch_imports()\n"
+        + both
+        + _SCAN
+    )
     assert len(quick.split()) == 8
     assert quick == run(both + _SCAN)
 
@@ -58,7 +64,7 @@ def test_all_names_are_found() -> None:
 def test_the_scan_is_kept_whole() -> None:
     """Guards the gain: another version of transformers may have other functions."""
     out = run("""
-        from mlxsrv.engine.patches.imports import prepare; prepare()
+        from mlxsrv.engine.patches.imports import patch_imports; patch_imports()
         from transformers.utils.import_utils import create_import_structure_from_path as scan
         from transformers import AutoTokenizer
         import transformers.models
@@ -72,12 +78,43 @@ def test_once_they_are_there_nothing_is_done() -> None:
     out = run("""
         import sys
         import transformers, mlx_lm.utils
-        from mlxsrv.engine.patches.imports import prepare
+        from mlxsrv.engine.patches.imports import patch_imports
         before = list(sys.meta_path)
-        prepare()
+        patch_imports()
         print(sys.meta_path == before)
     """)
     assert out == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "applied"),
+    [
+        ("", {"transformers", "mlx-lm"}),
+        ("off", set()),
+        ("openblas", set()),
+        ("openblas, transformers", {"transformers"}),
+        ("mlx-lm", {"mlx-lm"}),
+    ],
+)
+def test_each_patch_has_a_switch_and_a_log_line(chosen: str, applied: set[str]) -> None:
+    out = run(
+        """
+        import logging, resource, sys
+        logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3000, 4096))
+        from mlxsrv.engine.patches.imports import patch_imports
+        patch_imports()
+        import mlx_lm.utils
+        from transformers.utils.import_utils import create_import_structure_from_path as scan
+        print("scanned once", scan.cache_info().maxsize is None)
+        print("limit kept", resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 3000)
+        """,
+        MLXSRV_PATCHES=chosen,
+    )
+    logged = {line.split()[1].rstrip(":") for line in out.splitlines() if line[:6] == "patch "}
+    assert logged == applied
+    assert f"scanned once {'transformers' in applied}\n" in out
+    assert f"limit kept {'mlx-lm' in applied}\n" in out
 
 
 @pytest.mark.parametrize(
@@ -107,7 +144,7 @@ def test_a_version_without_the_scan_is_left_as_it_is() -> None:
             module.__dict__["kept"] = 1
 
     module = ModuleType("transformers.utils.import_utils")
-    imports._Changing(Empty(), imports._scan_once).exec_module(module)
+    imports._PatchingLoader(Empty(), imports._scan_once).exec_module(module)
     assert {name for name in vars(module) if not name.startswith("__")} == {"kept"}
 
 
@@ -129,7 +166,7 @@ def test_the_limit_of_open_files_stays_as_it_was(limits: tuple[int, int]) -> Non
 
 def test_others_may_set_limits_meanwhile() -> None:
     before = resource.getrlimit(resource.RLIMIT_CORE)
-    with imports._deaf_to("mlx_lm.utils"):
+    with imports._ignoring_limits_of("mlx_lm.utils"):
         resource.setrlimit(resource.RLIMIT_CORE, (0, before[1]))
         assert resource.getrlimit(resource.RLIMIT_CORE) == (0, before[1])
     resource.setrlimit(resource.RLIMIT_CORE, before)

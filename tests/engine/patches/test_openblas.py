@@ -24,7 +24,7 @@ import ctypes, logging, os, struct, sys
 from pathlib import Path
 import mlx.core as mx
 import numpy as np
-from mlxsrv.engine.patches import openblas as blas
+from mlxsrv.engine.patches import openblas
 
 dice = np.random.default_rng(1)
 
@@ -59,7 +59,7 @@ def run(code: str, **environment: str) -> str:
 def test_products_are_openblas_s_and_right() -> None:
     out = run("""
         before = products()
-        assert blas.bind_openblas()
+        assert openblas.bind_openblas()
         after = products()
         for ours, theirs in after:
             np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -84,12 +84,22 @@ def test_once_is_as_good_as_twice() -> None:
             def emit(self, record): print(record.getMessage())
         logging.getLogger("mlxsrv.engine").addHandler(Kept())
         logging.getLogger("mlxsrv.engine").setLevel(logging.INFO)
-        assert blas.bind_openblas()
+        assert openblas.bind_openblas()
         first = products()
-        assert blas.bind_openblas()
+        assert openblas.bind_openblas()
         assert same_bits(first, products())
     """)
-    assert out == "MLX multiplies with OpenBLAS\n"
+    assert out == "patch openblas: MLX multiplies float32 matrices with OpenBLAS\n"
+
+
+def test_a_variable_turns_it_off() -> None:
+    code = """
+        before = products()
+        print(openblas.bind_openblas(), same_bits(before, products()))
+    """
+    assert run(code, MLXSRV_PATCHES="off") == "False True\n"
+    assert run(code, MLXSRV_PATCHES="transformers,mlx-lm") == "False True\n"
+    assert run(code, MLXSRV_PATCHES="openblas") == "True False\n"
 
 
 def test_what_is_not_as_expected_is_left_as_it_is() -> None:
@@ -102,18 +112,18 @@ def test_what_is_not_as_expected_is_left_as_it_is() -> None:
         for change in (
             patch.dict(sys.modules, scipy_openblas32=None),
             patch.object(sys, "platform", "darwin"),
-            patch.object(blas, "_CALLER", "libother.so"),
-            patch.object(blas, "_REFERENCE", "libfast-"),
-            patch.object(blas, "_PREFIX", "other_"),
-            patch.object(blas, "_FUNCTIONS", frozenset({"zblas_zgemm"})),
-            patch.object(blas, "_find_calls", lambda path: [("cblas_sgemm", 0x40)]),  # read-only
-            patch.object(blas, "_find_calls", lambda path: [("cblas_sgemm", 1 << 40)]),
-            patch.object(blas, "_find_calls", cut_off),
+            patch.object(openblas, "_CALLER", "libother.so"),
+            patch.object(openblas, "_REFERENCE", "libfast-"),
+            patch.object(openblas, "_PREFIX", "other_"),
+            patch.object(openblas, "_FUNCTIONS", frozenset({"zblas_zgemm"})),
+            patch.object(openblas, "_find_calls", lambda _: [("cblas_sgemm", 0x40)]),  # read-only
+            patch.object(openblas, "_find_calls", lambda path: [("cblas_sgemm", 1 << 40)]),
+            patch.object(openblas, "_find_calls", cut_off),
         ):
             with change:
-                assert not blas.bind_openblas(), change.attribute
+                assert not openblas.bind_openblas(), change.attribute
             assert same_bits(before, products())
-        assert blas.bind_openblas(), "it was for the changes"
+        assert openblas.bind_openblas(), "it was for the changes"
         print("as before")
     """)
     assert out == "as before\n"
@@ -121,7 +131,7 @@ def test_what_is_not_as_expected_is_left_as_it_is() -> None:
 
 def test_it_takes_half_of_the_cores_unless_told() -> None:
     code = """
-        assert blas.bind_openblas()
+        assert openblas.bind_openblas()
         import scipy_openblas32
         path = Path(scipy_openblas32.get_lib_dir(), scipy_openblas32.get_library(fullname=True))
         print(ctypes.CDLL(str(path)).scipy_openblas_get_num_threads())
@@ -135,8 +145,9 @@ def test_a_file_that_is_cut_off_is_refused() -> None:
     """Whatever the file holds, there is an answer or one of the errors that are expected."""
     out = run("""
         import tempfile
-        whole = Path(next(each.path for each in blas._read_mappings() if each.name == "libmlx.so"))
-        assert {name for name, _ in blas._find_calls(whole)} == blas._FUNCTIONS
+        mappings = openblas._read_mappings()
+        whole = Path(next(each.path for each in mappings if each.name == "libmlx.so"))
+        assert {name for name, _ in openblas._find_calls(whole)} == openblas._FUNCTIONS
         content = whole.read_bytes()
         with tempfile.NamedTemporaryFile() as cut:
             for length in (1, 0x28, 0x40, 4096, len(content) // 2):
@@ -145,7 +156,7 @@ def test_a_file_that_is_cut_off_is_refused() -> None:
                 cut.write(content[:length])
                 cut.flush()
                 try:
-                    blas._find_calls(Path(cut.name))
+                    openblas._find_calls(Path(cut.name))
                 except (LookupError, ValueError, struct.error):
                     print("refused")
     """)
