@@ -66,7 +66,7 @@ class Embedding:
         self._request_id = request_id
         self._begun = asyncio.get_running_loop().time()
         self._bounded = Bounded(
-            home.settings, loading=lambda: lease.model.coming, heard=lambda: home.engine.heard
+            home.settings, loading=lambda: lease.model.progressing, heard=lambda: home.engine.heard
         )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:

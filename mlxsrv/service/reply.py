@@ -27,6 +27,7 @@ from mlxsrv.errors import (
 from mlxsrv.generation import Steering, Usage
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
+from mlxsrv.models.pool.model import LoadState
 from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.asked import Asked, Home
 from mlxsrv.service.choice import Choice
@@ -90,7 +91,7 @@ class Reply:
         self._patience = Patience(
             settings,
             self._lapse,
-            loading=lambda: lease.model.coming,
+            loading=lambda: lease.model.progressing,
             heard=lambda: self._begun if self._engine is None else self._engine.heard,
         )
         self._keepalive = self._loop.call_later(settings.keepalive, self._check_silence)
@@ -347,7 +348,7 @@ class Reply:
         if now >= self._last_read + interval:
             # A comment opens the stream with status 200. A prompt that does not fit is refused
             # before that, unless a download has to tell what fits.
-            self._silent = bool(self._choices) or self._lease.model.fetching
+            self._silent = bool(self._choices) or self._lease.model.state is LoadState.FETCHING
             self._last_read = now
             self._wake()
         self._keepalive = self._loop.call_at(self._last_read + interval, self._check_silence)

@@ -33,8 +33,9 @@ from mlxsrv.errors import (
 )
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.pool.lease import Lease
-from mlxsrv.models.pool.model import Model, capped
-from mlxsrv.models.pool.pool import Pool
+from mlxsrv.models.pool.model import Model, ModelStatistics
+from mlxsrv.models.pool.model_files import capped
+from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
 from mlxsrv.prompts.planning import (
     chat_messages,
@@ -257,7 +258,7 @@ class Service:
         """
         lease = await self._lease(model)
         bounded = Bounded(
-            self.settings, loading=lambda: lease.model.coming, heard=lambda: self.engine.heard
+            self.settings, loading=lambda: lease.model.progressing, heard=lambda: self.engine.heard
         )
         self._spelling.add(bounded)
         try:
@@ -359,33 +360,31 @@ class Service:
             report = await self.pool.engine.report()
         if report is None:
             return Health(status=status, engine=engine)
-        limit, weights = self.pool.memory
+        pool = self.pool.statistics()
         return Health(
             status=status,
             engine=engine,
-            models=[self._model_state(model, report) for model in self.pool],
+            models=[_model_state(model, report) for model in pool.models],
             memory=MemoryState(
-                limit=limit,
-                weights=weights,
+                limit=pool.limit,
+                weights=pool.used,
                 active=report.active_bytes,
                 cached=report.cache_bytes,
                 peak=report.peak_bytes,
             ),
         )
 
-    def _model_state(self, model: Model, report: Report) -> ModelState:
-        idle = model.loaded is not None and model.users == 0
-        return ModelState(
-            id=model.name,
-            state=model.state,
-            pinned=self.pool.pinned(model),
-            requests=model.in_flight,
-            rows=model.rows.borrowed_tokens,
-            max_rows=int(model.rows.total_tokens),
-            bytes=model.loaded.bytes if model.loaded is not None else None,
-            idle_seconds=asyncio.get_running_loop().time() - model.left if idle else None,
-            engine=report.models.get(model.name, {}),
-        )
+    def statistics(self) -> PoolStatistics:
+        """The state of all models, without the device thread."""
+        return self.pool.statistics()
+
+    def label(self, name: str | None) -> str:
+        """The catalogue's name for what a request names, or "": see `Catalogue.label`."""
+        return self.pool.catalogue.label(name)
+
+    def abandon(self) -> None:
+        """Leave the device thread without waiting for anything: the loop is gone."""
+        self.pool.abandon()
 
     async def preload(self) -> None:
         """Load the default model and those that `--preload` names, then attach SAEs. A failure is
@@ -437,6 +436,20 @@ class Service:
 
 _REPORT_SECONDS = 2.0
 _FAREWELL_SECONDS = 2.0  # for the last frames to reach clients that read them
+
+
+def _model_state(model: ModelStatistics, report: Report) -> ModelState:
+    return ModelState(
+        id=model.name,
+        state=model.status,
+        pinned=model.pinned,
+        requests=model.leases,
+        rows=model.rows,
+        max_rows=model.max_rows,
+        bytes=model.bytes,
+        idle_seconds=model.idle_seconds,
+        engine=report.models.get(model.name, {}),
+    )
 
 
 def _capabilities(said: tuple[str, ...], model: Model | None) -> tuple[str, ...]:

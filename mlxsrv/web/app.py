@@ -33,7 +33,7 @@ from mlxsrv.settings import Settings, load_settings
 from mlxsrv.web import management
 from mlxsrv.web.bodies import Bodies, Ignored, read_body, share_of
 from mlxsrv.web.middleware import RequestLog, request_id
-from mlxsrv.web.observability.accounts import account_of, label, make_watchers
+from mlxsrv.web.observability.accounts import account_of, make_watchers
 from mlxsrv.web.responses import (
     Fold,
     JSONResponse,
@@ -124,7 +124,7 @@ class App(Starlette):
         loop = asyncio.get_running_loop()
         if self._service is None or self._loop is not loop:
             if self._service is not None:
-                self._service.pool.abandon()
+                self._service.abandon()
             self._service, self._loop = Service(self.settings, self._observers), loop
         return self._service
 
@@ -226,7 +226,7 @@ async def _generate(request: Request, form: Form) -> Response:
     account = account_of(request.scope)
     account.operation = form.operation
     asked, ignored = form.requests.decode(body)
-    account.asked, account.model = asked, label(app.service.pool.catalogue, asked.model)
+    account.asked, account.model = asked, app.service.label(asked.model)
     headers = app.ignored.header(ignored)
     reply = account.reply = await form.serve(app.service, asked, request_id(request.scope))
     # Its answer may take long; what it holds from then on are the tokens of a prompt that fits.
@@ -266,7 +266,7 @@ async def _compute(
     account.operation = operation
     body = await read_body(request, app.settings.max_body)
     asked, ignored = requests.decode(body)
-    account.asked, account.model = asked, label(app.service.pool.catalogue, asked.model)
+    account.asked, account.model = asked, app.service.label(asked.model)
     work = serve(app.service, asked, request_id(request.scope))
     answer = await unless_gone(request.receive, work)
     account.model, account.tokens = answer.model, answer.usage.prompt_tokens

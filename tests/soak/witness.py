@@ -43,7 +43,7 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
 def take(app: App, tasks: int) -> Holdings:
     service = app.service
     pool, engine = service.pool, service.engine
-    models = list(pool)
+    models, state = list(pool), pool.statistics()
     gc.collect()
     return Holdings(
         tasks=tasks,
@@ -55,10 +55,10 @@ def take(app: App, tasks: int) -> Holdings:
             "threads": int(anyio.to_thread.current_default_thread_limiter().borrowed_tokens),
         },
         claims={
-            "leases": sum(model.in_flight for model in models),
-            "users": sum(model.users for model in models),
-            "waiting": sum(len(model.waiting) for model in models),
-            "turns": len(pool._turns),
+            "leases": sum(model.leases for model in state.models),
+            "users": sum(model.users for model in state.models),
+            "waiting": sum(model.waiting for model in state.models),
+            "turns": len(state.queue),
             "replies": len(service._replies),
             "embeddings": len(service._embeddings),
             "receivers": len(engine._receivers),

@@ -136,6 +136,12 @@ class Catalogue:
     def known(self, name: str | None) -> ModelEntry | None:
         return self._index.entries.get(self.name(name))
 
+    def label(self, name: str | None) -> str:
+        """The entry's name for metrics and traces; "" if the name is not known, for clients can
+        make up any number of names."""
+        entry = self.known(name)
+        return "" if entry is None else entry.name
+
     async def find(self, name: str | None, *, download: bool = True) -> ModelEntry:
         """The entry that a request's `model` names.
 

@@ -1,4 +1,4 @@
-"""Which loaded models have to go so that another fits."""
+"""The choice of loaded models to evict so that another fits."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from mlxsrv.models.pool.model import Model
 
 
 class PoolLimits(msgspec.Struct, frozen=True):
-    """What may be loaded together: so many models, and bytes. Those `pinned`, and those that an
-    SAE is attached to, never go."""
+    """How many models, and how many bytes of them, may be loaded together."""
 
     models: int | None
     bytes: int
     pinned: frozenset[str]
+    """Names of models that are never evicted."""
 
     def victims(self, head: Model, models: Collection[Model]) -> list[Model]:
-        """Whom to evict so that `head` fits: idle models first, then the least recently entered,
-        and none that need not go.
+        """The models to evict so that `head` fits, and no more than needed: idle models first,
+        then the one whose last user entered longest ago.
 
         Args:
             models: those that have room; some of them may still be loading.
 
         Raises:
-            InsufficientMemory: not even all of them would do; the message has the numbers.
+            InsufficientMemory: evicting all that may be evicted is not enough; the message has
+                the numbers.
         """
         placed = [model for model in models if model is not head]
         movable = [model for model in placed if not self.stays(model)]
@@ -35,10 +36,11 @@ class PoolLimits(msgspec.Struct, frozen=True):
         if not self._fit([*pinned, head]):
             raise InsufficientMemory(self._too_large(head, pinned))
         victims: list[Model] = []
-        for model in sorted(movable, key=lambda model: (model.busy, model.used)):
+        for model in sorted(movable, key=lambda model: (model.busy, model.last_entry)):
             if self._fit([*_without(placed, victims), head]):
                 break
             victims.append(model)
+        # A small model chosen early is spared if a large one chosen later is enough alone.
         for model in list(victims):
             spared = [other for other in victims if other is not model]
             if self._fit([*_without(placed, spared), head]):
@@ -46,20 +48,21 @@ class PoolLimits(msgspec.Struct, frozen=True):
         return victims
 
     def stays(self, model: Model) -> bool:
+        """Whether the model is never evicted: it is pinned, or an SAE is attached to it."""
         return model.name in self.pinned or model.attachment is not None
 
     def _fit(self, models: Sequence[Model]) -> bool:
         few = self.models is None or len(models) <= self.models
-        return few and taken(models) <= self.bytes
+        return few and used_bytes(models) <= self.bytes
 
     def _too_large(self, head: Model, pinned: Sequence[Model]) -> str:
         if self.models is not None and len(pinned) >= self.models:
             return f"{head.name} cannot be loaded: all {self.models} models that may be are pinned"
-        used = taken(pinned)
+        used = used_bytes(pinned)
         beside = f", of which pinned models take {used}" if pinned else ""
         return (
-            f"{head.name} needs {taken([*pinned, head]) - used} bytes; the limit for all models "
-            f"is {self.bytes}{beside} (--memory-limit)"
+            f"{head.name} needs {used_bytes([*pinned, head]) - used} bytes; the limit for all "
+            f"models is {self.bytes}{beside} (--memory-limit)"
         )
 
 
@@ -67,7 +70,7 @@ def _without(models: Collection[Model], gone: Collection[Model]) -> list[Model]:
     return [model for model in models if model not in gone]
 
 
-def taken(models: Collection[Model]) -> int:
+def used_bytes(models: Collection[Model]) -> int:
     """The bytes that these models take together; weights that several share count once."""
     bases: dict[Path, int] = {}
     own = 0

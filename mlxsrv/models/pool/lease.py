@@ -1,38 +1,51 @@
-"""One request's claim on a model, and the rows it decodes.
+"""One request's claim on a model, and the rows that it decodes.
 
 Used on the event loop only.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from mlxsrv.errors import ServeError
 from mlxsrv.formats.encoders import CrossEncoderConfig
 from mlxsrv.formats.pooling import PoolingConfig
-from mlxsrv.models.pool.model import Model
+from mlxsrv.models.pool.model import Model, Ticket
 
 if TYPE_CHECKING:
-    from mlxsrv.models.pool.pool import Pool
     from mlxsrv.prompts.tokenizer import Tokenizer
 
 
 class Lease:
-    """One request's claim on a model. Ends with `release`, which may be called more than once."""
+    """One request's claim on a model. Ends with `release`, which may be called more than once.
 
-    def __init__(self, pool: Pool, model: Model) -> None:
-        self._pool = pool
+    Args:
+        prepare: makes the model's tokenizer.
+        enter: gives a ticket for the model.
+        leave: ends the claim; gets the ticket, if there was one.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        prepare: Callable[[Model], Awaitable[Tokenizer]],
+        enter: Callable[[Model], Ticket],
+        leave: Callable[[Model, Ticket | None], None],
+    ) -> None:
         self.model = model
-        self.ticket: asyncio.Future[None] | None = None  # done when it may enter, or never can
-        self.entered = False
         self.released = False
+        self._prepare = prepare
+        self._enter = enter
+        self._leave = leave
+        self._ticket: Ticket | None = None
         self._rows: set[object] = set()
-        model.in_flight += 1
+        model.add_lease()
 
     async def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, whether the model is loaded or not. Raises ServeError."""
-        return self.model.tokenizer or await self._pool.prepare(self.model)
+        return self.model.tokenizer or await self._prepare(self.model)
 
     @property
     def context_length(self) -> int | None:
@@ -46,13 +59,13 @@ class Lease:
 
     @property
     def pooling_config(self) -> PoolingConfig | str:
-        """How its vectors are made, or why they cannot be; known with the tokenizer."""
+        """How the model makes vectors, or why it cannot; known with the tokenizer."""
         assert self.model.files is not None
         return self.model.files.pooling_config
 
     @property
     def cross_encoder_config(self) -> CrossEncoderConfig | str:
-        """How pairs of texts are judged, or why they cannot be; known with the tokenizer."""
+        """How the model judges pairs of texts, or why it cannot; known with the tokenizer."""
         assert self.model.files is not None
         return self.model.files.cross_encoder_config
 
@@ -61,15 +74,19 @@ class Lease:
 
         Raises:
             ModelNotLoaded, InsufficientMemory, EngineFailed: it cannot be loaded.
-            Withdrawn: the claim has been ended meanwhile.
+            Withdrawn: the lease has ended meanwhile.
         """
-        await self._pool.enter(self)
+        if self.released:
+            raise Withdrawn("its lease has ended")
+        self._ticket = self._enter(self.model)
+        # If this wait is cancelled, the ticket may have entered already: `release` looks at it.
+        await self._ticket
 
     async def borrow_row(self, borrower: object) -> None:
         """Wait for a row, first come, first served.
 
-        On behalf of the borrower, not of the task: a reply is answered by one task and may be ended
-        by another.
+        The row belongs to the borrower, not to the task: one task may answer a reply, and another
+        may end it.
         """
         await self.model.rows.acquire_on_behalf_of(borrower)
         # A borrow that is cancelled holds nothing: anyio gives the token back before it raises.
@@ -85,9 +102,9 @@ class Lease:
         """End the claim, also while it waits to enter. All rows have been returned."""
         if not self.released:
             self.released = True
-            self.model.in_flight -= 1
-            self._pool.leave(self)
+            self.model.remove_lease()
+            self._leave(self.model, self._ticket)
 
 
 class Withdrawn(ServeError):
-    """To who waits to enter when its claim is ended; whoever ended it has told its client why."""
+    """The lease ended while it waited to enter. Whoever ended it has told the client why."""

@@ -1,10 +1,20 @@
-"""One model of the pool: what it is loaded from, and who wants it."""
+"""One model of the pool: its state, what is known of it, and who uses it.
+
+Rules:
+
+- `LoadState` says how far the model is on its way into memory. `FOLLOWING` is the table of what may
+  follow what; `Model.enter` is the only place that changes the state, and checks it.
+- Only the pool calls the methods that change a model. Others read its properties, and borrow from
+  `rows`, `tokenizer_lock` and `compiling`.
+- Everything here runs on the event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -13,40 +23,56 @@ import msgspec
 
 from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.orders import Attach
-from mlxsrv.formats.adapters import adapter_bytes
-from mlxsrv.formats.encoders import CrossEncoderConfig, read_cross_encoder_config
-from mlxsrv.formats.model_folder import describe
-from mlxsrv.formats.pooling import PoolingConfig, read_pooling_config
 from mlxsrv.formats.sae_files import SAEFile
-from mlxsrv.models.catalogue.catalogue import ModelEntry, ModelSource
+from mlxsrv.models.catalogue.catalogue import ModelEntry
+from mlxsrv.models.pool.model_files import ModelFiles
 from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
 from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
-    from mlxsrv.models.pool.lease import Lease
     from mlxsrv.prompts.tokenizer import Tokenizer
 
 _COMPILERS = 4
 
+Status = Literal["loaded", "loading", "waiting for room", "unused"]
+"""A state in the words of `/health`."""
 
-class ModelFiles(msgspec.Struct, frozen=True):
-    """What a model is loaded from, and the bytes that it will take.
 
-    `base` are the weights', which entries with the same folder share; `own` what nobody shares:
-    an adapter, a draft model, the first block of a KV cache.
-    """
+Ticket = asyncio.Future[None]
+"""Done when its lease has entered the model, or when it never can."""
 
-    folder: Path
-    adapter: Path | None
-    draft: Path | None
-    base: int
-    own: int
-    context_length: int | None
-    capabilities: tuple[str, ...]
-    pooling_config: PoolingConfig | str
-    """How texts become vectors, or why they cannot."""
-    cross_encoder_config: CrossEncoderConfig | str
-    """How pairs of texts become scores, or why they cannot."""
+
+class LoadState(Enum):
+    """How far a model is on its way into memory."""
+
+    UNUSED = auto()
+    """Nothing is under way. The tokenizer may be there already."""
+    PREPARING = auto()
+    """Its files are read, and its tokenizer is made."""
+    FETCHING = auto()
+    """Its files, or some of them, are downloaded."""
+    WAITING = auto()
+    """It waits until other models have made room."""
+    LOADING = auto()
+    """It has room, and the device thread loads it."""
+    LOADED = auto()
+    CLOSING = auto()
+    """It is loaded, and goes as soon as its users have left, to make room for another model."""
+
+
+_S = LoadState
+FOLLOWING: Mapping[LoadState, frozenset[LoadState]] = {
+    _S.UNUSED: frozenset({_S.PREPARING, _S.WAITING}),
+    _S.PREPARING: frozenset({_S.FETCHING, _S.UNUSED}),
+    _S.FETCHING: frozenset({_S.PREPARING, _S.UNUSED}),
+    _S.WAITING: frozenset({_S.LOADING, _S.UNUSED}),
+    _S.LOADING: frozenset({_S.LOADED, _S.UNUSED}),
+    # A model that goes waits again if its next load is queued already.
+    _S.LOADED: frozenset({_S.CLOSING, _S.UNUSED, _S.WAITING}),
+    _S.CLOSING: frozenset({_S.LOADED, _S.UNUSED, _S.WAITING}),
+}
+_PREPARING = frozenset({_S.PREPARING, _S.FETCHING})
+_IN_MEMORY = frozenset({_S.LOADED, _S.CLOSING})
 
 
 class Attachment(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,11 +95,34 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
         return Attach(self.model, self.number, str(self.path), self.layer, self.before)
 
 
-class Model:
-    """One entry that is loaded, or wanted. The pool changes it; others read.
+class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that can be told of a model at one moment."""
 
-    `rows` lends as many tokens as the batch has rows: whoever holds one is decoded at once.
-    `tokenizing` lends the tokenizer, which is not for concurrent use, to one thread at a time.
+    name: str
+    state: LoadState
+    status: Status
+    pinned: bool
+    """It is never evicted."""
+    leases: int
+    users: int
+    """Leases that have entered."""
+    waiting: int
+    """Leases that wait to enter."""
+    rows: int
+    """Rows in use."""
+    max_rows: int
+    waiting_for_row: int
+    bytes: int | None
+    """Bytes of the weights; None unless it is loaded."""
+    idle_seconds: float | None
+    """How long it has been loaded without a user; None if it is not loaded or has one."""
+
+
+class Model:
+    """An entry of the catalogue that is loaded, or that somebody has a lease on.
+
+    `rows` lends as many tokens as the batch has rows: the holder of one is decoded at once.
+    `tokenizer_lock` lends the tokenizer to one thread at a time.
     `compiling` bounds the threads, each with a process of its own, that compile grammars.
     """
 
@@ -82,112 +131,203 @@ class Model:
         self.rows = anyio.CapacityLimiter(settings.max_concurrency)
         self.tokenizer_lock = TokenizerLock()
         self.compiling = anyio.CapacityLimiter(_COMPILERS)
-        self.most = settings.max_concurrency + settings.max_queue
-        self.in_flight = 0  # leases
-        self.users = 0  # leases that have entered
-        self.waiting: deque[Lease] = deque()  # those that wait to enter
-        self.closing = False  # is to make room when its users have left
-        self.used = 0.0  # when the last user entered
-        self.left = 0.0  # when the last user left, or the load ended
-        self.fetching = False  # its files, or some of them, are being downloaded
-        self.files: ModelFiles | None = None
-        self.tokenizer: Tokenizer | None = None  # may be there before the model is
-        self.placed = False  # has room, and is loaded or being loaded
-        self.loaded: Loaded | None = None
-        self.preparing: asyncio.Task[Tokenizer] | None = None
-        self.loading: asyncio.Task[None] | None = None
-        self.turn: asyncio.Future[list[Model]] | None = None
-        self.attachment: Attachment | None = None
-        self.timer: asyncio.TimerHandle | None = None
+        self._state = LoadState.UNUSED
+        self._files: ModelFiles | None = None
+        self._tokenizer: Tokenizer | None = None
+        self._loaded: Loaded | None = None
+        self._attachment: Attachment | None = None
+        self._leases = 0
+        self._users = 0
+        self._tickets: deque[Ticket] = deque()
+        self._last_entry = 0.0
+        self._last_exit = 0.0
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self.prepare_task: asyncio.Task[Tokenizer] | None = None
+        self.load_task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Model {self.name} {self._state.name} {self._leases}+{self._users}>"
+
+    # For all to read.
 
     @property
     def name(self) -> str:
         return self.entry.name
 
     @property
+    def state(self) -> LoadState:
+        return self._state
+
+    @property
+    def files(self) -> ModelFiles | None:
+        """Known together with the tokenizer."""
+        return self._files
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """May be there before the model is loaded."""
+        return self._tokenizer
+
+    @property
+    def loaded(self) -> Loaded | None:
+        """The device thread's answer, while the model is loaded."""
+        return self._loaded
+
+    @property
+    def attachment(self) -> Attachment | None:
+        return self._attachment
+
+    @property
+    def leases(self) -> int:
+        return self._leases
+
+    @property
+    def users(self) -> int:
+        """Leases that have entered."""
+        return self._users
+
+    @property
+    def last_entry(self) -> float:
+        """When a user entered last, by the loop's clock."""
+        return self._last_entry
+
+    @property
     def wanted(self) -> bool:
         """Somebody waits to enter."""
-        return any(lease.ticket is not None and not lease.ticket.done() for lease in self.waiting)
+        return any(not ticket.done() for ticket in self._tickets)
 
     @property
-    def coming(self) -> bool:
-        """Its files, its tokenizer or its weights are on their way; it does not wait for room."""
-        return self.preparing is not None or (self.loading is not None and self.turn is None)
-
-    @property
-    def state(self) -> Literal["loaded", "loading", "waiting for room", "unused"]:
-        if self.loaded is not None:
-            return "loaded"
-        if self.turn is not None:
-            return "waiting for room"
-        return "unused" if self.loading is None else "loading"
+    def has_room(self) -> bool:
+        """It is in memory, or on its way there: its bytes count."""
+        return self._state is LoadState.LOADING or self._state in _IN_MEMORY
 
     @property
     def busy(self) -> bool:
-        return self.users > 0 or (self.placed and self.loaded is None)
+        """It cannot go now."""
+        return self._users > 0 or self._state is LoadState.LOADING
+
+    @property
+    def progressing(self) -> bool:
+        """Its files, its tokenizer or its weights are on their way; it does not wait for room."""
+        if self._state is LoadState.UNUSED:
+            return self.load_task is not None
+        return self._state in _PREPARING or self._state is LoadState.LOADING
+
+    @property
+    def status(self) -> Status:
+        if self._state in _IN_MEMORY:
+            return "loaded"
+        if self._state is LoadState.WAITING:
+            return "waiting for room"
+        asked = self.load_task is not None or self._state is LoadState.LOADING
+        return "loading" if asked else "unused"
+
+    @property
+    def forgettable(self) -> bool:
+        """Neither loaded nor claimed, and no work on it is left that the next lease would have to
+        begin again."""
+        working = self.prepare_task is not None or self.load_task is not None
+        return not working and self._loaded is None and self._leases == 0
+
+    def statistics(self, *, pinned: bool) -> ModelStatistics:
+        idle = self._loaded is not None and self._users == 0
+        return ModelStatistics(
+            name=self.name,
+            state=self._state,
+            status=self.status,
+            pinned=pinned,
+            leases=self._leases,
+            users=self._users,
+            waiting=len(self._tickets),
+            rows=self.rows.borrowed_tokens,
+            max_rows=int(self.rows.total_tokens),
+            waiting_for_row=self.rows.statistics().tasks_waiting,
+            bytes=None if self._loaded is None else self._loaded.bytes,
+            idle_seconds=_now() - self._last_exit if idle else None,
+        )
+
+    # For the pool: states.
+
+    def enter(self, state: LoadState) -> None:
+        """Change the state. Raises RuntimeError if the table does not allow it."""
+        if state not in FOLLOWING[self._state]:
+            raise RuntimeError(f"{self.name} cannot be {state.name} after {self._state.name}")
+        self._state = state
+
+    def finish_preparing(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
+        self._files, self._tokenizer = files, tokenizer
+
+    def finish_loading(self, loaded: Loaded, max_rows: int) -> None:
+        self.enter(LoadState.LOADED)
+        self._loaded = loaded
+        self.rows.total_tokens = max_rows if loaded.batched else 1
+
+    def finish_unloading(self, state: LoadState) -> None:
+        self.stop_idle_timer()
+        self.enter(state)
+        self._loaded = None
+
+    def set_attachment(self, attachment: Attachment | None) -> None:
+        self._attachment = attachment
+
+    # For the pool: leases. A lease waits for its ticket. A ticket that is done without an error has
+    # entered; its lease may learn that only later, since its task has yet to run.
+
+    def add_lease(self) -> None:
+        self._leases += 1
+
+    def remove_lease(self) -> None:
+        self._leases -= 1
+
+    def queue(self) -> Ticket:
+        """A new ticket, which waits."""
+        ticket: Ticket = asyncio.get_running_loop().create_future()
+        self._tickets.append(ticket)
+        return ticket
+
+    def admit_waiting(self) -> None:
+        """Let in all whose tickets still wait, on their behalf: until their tasks run, nobody may
+        find the model idle."""
+        while self._tickets:
+            ticket = self._tickets.popleft()
+            if not ticket.done():
+                self._users += 1
+                self._last_entry = _now()
+                self.stop_idle_timer()
+                ticket.set_result(None)
+
+    def refuse_waiting(self, error: Exception) -> None:
+        """Tell all who wait why they cannot enter."""
+        while self._tickets:
+            ticket = self._tickets.popleft()
+            if not ticket.done():
+                ticket.set_exception(error)
+
+    def withdraw(self, ticket: Ticket, error: Exception) -> bool:
+        """Take a ticket out of the queue. False if it is not there."""
+        if ticket not in self._tickets:
+            return False
+        self._tickets.remove(ticket)
+        if not ticket.done():
+            ticket.set_exception(error)
+        return True
+
+    def leave(self) -> None:
+        """Count out one that has entered."""
+        self._users -= 1
+
+    def start_idle_time(self, timeout: float | None, evict: Callable[[Model, str], None]) -> None:
+        """Note that the last user has left; call `evict` after `timeout` seconds without one."""
+        self._last_exit = _now()
+        if timeout is not None:
+            loop = asyncio.get_running_loop()
+            self._idle_timer = loop.call_later(timeout, evict, self, "idle")
+
+    def stop_idle_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
 
 
-def is_here(source: ModelSource, draft: ModelSource | None) -> bool:
-    """Whether `examine` will fetch nothing. Looks at the disk."""
-    return source.folder() is not None and (draft is None or draft.folder() is not None)
-
-
-def examine(
-    source: ModelSource,
-    draft: ModelSource | None,
-    settings: Settings,
-    name: str,
-    check: Callable[[], None],
-) -> ModelFiles:
-    """Look at a model's files, fetching what is not here; `check` stops that by raising.
-
-    Blocks; raises UnusableFile, ServeError.
-    """
-    trust = settings.trust_remote_code
-    folder = source.fetch(check).resolve()
-    described = describe(folder, name=name, trust_remote_code=trust)
-    own = described.kv_block
-    if source.adapter is not None:
-        own += adapter_bytes(source.adapter)
-    small = None
-    if draft is not None:
-        small = draft.fetch(check).resolve()
-        own += describe(small, trust_remote_code=trust).weights
-    return ModelFiles(
-        folder,
-        source.adapter,
-        small,
-        base=described.weights,
-        own=own,
-        context_length=capped(described.context_length, settings),
-        capabilities=described.capabilities,
-        pooling_config=_pooling_config(folder, described.capabilities, name),
-        cross_encoder_config=_cross_encoder_config(folder),
-    )
-
-
-def _pooling_config(folder: Path, capabilities: Collection[str], name: str) -> PoolingConfig | str:
-    try:
-        return read_pooling_config(folder, decoder="completion" in capabilities, name=name)
-    except ValueError as error:
-        return str(error)
-
-
-def _cross_encoder_config(folder: Path) -> CrossEncoderConfig | str:
-    try:
-        return read_cross_encoder_config(folder)
-    except ValueError as error:
-        return str(error)
-
-
-def capped(context_length: int | None, settings: Settings) -> int | None:
-    """A model's context, as far as the operator allows."""
-    lengths = [context_length, settings.max_context]
-    return min((length for length in lengths if length is not None), default=None)
-
-
-def make_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
-    # Imported on first use: transformers takes most of a second.
-    from mlxsrv.prompts.tokenizer import Tokenizer
-
-    return Tokenizer(folder, trust_remote_code=trust_remote_code)
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -22,6 +22,7 @@ from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
+from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.models.sae_library import SAEEntry, SAELibrary
@@ -84,6 +85,7 @@ class SAEs:
 
     def __init__(self, pool: Pool, settings: Settings) -> None:
         self._pool = pool
+        self._attachments = Attachments(pool)
         self._library = SAELibrary(settings)
         self._wanted = wanted_attachments(settings, pool.catalogue)
         self._beginning: asyncio.Task[None] | None = None
@@ -187,7 +189,7 @@ class SAEs:
                 raise SAEIncompatible(f"layer: {id} does not say which it is for", param="layer")
         if not fits.compatible or file is None or path is None or layer is None:
             raise SAEIncompatible(f"{id} cannot be attached: {'; '.join(fits.reasons)}")
-        attachment = await self._pool.attach(entry, id, path, file, layer, file.before)
+        attachment = await self._attachments.attach(entry, id, path, file, layer, file.before)
         for warning in fits.warnings:
             log(_log, logging.WARNING, "SAE warning", sae=id, model=entry.name, reason=warning)
         log(_log, logging.INFO, "SAE attached", sae=id, model=entry.name, layer=layer)
@@ -202,7 +204,7 @@ class SAEs:
             elsewhere = ", ".join(self._attached_to(id))
             hint = f"; it is to {elsewhere}" if elsewhere else ""
             raise SAENotAttached(f"{id} is not attached to {name}{hint}")
-        self._pool.detach(name)
+        self._attachments.detach(name)
         log(_log, logging.INFO, "SAE detached", sae=id, model=name)
         return _attachment_object(name, None)
 

@@ -11,7 +11,6 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import Scope
 
-from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.service.observing import Asked, Observer, Operation, RequestEnded
 from mlxsrv.service.reply import Reply
 from mlxsrv.settings import Settings, SettingsError
@@ -71,12 +70,6 @@ def account_of(scope: Scope) -> Account:
     """What is known of the request so far; the middleware has opened it."""
     account: Account = scope[_KEY]
     return account
-
-
-def label(catalogue: Catalogue, name: str | None) -> str:
-    """The catalogue's name for what a request names, or "": clients can make up any number."""
-    entry = catalogue.known(name)
-    return "" if entry is None else entry.name
 
 
 class Watchers(Struct, frozen=True):

@@ -34,7 +34,6 @@ from mlxsrv.models.pool.observing import ModelEvicted, ModelFailed, ModelLoaded
 from mlxsrv.service.observing import Generated, Observer, RequestEnded, Tell
 from mlxsrv.service.service import Service
 from mlxsrv.version import __version__
-from mlxsrv.web.observability.accounts import label
 from mlxsrv.wire.openai import Health
 
 # Not OpenMetrics, in which prometheus-client spells a colon as an underscore.
@@ -288,14 +287,14 @@ def _service_gauges(service: Service, health: Health) -> list[Metric]:
     most = _gauge("max_rows", "Rows that are decoded together at most.", "model_name")
     size = _gauge("model_bytes", "Bytes of a loaded model's weights.", "model_name")
     queued: dict[str, int] = {}
-    for model in service.pool:
-        known = label(service.pool.catalogue, model.name) if model.loaded is None else model.name
-        queues = len(model.waiting) + model.rows.statistics().tasks_waiting
+    for model in service.statistics().models:
+        known = service.label(model.name) if model.bytes is None else model.name
+        queues = model.waiting + model.waiting_for_row
         queued[known] = queued.get(known, 0) + queues
-        if model.loaded is not None:
-            running.add_metric([model.name], model.rows.borrowed_tokens)
-            most.add_metric([model.name], model.rows.total_tokens)
-            size.add_metric([model.name], model.loaded.bytes)
+        if model.bytes is not None:
+            running.add_metric([model.name], model.rows)
+            most.add_metric([model.name], model.max_rows)
+            size.add_metric([model.name], model.bytes)
     for name, number in queued.items():
         waiting.add_metric([name], number)
     return [info, ready, running, waiting, most, size]

@@ -9,7 +9,8 @@ import pytest
 from mlxsrv.errors import InsufficientMemory
 from mlxsrv.models.catalogue.catalogue import ModelEntry, ModelSource
 from mlxsrv.models.pool.eviction import PoolLimits
-from mlxsrv.models.pool.model import Model, ModelFiles
+from mlxsrv.models.pool.model import Model
+from mlxsrv.models.pool.model_files import ModelFiles
 from mlxsrv.settings import Settings
 
 
@@ -17,7 +18,7 @@ def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = 
     """A loaded model of `size` bytes; one with a `base` has as many again of its own."""
     folder = Path("/" + (base or name))
     made = Model(ModelEntry(name, ModelSource(folder), 0), Settings())
-    made.files = ModelFiles(
+    made._files = ModelFiles(
         folder,
         None,
         None,
@@ -28,7 +29,7 @@ def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = 
         pooling_config="",
         cross_encoder_config="",
     )
-    made.users, made.used = users, used
+    made._users, made._last_entry = users, used
     return made
 
 

@@ -23,6 +23,7 @@ import pytest
 from mlxsrv.errors import InsufficientMemory, ModelNotLoaded, Overloaded, ShuttingDown
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.pool.lease import Lease
+from mlxsrv.models.pool.model import LoadState
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.settings import Settings
 from tests.support.tiny import write_model
@@ -96,11 +97,12 @@ async def opened(folder: Path, **options: Any) -> AsyncIterator[Pool]:
 
 
 def check_idle(pool: Pool) -> None:
-    for model in pool:
-        assert (model.users, model.in_flight, len(model.waiting)) == (0, 0, 0)
-        assert (model.closing, model.rows.borrowed_tokens) == (False, 0)
-        assert model.loaded is not None or model.loading is not None
-    assert not pool._turns
+    state = pool.statistics()
+    for model in state.models:
+        assert (model.leases, model.users, model.waiting) == (0, 0, 0)
+        assert (model.rows, model.waiting_for_row) == (0, 0)
+        assert model.status in ("loaded", "loading")
+    assert state.queue == ()
 
 
 def entry(pool: Pool, name: str) -> ModelEntry:
@@ -141,7 +143,7 @@ async def until(what: Callable[[], object], why: str) -> None:
 
 async def queued(pool: Pool, *names: str) -> None:
     """Wait until these models have asked for room, in this order."""
-    await until(lambda: [m.name for m in pool._turns] == [*names], f"{names} wait for their turn")
+    await until(lambda: pool.statistics().queue == names, f"{names} wait for their turn")
 
 
 def loaded(pool: Pool) -> set[str]:
@@ -187,7 +189,7 @@ def test_a_load_that_all_have_left_is_there_for_the_next(folder: Path, log: Log)
     async def test() -> None:
         async with opened(folder) as pool:
             only = ask(pool, "a")
-            await until(lambda: (model := pool.model("a")) and model.placed, "it is loading")
+            await until(lambda: (model := pool.model("a")) and model.has_room, "it is loading")
             only.cancel()
             await use(pool, "a")
             assert log.moves == ["+a"]
@@ -326,7 +328,7 @@ def test_a_swap_waits_for_the_last_user_and_whoever_comes_later_waits_behind_it(
                     later = ask(pool, "a")
                     await queued(pool, "b", "a")
                 assert lease.model.users == 1
-                assert lease.model.closing
+                assert lease.model.state is LoadState.CLOSING
                 assert log.moves == ["+a"], "there is still one user"
                 assert not later.done()
             await asyncio.gather(other, later)
@@ -387,9 +389,9 @@ def test_a_lease_that_ends_while_it_waits_leaves_nothing(folder: Path, log: Log)
                 later = ask(pool, "a")
                 late.release()
                 await later
-                with pytest.raises(Exception, match="its claim has ended"):
+                with pytest.raises(Exception, match="its lease has ended"):
                     await waits
-                with pytest.raises(Exception, match="its claim has ended"):
+                with pytest.raises(Exception, match="its lease has ended"):
                     await late.enter()
             assert log.moves == ["+a"]
 
@@ -533,7 +535,7 @@ def test_requests_come_and_go_in_any_order(folder: Path, options: Fields) -> Non
             assert not hanging
             for task in done - {task for task in done if task.cancelled()}:
                 task.result()
-            await until(lambda: not any(model.loading for model in pool), "the last load ends")
+            await until(lambda: not any(model.load_task for model in pool), "the last load ends")
             there = (await pool.engine.report()).models.keys()
             assert there == loaded(pool)
             assert len(there) <= options["max_models"]

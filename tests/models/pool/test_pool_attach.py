@@ -9,6 +9,7 @@ import pytest
 
 from mlxsrv.errors import InsufficientMemory, SAEAttached, SAEIncompatible, SAENotAttached
 from mlxsrv.formats.sae_files import read_sae
+from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
 from tests.models.pool.test_pool import Log, entry, folder, log, opened, run, until, use
@@ -22,21 +23,24 @@ def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sae(tmp_path_factory.mktemp("sae"))
 
 
-async def attach(pool: Pool, name: str, sae: Path, *, layer: int = 1) -> Attachment:
-    return await pool.attach(entry(pool, name), "s", sae, read_sae(sae), layer, False)
+async def attach(
+    saes: Attachments, pool: Pool, name: str, sae: Path, *, layer: int = 1
+) -> Attachment:
+    return await saes.attach(entry(pool, name), "s", sae, read_sae(sae), layer, False)
 
 
 @pytest.mark.slow
 def test_a_model_with_an_sae_stays(folder: Path, sae: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder, max_models=2, idle_timeout=0.1) as pool:
-            attachment = await attach(pool, "a", sae)
+            saes = Attachments(pool)
+            attachment = await attach(saes, pool, "a", sae)
             assert pool.attachments == {"a": attachment}
             assert attachment.bytes == read_sae(sae).bytes
             await use(pool, "b", "c")
             await until(lambda: log.moves[-1] == "-c", "the idle ones go")
             assert log.moves[:4] == ["+a", "+b", "-b", "+c"]
-            pool.detach("a")
+            saes.detach("a")
             assert not pool.attachments
             await until(lambda: log.moves[-1] == "-a", "it is idle, too")
 
@@ -46,17 +50,18 @@ def test_a_model_with_an_sae_stays(folder: Path, sae: Path, log: Log) -> None:
 def test_a_model_cannot_have_two(folder: Path, sae: Path) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
-            both = (attach(pool, "a", sae), attach(pool, "a", sae))
+            saes = Attachments(pool)
+            both = (attach(saes, pool, "a", sae), attach(saes, pool, "a", sae))
             outcomes = await asyncio.gather(*both, return_exceptions=True)
             assert sorted(type(each) is SAEAttached for each in outcomes) == [False, True]
             with pytest.raises(SAEAttached):
-                await attach(pool, "a", sae)
-            pool.detach("a")
+                await attach(saes, pool, "a", sae)
+            saes.detach("a")
             with pytest.raises(SAENotAttached):
-                pool.detach("a")
-            again = await attach(pool, "a", sae)
+                saes.detach("a")
+            again = await attach(saes, pool, "a", sae)
             assert again.number > max(e.number for e in outcomes if isinstance(e, Attachment))
-            pool.detach("a")
+            saes.detach("a")
 
     run(test)
 
@@ -64,15 +69,16 @@ def test_a_model_cannot_have_two(folder: Path, sae: Path) -> None:
 def test_what_cannot_be_attached_leaves_nothing(folder: Path, sae: Path, tmp_path: Path) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
+            saes = Attachments(pool)
             narrow = write_sae(tmp_path, d_in=32)
             for path, layer, reason in ((narrow, 1, "not 32"), (sae, 7, "no layer 7")):
                 before = pool.memory
                 with pytest.raises(SAEIncompatible, match=reason):
-                    await attach(pool, "a", path, layer=layer)
+                    await attach(saes, pool, "a", path, layer=layer)
                 assert not pool.attachments
                 assert pool.memory[1] <= max(before[1], pool.memory[1])
-            await attach(pool, "a", sae)
-            pool.detach("a")
+            await attach(saes, pool, "a", sae)
+            saes.detach("a")
 
     run(test)
 
@@ -80,18 +86,21 @@ def test_what_cannot_be_attached_leaves_nothing(folder: Path, sae: Path, tmp_pat
 def test_an_sae_counts_as_memory(folder: Path, sae: Path) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
+            saes = Attachments(pool)
             await use(pool, "a")
             _, alone = pool.memory
         size = read_sae(sae).bytes
         async with opened(folder, memory_limit=alone + size - 1) as pool:
+            saes = Attachments(pool)
             with pytest.raises(InsufficientMemory, match=str(size)):
-                await attach(pool, "a", sae)
+                await attach(saes, pool, "a", sae)
         async with opened(folder, memory_limit=alone + size) as pool:
-            await attach(pool, "a", sae)
+            saes = Attachments(pool)
+            await attach(saes, pool, "a", sae)
             assert pool.memory[1] == alone + size
             with pytest.raises(InsufficientMemory):
                 await use(pool, "b")
-            pool.detach("a")
+            saes.detach("a")
             assert pool.memory[1] == alone
             await use(pool, "b")
 
@@ -101,10 +110,11 @@ def test_an_sae_counts_as_memory(folder: Path, sae: Path) -> None:
 def test_who_gives_up_waiting_does_not_stop_it(folder: Path, sae: Path) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
-            asked = asyncio.create_task(attach(pool, "a", sae))
+            saes = Attachments(pool)
+            asked = asyncio.create_task(attach(saes, pool, "a", sae))
             await asyncio.sleep(0)
             asked.cancel()
             await until(lambda: pool.attachments, "the SAE is attached all the same")
-            pool.detach("a")
+            saes.detach("a")
 
     run(test)

@@ -12,8 +12,9 @@ import asyncio
 import random
 import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeVar
@@ -26,9 +27,10 @@ from mlxsrv.engine.orders import Load
 from mlxsrv.errors import ModelNotLoaded, ServeError
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.models.catalogue.catalogue import Catalogue
-from mlxsrv.models.pool import pool as module
+from mlxsrv.models.pool import preparing
 from mlxsrv.models.pool.lease import Lease
-from mlxsrv.models.pool.model import ModelFiles
+from mlxsrv.models.pool.model import FOLLOWING, LoadState, Model
+from mlxsrv.models.pool.model_files import ModelFiles
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.settings import Settings
 
@@ -38,6 +40,9 @@ files."""
 
 T = TypeVar("T")
 How = Literal["cancel", "end"]
+Move = tuple[LoadState, LoadState]
+
+TABLE = {(state, after) for state, states in FOLLOWING.items() for after in states}
 
 # A clock that jumps.
 
@@ -181,13 +186,14 @@ class World:
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait(others)
         assert self.engine.wrong == []
-        assert not self.pool._turns
-        assert {model.name for model in self.pool if model.loaded} == self.engine.loaded
-        for model in self.pool:
-            assert model.loaded is not None, f"{model.name} is kept for nobody"
-            assert (model.users, model.in_flight, len(model.waiting)) == (0, 0, 0)
-            assert (model.placed, model.closing, model.turn) == (True, False, None)
-            assert model.rows.borrowed_tokens == 0
+        state = self.pool.statistics()
+        assert state.queue == ()
+        assert {model.name for model in state.models} == self.engine.loaded
+        assert state.used == sum(SIZES[name] for name in self.engine.loaded)
+        for model in state.models:
+            assert model.state is LoadState.LOADED, f"{model.name} is kept for nobody"
+            assert (model.leases, model.users, model.waiting) == (0, 0, 0)
+            assert (model.rows, model.waiting_for_row) == (0, 0)
         if self.settings.idle_timeout is not None:
             await asyncio.sleep(2 * self.settings.idle_timeout)
             assert self.engine.loaded <= {*self.settings.pin}
@@ -297,12 +303,29 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     for name in SIZES:
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(module, "examine", examine)
-    monkeypatch.setattr(
-        module, "make_tokenizer", lambda *_: SimpleNamespace(lend=lambda pause: None, thinks=False)
-    )
+    monkeypatch.setattr(preparing, "examine", examine)
+    tokenizer = SimpleNamespace(lend=lambda pause: None, thinks=False)
+    here = cycle([True, False])
+    monkeypatch.setattr(preparing, "is_here", lambda *_: next(here))
+    monkeypatch.setattr(preparing, "make_tokenizer", lambda *_: tokenizer)
     monkeypatch.setattr(anyio.to_thread, "run_sync", run_sync)
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Move]]:
+    """The changes of state that were asked for. The pool takes one that is not allowed for a load's
+    failure; so that is told at the end."""
+    asked: set[Move] = set()
+    enter = Model.enter
+
+    def note(model: Model, state: LoadState) -> None:
+        asked.add((model.state, state))
+        enter(model, state)
+
+    monkeypatch.setattr(Model, "enter", note)
+    yield asked
+    assert asked <= TABLE
 
 
 # The play.
@@ -397,3 +420,64 @@ def test_what_comes_back_takes_no_room_from_others(folder: Path) -> None:
         assert world.engine.loads == ["a", "broken", "b"]
 
     run(play)
+
+
+def test_every_change_of_state_happens_and_no_other(folder: Path, moves: set[Move]) -> None:
+    """So the table says neither too little nor too much."""
+
+    async def play() -> None:
+        world = World(folder, dice, calm=dice.random() < 0.3, max_models=2, idle_timeout=0.3)
+        world.failures = 0.2
+        for _ in range(30):
+            await world.pause()
+            request = world.request(dice.choice(list(SIZES)))
+            if dice.random() < 0.4:
+                request.leave("cancel", pauses=dice.randrange(8))
+        await world.finish()
+
+    async def reopen() -> None:
+        """A model goes that was closing, has been reopened, and is still in the queue."""
+        world = World(folder, random.Random(0), calm=True, memory_limit=30)
+        pool = world.pool
+        used = [await entered(pool, name) for name in ("b", "a")]
+        large = begin(pool, "c")
+        await turns(50)
+        small = begin(pool, "broken")
+        await turns(50)
+        again = begin(pool, "a")
+        await turns(50)
+        assert pool.statistics().queue == ("c", "broken", "a")
+        large[0].release()
+        assert pool.statistics().queue == ("broken", "a")
+        assert states(pool)["a"] is LoadState.LOADED
+        again[0].release()
+        used[1].release()
+        assert pool.statistics().queue == ()
+        for lease in (used[0], small[0]):
+            lease.release()
+        await asyncio.gather(large[1], small[1], again[1], return_exceptions=True)
+        await world.finish()
+
+    for seed in range(10):
+        dice = random.Random(seed)
+        run(play)
+    run(reopen)
+    assert moves == TABLE
+
+
+async def entered(pool: Pool, name: str) -> Lease:
+    lease, waits = begin(pool, name)
+    await waits
+    return lease
+
+
+def begin(pool: Pool, name: str) -> tuple[Lease, asyncio.Task[None]]:
+    """A lease that is about to enter."""
+    entry = pool.catalogue.known(name)
+    assert entry is not None
+    lease = pool.lease(entry)
+    return lease, asyncio.create_task(lease.enter())
+
+
+def states(pool: Pool) -> dict[str, LoadState]:
+    return {model.name: model.state for model in pool.statistics().models}

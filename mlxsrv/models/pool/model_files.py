@@ -1,0 +1,58 @@
+"""The files that a model is loaded from, and the order to load them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from mlxsrv.engine.orders import Load
+from mlxsrv.formats.encoders import CrossEncoderConfig
+from mlxsrv.formats.pooling import PoolingConfig
+from mlxsrv.models.control_vectors import ControlVector
+from mlxsrv.settings import Settings
+
+
+class ModelFiles(msgspec.Struct, frozen=True):
+    """The files that a model is loaded from, and the bytes that it will take."""
+
+    folder: Path
+    adapter: Path | None
+    draft: Path | None
+    base: int
+    """Bytes of the weights; entries with the same folder share them."""
+    own: int
+    """Bytes that nothing shares: an adapter, a draft model, the first block of a KV cache."""
+    context_length: int | None
+    capabilities: tuple[str, ...]
+    pooling_config: PoolingConfig | str
+    """How texts become vectors, or why they cannot."""
+    cross_encoder_config: CrossEncoderConfig | str
+    """How pairs of texts become scores, or why they cannot."""
+
+
+def capped(context_length: int | None, settings: Settings) -> int | None:
+    """A model's context in tokens, as far as `--max-context` allows it."""
+    lengths = [context_length, settings.max_context]
+    return min((length for length in lengths if length is not None), default=None)
+
+
+def load_order(
+    name: str, files: ModelFiles, settings: Settings, vectors: Iterable[ControlVector]
+) -> Load:
+    """What the device thread is told to load."""
+    return Load(
+        model=name,
+        path=str(files.folder),
+        adapter=None if files.adapter is None else str(files.adapter),
+        draft=None if files.draft is None else str(files.draft),
+        max_rows=settings.max_concurrency,
+        prefill_chunk=settings.prefill_chunk,
+        max_gap=settings.max_gap,
+        prompt_cache_bytes=settings.prompt_cache_bytes,
+        kv_bits=settings.kv_bits,
+        max_kv_size=settings.max_kv_size,
+        trust_remote_code=settings.trust_remote_code,
+        vectors=tuple((each.name, str(each.file.path)) for each in vectors),
+    )

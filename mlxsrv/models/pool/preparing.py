@@ -1,0 +1,126 @@
+"""What a model needs before it is loaded: its files, what they say, and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import anyio.to_thread
+
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.formats.adapters import adapter_bytes
+from mlxsrv.formats.encoders import CrossEncoderConfig, read_cross_encoder_config
+from mlxsrv.formats.model_folder import describe
+from mlxsrv.formats.pooling import PoolingConfig, read_pooling_config
+from mlxsrv.models.catalogue.catalogue import ModelSource
+from mlxsrv.models.pool.model import LoadState, Model
+from mlxsrv.models.pool.model_files import ModelFiles, capped
+from mlxsrv.settings import Settings
+
+if TYPE_CHECKING:
+    from mlxsrv.prompts.tokenizer import Tokenizer
+
+
+async def prepare(
+    model: Model,
+    draft: ModelSource | None,
+    settings: Settings,
+    engine: EngineClient,
+    check: Callable[[], None],
+) -> Tokenizer:
+    """Find or download a model's files, and make its tokenizer. The model is PREPARING, then and
+    after.
+
+    Args:
+        draft: its draft model.
+        check: called during a download; it stops the download by raising.
+
+    Raises:
+        UnusableFile: the files are no model that can be served.
+        ServeError: the download failed.
+    """
+    source = model.entry.source
+    if not await anyio.to_thread.run_sync(is_here, source, draft):
+        model.enter(LoadState.FETCHING)
+    # Abandoned when the server closes: a download may last, and calls `check` itself.
+    files = await anyio.to_thread.run_sync(
+        examine, source, draft, settings, model.name, check, abandon_on_cancel=True
+    )
+    if model.state is LoadState.FETCHING:
+        model.enter(LoadState.PREPARING)
+    # The device thread must be the first to import the model's code, which making the tokenizer
+    # may import as well: what that code makes stays bound to the thread that imports it.
+    await engine.import_model_code(str(files.folder))
+    tokenizer = await anyio.to_thread.run_sync(
+        make_tokenizer, files.folder, settings.trust_remote_code
+    )
+    tokenizer.context = files.context_length
+    tokenizer.lend(model.tokenizer_lock.pause)
+    model.finish_preparing(files, tokenizer)
+    return tokenizer
+
+
+def is_here(source: ModelSource, draft: ModelSource | None) -> bool:
+    """Whether `examine` will download nothing. Looks at the disk."""
+    return source.folder() is not None and (draft is None or draft.folder() is not None)
+
+
+def examine(
+    source: ModelSource,
+    draft: ModelSource | None,
+    settings: Settings,
+    name: str,
+    check: Callable[[], None],
+) -> ModelFiles:
+    """Read a model's files, and download what is not here. Blocks.
+
+    Args:
+        check: called during a download; it stops the download by raising.
+
+    Raises:
+        UnusableFile: the files are no model that can be served.
+        ServeError: the download failed.
+    """
+    trust = settings.trust_remote_code
+    folder = source.fetch(check).resolve()
+    described = describe(folder, name=name, trust_remote_code=trust)
+    own = described.kv_block
+    if source.adapter is not None:
+        own += adapter_bytes(source.adapter)
+    draft_folder = None
+    if draft is not None:
+        draft_folder = draft.fetch(check).resolve()
+        own += describe(draft_folder, trust_remote_code=trust).weights
+    return ModelFiles(
+        folder,
+        source.adapter,
+        draft_folder,
+        base=described.weights,
+        own=own,
+        context_length=capped(described.context_length, settings),
+        capabilities=described.capabilities,
+        pooling_config=_pooling_config(folder, described.capabilities, name),
+        cross_encoder_config=_cross_encoder_config(folder),
+    )
+
+
+def _pooling_config(folder: Path, capabilities: Collection[str], name: str) -> PoolingConfig | str:
+    try:
+        return read_pooling_config(folder, decoder="completion" in capabilities, name=name)
+    except ValueError as error:
+        return str(error)
+
+
+def _cross_encoder_config(folder: Path) -> CrossEncoderConfig | str:
+    try:
+        return read_cross_encoder_config(folder)
+    except ValueError as error:
+        return str(error)
+
+
+def make_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
+    # Imported on first use: transformers takes most of a second.
+    from mlxsrv.prompts.tokenizer import Tokenizer
+
+    return Tokenizer(folder, trust_remote_code=trust_remote_code)
