@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -31,11 +31,7 @@ def in_state(state: LoadState) -> Model:
     return model
 
 
-def pairs() -> Iterator[tuple[LoadState, LoadState]]:
-    return ((before, after) for before in LoadState for after in LoadState)
-
-
-@pytest.mark.parametrize(("before", "after"), pairs())
+@pytest.mark.parametrize(("before", "after"), list(product(LoadState, repeat=2)))
 def test_a_model_enters_what_the_table_allows_and_nothing_else(
     before: LoadState, after: LoadState
 ) -> None:
