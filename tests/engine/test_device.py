@@ -19,6 +19,7 @@ from mlxsrv.engine.events import Failed, JobEvent, Progress, PromptRead, Started
 from mlxsrv.engine.orders import Embed, Job, Load
 from mlxsrv.errors import ModelNotLoaded
 from mlxsrv.generation import Sampling
+from tests.support.effort import examples
 from tests.support.fixtures import ModelFolder
 
 numbers = itertools.count(1)
@@ -513,7 +514,7 @@ print("bye")
 
 @pytest.mark.slow
 def test_a_process_can_end_while_the_thread_works(model_folder: ModelFolder) -> None:
-    for _ in range(3):  # a crash at exit is a race
+    for _ in range(examples(5)):  # a crash at exit is a race
         result = subprocess.run(
             [sys.executable, "-c", BUSY_EXIT, str(model_folder("qwen3"))],
             capture_output=True,

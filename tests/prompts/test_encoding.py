@@ -250,6 +250,7 @@ TEXTS = st.lists(PARTS, max_size=40).map("".join)
 @pytest.mark.parametrize("name", CUT)
 @settings(max_examples=examples(150), deadline=None)
 @given(text=TEXTS, piece=st.integers(1, 24))
+@pytest.mark.slow
 def test_pieces_give_the_tokens_of_the_whole(name: str, text: str, piece: int) -> None:
     encoder, wrapper = ENCODERS[name], WRAPPERS[name]
     assert encoder._cuts is not None

@@ -214,7 +214,7 @@ def test_the_markers_of_calls_are_text_only_where_tools_were_given(folder: Path)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("words", [30, 60_000])
+@pytest.mark.parametrize("words", [30, 6_000, pytest.param(60_000, marks=pytest.mark.long)])
 @pytest.mark.slow
 def test_a_text_is_cut_as_its_tokenizer_does_it(
     folder: Path, words: int, side: Literal["left", "right"]

@@ -160,7 +160,9 @@ def looping(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_after_the_grace_it_ends_whatever_threads_do(
     looping: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -185,7 +187,9 @@ def test_a_thread_that_nobody_waits_for_keeps_no_server(looping: Path, tmp_path:
         assert time.monotonic() - begun < 8
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_a_second_signal_ends_it_at_once(
     looping: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
