@@ -1,11 +1,6 @@
-"""What becomes of an exception in a slice of a model's work.
+"""Errors of a slice of work: how they are told apart, logged and described.
 
-An exception does not tell whose it is: a step is one pass for all rows. All that a row needs to go
-on is on the host, so the rows of a failed step are read anew and tried alone, one after another,
-until each is past the place where the step failed. Who fails alone is to blame, and ends; the
-others go on where they were, with the same tokens as if nothing had been.
-
-Used on the device thread only.
+For what happens to the rows of a slice that failed, see `execution/recovery`.
 """
 
 from __future__ import annotations
@@ -33,10 +28,13 @@ _MEMORY_WORDS = (
 
 
 class Fault:
-    """One slice that failed. `explained`: it is known why, so it does not count against its rows.
-    Where memory was short, they were just too many.
+    """One slice of work that failed.
 
-    It holds no exception: the traceback would keep alive all arrays of the pass.
+    It holds no exception: the traceback would keep all arrays of the pass alive.
+
+    Args:
+        reason: the error in one line.
+        memory: there was not enough memory, so less work at once may do.
     """
 
     __slots__ = ("explained", "memory", "reason")
@@ -44,34 +42,39 @@ class Fault:
     def __init__(self, reason: str, *, memory: bool = False) -> None:
         self.reason = reason
         self.memory = memory
+        # The cause is known, so the fault does not count against the rows of the slice. Where
+        # memory was short, there were just too many of them.
         self.explained = memory
 
-    def end(self, job_id: int) -> Failed:
-        """What the job that is to blame hears."""
+    def failed(self, job_id: int) -> Failed:
+        """The event that ends the job which caused the fault."""
         if self.memory:
             return Failed(job_id, f"{OUT_OF_MEMORY}: {self.reason}", clear=OUT_OF_MEMORY)
         return Failed(job_id, self.reason)
 
 
-def note(error: Exception, what: str) -> Fault:
-    """Log the exception and tell it from others."""
-    _log.error(what, exc_info=error)
+def note(error: Exception, message: str) -> Fault:
+    """Log the exception under `message` and make a fault of it."""
+    _log.error(message, exc_info=error)
     return Fault(describe(error), memory=is_memory(error))
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether there was not enough memory, so that less work at once may do."""
+    """Whether there was not enough memory."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(word in text for word in _MEMORY_WORDS)
 
 
 def survivable(error: BaseException) -> bool:
-    """Whether the thread may go on. A panic of Rust code, which pyo3 hides from `except Exception`,
-    is an error like others where it concerns an object of one row only."""
+    """Whether the thread may go on.
+
+    A panic of Rust code is an error like others where it concerns an object of one row only; pyo3
+    hides it from `except Exception`.
+    """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def describe(error: BaseException) -> str:
-    """What went wrong in one line, for a client and for the log."""
+    """The error in one line, for a client and for the log."""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {text}"

@@ -1,10 +1,17 @@
-"""A job on its way through the engine. No MLX: scheduling can look at rows without a device.
+"""A row: one job on its way through the engine, and the states that it goes through.
 
-Used on the device thread only.
+    WAITING -> PREFILLING -> FRESH -> DECODING -> ENDED, or BROKEN
+
+A row whose KV cache is lost in a fault is RECOVERING until its text is read anew; then it is FRESH
+once more. A row may end at any time. `_NEXT` has all that may follow.
+
+No MLX is imported here, so that what schedules rows needs no device. Used on the device thread
+only.
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any, NamedTuple
 
 from mlxsrv.engine.faults import Fault
@@ -12,9 +19,40 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.generation import Constraint, FinishReason
 
 
+class RowState(Enum):
+    """How far a row has come."""
+
+    WAITING = "waiting"
+    """It is in the queue, and its prompt is not read."""
+    PREFILLING = "prefilling"
+    """Its prompt is being read."""
+    FRESH = "fresh"
+    """Its KV cache holds its text but for the last token, which is its next input."""
+    DECODING = "decoding"
+    """Its KV cache holds its text. Its next input is a token that is drawn and not delivered."""
+    RECOVERING = "recovering"
+    """Its KV cache was lost in a fault. Its text is to be read anew."""
+    ENDED = "ended"
+    """It has finished or failed, or was cancelled."""
+    BROKEN = "broken"
+    """It has failed because the model computed NaN, and its KV cache must not be kept."""
+
+
+_NEXT = {
+    RowState.WAITING: {RowState.PREFILLING, RowState.ENDED},
+    # A slice that failed sends its rows back to the queue.
+    RowState.PREFILLING: {RowState.FRESH, RowState.WAITING, RowState.ENDED, RowState.BROKEN},
+    RowState.FRESH: {RowState.DECODING, RowState.RECOVERING, RowState.ENDED},
+    RowState.DECODING: {RowState.RECOVERING, RowState.ENDED, RowState.BROKEN},
+    RowState.RECOVERING: {RowState.FRESH, RowState.ENDED},
+    RowState.ENDED: set[RowState](),
+    RowState.BROKEN: set[RowState](),
+}
+
+
 class Place(NamedTuple):
-    """Tokens of one row that a pass reads: `tokens` of them from `position` of the text on, which
-    is that of these `jobs`."""
+    """Tokens of one row that a pass reads: `tokens` of them, from `position` on in the text that
+    these `jobs` share."""
 
     jobs: tuple[int, ...]
     position: int
@@ -22,69 +60,73 @@ class Place(NamedTuple):
 
 
 class Row:
-    """A job that waits, is read or is decoded.
+    """One job, and all that is needed to decode it from any token on.
 
-    Everything that is needed to decode it from any token on is here and on the host, so that its KV
-    cache can be made anew: the tokens that it has seen, what may come next, and its seed, since the
-    key of a token is its place.
+    That is its text, its constraint and its seed: the random numbers of a token follow from its
+    position. All of it is on the host, so a KV cache that is lost can be made anew.
 
     Args:
         job: what is asked.
         constraint: what the row may say; anything, unless given.
-        steer: what is added to its hidden states, a `Steer` of the model's steerer. Arrays, which
-            nothing here looks into.
+        steer: what is added to the row's hidden states, a `Steer` of the model's steerer. Nothing
+            here looks into it, for it holds arrays.
     """
 
-    __slots__ = (
-        "accepted",
-        "constraint",
-        "drawn",
-        "ended",
-        "faults",
-        "fresh",
-        "job",
-        "lost",
-        "steer",
-        "told",
-        "trial",
-    )
+    __slots__ = ("accepted_tokens", "constraint", "drawn", "faults", "job", "state", "steer")
 
     def __init__(self, job: Job, constraint: Constraint | None = None, steer: Any = None) -> None:
         self.job = job
         self.constraint = constraint
         self.steer = steer
+        self.state = RowState.WAITING  # changed by `enter` only
         self.drawn: list[int] = []  # tokens delivered
-        self.accepted = 0  # tokens of them that its constraint knows of
-        self.fresh = True  # its pending input is the last token that it has seen
-        self.told = False  # its prompt is read, and who asked knows
-        self.ended = False  # it is to be dropped
-        self.lost = False  # its cache is of no use
-        self.faults: list[Fault] = []  # slices that failed while it was in them
-        self.trial: int | None = None  # tokens that it is to draw alone before it joins others
+        self.accepted_tokens = 0  # how many of `drawn` the constraint has accepted
+        self.faults: list[Fault] = []  # of slices that failed while the row was in them
+
+    def enter(self, state: RowState) -> None:
+        """Go on to `state`.
+
+        Raises:
+            RuntimeError: it may not follow the row's state.
+        """
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(
+                f"row {self.job.id} is {self.state.value}, so it cannot be {state.value} next"
+            )
+        self.state = state
+
+    @property
+    def ended(self) -> bool:
+        return self.state is RowState.ENDED or self.state is RowState.BROKEN
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the next input of this row, which has not ended, is the last token of its text,
+        and not one that was drawn behind it."""
+        return self.state is not RowState.DECODING
 
     @property
     def seen(self) -> tuple[int, ...]:
-        """The prompt and the tokens delivered. Between two steps the row's KV cache holds all of
-        them; while the row is fresh, all but the last. A copy, once a token is drawn."""
+        """The row's text: its prompt and the tokens delivered. A copy, once there are any."""
         return (*self.job.prompt, *self.drawn) if self.drawn else self.job.prompt
 
     @property
+    def length(self) -> int:
+        """Tokens of the row's text."""
+        return len(self.job.prompt) + len(self.drawn)
+
+    @property
     def last(self) -> int:
-        """The last token that it has seen."""
+        """The last token of the row's text."""
         return self.drawn[-1] if self.drawn else self.job.prompt[-1]
 
     @property
     def place(self) -> Place:
-        """Where in its text the row's pending input is."""
-        return Place((self.job.id,), len(self.job.prompt) + len(self.drawn) - self.fresh, 1)
+        """The row's next input."""
+        return Place((self.job.id,), self.length - self.fresh, 1)
 
-    def restart(self) -> None:
-        """Its cache is gone: it is to be read anew. The token that was drawn and not delivered is
-        drawn again, with the same key."""
-        self.fresh = self.told = True
-
-    def finish(self, token: int) -> FinishReason | None:
-        """Why the row ends with `token`, if it does."""
+    def finish_reason(self, token: int) -> FinishReason | None:
+        """Why the row ends with `token`, which it has just been given; None if it goes on."""
         if token in self.job.end_tokens:
             return "stop"
         return "length" if len(self.drawn) >= self.job.max_tokens else None

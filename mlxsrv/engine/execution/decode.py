@@ -1,19 +1,23 @@
-"""Rows that decode together, a step at a time.
+"""Decode: rows that draw their tokens together, a step at a time.
 
-- Decode-ahead: a step is launched before the tokens of the last one are read, so the device
-  works while Python looks at tokens. A row that ends has therefore drawn one token too many; it
-  is dropped with the row.
-- Rows of very different lengths are decoded in sub-batches of their own: see `sub_batches`.
-- A row that is alone may be decoded in rounds of several tokens: see `speculative`.
+- Decode-ahead: a step is launched before the tokens of the last one are read, so the device works
+  while Python looks at tokens. A row that ends has therefore drawn one token too many, which is
+  dropped with the row.
+- Rows of very different lengths are decoded in sub-batches of their own, see `sub_batches`.
+- A row that is alone may be decoded in rounds of several tokens, see `speculation`.
 
-What holds between any two of a decoder's methods, whether the last step was a plain one or a round:
-each row's cache holds `row.seen`; its input is the next token, drawn with the key of its place and
-neither fed nor delivered; the draft's cache holds a beginning of the seen tokens of some row, of
-whose end it may lack as much as it likes. So rounds give way to plain steps, rows join and leave,
-and a row's cache is filed, as if there were no rounds.
+Between any two of a decoder's methods, whether the last step was a plain one or a round:
 
-What holds even after an exception: `row.drawn` are the tokens delivered, and its constraint has
-accepted these. So a row can be read anew: see `faults`.
+- Each row's KV cache holds the row's text, `row.seen`; that of a fresh row all but the last token.
+- Each row's input is the next token. It was drawn with the key of its position, and is neither fed
+  to the model nor delivered.
+- The draft's KV cache holds a beginning of some row's text, of any length.
+
+So rounds may give way to plain steps, rows join and leave, and a row's cache is kept for later
+prompts, as if there were no rounds.
+
+Even after an exception `row.drawn` are the tokens delivered, and the row's constraint has accepted
+`row.accepted_tokens` of them. So the row can be decoded from there, see `recovery`.
 
 Used on the device thread only.
 """
@@ -32,7 +36,7 @@ from mlxsrv.engine.events import Event, Failed, Likelihood, Token
 from mlxsrv.engine.execution.speculation import Round, Speculation
 from mlxsrv.engine.execution.sub_batches import SubBatch, find_close
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
-from mlxsrv.engine.row import Place, Row
+from mlxsrv.engine.row import Place, Row, RowState
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import Drawn, Likelihoods, Masks, Penalties, Proof
@@ -46,11 +50,11 @@ _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
 
 
 class Step:
-    """What one decode step does with the logits of certain rows; made anew when they change."""
+    """Draws the tokens of certain rows from their logits; made anew when rows change."""
 
     def __init__(self, rows: Sequence[Row], vocabulary: int) -> None:
         self._rows = tuple(rows)
-        # A row that is not fresh has one token drawn and not yet delivered: its input.
+        # The input of a row that is not fresh is a token drawn and not delivered: it counts.
         drawn = [len(row.drawn) + (not row.fresh) for row in rows]
         settings = [row.job.sampling for row in rows]
         self._sampler = Sampler(settings, drawn)
@@ -66,9 +70,15 @@ class Step:
     def draw(
         self, logits: mx.array, inputs: mx.array
     ) -> tuple[mx.array, tuple[Proof], tuple[Drawn, ...]]:
-        """The tokens that follow `inputs`, launched; and how likely they are, if a row asks.
+        """Launch the drawing of the tokens that follow `inputs`.
 
-        Log-probabilities are those before temperature, filters and masks: what the model says.
+        Args:
+            logits: `(rows, vocabulary)`.
+            inputs: `(rows,)`, the tokens behind which the logits are.
+
+        Returns:
+            The tokens `(rows,)`; what shows whether they mean something; and how likely they are,
+            if a row asks. Log-probabilities are those before temperature, filters and masks.
         """
         if self._penalties is not None:
             logits = self._penalties(logits, inputs)
@@ -87,14 +97,14 @@ class Step:
 
 
 class Launched(NamedTuple):
-    """What steps under way tell beside the tokens; read when these are."""
+    """What steps under way tell beside their tokens; read together with these."""
 
     proofs: tuple[Proof, ...] = ()
     drawn: tuple[Drawn, ...] = ()
     sights: tuple[tuple[Sight, list[Place]], ...] = ()
 
     def broken(self) -> set[Row]:
-        """Rows whose token means nothing."""
+        """Rows whose token means nothing, for the model computed NaN."""
         found: set[Row] = set()
         for proof in self.proofs:
             if not proof.holds():
@@ -108,7 +118,7 @@ class Launched(NamedTuple):
         return found
 
     def beside(self, other: Launched) -> Launched:
-        """Of both steps' rows."""
+        """The same for the rows of both steps."""
         return Launched(
             self.proofs + other.proofs, self.drawn + other.drawn, self.sights + other.sights
         )
@@ -119,12 +129,12 @@ class Decoder:
 
     Args:
         model: a model of mlx-lm's.
-        cached: where rows that end leave what they have seen.
-        batched: whether rows' caches can be merged; if not, there is one row.
+        cached: where rows that end leave their KV caches.
+        batched: whether KV caches can be merged; if not, there is one row.
         padding: the most bytes of it for which rows share a pass.
         steerer: what rows are steered with.
-        pace: is told how long steps take.
-        speculation: a draft model at work.
+        pace: learns how long steps take.
+        speculation: a draft model that proposes tokens.
     """
 
     def __init__(
@@ -161,17 +171,17 @@ class Decoder:
         return [row for sub_batch in self.sub_batches for row in sub_batch.rows]
 
     def replan(self) -> None:
-        """What is watched has changed."""
+        """Make the step anew: what is watched has changed."""
         self._step = None
 
     def skip(self) -> None:
-        """Something else happens between two steps: their distance tells nothing."""
+        """Do not time the next step: something else happens before it."""
         self._stepped = None
 
     def decode(self, events: list[Event], *, waited: bool) -> None:
-        """Launch a step for all rows; append the tokens of the step before.
+        """Launch a step for all rows, and append the tokens of the step before to `events`.
 
-        Or run a round: several tokens of the one row there is; not while it is `waited` for.
+        Or run a round: several tokens of the only row; but not while somebody is `waited` for.
         """
         if proposals := self._count_proposals(waited):
             self._run_round(proposals, events)
@@ -202,7 +212,7 @@ class Decoder:
 
     def _forward(self, inputs: mx.array) -> mx.array:
         """The next logits of all rows."""
-        self._replan_sub_batches()
+        self._plan_steering()
         if len(self.sub_batches) == 1:
             return self.sub_batches[0].decode(self._model, inputs)
         ends = list(accumulate(len(sub_batch.rows) for sub_batch in self.sub_batches))
@@ -214,13 +224,13 @@ class Decoder:
             ]
         )
 
-    def _replan_sub_batches(self) -> None:
+    def _plan_steering(self) -> None:
         if self._step is None:  # rows have changed
             for sub_batch in self.sub_batches:
                 sub_batch.plan = self._steerer.plan([row.steer for row in sub_batch.rows])
 
     def _look(self) -> tuple[tuple[Sight, list[Place]], ...]:
-        """What is watched in the step that was just launched."""
+        """The activations that are watched in the step that was just launched."""
         if not self._steerer.watches:
             return ()
         sights = tuple(
@@ -235,39 +245,40 @@ class Decoder:
     def _deliver(
         self, rows: Sequence[Row], inputs: mx.array, last: Launched, events: list[Event]
     ) -> list[int]:
-        """Append the tokens that the rows are being fed; the indices of those that go on."""
+        """Append the tokens that the rows are being fed. Returns the indices of rows that go on."""
         ids = cast(list[int], inputs.tolist())  # waits for the step that draws them
         broken = last.broken()
         likelihoods = last.likelihoods()
-        # What the tokens that came last were made of: of the step before, as they are.
+        # The activations of the step before, like its tokens.
         for sight, places in last.sights:
             events += sight.read(places)
         keep: list[int] = []
         for i, (row, token) in enumerate(zip(rows, ids, strict=True)):
-            if row.fresh:
-                row.fresh = False
+            if row.state is RowState.FRESH:
+                row.enter(RowState.DECODING)
                 keep.append(i)
                 continue
             if broken and row in broken:
-                events.append(_lose(row))
+                events.append(_break(row))
                 continue
             row.drawn.append(token)
-            finish = row.finish(token)
+            finish = row.finish_reason(token)
             events.append(Token(row.job.id, token, finish, likelihoods.get(row)))
             if finish is None:
                 keep.append(i)
             else:
-                row.ended = True
+                row.enter(RowState.ENDED)
         return keep
 
     def _accept(self, rows: Sequence[Row], keep: list[int], events: list[Event]) -> list[int]:
-        """Tell the constraints what came; of the indices to keep, those of rows that go on."""
+        """Tell the constraints which tokens came. Returns the indices of rows that go on, of those
+        to keep."""
         for row in rows:
-            if row.constraint is None or row.accepted == len(row.drawn):
+            if row.constraint is None or row.accepted_tokens == len(row.drawn):
                 continue
             try:
                 row.constraint.accept(row.drawn[-1])
-                row.accepted += 1
+                row.accepted_tokens += 1
             except BaseException as error:
                 if not survivable(error):
                     raise
@@ -278,7 +289,7 @@ class Decoder:
     def _permit(
         self, rows: Sequence[Row], keep: list[int], masks: Masks, events: list[Event]
     ) -> list[int]:
-        """The indices of rows whose constraint can go on."""
+        """Returns the indices of rows whose constraint can go on, of those to keep."""
         kept: list[int] = []
         for i in keep:
             row = rows[i]
@@ -286,7 +297,7 @@ class Decoder:
             if i in masks.faults:
                 events.append(_fail(row, masks.faults[i]))
             elif failure is not None:
-                row.ended = True
+                row.enter(RowState.ENDED)
                 clear = f"the grammar cannot go on: {failure}"
                 events.append(Failed(row.job.id, failure, clear=clear))
             else:
@@ -331,11 +342,11 @@ class Decoder:
         return self.sub_batches[0]
 
     def _run_round(self, proposals: int, events: list[Event]) -> None:
-        """Several tokens of the only row: its input, and the proposals that hold."""
+        """Deliver several tokens of the only row: its input, and the proposals that hold."""
         assert self.speculation is not None
         assert self._inputs is not None
         self.rounding = True
-        self._replan_sub_batches()
+        self._plan_steering()
         [sub_batch] = self.sub_batches
         [row] = sub_batch.rows
         last, self._launched = self._launched, Launched()
@@ -344,7 +355,7 @@ class Decoder:
         self._step, self._stepped = None, None  # the step's sampler is behind, its clock too
         self._count_step()
         if came.broken or last.broken():
-            events.append(_lose(row))
+            events.append(_break(row))
             self._keep([])
             self.rounding = False
             return
@@ -353,24 +364,23 @@ class Decoder:
         for token in came.seen:
             accepted += 1
             row.drawn.append(token)
-            finish = row.finish(token)
+            finish = row.finish_reason(token)
             events.append(Token(row.job.id, token, finish))
             if finish is not None:
-                row.ended = True
+                row.enter(RowState.ENDED)
                 break
         self.speculation.settle(sub_batch, proposals + 1 - accepted)
         self._keep([0] if finish is None else [])
         self.rounding = False
 
     def prepare_draft(self, limit: int) -> None:
-        """Have the draft read at most `limit` tokens of what the only row has seen, if it lacks
-        much of it."""
+        """Have the draft read at most `limit` tokens of the only row's text, if it lacks many."""
         sub_batch = self._lone_sub_batch(waited=False)
         if sub_batch is None:
             return
         assert self.speculation is not None
         self.rounding = True
-        # The step that is under way is not the draft's to pay for; the next waits for both.
+        # The next step waits for the draft and for the step under way: its time tells nothing.
         if self.speculation.read(sub_batch, limit, self._inputs):
             self._stepped, self._round = None, None
         self.rounding = False
@@ -378,12 +388,13 @@ class Decoder:
     # Rows come and go.
 
     def join(self, group: list[Row], cache: Cache) -> None:
-        """Take rows that have been read into `cache`, but for the last token of each."""
+        """Take fresh rows, whose texts are in `cache`."""
         inputs = mx.array([row.last for row in group], dtype=mx.uint32)
         self._take(SubBatch(group, cache), inputs)
 
     def absorb(self, other: Decoder) -> None:
-        """Take the other's rows, which are in one sub-batch, as they are; it has them still."""
+        """Take the rows of another decoder, which has them in one sub-batch, as they are. It keeps
+        them, too, and is to be abandoned."""
         assert other._inputs is not None
         launched = self._launched.beside(other._launched)
         [sub_batch] = other.sub_batches
@@ -399,23 +410,25 @@ class Decoder:
         self._inputs = inputs
         self._unite()
 
-    def drop_ended(self) -> None:
-        """Free the rows that have ended."""
-        self._keep([i for i, row in enumerate(self.rows) if not row.ended])
+    def cancel(self, job_ids: set[int]) -> None:
+        """End the rows of these jobs."""
+        cancelled = [row for row in self.rows if row.job.id in job_ids]
+        try:
+            self._keep([i for i, row in enumerate(self.rows) if row.job.id not in job_ids])
+        finally:  # even if caches could not be copied: recovery passes over rows that have ended
+            for row in cancelled:
+                row.enter(RowState.ENDED)
 
-    def abandon(self) -> list[Row]:
-        """Forget all rows, after an error: caches may be half of a step on. Those that had not
-        ended."""
-        rows = [row for row in self.rows if not row.ended]
+    def abandon(self) -> None:
+        """Forget all rows, after an error: their KV caches may be half of a step on."""
         self.sub_batches, self._inputs, self._launched = [], None, Launched()
         self._step, self._stepped, self._round = None, None, None
         self.rounding = False
         if self.speculation is not None:
             self.speculation.forget()
-        return rows
 
     def _keep(self, indices: Sequence[int]) -> None:
-        """Drop all rows but those at `indices`, leaving what they have seen to the prompt cache."""
+        """Drop all rows but those at `indices`, leaving their KV caches to the prompt cache."""
         if len(indices) == len(self.rows):
             return
         self._step = None
@@ -454,27 +467,26 @@ class Decoder:
                 self._inputs = self._inputs[mx.array([before.index(row) for row in after])]
 
     def _file(self, sub_batch: SubBatch, index: int) -> None:
-        """Keep a row's cache for prompts that go on from there."""
+        """Leave a row's KV cache to the prompt cache, for prompts that go on from there."""
         row = sub_batch.rows[index]
-        if row.lost:
+        if row.state is RowState.BROKEN:
             self._cached.forget(row.seen, row.job.steering)
             return
-        seen = row.seen[:-1] if row.fresh else row.seen
-        if not self._cached.wants(len(seen)):
+        held = row.length - (row.state is RowState.FRESH)
+        if not self._cached.wants(held):
             return
         cache = sub_batch.extract(index) if self._batched else sub_batch.cache
         # Evaluated behind the step that is under way, and then free of the batch's arrays.
         mx.async_eval([layer.state for layer in cache])  # type: ignore[no-untyped-call]  # as above
-        self._cached.put(seen, cache, row.job.steering)
+        self._cached.put(row.seen[:held], cache, row.job.steering)
 
 
-def _lose(row: Row) -> Failed:
-    """End a row whose numbers are none, and so is all that its cache holds."""
-    row.lost = True
-    row.ended = True
+def _break(row: Row) -> Failed:
+    """End a row for which the model computed NaN."""
+    row.enter(RowState.BROKEN)
     return Failed(row.job.id, NOT_A_NUMBER, clear=NOT_A_NUMBER)
 
 
 def _fail(row: Row, reason: str) -> Failed:
-    row.ended = True
+    row.enter(RowState.ENDED)
     return Failed(row.job.id, reason)

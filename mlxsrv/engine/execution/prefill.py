@@ -1,18 +1,16 @@
-"""Reading prompts, a slice at a time, between the decode steps of others.
+"""Prefill: prompts are read a slice at a time, between the decode steps of other rows.
 
-- A prompt is read without its last token, which becomes the row's first input: so reading needs
-  no logits (MLX is lazy: the output head is never computed), and a fresh row draws its first token
-  in the same step as everybody else.
+- A prompt is read without its last token, which becomes the row's first input. So reading needs no
+  logits (MLX is lazy: the output head is never computed), and a fresh row draws its first token in
+  the same step as all others.
 - What the prompt cache holds of a prompt is not read again.
 - Short prompts are read together, right-padded. One that does not fit a slice is read alone, a
-  chunk at a time. Whose turn it is: see `turns`.
-- A prompt that is half read when nobody wants it any more stays in the prompt cache, for who asks
-  again.
-- While somebody watches activations, prompts are read from their first token: what comes out of the
-  prompt cache has none, and statistics that lack it are biased.
-- A slice is as long as running streams can bear: see Pace.
-- Prompts that were in a slice that failed are read again, each alone: who fails alone is to blame.
-- A row whose cache is lost is read like a prompt, all that it has seen: see `faults`.
+  chunk at a time. For which prompt is next, see `prompt_queue`; for the length of a slice, see
+  `scheduling/pace`.
+- A prompt that is half read when its client leaves stays in the prompt cache, for a client that
+  asks again.
+- While activations are watched, prompts are read from their first token: the prompt cache has no
+  activations, and statistics that lack those of cached tokens are biased.
 
 Used on the device thread only.
 """
@@ -20,7 +18,6 @@ Used on the device thread only.
 from __future__ import annotations
 
 import copy
-from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from time import perf_counter
 from typing import Any
@@ -30,12 +27,12 @@ from mlx_lm.models.cache import ArraysCache, CacheList
 
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache, as_tokens, can_cut
 from mlxsrv.engine.cache.row_caches import Caches, merge
-from mlxsrv.engine.execution.reading import Read, Reading, Waiting
-from mlxsrv.engine.execution.recovery import MOST_FAULTS, blame, short
-from mlxsrv.engine.execution.turns import Turns
-from mlxsrv.engine.faults import Fault, note
+from mlxsrv.engine.events import Activations
+from mlxsrv.engine.execution.prefill_stages import PartialPrompt, QueuedPrompt, SliceOutcome
+from mlxsrv.engine.execution.prompt_queue import PromptQueue
+from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.row import Row
+from mlxsrv.engine.row import Place, Row, RowState
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import Plan, run
 from mlxsrv.engine.steering.steerer import Steerer
@@ -45,7 +42,15 @@ _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
 
 
 class Prefill:
-    """The jobs of one model that are not decoded, or not decoded any more after a fault."""
+    """The jobs of one model whose prompts are not read yet.
+
+    Args:
+        model: a model of mlx-lm's.
+        pace: decides how long a slice is.
+        cached: prompts that were read before.
+        caches: makes the KV caches of rows.
+        steerer: what rows are steered with.
+    """
 
     def __init__(
         self, model: Any, *, pace: Pace, cached: PromptCache, caches: Caches, steerer: Steerer
@@ -60,287 +65,245 @@ class Prefill:
         self._pace = pace
         self._cached = cached
         self._steerer = steerer
-        self._turns = Turns(cached, steerer)
-        self._lost: deque[Waiting] = deque()  # rows of failed steps, to be tried one by one
-        self._trial: Reading | None = None  # of the first of them
-        self._moved = False  # a slice was read that nobody was told of yet
+        self._queue = PromptQueue(cached, steerer)
+        self._moved = False  # a slice was read since `take_moved`
 
     @property
     def jobs(self) -> list[Job]:
-        return [*self._half_read, *(waiting.job for waiting in (*self._turns.waiting, *self._lost))]
+        return [*self.half_read, *(prompt.job for prompt in self._queue.waiting)]
 
     @property
-    def _half_read(self) -> list[Job]:
-        trial = [] if self._trial is None else [self._trial]
-        return [job for reading in (*self._turns.begun, *trial) for job in reading.jobs]
+    def half_read(self) -> list[Job]:
+        """The jobs of prompts that take more than a slice."""
+        return [job for prompt in self._queue.begun for job in prompt.jobs]
 
     @property
     def reading(self) -> int:
-        """Rows of prompts that take more than a slice."""
-        return self._turns.rows
+        """How many rows the half-read prompts have."""
+        return self._queue.rows
 
     @property
     def waiting(self) -> int:
-        return len(self._turns.waiting)
+        return len(self._queue.waiting)
 
     @property
     def asked(self) -> bool:
-        """Whether there is something to read."""
-        turns = self._turns
-        return bool(turns.waiting or turns.begun or self._lost or self._trial)
-
-    @property
-    def lost(self) -> int:
-        """Rows that have lost their caches, one of them perhaps half read."""
-        return len(self._lost) + (self._trial is not None)
+        """Whether there is a prompt to read."""
+        return bool(self._queue.waiting or self._queue.begun)
 
     def submit(self, job: Job, constraint: Constraint | None = None) -> None:
-        """Raises ValueError if what it is to be steered with is not there."""
-        last = self._turns.waiting[-1] if self._turns.waiting else None
+        """Queue a job.
+
+        Raises:
+            ValueError: what it is to be steered with is not there.
+        """
+        last = self._queue.waiting[-1] if self._queue.waiting else None
+        # The choices of one request share a prompt, so they share the array made of it.
         known = last is not None and last.job.prompt is job.prompt
-        body = last.body if last is not None and known else as_tokens(job.prompt[:-1])
+        body = last.body if last is not None and known else as_tokens(job.prompt)[:-1]
         steer = self._steerer.freeze(job.steering)
-        self._turns.add(Waiting(Row(job, constraint, steer), body))
+        self._queue.add(QueuedPrompt(Row(job, constraint, steer), body))
 
-    def recover(self, row: Row) -> None:
-        """Read anew what the row has seen; it comes out of `step` by itself, when it may."""
-        row.restart()
-        self._lost.append(Waiting(row, as_tokens(row.seen[:-1]), alone=True))
-
-    def cancel(self, job_ids: Iterable[int]) -> None:
-        """Forget these jobs. What was read of their prompts stays in the prompt cache: who asks
-        again goes on from there."""
-        gone = set(job_ids)
-        for reading in self._turns.drop(gone):
-            self._keep(reading)
-        self._lost = deque(each for each in self._lost if each.job.id not in gone)
-        if self._trial is not None and self._trial.drop(gone):
-            self._trial = None
-
-    def _keep(self, reading: Reading) -> None:
-        """A state after exactly `done` tokens is a prefix even where it cannot be cut back."""
-        broken = reading.scorer is not None and reading.scorer.broken
-        if reading.done > reading.cached and not broken:
-            self._cached.put(reading.text[: reading.done], reading.cache, reading.job.steering)
+    def cancel(self, job_ids: set[int]) -> None:
+        """Forget these jobs. What was read of their prompts stays in the prompt cache."""
+        for prompt in self._queue.drop(job_ids):
+            if prompt.done > prompt.cached and not prompt.broken:
+                # A state after exactly `done` tokens is of use even if it cannot be cut back.
+                self._keep(prompt, prompt.cache)
 
     def clear(self) -> None:
-        self._turns.clear()
-        self._lost.clear()
-        self._trial = None
+        self._queue.clear()
 
-    def take_moved(self) -> list[int]:
-        """If a slice was read since this was last asked: the jobs that go on because of it and are
-        told of nothing else, for their prompts are half read, or their caches lost."""
+    def take_moved(self) -> bool:
+        """Whether a slice was read since this was last asked."""
         moved, self._moved = self._moved, False
-        if not moved or not (self._turns.begun or self._lost or self._trial):
-            return []
-        return [job.id for job in (*self._half_read, *(each.job for each in self._lost))]
+        return moved
 
-    def step(
-        self, free: int, *, decoding: bool, beside: bool = False, trial: bool = False
-    ) -> Read | None:
-        """Read one slice for at most `free` more rows; prompts that it completes. `trial`: a row
-        that has lost its cache may be read, and comes alone.
+    def choose(self, free: int, *, decoding: bool, beside: bool) -> list[PartialPrompt]:
+        """Take the prompts of the next slice; none if there is nothing to read.
 
-        An error ends the job that is to blame for it, as an event of what is read. Where that is
-        not known yet, it has none: the jobs are read again.
+        Args:
+            free: rows that are free, those of half-read prompts included.
+            decoding: the model has streams.
+            beside: other models have streams.
         """
-        readings = self._choose(
-            free - self.reading,
-            self._pace.limit(decoding=decoding, long=False, beside=beside),
-            trial=trial,
-        )
-        if not readings:
-            return None
-        begun = perf_counter()
-        try:
-            tokens, read = self._read(readings, decoding=decoding, beside=beside)
-        except Exception as error:
-            fault = note(error, "reading prompts failed")
-        else:
-            self._pace.saw_chunk(tokens, perf_counter() - begun, decoding=decoding)
-            self._moved = True
-            return read
-        return self._recover(readings, fault)
+        free -= self.reading
+        limit = self._pace.limit(decoding=decoding, long=False, beside=beside)
+        chosen = self._queue.choose(free, limit)
+        if chosen is None or isinstance(chosen, PartialPrompt):
+            return [] if chosen is None else [chosen]
+        fits = self._queue.fits(chosen, limit)
+        prompt = self._take(chosen, free)
+        # More may be left than was measured, if there was no memory for a copy of a kept cache.
+        if fits and prompt.left <= limit:
+            return self._group(prompt, free, limit)
+        self._begin_long(prompt)
+        return [prompt]
 
-    def _read(self, readings: list[Reading], *, decoding: bool, beside: bool) -> tuple[int, Read]:
-        """How many tokens were read, and what is complete."""
-        plan = self._steerer.plan([reading.steer for reading in readings])
-        places = [reading.place for reading in readings]
-        if len(readings) > 1:
-            tokens = sum(len(reading.rest) for reading in readings)
-            read = self._complete(readings, self._read_together(readings, plan))
+    def read(self, prompts: list[PartialPrompt], *, decoding: bool, beside: bool) -> SliceOutcome:
+        """Read one slice of these prompts: all of several, or a chunk of one."""
+        began, starts = perf_counter(), [prompt.done for prompt in prompts]
+        plan = self._steerer.plan([prompt.steer for prompt in prompts])
+        if len(prompts) > 1:
+            cache = self._read_together(prompts, plan)
+            activations = _look(prompts, starts, plan)
+            outcome = self._complete_together(prompts, cache)
         else:
-            [reading] = readings
-            begun = reading in self._turns.begun
-            limit = self._pace.limit(
-                decoding=decoding, long=begun or reading is self._trial, beside=beside
-            )
-            tokens = reading.read(self._model, limit, plan)
-            places = [places[0]._replace(tokens=tokens)]
-            self._keep_checkpoint(reading)
-            # A row that joins has caches copied, its own and the others', all in the next step: not
-            # in a gap that reading has filled already.
+            [prompt] = prompts
+            begun = prompt in self._queue.begun
+            long = begun or prompt.recovering
+            limit = self._pace.limit(decoding=decoding, long=long, beside=beside)
+            tokens = prompt.read(self._model, limit, plan)
+            if prompt.done == prompt.checkpoint > 0:
+                self._keep(prompt, copy.deepcopy(prompt.cache))
+            activations = _look(prompts, starts, plan)
+            # A row that joins has KV caches copied in the next step, its own and the others'. So it
+            # does not join in a gap that reading has filled already.
             later = decoding and tokens > 0 and begun
-            read = Read([], []) if later else self._complete_alone(reading)
-        if plan is not None and plan.sight is not None:
-            seen = plan.sight.read(places)
-            read.events[:0] = readings[0].untold(seen) if len(readings) == 1 else seen
-        return tokens, read
+            incomplete = prompt.left > 0 or later
+            outcome = SliceOutcome([], [], []) if incomplete else self._complete_alone(prompt)
+        tokens = sum(prompt.done for prompt in prompts) - sum(starts)
+        self._pace.saw_chunk(tokens, perf_counter() - began, decoding=decoding)
+        self._moved = True
+        outcome.events[:0] = activations
+        return outcome
 
-    def _recover(self, readings: list[Reading], fault: Fault) -> Read:
-        """Who failed alone is to blame; if that is not known, all are to be read again, alone.
+    def resume(self, queued: QueuedPrompt) -> PartialPrompt:
+        """Open the KV cache that the text of a recovering row is read into."""
+        return PartialPrompt([queued], *self._open(queued))
 
-        Where memory was short, what can be spared is gone for the next attempt, and who is alone
-        has some.
-        """
-        tried = self._trial in readings
-        self._trial = None if tried else self._trial
-        for reading in readings:
-            if reading in self._turns.begun:
-                self._turns.begun.remove(reading)
-        if fault.memory:
-            self.spare()
-        again = [each for reading in readings for each in reading.retry(fault)]
-        patient = fault.memory and all(short(each.row) < MOST_FAULTS for each in again)
-        failed = Read([], [])
-        if len(readings) == 1 and not patient:
-            failed.events += [blame(each.row, fault) for each in again]
-        elif tried:
-            self._lost.extendleft(reversed(again))
-        else:
-            self._turns.put_back(again)
-        return failed
+    def abandon(self, prompts: Sequence[PartialPrompt]) -> None:
+        """Forget the prompts of a slice that failed: their KV caches may be half of a pass on."""
+        self._queue.begun = [prompt for prompt in self._queue.begun if prompt not in prompts]
+
+    def put_back(self, queued: Iterable[QueuedPrompt]) -> None:
+        """Have these prompts, which were being read, wait again."""
+        self._queue.put_back(queued)
 
     def spare(self) -> None:
-        """Give back the memory that nobody needs, or not yet."""
+        """Give back the memory of what is not needed, or not yet."""
         self._cached.clear()
-        self._turns.shrink()
+        self._queue.shrink()
         mx.clear_cache()
 
-    def _choose(self, free: int, limit: int, *, trial: bool) -> list[Reading]:
-        """What to read in this slice, beginning prompts for `free` rows: a row to be tried, for its
-        stream stands still; or whose turn it is, and who may share the slice."""
-        if trial and self._lost and self._trial is None:
-            self._trial = self._try_next()
-        if self._trial is not None:
-            return [self._trial]
-        chosen = self._turns.choose(free, limit)
-        if chosen is None or isinstance(chosen, Reading):
-            return [] if chosen is None else [chosen]
-        fits = self._turns.fits(chosen, limit)
-        reading = self._begin(chosen, free)
-        # More may be left than was measured, where no copy of what is kept could be made.
-        if fits and reading.left <= limit:
-            return self._group(reading, free, limit)
-        self._begin_long(reading)
-        return [reading]
+    def _begin_long(self, prompt: PartialPrompt) -> None:
+        """Note that the prompt takes more than a slice."""
+        prompt.checkpoint = prompt.job.checkpoint
+        self._queue.begin(prompt)
 
-    def _begin_long(self, reading: Reading) -> None:
-        """It takes more than a slice."""
-        reading.checkpoint = reading.job.checkpoint
-        self._turns.begin(reading)
-
-    def _try_next(self) -> Reading:
-        opened = self._open(self._lost[0])
-        return Reading([self._lost.popleft()], *opened)
-
-    def _group(self, first: Reading, free: int, limit: int) -> list[Reading]:
-        """The first, and as many of the other prompts as fit its slice."""
+    def _group(self, first: PartialPrompt, free: int, limit: int) -> list[PartialPrompt]:
+        """The first prompt, and as many of the others as fit its slice."""
         longest = first.left
         group = [first]
-        # With nothing to read there is nothing to pad beside others.
-        if longest == 0 or first.waiting[0].alone or not self.batched:
+        # A prompt with nothing to read cannot be padded beside others.
+        if longest == 0 or first.queued[0].alone or not self.batched:
             return group
-        free -= len(first.jobs)
-        for waiting in self._turns.shortest(free, limit):
-            rest = self._turns.measure(waiting)
-            if free <= 0 or max(rest, longest) * (len(group) + 1) > limit:
+        free -= len(first.queued)
+        for queued in self._queue.shortest(free, limit):
+            left = self._queue.measure(queued)
+            if free <= 0 or max(left, longest) * (len(group) + 1) > limit:
                 break
-            # A twin of one that was begun is no longer there.
-            if self._pads_well(rest, longest) and waiting in self._turns.waiting:
-                reading = self._begin(waiting, free)
-                if reading.left > rest:
-                    self._begin_long(reading)
+            # A twin of a prompt that was begun in this loop does not wait any more.
+            if self._pads_well(left, longest) and queued in self._queue.waiting:
+                prompt = self._take(queued, free)
+                if prompt.left > left:
+                    self._begin_long(prompt)
                     break
-                longest = max(longest, rest)
-                group.append(reading)
-                free -= len(reading.jobs)
+                longest = max(longest, left)
+                group.append(prompt)
+                free -= len(prompt.queued)
         return group
 
-    def _pads_well(self, rest: int, longest: int) -> bool:
-        """Whether a prompt with `rest` tokens to read may be read beside one with more or fewer."""
-        return rest > 0 and (rest == longest or bool(self._pads))
+    def _pads_well(self, left: int, longest: int) -> bool:
+        """Whether a prompt with `left` tokens to read may be read beside one with `longest`."""
+        return left > 0 and (left == longest or bool(self._pads))
 
-    def _begin(self, head: Waiting, free: int) -> Reading:
-        """Take a prompt out of the queue, and with it those that wait and have the same."""
-        opened = self._open(head)
-        self._turns.waiting.remove(head)
-        return Reading([head, *self._take_twins(head, free - 1)], *opened)
+    def _take(self, head: QueuedPrompt, free: int) -> PartialPrompt:
+        """Take a prompt out of the queue, and with it those that have the same text: no more than
+        `free` in all."""
+        cache, cached = self._open(head)
+        self._queue.waiting.remove(head)
+        queued = [head, *self._take_twins(head, free - 1)]
+        for each in queued:
+            each.row.enter(RowState.PREFILLING)
+        return PartialPrompt(queued, cache, cached)
 
-    def _open(self, head: Waiting) -> tuple[Cache, int]:
-        """The cache that its text is to go into, and how much of it is there."""
+    def _open(self, queued: QueuedPrompt) -> tuple[Cache, int]:
+        """The KV cache that a text is read into, and how many of its tokens are there."""
         found = None
-        if not self._turns.reads_anew(head):
+        if not self._queue.reads_anew(queued):
             try:
-                found = self._cached.take(head.body, head.job.steering)
-            except Exception as error:  # a copy of a cache may be all that memory has no room for
+                found = self._cached.take(queued.body, queued.job.steering)
+            except Exception as error:  # there may be no memory for a copy of the kept cache
                 note(error, "a kept prompt could not be used")
                 self.spare()
         return (self._caches.make(), 0) if found is None else found
 
-    def _take_twins(self, head: Waiting, most: int) -> list[Waiting]:
-        """At most so many of the waiting jobs that read the same and are not scored themselves."""
+    def _take_twins(self, head: QueuedPrompt, most: int) -> list[QueuedPrompt]:
+        """Take at most so many waiting rows that have the same text and are not scored."""
         if not self.batched or head.alone or most <= 0:
             return []
-        twins: list[Waiting] = []
-        others: list[Waiting] = []
-        for waiting in self._turns.waiting:
-            alike = waiting.job.scores is None and waiting.same_prompt(head)
-            (twins if alike and len(twins) < most else others).append(waiting)
-        self._turns.waiting = others
+        twins: list[QueuedPrompt] = []
+        others: list[QueuedPrompt] = []
+        for queued in self._queue.waiting:
+            alike = queued.job.scores is None and queued.same_prompt(head)
+            (twins if alike and len(twins) < most else others).append(queued)
+        self._queue.waiting = others
         return twins
 
-    def _complete_alone(self, reading: Reading) -> Read:
-        if reading.rest:
-            return Read([], [])
-        if reading in self._turns.begun:
-            self._turns.end(reading)
-        if reading is self._trial:
-            self._trial = None
-        if reading.scorer is not None and reading.scorer.broken:
-            return Read([reading], [])
-        if not self.batched:
-            return Read([reading], reading.cache)
-        merged = merge([reading.cache] * len(reading.rows)) if reading.rows else []
-        # The batch has a copy, so the row's own can stay for prompts that begin alike.
-        self._cached.put(reading.text[:-1], reading.cache, reading.job.steering)
-        return Read([reading], merged)
+    def _complete_alone(self, prompt: PartialPrompt) -> SliceOutcome:
+        if prompt in self._queue.begun:
+            self._queue.end(prompt)
+        cache = prompt.cache
+        if self.batched and not prompt.broken:
+            cache = merge([prompt.cache] * len(prompt.rows)) if prompt.rows else []
+            # The batch has a copy, so the row's own cache may stay for prompts that begin alike.
+            self._keep(prompt, prompt.cache)
+        rows, events = prompt.finish()
+        return SliceOutcome(rows, cache, events)
 
-    def _complete(self, readings: Sequence[Reading], cache: Cache) -> Read:
-        # Attention caches are kept at the end of the answer and cut back then; others cannot be.
-        if not can_cut(readings[0].cache):
-            for i, reading in enumerate(readings):
-                if self._cached.wants(len(reading.text) - 1):
-                    row = [layer.extract(i) for layer in cache]
-                    self._cached.put(reading.text[:-1], row, reading.job.steering)
-        if any(len(reading.rows) > 1 for reading in readings):
-            copies = mx.array([i for i, reading in enumerate(readings) for _ in reading.rows])
+    def _complete_together(self, prompts: Sequence[PartialPrompt], cache: Cache) -> SliceOutcome:
+        # Attention caches are kept when the answer ends, and cut back then. Others cannot be.
+        if not can_cut(prompts[0].cache):
+            for i, prompt in enumerate(prompts):
+                if self._cached.wants(prompt.done):
+                    self._keep(prompt, [layer.extract(i) for layer in cache])
+        if any(len(prompt.rows) > 1 for prompt in prompts):
+            copies = mx.array([i for i, prompt in enumerate(prompts) for _ in prompt.rows])
             for layer in cache:
                 layer.filter(copies)
-        return Read(readings, cache)
+        outcome = SliceOutcome([], cache, [])
+        for prompt in prompts:
+            rows, events = prompt.finish()
+            outcome.rows.extend(rows)
+            outcome.events.extend(events)
+        return outcome
 
-    def _keep_checkpoint(self, reading: Reading) -> None:
-        if reading.done == reading.checkpoint > 0:
-            text, cache = reading.text[: reading.done], copy.deepcopy(reading.cache)
-            self._cached.put(text, cache, reading.job.steering)
+    def _keep(self, prompt: PartialPrompt, cache: Cache) -> None:
+        """Leave `cache`, which has seen the prompt as far as it is read, to the prompt cache."""
+        self._cached.put(prompt.text[: prompt.done], cache, prompt.job.steering)
 
-    def _read_together(self, readings: Sequence[Reading], plan: Plan | None) -> Cache:
-        cache = merge([reading.cache for reading in readings])
-        read_together(self._model, cache, [reading.rest for reading in readings], plan)
-        for reading in readings:
-            reading.done += len(reading.rest)
+    def _read_together(self, prompts: Sequence[PartialPrompt], plan: Plan | None) -> Cache:
+        cache = merge([prompt.cache for prompt in prompts])
+        read_together(self._model, cache, [prompt.rest for prompt in prompts], plan)
+        for prompt in prompts:
+            prompt.done += prompt.left
         return cache
+
+
+def _look(
+    prompts: Sequence[PartialPrompt], starts: Sequence[int], plan: Plan | None
+) -> list[Activations]:
+    """The activations that were watched in a slice that began at `starts`."""
+    if plan is None or plan.sight is None:
+        return []
+    events = plan.sight.read(
+        [
+            Place(tuple(job.id for job in prompt.jobs), start, prompt.done - start)
+            for prompt, start in zip(prompts, starts, strict=True)
+        ]
+    )
+    return prompts[0].find_untold(events) if len(prompts) == 1 else events
 
 
 def read_together(

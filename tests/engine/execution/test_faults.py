@@ -212,7 +212,7 @@ def assert_empty(batch: Batch) -> None:
     assert batch.idle
     assert {*batch.statistics().values()} == {0}
     assert not batch._main._launched.proofs
-    assert batch._fitting == batch._max_rows
+    assert batch._recovery.fitting == batch._max_rows
 
 
 def at_step(*numbers: int) -> Fault:
@@ -575,7 +575,7 @@ def test_rows_that_are_tried_can_be_cancelled_and_give_their_memory_back(
     before = mx.get_active_memory()
     for i in range(6):
         batch.submit(job(i, prompt(i, 60), 50))
-    while batch._prefill.lost == 0:
+    while batch._recovery.lost == 0:
         batch.decode()
         batch.prefill()
         assert faulty.calls < 20

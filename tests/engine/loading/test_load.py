@@ -225,11 +225,11 @@ def test_adapters_on_one_base_share_its_arrays(
         mx.synchronize()
         assert mx.get_active_memory() - before == pytest.approx(size + sum(own), abs=4096)
         for each in (base, one):
-            assert np.abs(logits(each.batch._model) - expected[1]).max() > 0.1
+            assert np.abs(logits(each.batch._main._model) - expected[1]).max() > 0.1
         del base
-        np.testing.assert_allclose(logits(one.batch._model), expected[0], atol=1e-4)
+        np.testing.assert_allclose(logits(one.batch._main._model), expected[0], atol=1e-4)
         del one
-        np.testing.assert_allclose(logits(two.batch._model), expected[1], atol=1e-4)
+        np.testing.assert_allclose(logits(two.batch._main._model), expected[1], atol=1e-4)
         assert len(generate(two, PROMPT)[0]) == 30
         del two, each
 

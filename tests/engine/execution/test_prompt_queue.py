@@ -180,7 +180,7 @@ def test_little_memory_has_prompts_read_one_at_a_time(models: Any) -> None:
             return getattr(model, name)
 
         def __call__(self, tokens: Any, cache: Any) -> Any:
-            begun = [each for each in batch._prefill._turns.begun if each.done > 0]
+            begun = [each for each in batch._prefill._queue.begun if each.done > 0]
             if tokens.shape[1] > 1 and len(begun) > 1:
                 raise MemoryError("no room")
             return model(tokens, cache=cache)

@@ -1,0 +1,73 @@
+"""The states of a row: which may follow which."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.row import _NEXT, Row, RowState
+from mlxsrv.generation import Sampling
+
+PATHS = {
+    RowState.WAITING: [],
+    RowState.PREFILLING: [RowState.PREFILLING],
+    RowState.FRESH: [RowState.PREFILLING, RowState.FRESH],
+    RowState.DECODING: [RowState.PREFILLING, RowState.FRESH, RowState.DECODING],
+    RowState.RECOVERING: [RowState.PREFILLING, RowState.FRESH, RowState.RECOVERING],
+    RowState.ENDED: [RowState.ENDED],
+    RowState.BROKEN: [RowState.PREFILLING, RowState.BROKEN],
+}
+"""A way to each state from the first."""
+
+
+def reach(state: RowState) -> Row:
+    row = Row(Job(7, "m", (1, 2, 3), 4, frozenset({9}), Sampling()))
+    for each in PATHS[state]:
+        row.enter(each)
+    assert row.state is state
+    return row
+
+
+@pytest.mark.parametrize(("state", "following"), [*product(RowState, RowState)])
+def test_a_state_follows_another_only_by_the_table(state: RowState, following: RowState) -> None:
+    row = reach(state)
+    if following in _NEXT[state]:
+        row.enter(following)
+        assert row.state is following
+    else:
+        with pytest.raises(RuntimeError, match=f"row 7 is {state.value}"):
+            row.enter(following)
+        assert row.state is state
+
+
+def test_the_table_has_every_state_and_each_can_be_reached_and_left_for_an_end() -> None:
+    assert {*_NEXT} == {*RowState}
+    assert {each for following in _NEXT.values() for each in following} == {*RowState}
+    for state in RowState:
+        row = reach(state)
+        assert row.ended == (not _NEXT[state])
+        assert row.ended or RowState.ENDED in _NEXT[state]
+
+
+def test_the_next_input_of_a_fresh_row_is_the_last_token_of_its_text() -> None:
+    row = reach(RowState.FRESH)
+    assert (row.seen, row.length, row.last) == ((1, 2, 3), 3, 3)
+    assert row.place == ((7,), 2, 1)
+    row.enter(RowState.DECODING)
+    assert row.place == ((7,), 3, 1)
+    row.drawn.append(5)
+    assert (row.seen, row.length, row.last) == ((1, 2, 3, 5), 4, 5)
+    row.enter(RowState.RECOVERING)
+    row.enter(RowState.FRESH)
+    assert row.place == ((7,), 3, 1)
+
+
+def test_a_row_finishes_at_an_end_token_or_its_limit() -> None:
+    row = reach(RowState.DECODING)
+    row.drawn += [5, 6]
+    assert row.finish_reason(6) is None
+    assert row.finish_reason(9) == "stop"
+    row.drawn += [5, 6]
+    assert row.finish_reason(6) == "length"
