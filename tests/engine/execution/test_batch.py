@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Failed, PromptRead, Token
-from mlxsrv.engine.execution import reading
+from mlxsrv.engine.execution import prefill_stages
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.prefill import masks_padding
 from mlxsrv.engine.orders import Job
@@ -365,7 +365,7 @@ def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
         fed.append(tokens.size)
         return steering_run(model, plan, tokens, cache)
 
-    monkeypatch.setattr(reading, "run", feed)
+    monkeypatch.setattr(prefill_stages, "run", feed)
     batch.submit(job(1, long, 4))
     slices: list[int] = []
     while not any(isinstance(event, PromptRead) for event in batch.prefill()):
