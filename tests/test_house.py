@@ -39,7 +39,7 @@ FLOORS = {
 
 LIBRARIES = {
     "mlx": {"engine"},
-    "mlx_lm": {"engine", "prompts/tokenizer"},
+    "mlx_lm": {"engine", "prompts/tokenizer", "prompts/token_texts"},
     "starlette": {"web"},
     "uvicorn": {"cli", "server"},
 }

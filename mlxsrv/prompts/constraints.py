@@ -1,66 +1,61 @@
-"""What a request wants its answers to be bound to, as a grammar."""
+"""Constraints: the grammar that a request asks its answers to follow."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from mlxsrv.errors import UnsupportedParameter
+from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
 from mlxsrv.text.tools import ToolDialect
 from mlxsrv.wire.constraints import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
 from mlxsrv.wire.requests import ChatRequest, GenerationRequest, NamedTool
 
-if TYPE_CHECKING:
-    from mlxsrv.prompts.grammars.specs import GrammarSpec
-
-# What llama.cpp's grammars must have, and no Lark grammar can.
+# Every grammar of llama.cpp has this, and no Lark grammar can.
 _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
-    """A grammar, and the request's field that asks for it."""
+    """A grammar that answers must follow, and the request's field that asks for it."""
 
     spec: GrammarSpec
     param: str
 
 
 def chat_constraint(request: ChatRequest, dialect: ToolDialect | None) -> ConstraintSpec | None:
-    """What a chat's answer must follow; `dialect` is how its tools are called.
+    """Return what a chat's answer must follow, or None.
 
-    A tool that must be called leaves no room for anything else. With tools that may be called, a
-    `response_format` binds the answer that is none.
+    If a tool must be called, the answer is calls and nothing else. If tools may be called, a
+    `response_format` binds an answer that calls none.
+
+    Args:
+        dialect: how the model calls the request's tools; None without tools.
 
     Raises:
         UnsupportedParameter: a call cannot be enforced in the model's dialect.
     """
     forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
     if forced:
-        return _guide_calls(request, dialect, "tool_choice")
+        return _calls(request, dialect, "tool_choice")
     form = next(iter(request.forms), None)
     if form is None or dialect is None:
-        return _guide_form(form)
+        return _answer(form)
     if not isinstance(form, JSONForm):
         raise UnsupportedParameter(
             f"{form.param}: cannot be combined with tools that may be called; leave tools out, or "
             'set tool_choice to "none"',
             param=form.param,
         )
-    return _guide_calls(request, dialect, form.param, otherwise=form)
+    return _calls(request, dialect, form.param, otherwise=form)
 
 
 def text_constraint(request: GenerationRequest) -> ConstraintSpec | None:
-    """What any answer must follow, tools aside."""
-    form = next(iter(request.forms), None)
-    return _guide_form(form)
+    """Return what an answer must follow, tools aside, or None."""
+    return _answer(next(iter(request.forms), None))
 
 
-def _guide_form(form: Form | None) -> ConstraintSpec | None:
-    from mlxsrv.prompts.grammars.specs import (
-        GrammarSpec,  # with the engine: MLX is not imported before
-    )
-
+def _answer(form: Form | None) -> ConstraintSpec | None:
     match form:
         case None:
             return None
@@ -81,14 +76,12 @@ def _guide_form(form: Form | None) -> ConstraintSpec | None:
             return ConstraintSpec(GrammarSpec("json_schema", text, compact), param)
 
 
-def _guide_calls(
+def _calls(
     request: ChatRequest,
     dialect: ToolDialect | None,
     param: str,
     otherwise: JSONForm | None = None,
 ) -> ConstraintSpec:
-    from mlxsrv.prompts.grammars.specs import tool_grammar
-
     if dialect is None or not dialect.json or not dialect.end:
         raise UnsupportedParameter(
             f"{param}: this model does not call tools in JSON, so what it calls cannot be enforced",

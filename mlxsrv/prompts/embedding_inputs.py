@@ -1,6 +1,7 @@
-"""Texts to be embedded or judged -> token ids, as the model's sentence-transformers files say.
+"""Embedding inputs: texts to be embedded or scored, as token ids with their prompts.
 
-Runs in a worker thread, with the tokenizer to itself.
+How texts are prepared is said by the model's pooling config. Runs in a worker thread, with the
+tokenizer to itself.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ if TYPE_CHECKING:
 
 _INSTRUCTION = re.compile(r"(?<=^Instruct: ).*?(?=\n)", re.DOTALL)  # Qwen3-Embedding, e5-instruct
 _PROMPTS = {"query": ("query",), "document": ("document", "passage", "corpus")}
-"""What models call the prompts that a client chooses by `input_type`."""
+"""The names that models give to the prompt that a client chooses by `input_type`."""
 
 
 class EmbeddingInputs(msgspec.Struct, frozen=True):
-    """Texts as token ids; of pairs, how many tokens come before each second text."""
+    """Texts as token ids.
+
+    Attributes:
+        texts: the ids of each text, or of each pair of texts.
+        firsts: for pairs, how many tokens come before each second text; else empty.
+    """
 
     texts: tuple[tuple[int, ...], ...]
     firsts: tuple[int, ...] = ()
@@ -37,31 +43,25 @@ class EmbeddingInputs(msgspec.Struct, frozen=True):
 
 
 def plan_embedding(
-    request: EmbeddingRequest,
-    config: PoolingConfig,
-    longest: int | None,
-    tokenizer: Tokenizer,
+    request: EmbeddingRequest, config: PoolingConfig, longest: int | None, tokenizer: Tokenizer
 ) -> EmbeddingInputs:
-    """The texts with their prompt, each of at most `longest` tokens: those that the tokenizer
-    gives, or the client.
+    """Prepare the texts of a request for embeddings, each with its prompt.
+
+    Args:
+        longest: tokens that a text may have; None for any number.
 
     Raises:
-        InvalidRequest, ContextLengthExceeded, UnsupportedParameter
+        InvalidRequest, ContextLengthExceeded, UnsupportedParameter: a text or a parameter cannot be
+            used; the error has its path.
     """
-    prompt, cut = _prompt(request, config), _cut(request, longest)
+    prompt, truncation = _prompt(request, config), _truncation(request, longest)
     texts: list[tuple[int, ...]] = []
     for i, text in enumerate(request.texts):
         path = request.path(i)
-        limit = _limit(longest, path)
         if isinstance(text, str):
-            whole = _cased(prompt + text, config)
-            tokens = tokenizer.split(whole, special=True, limit=limit, cut=cut)
+            texts.append(_encode(prompt + text, path, config, longest, truncation, tokenizer))
         else:
-            check_length(text, limit if cut is None else None)
-            check_ids(text, path, tokenizer)
-            tokens = text if cut is None else _cut_ids(text, cut)
-        _check_length(tokens, longest, path)
-        texts.append(tuple(tokens))
+            texts.append(_check_given(text, path, longest, truncation, tokenizer))
     return EmbeddingInputs(tuple(texts))
 
 
@@ -72,20 +72,19 @@ def plan_texts(
     longest: int | None,
     tokenizer: Tokenizer,
 ) -> EmbeddingInputs:
-    """Texts, each with its path in the request, as they are embedded where nothing else is asked.
+    """Prepare texts, each with its path in the request, with the model's default prompt.
 
     Raises:
-        InvalidRequest, ContextLengthExceeded
+        InvalidRequest, ContextLengthExceeded: a text cannot be used; the error has its path.
     """
     prompt = config.prompts.get(config.default_prompt or "", "")
-    cut = _cut(request, longest)
-    made: list[tuple[int, ...]] = []
-    for text, path in texts:
-        whole, limit = _cased(prompt + text, config), _limit(longest, path)
-        tokens = tokenizer.split(whole, special=True, limit=limit, cut=cut)
-        _check_length(tokens, longest, path)
-        made.append(tuple(tokens))
-    return EmbeddingInputs(tuple(made))
+    truncation = _truncation(request, longest)
+    return EmbeddingInputs(
+        tuple(
+            _encode(prompt + text, path, config, longest, truncation, tokenizer)
+            for text, path in texts
+        )
+    )
 
 
 def plan_pairs(
@@ -94,29 +93,60 @@ def plan_pairs(
     longest: int | None,
     tokenizer: Tokenizer,
 ) -> EmbeddingInputs:
-    """Pairs of texts as a cross-encoder reads them, each with the path that is to blame where it is
-    too long.
+    """Prepare pairs of texts for a cross-encoder.
+
+    Args:
+        pairs: two texts, and the path that an error names if they are too long.
 
     Raises:
-        InvalidRequest, ContextLengthExceeded
+        InvalidRequest, ContextLengthExceeded: a pair cannot be used; the error has its path.
     """
-    cut = _cut(request, longest)
+    truncation = _truncation(request, longest)
     texts: list[tuple[int, ...]] = []
     firsts: list[int] = []
     for one, other, path in pairs:
-        tokens, first = tokenizer.pair(one, other, _limit(longest, path), cut)
+        tokens, first = tokenizer.pair_ids(one, other, _budget(longest, path), truncation)
         _check_length(tokens, longest, path)
         texts.append(tuple(tokens))
         firsts.append(first)
     return EmbeddingInputs(tuple(texts), tuple(firsts))
 
 
-def _cased(text: str, config: PoolingConfig) -> str:
-    return text.lower() if config.lowercase else text
+def _encode(
+    text: str,
+    path: str,
+    config: PoolingConfig,
+    longest: int | None,
+    truncation: Truncation | None,
+    tokenizer: Tokenizer,
+) -> tuple[int, ...]:
+    if config.lowercase:
+        text = text.lower()
+    budget = _budget(longest, path)
+    tokens = tokenizer.token_ids(text, special=True, budget=budget, truncation=truncation)
+    _check_length(tokens, longest, path)
+    return tuple(tokens)
 
 
-def _cut(request: TruncationFields, longest: int | None) -> Truncation | None:
-    """How texts are cut, if they are to be. Raises InvalidRequest."""
+def _check_given(
+    tokens: list[int],
+    path: str,
+    longest: int | None,
+    truncation: Truncation | None,
+    tokenizer: Tokenizer,
+) -> tuple[int, ...]:
+    """Check token ids that the client sent, and truncate them."""
+    check_length(tokens, _budget(longest, path) if truncation is None else None)
+    check_ids(tokens, path, tokenizer)
+    if truncation is not None:
+        right = truncation.side == "right"
+        tokens = tokens[: truncation.tokens] if right else tokens[-truncation.tokens :]
+    _check_length(tokens, longest, path)
+    return tuple(tokens)
+
+
+def _truncation(request: TruncationFields, longest: int | None) -> Truncation | None:
+    """Return how texts are truncated, or None if they are not. Raises InvalidRequest."""
     asked = request.truncate_prompt_tokens
     if asked is not None and asked > 0:
         if longest is not None and asked > longest:
@@ -131,16 +161,12 @@ def _cut(request: TruncationFields, longest: int | None) -> Truncation | None:
     return Truncation(longest, request.cut_side)
 
 
-def _cut_ids(tokens: list[int], cut: Truncation) -> list[int]:
-    return tokens[: cut.tokens] if cut.side == "right" else tokens[-cut.tokens :]
-
-
-def _limit(longest: int | None, path: str) -> TokenBudget | None:
+def _budget(longest: int | None, path: str) -> TokenBudget | None:
     return None if longest is None else TokenBudget(longest, path)
 
 
 def _prompt(request: EmbeddingRequest, config: PoolingConfig) -> str:
-    """What is written before each text."""
+    """Return what is written before each text. Raises UnsupportedParameter."""
     names = _PROMPTS["query" if request.instruction else request.input_type or "document"]
     found = next((config.prompts[name] for name in names if name in config.prompts), "")
     if request.instruction is not None:

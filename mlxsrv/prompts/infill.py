@@ -1,4 +1,4 @@
-"""Prompts of texts with a gap, for models that fill in the middle."""
+"""Fill-in-the-middle prompts: the text before and after a gap, with the model's own markers."""
 
 from __future__ import annotations
 
@@ -22,30 +22,36 @@ def infill(
     prefix: str,
     suffix: str,
     files: Sequence[ProjectFile] = (),
-    limit: TokenBudget | None = None,
+    budget: TokenBudget | None = None,
 ) -> Prompt | None:
-    """What is to be written between two texts; None: the model has no tokens for that.
+    """Return the prompt for the text between two others, or None if the model has no markers.
+
+    Args:
+        files: others of the project, which come first.
 
     Raises:
-        ContextLengthExceeded: one is so long over the limit that its tokens were not counted.
+        ContextLengthExceeded: a text is so far over the budget that its tokens were not counted.
     """
-    numbers = tokenizer.numbers
-    family = find_family(numbers)
+    ids = tokenizer.ids_by_name
+    family = find_family(ids)
     if family is None:
         return None
     parts = lay_out(family, prefix, suffix, files)
-    tokens = to_tokens(parts, numbers, partial(_split, tokenizer, limit))
-    start = tokenizer.split("", special=True)[:1]
-    if start and start[0] == numbers.get(tokenizer.special_names["bos_token"] or ""):
+    tokens = to_tokens(parts, ids, partial(_encode, tokenizer, budget))
+    start = tokenizer.token_ids("", special=True)[:1]
+    if start and start[0] == ids.get(tokenizer.special_tokens["bos_token"] or ""):
         tokens = start + tokens
-    ends = frozenset(numbers[name] for name in family.ends if name in numbers)
-    return structs.replace(tokenizer.given(tokens), ends=ends)
+    ends = frozenset(ids[name] for name in family.ends if name in ids)
+    return structs.replace(tokenizer.prompt_of(tokens), ends=ends)
 
 
-def _split(tokenizer: Tokenizer, limit: TokenBudget | None, part: InfillText) -> list[int]:
-    """A text within a prompt. Where the tokenizer writes a space before each text, it is cut off
-    behind a sign."""
+def _encode(tokenizer: Tokenizer, budget: TokenBudget | None, part: InfillText) -> list[int]:
+    """Return the tokens of a text inside a prompt.
+
+    If the tokenizer writes a space before each text, it is made to write it before a sign that is
+    taken off again.
+    """
     if not (part.joined and tokenizer.strips_first_space):
-        return tokenizer.split(part.text, special=False, limit=limit)
-    sign = tokenizer.split(_SIGN, special=False)
-    return tokenizer.split(_SIGN + part.text, special=False, limit=limit)[len(sign) :]
+        return tokenizer.token_ids(part.text, special=False, budget=budget)
+    sign = tokenizer.token_ids(_SIGN, special=False)
+    return tokenizer.token_ids(_SIGN + part.text, special=False, budget=budget)[len(sign) :]

@@ -7,96 +7,32 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from mlxsrv.errors import (
-    InvalidRequest,
-    MissingParameter,
-    UnsupportedParameter,
-)
+from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation import Bans
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
+from mlxsrv.prompts.messages import PlainMessage
 from mlxsrv.text.infill import ProjectFile
 from mlxsrv.text.tools import ToolCalls, ToolDialect
 from mlxsrv.wire.infill import InfillRequest
-from mlxsrv.wire.requests import (
-    ChatRequest,
-    CompletionRequest,
-    GenerationRequest,
-    Message,
-    ToolCall,
-)
+from mlxsrv.wire.requests import ChatRequest, CompletionRequest, GenerationRequest
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
 
-PlainMessage = dict[str, Any]
-
-
-def chat_messages(messages: Sequence[Message]) -> list[PlainMessage]:
-    """Messages as chat templates want them. Raises InvalidRequest with the path of the fault."""
-    return [_plain(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _plain(message: Message, where: str) -> PlainMessage:
-    role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
-    plain: PlainMessage = {"role": role, "content": _content(message, where)}
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    thoughts = message.reasoning_content or message.reasoning
-    if thoughts is not None:
-        plain["reasoning_content"] = thoughts
-    if message.function_call is not None:
-        old = ToolCall(message.function_call)
-        plain["tool_calls"] = [_tool_call(old, f"{where}.function_call", "arguments")]
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{i}]")
-            for i, call in enumerate(message.tool_calls)
-        ]
-    return plain
-
-
-def _content(message: Message, where: str) -> str:
-    if message.content is None:
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    texts = []
-    for i, part in enumerate(message.content):
-        path = f"{where}.content[{i}]"
-        if part.type != "text":
-            raise UnsupportedParameter(
-                f"{path}: this model takes text only, not {part.type!r}", param=path
-            )
-        if part.text is None:
-            raise MissingParameter(f"missing required parameter: {path}.text", param=f"{path}.text")
-        texts.append(part.text)
-    return "".join(texts)
-
-
-def _tool_call(call: ToolCall, where: str, arguments: str = "function.arguments") -> dict[str, Any]:
-    """Templates take the arguments as an object, where the wire has a string of JSON."""
-    path = f"{where}.{arguments}"
-    try:
-        given = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{path}: not a JSON object: {error}", param=path) from None
-    return {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.function.name, "arguments": given},
-    }
-
 
 class PromptPlan(msgspec.Struct, frozen=True):
-    """What a worker thread finds out before a request's jobs can be made.
+    """A request's prompts, and what its answers have to follow.
 
-    `paths` says where in the request each prompt is.
-    `dialect` is how the model calls the tools that it was given, `parallel` whether it may call
-    more than one; `constraint` is what the answers must follow, `bans` what they may not have.
+    A worker thread makes it, with the tokenizer to itself.
+
+    Attributes:
+        paths: where in the request each prompt is.
+        dialect: how the model calls the tools that it was given.
+        parallel: whether it may call more than one tool.
+        constraint: the grammar that the answers must follow.
+        bans: tokens that the answers may not have.
     """
 
     prompts: list[Prompt]
@@ -107,7 +43,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     bans: Bans | None = None
 
     def tool_calls(self) -> ToolCalls | None:
-        """A new stage for one answer's calls."""
+        """Return a new stage that reads the calls of one answer."""
         if self.dialect is None:
             return None
         bound = self.constraint is not None
@@ -117,15 +53,15 @@ class PromptPlan(msgspec.Struct, frozen=True):
 def plan_chat(
     request: ChatRequest, messages: Sequence[PlainMessage], tokenizer: Tokenizer
 ) -> PromptPlan:
-    """The chat as the model's template writes it, and what the answer must follow.
+    """Plan the prompt of a chat, which the model's template writes.
 
     Raises:
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
     """
     _check_biases(request, tokenizer)
-    tools = _offered(request)
+    tools = _callable_tools(request)
     dialect = tokenizer.dialect(tools) if tools else None
-    if tools and (dialect is None or not _knows("tools", request, tokenizer)):
+    if tools and (dialect is None or not _has_variable("tools", request, tokenizer)):
         raise UnsupportedParameter(
             "tools: this model's chat template has no tools, or calls them in a way that is not "
             "known here",
@@ -138,8 +74,8 @@ def plan_chat(
         answers=request.add_generation_prompt is not False,
         tools=tools or None,
         template=request.chat_template,
-        limit=tokenizer.limit("messages"),
-        last=_last(request, tokenizer),
+        budget=tokenizer.budget("messages"),
+        last=_last_tokens(request, tokenizer),
     )
     return PromptPlan(
         [prompt],
@@ -152,27 +88,30 @@ def plan_chat(
 
 
 def _variables(request: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the template is given beside the messages. Raises InvalidRequest."""
+    """Return the template's variables besides the messages. Raises InvalidRequest."""
     variables = dict(request.chat_template_kwargs or {})
-    for name in tokenizer.reserved(variables):
+    for name in tokenizer.chat_template.reserved(variables):
         path = f"chat_template_kwargs.{name}"
         raise InvalidRequest(f"{path}: the server sets it; leave it out", param=path)
-    if request.effort is not None and _knows("reasoning_effort", request, tokenizer):
+    if request.effort is not None and _has_variable("reasoning_effort", request, tokenizer):
         variables["reasoning_effort"] = request.effort
     if request.thinking is not None:
         variables["enable_thinking"] = request.thinking
     return variables
 
 
-def _knows(variable: str, request: ChatRequest, tokenizer: Tokenizer) -> bool:
+def _has_variable(name: str, request: ChatRequest, tokenizer: Tokenizer) -> bool:
     if request.chat_template is not None:
-        return variable in request.chat_template
-    return tokenizer.knows(variable)
+        return name in request.chat_template
+    return tokenizer.chat_template.has_variable(name)
 
 
-def _last(request: GenerationRequest, tokenizer: Tokenizer) -> int | None:
-    """Of how many tokens of a prompt only the last are wanted, if so. -1: as many as the context
-    holds beside the answer, which may have half of it."""
+def _last_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> int | None:
+    """Return how many of a prompt's last tokens are wanted; None for all.
+
+    A request that says -1 wants as many as the context holds beside the answer, which may have half
+    of it.
+    """
     asked, context = request.truncate_prompt_tokens, tokenizer.context
     if asked != -1 or context is None:
         return None if asked == -1 else asked
@@ -181,14 +120,14 @@ def _last(request: GenerationRequest, tokenizer: Tokenizer) -> int | None:
 
 
 def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> ConstraintSpec | None:
-    """The constraint, once what it needs of the tokenizer is read: compiling does without."""
+    """Derive what compiling the constraint needs of the tokenizer, while this thread has it."""
     if constraint is not None:
         tokenizer.grammars.prepare(param=constraint.param)
     return constraint
 
 
-def _offered(request: ChatRequest) -> list[dict[str, Any]]:
-    """The tools that the model may call, as templates take them."""
+def _callable_tools(request: ChatRequest) -> list[dict[str, Any]]:
+    """Return the tools that the model may call, as templates take them."""
     if request.tool_choice == "none":
         return []
     return [msgspec.to_builtins(tool) for tool in request.tools or ()]
@@ -197,7 +136,9 @@ def _offered(request: ChatRequest) -> list[dict[str, Any]]:
 def plan_completion(
     request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
 ) -> PromptPlan:
-    """The prompts of a text completion, ids checked: MLX reads past the end of a table.
+    """Plan the prompts of a text completion.
+
+    Token ids are checked, since MLX reads past the end of a table.
 
     Raises:
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
@@ -206,7 +147,7 @@ def plan_completion(
     if request.suffix:
         return _plan_suffix(request, prompts, tokenizer)
     paths = [_prompt_path(request, i) for i in range(len(prompts))]
-    last = _last(request, tokenizer)
+    last = _last_tokens(request, tokenizer)
     encoded = [
         _encode(prompt, path, tokenizer, last) for prompt, path in zip(prompts, paths, strict=True)
     ]
@@ -216,11 +157,11 @@ def plan_completion(
 def _plan_suffix(
     request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
 ) -> PromptPlan:
-    """The texts between each prompt and the suffix. A decoded request has prompts of text only."""
+    """Plan the texts between each prompt and the suffix; such a request has prompts of text."""
     _require_whole(request)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    limit = tokenizer.limit("prompt")
-    filled = [infill(tokenizer, text, request.suffix or "", limit=limit) for text in texts]
+    budget = tokenizer.budget("prompt")
+    filled = [infill(tokenizer, text, request.suffix or "", budget=budget) for text in texts]
     found = [prompt for prompt in filled if prompt is not None]
     if len(found) < len(filled):
         raise UnsupportedParameter(
@@ -231,7 +172,7 @@ def _plan_suffix(
 
 
 def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> PromptPlan:
-    """The text between prefix and suffix. `prompt` is what has been written of it already.
+    """Plan the text between prefix and suffix; `prompt` is the part of it that is written already.
 
     Raises:
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
@@ -240,8 +181,8 @@ def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> PromptPlan:
     _require_whole(request)
     files = [ProjectFile(each.filename, each.text) for each in request.input_extra or ()]
     prefix = request.input_prefix + (request.prompt or "")
-    limit = tokenizer.limit("input_prefix")
-    prompt = infill(tokenizer, prefix, request.input_suffix, files, limit)
+    budget = tokenizer.budget("input_prefix")
+    prompt = infill(tokenizer, prefix, request.input_suffix, files, budget)
     if prompt is None:
         raise UnsupportedParameter(
             "model: it has no fill-in-the-middle tokens, so it cannot infill; ask another",
@@ -251,7 +192,7 @@ def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> PromptPlan:
 
 
 def _require_whole(request: GenerationRequest) -> None:
-    """Raises UnsupportedParameter: a part of these prompts would lack what marks the gap."""
+    """Raise UnsupportedParameter if prompts are to be truncated: markers of the gap would go."""
     if request.truncate_prompt_tokens is not None:
         raise UnsupportedParameter(
             "truncate_prompt_tokens: a text around a gap is read as a whole; leave it out",
@@ -271,32 +212,33 @@ def _plan_text(
 
 
 def _prompt_path(request: CompletionRequest, index: int) -> str:
-    """Where in the request a prompt is: a list of ids is one."""
+    """Return where in the request a prompt is. A list of ids is one prompt."""
     one = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
     return "prompt" if one else f"prompt[{index}]"
 
 
 def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer, last: int | None) -> Prompt:
-    limit = tokenizer.limit(path)
+    budget = tokenizer.budget(path)
     if isinstance(prompt, str):
-        encoded = tokenizer.encode(prompt, limit, last)
+        encoded = tokenizer.encode(prompt, budget, last)
     else:
         prompt = prompt[-last:] if last is not None else prompt
-        check_length(prompt, limit)
+        check_length(prompt, budget)
         check_ids(prompt, path, tokenizer)
-        encoded = tokenizer.given(prompt)
+        encoded = tokenizer.prompt_of(prompt)
     if not encoded.tokens:
         raise InvalidRequest(f"{path}: must hold at least one token", param=path)
     return encoded
 
 
-def check_length(tokens: Sequence[int], limit: TokenBudget | None) -> None:
-    """Raises ContextLengthExceeded."""
-    if limit is not None and len(tokens) > limit.tokens:
-        raise limit.refusal(f"; the text has {len(tokens)}")
+def check_length(tokens: Sequence[int], budget: TokenBudget | None) -> None:
+    """Raise the budget's refusal if there are too many tokens."""
+    if budget is not None and len(tokens) > budget.tokens:
+        raise budget.refusal(f"; the text has {len(tokens)}")
 
 
 def check_ids(tokens: Sequence[int], path: str, tokenizer: Tokenizer) -> None:
+    """Raise InvalidRequest for an id that the model does not have."""
     for i, token in enumerate(tokens):
         if token >= tokenizer.vocabulary:
             where = f"{path}[{i}]"
@@ -316,14 +258,12 @@ def _check_biases(request: GenerationRequest, tokenizer: Tokenizer) -> None:
 
 
 def _bans(request: GenerationRequest, tokenizer: Tokenizer) -> Bans | None:
-    """What the answers may not have in them. Raises InvalidRequest for ids of no token."""
+    """Return what the answers may not have. Raises InvalidRequest for ids of no token."""
     for name in ("stop_token_ids", "allowed_token_ids"):
         check_ids(getattr(request, name) or (), name, tokenizer)
     bans = Bans(
         min_tokens=request.min_tokens or 0,
         allowed=tuple(request.allowed_token_ids or ()),
-        words=tuple(
-            spelling for word in request.bad_words or () for spelling in tokenizer.spellings(word)
-        ),
+        words=tuple(ids for word in request.bad_words or () for ids in tokenizer.word_ids(word)),
     )
     return None if bans == Bans() else bans

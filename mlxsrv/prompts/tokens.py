@@ -1,4 +1,7 @@
-"""Texts to tokens and back, for clients that count or write prompts themselves."""
+"""The tokenizer's own endpoints: texts to tokens and back, and rendered templates.
+
+They are for clients that count tokens or write prompts themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from msgspec import structs
 
 from mlxsrv.errors import RequestTooLarge, ServeError
 from mlxsrv.prompts.encoding import TokenBudget
-from mlxsrv.prompts.planning import chat_messages, check_ids, plan_chat
+from mlxsrv.prompts.messages import chat_messages
+from mlxsrv.prompts.planning import check_ids, plan_chat
 from mlxsrv.wire.requests import ChatRequest
 from mlxsrv.wire.tokens import (
     AppliedTemplate,
@@ -24,8 +28,8 @@ if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
 
-class _TooMuch(TokenBudget, frozen=True):
-    """Of a text that no model is to read."""
+class _ResponseBudget(TokenBudget, frozen=True):
+    """The most tokens that one response tells, of a text that no model reads."""
 
     def refusal(self, found: str) -> ServeError:
         return RequestTooLarge(
@@ -33,27 +37,29 @@ class _TooMuch(TokenBudget, frozen=True):
         )
 
 
-_MOST = 2**20  # as many as `tokens` may be at /detokenize
+_MOST_TOKENS = 2**20  # as many as /detokenize takes
 
 
 def tokenize(request: TokenizeRequest, tokenizer: Tokenizer) -> TokenizeResponse:
-    """Raises InvalidRequest, RequestTooLarge, ContextLengthExceeded, UnsupportedParameter."""
+    """Raises InvalidRequest, RequestTooLarge, ContextLengthExceeded or UnsupportedParameter."""
     ids = _ids(request, tokenizer)
     tokens: list[int | TokenPiece] = [*ids]
     if request.with_pieces:
-        tokens = [TokenPiece.of(id, tokenizer.spelling(id)) for id in ids]
+        tokens = [TokenPiece.of(id, tokenizer.token_bytes_or_name(id)) for id in ids]
     response = TokenizeResponse(tokens, len(ids))
     if request.content is None:
         response = TokenizeResponse(tokens, len(ids), max_model_len=tokenizer.context)
     if request.return_token_strs:
-        return structs.replace(response, token_strs=tokenizer.names(ids))
+        return structs.replace(response, token_strs=tokenizer.token_names(ids))
     return response
 
 
 def _ids(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     name, text = request.text
     if text is not None:
-        return tokenizer.split(text, special=request.special, limit=_TooMuch(_MOST, name))
+        return tokenizer.token_ids(
+            text, special=request.special, budget=_ResponseBudget(_MOST_TOKENS, name)
+        )
     [prompt] = plan_chat(request.chat, chat_messages(request.chat.messages), tokenizer).prompts
     return [*prompt.tokens]
 
@@ -65,17 +71,17 @@ def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeRe
 
 
 def apply_template(request: ChatRequest, tokenizer: Tokenizer) -> AppliedTemplate:
-    """Raises what reading a chat does: InvalidRequest, UnsupportedParameter, and
-    ContextLengthExceeded where it is so long that its tokens were not counted."""
+    """Raises InvalidRequest or UnsupportedParameter; ContextLengthExceeded if the chat is so long
+    that its tokens were not counted."""
     [prompt] = plan_chat(request, chat_messages(request.messages), tokenizer).prompts
     return AppliedTemplate(prompt.text)
 
 
 def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
     return TokenizerInfo(
-        tokenizer_class=tokenizer.kind,
-        chat_template=tokenizer.chat_template,
+        tokenizer_class=tokenizer.class_name,
+        chat_template=tokenizer.chat_template.source,
         model_max_length=tokenizer.context,
         vocab_size=tokenizer.vocabulary,
-        **tokenizer.special_names,
+        **tokenizer.special_tokens,
     )

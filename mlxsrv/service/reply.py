@@ -203,7 +203,7 @@ class Reply:
         if self.scored:
             scores = Scores(
                 tokenizer.token_bytes,
-                tokenizer.spelling,
+                tokenizer.token_bytes_or_name,
                 strips_space=asked.chat and tokenizer.strips_first_space,
                 every=not asked.chat,
                 ends=tokenizer.turn_ends,
@@ -225,7 +225,9 @@ class Reply:
             scores=scores,
             echo=prompt.text if asked.echo else "",
             tells_tokens=bool(asked.request.return_token_ids),
-            spelling=None if asked.request.prompt_logprobs is None else tokenizer.spelling,
+            spelling=None
+            if asked.request.prompt_logprobs is None
+            else tokenizer.token_bytes_or_name,
         )
 
     def _job(

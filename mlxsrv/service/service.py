@@ -37,12 +37,8 @@ from mlxsrv.models.pool.model import Model, ModelStatistics
 from mlxsrv.models.pool.model_files import capped
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
-from mlxsrv.prompts.planning import (
-    chat_messages,
-    plan_chat,
-    plan_completion,
-    plan_infill,
-)
+from mlxsrv.prompts.messages import chat_messages
+from mlxsrv.prompts.planning import plan_chat, plan_completion, plan_infill
 from mlxsrv.prompts.tokens import apply_template, detokenize, tokenize, tokenizer_info
 from mlxsrv.service.asked import Asked
 from mlxsrv.service.embedding import Embedding

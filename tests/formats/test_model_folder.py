@@ -286,7 +286,7 @@ def test_a_model_chats_if_its_tokenizer_will(
         (folder / name).write_text(text)
     found = describe(folder)
     assert found.capabilities == ("completion", *capabilities)
-    assert (found.type == "chat") == Tokenizer(folder).chats
+    assert (found.type == "chat") == Tokenizer(folder).chat_template.exists
 
 
 def test_marks_of_thoughts_are_enough_whichever_file_lists_them(folder: Path) -> None:

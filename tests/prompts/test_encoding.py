@@ -27,9 +27,9 @@ from transformers import PreTrainedTokenizerFast
 import mlxsrv.models
 from mlxsrv.errors import ContextLengthExceeded
 from mlxsrv.prompts import encoding
-from mlxsrv.prompts.cuts import find_cuts
 from mlxsrv.prompts.encoding import IncrementalEncoder, TokenBudget
-from mlxsrv.prompts.widths import widest_token
+from mlxsrv.prompts.split_points import find_split_points
+from mlxsrv.prompts.token_width import max_token_bytes
 from tests.support.effort import examples
 from tests.support.tiny import make_tokenizer
 
@@ -253,7 +253,7 @@ TEXTS = st.lists(PARTS, max_size=40).map("".join)
 @pytest.mark.slow
 def test_pieces_give_the_tokens_of_the_whole(name: str, text: str, piece: int) -> None:
     encoder, wrapper = ENCODERS[name], WRAPPERS[name]
-    assert encoder._cuts is not None
+    assert encoder._split_points is not None
     with patch.object(encoding, "PIECE_CHARACTERS", piece):
         for special in (True, False):
             whole = wrapper.encode(text, add_special_tokens=special)
@@ -276,7 +276,7 @@ def test_a_long_text_is_cut_indeed(name: str) -> None:
 @pytest.mark.slow
 def test_where_it_is_not_certain_nothing_is_cut(name: str) -> None:
     tokenizer = WHOLE[name]()
-    cuts = find_cuts(tokenizer)
+    cuts = find_split_points(tokenizer)
     assert cuts is None or not cuts.search("a b")
     encoder = IncrementalEncoder(Wrapper(tokenizer))
     text = "The quick brown fox " * 2000
@@ -292,7 +292,7 @@ def test_the_work_ends_as_soon_as_there_are_too_many_tokens() -> None:
     encoder.pause = lambda *_: pauses.append(True)
     text = "The quick brown fox " * 20_000
     with pytest.raises(ContextLengthExceeded, match="30000 tokens; the text has more") as error:
-        encoder.encode(text, special=True, limit=TokenBudget(30_000, "prompt"))
+        encoder.encode(text, special=True, budget=TokenBudget(30_000, "prompt"))
     assert error.value.param == "prompt"
     assert str(len(text)) in error.value.message
     assert 1 < len(pauses) < len(text) // encoding.PIECE_CHARACTERS
@@ -317,7 +317,7 @@ def test_what_pause_raises_ends_the_work() -> None:
 def test_short_texts_tell_their_length() -> None:
     told: list[int] = []
     encoder = IncrementalEncoder(WRAPPERS["tiny"])
-    encoder.pause = lambda characters=0: told.append(characters)
+    encoder.pause = told.append
     encoder.encode("abc", special=True)
     encoder.encode("", special=True)
     assert told == [3, 0]
@@ -338,8 +338,8 @@ WIDTHS: dict[str, int | None] = {
 
 
 @pytest.mark.parametrize("name", WIDTHS)
-def test_the_widest_token_is_known_where_it_can_be(name: str) -> None:
-    width = widest_token(CUT[name]())
+def test_the_max_token_bytes_is_known_where_it_can_be(name: str) -> None:
+    width = max_token_bytes(CUT[name]())
     assert (width is None) == (WIDTHS[name] is None)
     if name != "sentencepiece, split":
         assert width == WIDTHS[name]
@@ -349,7 +349,7 @@ def test_the_widest_token_is_known_where_it_can_be(name: str) -> None:
 @settings(max_examples=examples(300), deadline=None)
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens_than_its_bytes_say(name: str, text: str) -> None:
-    width = widest_token(WRAPPERS[name]._tokenizer.backend_tokenizer)
+    width = max_token_bytes(WRAPPERS[name]._tokenizer.backend_tokenizer)
     assert width is not None
     tokens = WRAPPERS[name].encode(text, add_special_tokens=False)
     assert len(text.encode()) <= width * len(tokens)
@@ -367,8 +367,8 @@ def test_no_text_has_fewer_tokens_than_its_bytes_say(name: str, text: str) -> No
         adding(AddedToken("<l>", lstrip=True)),
     ],
 )
-def test_a_tokenizer_that_leaves_text_out_has_no_widest_token(make: Any) -> None:
-    assert widest_token(make()) is None
+def test_a_tokenizer_that_leaves_text_out_has_no_max_token_bytes(make: Any) -> None:
+    assert max_token_bytes(make()) is None
 
 
 def test_a_text_is_refused_by_its_bytes_before_anything_is_spent_on_it() -> None:
@@ -377,9 +377,9 @@ def test_a_text_is_refused_by_its_bytes_before_anything_is_spent_on_it() -> None
             raise AssertionError("it was tokenized")
 
     encoder = IncrementalEncoder(Untouched(tiny()))
-    with patch.object(IncrementalEncoder, "_whole", side_effect=AssertionError):
+    with patch.object(IncrementalEncoder, "_encode_whole", side_effect=AssertionError):
         with pytest.raises(ContextLengthExceeded) as error:
-            encoder.encode("é" * 60_000, special=True, limit=TokenBudget(4096, "messages"))
+            encoder.encode("é" * 60_000, special=True, budget=TokenBudget(4096, "messages"))
         assert error.value.message == (
             f"this model's maximum context length is 4096 tokens, which are at most {13 * 4096} "
             "bytes; the text has 120000 bytes"

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from mlxsrv.prompts.planning import chat_messages
+from mlxsrv.prompts.messages import chat_messages
 from mlxsrv.wire.requests import Message
 
 

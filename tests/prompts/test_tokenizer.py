@@ -120,14 +120,14 @@ def test_a_model_without_a_template_does_not_chat(folder: Path) -> None:
     del config["chat_template"]
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer(folder)
-    assert not tokenizer.chats
+    assert not tokenizer.chat_template.exists
     with pytest.raises(UnsupportedParameter, match="/v1/completions"):
         render(tokenizer)
 
 
 def test_the_template_itself_is_no_variable(folder: Path) -> None:
     names = ["chat_template", "enable_thinking", "tokenize"]
-    assert Tokenizer(folder).reserved(names) == ["chat_template", "tokenize"]
+    assert Tokenizer(folder).chat_template.reserved(names) == ["chat_template", "tokenize"]
 
 
 @pytest.mark.parametrize(
@@ -224,12 +224,14 @@ def test_a_text_is_cut_as_its_tokenizer_does_it(
     theirs = load_tokenizer(folder)._tokenizer
     theirs.truncation_side = side
     ours = Tokenizer(folder)
-    whole = ours.split(text, special=True)
+    whole = ours.token_ids(text, special=True)
     for count in (5, 17):
         expected = theirs(text, truncation=True, max_length=count)["input_ids"]
-        assert ours.split(text, special=True, cut=Truncation(count, side)) == expected
-        assert ours.split(text, special=True) == whole
-    assert ours.split("a", special=True, cut=Truncation(5, side)) == ours.split("a", special=True)
+        assert ours.token_ids(text, special=True, truncation=Truncation(count, side)) == expected
+        assert ours.token_ids(text, special=True) == whole
+    assert ours.token_ids("a", special=True, truncation=Truncation(5, side)) == ours.token_ids(
+        "a", special=True
+    )
 
 
 @pytest.mark.slow
@@ -237,10 +239,11 @@ def test_of_two_texts_the_longer_is_cut(folder: Path) -> None:
     theirs, ours = load_tokenizer(folder)._tokenizer, Tokenizer(folder)
     for one, other in (("a b c", "word " * 50), ("word " * 30, "and so " * 40)):
         expected = theirs(one, other, truncation="longest_first", max_length=20)["input_ids"]
-        assert ours.pair(one, other, cut=Truncation(20, "right"))[0] == expected
+        assert ours.pair_ids(one, other, truncation=Truncation(20, "right"))[0] == expected
     # The tokenizer alone would make millions of encodings of what it cuts off here.
     begun = time.perf_counter()
     assert (
-        ours.pair("word " * 50_000, "and so " * 90_000, cut=Truncation(20, "right"))[0] == expected
+        ours.pair_ids("word " * 50_000, "and so " * 90_000, truncation=Truncation(20, "right"))[0]
+        == expected
     )
     assert time.perf_counter() - begun < 10

@@ -56,7 +56,7 @@ async def prepare(
         make_tokenizer, files.folder, settings.trust_remote_code
     )
     tokenizer.context = files.context_length
-    tokenizer.lend(model.tokenizer_lock.pause)
+    tokenizer.set_pause(model.tokenizer_lock.pause)
     model.finish_preparing(files, tokenizer)
     return tokenizer
 

@@ -24,7 +24,9 @@ import numpy as np
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation import Constraint, Mask
 from mlxsrv.logs import log
-from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, one_line, translate, unforced
+from mlxsrv.prompts.grammars.sandbox import one_line
+from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec
+from mlxsrv.prompts.grammars.translation import translate, without_forcing
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -144,7 +146,7 @@ class GrammarCompiler:
         assert vocabulary is not None  # compile() has seen to it
         grammar = translate(spec, vocabulary.tokenizer)
         if any(name in grammar.replace("\\", "") for name in vocabulary.added):
-            grammar = unforced(grammar)
+            grammar = without_forcing(grammar)
         # Not verbose: errors are logged, and what a model says is not for the log.
         step, row = _ITEMS_OF_CHARACTERS if spec.kind == "gbnf" else _ITEMS
         limits = LLParserLimits(verbose_errors=False, step_max_items=step, max_items_in_row=row)

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation import Constraint, Mask
-from mlxsrv.prompts.grammars import grammar, specs
+from mlxsrv.prompts.grammars import grammar, sandbox
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
 from tests.support.effort import examples
@@ -627,7 +627,7 @@ def test_a_lark_grammar_that_overflows_the_compilers_stack_is_refused(model: Mod
 def test_a_schema_that_never_compiles_is_refused(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(specs, "_TRIAL_SECONDS", 2.0)
+    monkeypatch.setattr(sandbox, "_SECONDS", 2.0)
     patterns = [{"type": "string", "pattern": f".{a}"} for a in "abcdefghijklmnopqrstuvwxyz"]
     spec = GrammarSpec("json_schema", json.dumps({"allOf": patterns}))
     assert refusal(model, spec) == "takes more than 2 s to compile"

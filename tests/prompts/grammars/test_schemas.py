@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from mlxsrv.prompts.grammars.schemas import SchemaError, prepare
-from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, tool_grammar, translate
+from mlxsrv.prompts.grammars.schema_nodes import SchemaError
+from mlxsrv.prompts.grammars.schemas import prepare
+from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, tool_grammar
+from mlxsrv.prompts.grammars.translation import translate
 
 pytestmark = pytest.mark.served  # a process of its own tries each grammar
 

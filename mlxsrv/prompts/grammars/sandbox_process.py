@@ -1,14 +1,13 @@
-"""What is done with a client's grammars in a process of its own, which may hang or crash.
+"""The sandbox's process: compiles and tries clients' grammars, and may hang or crash.
 
-This file is run, not imported, and imports nothing of this package, which takes a while: its first
-argument is where llguidance is. It reads one JSON object and writes the JSON answer.
+This file is run, not imported. It imports nothing of this package, since that takes a while; its
+first argument is the folder of llguidance. It reads one JSON object and writes the JSON answer:
 
-`{"grammars": [...]}`: compile each, then write random texts of it. The answer is a list of
-`[index, reason]`: those that are refused or lead to where nothing may follow.
-
-`{"keys": [{"patterns": [...], "names": [...]}, ...]}`: the answer is for each `{"only": {pattern:
-names}, "all": bool}`: each pattern that matches none but some of these names, with them, and
-whether the patterns together match every key that there can be.
+- `{"grammars": [...]}`: compile each, then write random texts of it. The answer is a list of
+  `[index, reason]` for grammars that are refused or lead to where nothing may follow.
+- `{"keys": [{"patterns": [...], "names": [...]}, ...]}`: the answer for each is `{"only":
+  {pattern: names}, "all": bool}`: the patterns that match some of these names and nothing else,
+  with the names, and whether the patterns together match every possible key.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ sys.path.append(sys.argv[1])
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _STACK = 2 << 20
-"""A quarter of what threads have by default where they have least, so that what compiles on it
-compiles in the server's process as well."""
+"""Bytes; a quarter of the least default for threads. What compiles with it compiles in the server
+too."""
 
 _NOTHING = "nothing can satisfy it"
 _LONGEST_REASON = 4096
@@ -40,11 +39,11 @@ _END = int(_BYTES.eos_token)
 
 
 def main() -> None:
-    asked = json.load(sys.stdin)
-    if "keys" in asked:
-        print(json.dumps([_ask_keys(**keys) for keys in asked["keys"]]))
+    request = json.load(sys.stdin)
+    if "keys" in request:
+        print(json.dumps([_match_keys(**keys) for keys in request["keys"]]))
     else:
-        print(json.dumps(list(_failures(asked["grammars"]))))
+        print(json.dumps(list(_failures(request["grammars"]))))
 
 
 def _failures(grammars: Iterable[str]) -> Iterator[tuple[int, str]]:
@@ -92,7 +91,7 @@ def _allowed(matcher: LLMatcher) -> list[int]:
     return [i for i in range(_BYTES.vocab_size) if mask[i >> 3] >> (i & 7) & 1]
 
 
-def _ask_keys(patterns: list[str], names: list[str]) -> dict[str, object]:
+def _match_keys(patterns: list[str], names: list[str]) -> dict[str, object]:
     taken = dict.fromkeys(names, False)
     only = {}
     for pattern in patterns:
@@ -104,7 +103,7 @@ def _ask_keys(patterns: list[str], names: list[str]) -> dict[str, object]:
 
 
 def _has_key(schema: dict[str, object]) -> bool:
-    """Whether an object of the schema may have a key; so it is, too, if it does not compile."""
+    """Whether an object of the schema may have a key; true if the schema does not compile."""
     matcher = _matcher(LLMatcher.grammar_from_json_schema({"type": "object", **schema}))
     if matcher.is_error():
         return True

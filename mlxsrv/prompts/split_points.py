@@ -1,12 +1,12 @@
-"""Where a text may be cut so that its parts' tokens are exactly those of the whole.
+"""Places where a text may be split so that the tokens of the pieces are exactly those of the whole.
 
-Between a letter or digit of ASCII and a space or line break, if for this tokenizer:
+The places are between an ASCII letter or digit and a space or line break, if for this tokenizer:
 
 - its normalizers change each character by itself, or with marks that follow it;
-- none of its added tokens reaches across such a place, nor looks or swallows across it;
-- its own splitting of a text into words splits there, whatever stands around. That is tried with
-  all short surroundings of characters of all kinds; patterns that look back are not trusted. Or it
-  joins what is there, and no token of its BPE model, so no merge, reaches across.
+- none of its added tokens spans such a place, or looks or swallows across it;
+- its own splitting of a text into words splits there, whatever stands around. This is tried with
+  all short surroundings of characters of all kinds; patterns that look back are not trusted. Or the
+  place is inside a word, and no token of its BPE model, so no merge, spans it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from functools import cache
 from itertools import chain, product
 from typing import Any
 
-from mlxsrv.prompts.widths import Spec, read_parts
+from mlxsrv.prompts.tokenizer_steps import Step, read_steps
 
 _WORD = string.ascii_letters + string.digits
 _BREAKS = " \n"
@@ -26,7 +26,7 @@ _BREAKS = " \n"
 _LOCAL = frozenset(
     ("BertNormalizer", "ByteLevel", "Lowercase", "NFC", "NFD", "NFKC", "NFKD", "StripAccents")
 )
-# ▁ is what some vocabularies have for a space.
+# Some vocabularies have ▁ for a space.
 _SPANNING = re.compile(r"[^\s▁][\s▁]")
 # Lookbehind, references to what was matched, and anchors there.
 _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[1-9GKk]")
@@ -35,28 +35,28 @@ _LOOKS_BACK = re.compile(r"\(\?<[=!]|\\[1-9GKk]")
 _KINDS = "aS1 \n\t.'_-中é\u0301"
 _ENDS = "asS1"
 
-Split = Callable[[str], list[str]]
+SplitWords = Callable[[str], list[str]]
 
 
-def find_cuts(tokenizer: Any) -> re.Pattern[str] | None:
-    """A pattern that matches the character after each place for a cut; None: there are none.
+def find_split_points(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return a pattern that matches the character after each place; None if there are none.
 
     Args:
         tokenizer: of the tokenizers library.
     """
-    parts = read_parts(tokenizer)
-    if parts is None or getattr(tokenizer.model, "dropout", None):
+    steps = read_steps(tokenizer)
+    if steps is None or getattr(tokenizer.model, "dropout", None):
         return None
     added = tokenizer.get_added_tokens_decoder().values()
-    if not all(map(_is_local, parts.normalizers)) or any(map(_reaches_across, added)):
+    if not all(map(_is_local, steps.normalizers)) or any(map(_spans, added)):
         return None
-    if any(map(_looks_back, parts.splitters)):
+    if any(map(_looks_back, steps.splitters)):
         return None
-    breaks = [after for after in _BREAKS if _is_cut(tokenizer, after)]
+    breaks = [after for after in _BREAKS if _splits_before(tokenizer, after)]
     return re.compile(f"(?<=[a-zA-Z0-9])[{''.join(breaks)}]") if breaks else None
 
 
-def _is_local(normalizer: Spec) -> bool:
+def _is_local(normalizer: Step) -> bool:
     match normalizer:
         case {"type": "Replace", "pattern": {"String": str(old)}}:
             return not _SPANNING.search(old)
@@ -64,20 +64,20 @@ def _is_local(normalizer: Spec) -> bool:
             return normalizer["type"] in _LOCAL
 
 
-def _reaches_across(added: Any) -> bool:
+def _spans(added: Any) -> bool:
     content = added.content
     swallows = added.rstrip and content[-1:].isalnum()
     return bool(added.single_word or swallows or _SPANNING.search(content))
 
 
-def _looks_back(splitter: Spec) -> bool:
+def _looks_back(splitter: Step) -> bool:
     pattern = splitter.get("pattern")
     return isinstance(pattern, dict) and bool(_LOOKS_BACK.search(pattern.get("Regex", "")))
 
 
-def _is_cut(tokenizer: Any, after: str) -> bool:
-    """Whether a text may be cut before `after`."""
-    split, joins = _splitter(tokenizer), False
+def _splits_before(tokenizer: Any, after: str) -> bool:
+    """Whether a text may be split before the break `after`."""
+    split, joins = _word_splitter(tokenizer), False
     for left, right in _surroundings():
         whole, first, second = split(left + after + right), split(left), split(after + right)
         if whole == first + second:
@@ -90,8 +90,8 @@ def _is_cut(tokenizer: Any, after: str) -> bool:
     return not joins or _never_merges(tokenizer, split(f"a{after}a")[-1])
 
 
-def _splitter(tokenizer: Any) -> Split:
-    """What the tokenizer makes of a text before its model: normalized words."""
+def _word_splitter(tokenizer: Any) -> SplitWords:
+    """Return the tokenizer's own steps before its model: from a text to its normalized words."""
     normalizer, splitter = tokenizer.normalizer, tokenizer.pre_tokenizer
 
     @cache
@@ -106,8 +106,7 @@ def _splitter(tokenizer: Any) -> Split:
 
 
 def _surroundings() -> Iterator[tuple[str, str]]:
-    """What may stand before and after the place: up to three characters on one side, and up to two
-    on the other."""
+    """Yield texts before and after the place, of up to three and up to two characters."""
 
     def up_to(length: int) -> list[str]:
         return ["".join(few) for n in range(length + 1) for few in product(_KINDS, repeat=n)]
@@ -119,8 +118,11 @@ def _surroundings() -> Iterator[tuple[str, str]]:
 
 
 def _never_merges(tokenizer: Any, joined: str) -> bool:
-    """Whether the model keeps apart what stands on either side of the break in `joined`, which is
-    one word that ends in a letter, a break and a letter."""
+    """Whether no token of the model spans the place before a break.
+
+    Args:
+        joined: one word of the tokenizer's, which ends in a letter, the break and a letter.
+    """
     model, vocabulary = tokenizer.model, tokenizer.get_vocab(with_added_tokens=False)
     if type(model).__name__ != "BPE" or len(joined) < 3 or joined[-3] != "a":
         return False

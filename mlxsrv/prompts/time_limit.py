@@ -1,4 +1,4 @@
-"""Ends Python code that takes too long, in the thread that runs it."""
+"""A time limit for Python code, in the thread that runs it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 @contextmanager
 def time_limit(seconds: float, what: str) -> Iterator[None]:
-    """Raise TookTooLong in the block after so many seconds. `what` is named in the message.
+    """Raise TookTooLong inside the block after so many seconds; the message names `what`.
 
-    The clock is looked at between lines of Python, which makes them several times slower: a loop is
-    ended, one long operation on strings or numbers is not.
+    The clock is read between lines of Python, which makes them several times slower. So a loop is
+    ended, but not one long operation on strings or numbers.
     """
     end = monotonic() + seconds
 
@@ -33,4 +33,4 @@ def time_limit(seconds: float, what: str) -> Iterator[None]:
 
 
 class TookTooLong(ValueError):
-    """The time of a `time_limit` was over."""
+    """A block took longer than its `time_limit`."""

@@ -1,0 +1,147 @@
+"""A chat template: messages to one text, by the model's own template or by one of a client's.
+
+Both run in the sandbox of transformers. A client's template may not take long either, since nobody
+has looked at its loops.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from jinja2 import TemplateError
+
+from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.prompts.time_limit import time_limit
+
+_SECONDS = 5.0  # for a client's template
+
+# End-of-turn tokens by family. Published models often forget to list theirs. So one that the chat
+# template ends a turn with counts, in chats.
+_TURN_ENDS = (
+    "<|im_end|>",  # ChatML: Qwen and many others
+    "<|eot_id|>",  # Llama 3
+    "<|eom_id|>",  # Llama 3, before a tool's answer
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<end_of_turn>",  # Gemma
+)
+
+# Names that rendering sets itself where a signature does not say so, in transformers and Jinja.
+_RENDERED = frozenset({"self", "conversations", "messages"})
+
+
+class ChatTemplate:
+    """The chat template of one model, if it has any.
+
+    Args:
+        wrapper: mlx-lm's tokenizer.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+        self._reserved = _RENDERED.union(inspect.signature(self._apply).parameters)
+
+    @property
+    def exists(self) -> bool:
+        return bool(self._wrapper.has_chat_template)
+
+    @property
+    def source(self) -> str | None:
+        """The template's text; None if there is none or it is code."""
+        template = self._wrapper.chat_template if self.exists else None
+        return template if isinstance(template, str) else None
+
+    def has_variable(self, name: str) -> bool:
+        """Whether a variable of this name may stand in the template."""
+        template = self._wrapper.chat_template
+        return isinstance(template, str) and name in template
+
+    def reserved(self, names: Iterable[str]) -> list[str]:
+        """Return those of `names` that are parameters of rendering, not variables of a template.
+
+        A client that could set them could replace the template.
+        """
+        return [name for name in names if name in self._reserved]
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        variables: Mapping[str, Any],
+        continue_final: bool,
+        answers: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template: str | None,
+    ) -> str:
+        """Render a chat; the arguments are those of `Tokenizer.render`.
+
+        Raises:
+            UnsupportedParameter: there is no template.
+            InvalidRequest: the template refuses these messages, or a client's template fails.
+        """
+        if not self.exists and template is None:
+            raise UnsupportedParameter(
+                "this model has no chat template; use /v1/completions", param="messages"
+            )
+        apply = partial(
+            self._apply,
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=answers and not continue_final,
+            continue_final_message=continue_final,
+            tools=None if tools is None else list(tools),
+            **variables,
+        )
+        try:
+            return str(apply()) if template is None else _apply_within_limit(apply, template)
+        except (
+            TemplateError,
+            ValueError,
+            TypeError,
+            LookupError,
+            ArithmeticError,
+            RecursionError,
+            AttributeError,
+        ) as error:
+            what, param = "messages: the model's chat template refused them", "messages"
+            if template is not None:
+                what, param = "chat_template: it cannot be rendered", "chat_template"
+            raise InvalidRequest(f"{what}: {error}", param=param) from None
+
+    def render_alone(self, message: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
+        """Render one message without a place for an answer; None if the template refuses that."""
+        try:
+            return str(self._apply([message], tokenize=False, **variables))
+        except Exception:  # a template may raise anything
+            return None
+
+    def turn_ends(self) -> set[int]:
+        """Return the end-of-turn token that the template writes behind an assistant's message."""
+        if not self.exists:
+            return set()
+        answer = "mlxsrv"
+        chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        try:
+            text = self._apply(chat, tokenize=False)
+        except Exception:  # a template that wants more than a user's question
+            return set()
+        rest = text.rpartition(answer)[2].lstrip()
+        vocabulary = self._wrapper.get_vocab()
+        return {vocabulary[end] for end in _TURN_ENDS if end in vocabulary and rest.startswith(end)}
+
+    @property
+    def _apply(self) -> Any:
+        # mlx-lm's wrapper turns thinking on wherever the vocabulary has a think token. A request
+        # that says nothing should get the default of the template's author. Only models whose
+        # template is code of mlx-lm's must go through the wrapper.
+        if self._wrapper._chat_template is not None:
+            return self._wrapper.apply_chat_template
+        return self._wrapper._tokenizer.apply_chat_template
+
+
+def _apply_within_limit(apply: Callable[..., Any], template: str) -> str:
+    with time_limit(_SECONDS, "the template"):
+        return str(apply(chat_template=template))

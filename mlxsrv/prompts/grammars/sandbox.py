@@ -1,0 +1,82 @@
+"""Runs what may hang or crash in a process of its own: compiling and trying clients' grammars.
+
+Some schemas of a kilobyte keep the compiler busy for minutes, and others overflow its stack, which
+no thread survives. `sandbox_process.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from mlxsrv.prompts.grammars.key_patterns import KeyMatches, SchemaKeys
+from mlxsrv.prompts.grammars.specs import GrammarRefused
+
+_SECONDS = 5.0
+_PROCESS = Path(__file__).with_name("sandbox_process.py")
+
+T = TypeVar("T")
+
+
+def check_grammars(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
+    """Compile grammars of llguidance's and write a few texts of each.
+
+    Args:
+        names: what error messages call each grammar; empty if there is one.
+
+    Raises:
+        GrammarRefused: one does not compile, or leads to where nothing may follow.
+    """
+    for i, reason in _run({"grammars": grammars}, type=list[tuple[int, str]]):
+        raise GrammarRefused(prefixed(names[i] if names else "", one_line(reason)))
+
+
+def match_keys(keys: Sequence[SchemaKeys]) -> list[KeyMatches]:
+    """Return which keys the patterns of each schema match.
+
+    Raises:
+        GrammarRefused: that takes too long, or too much memory.
+    """
+    return _run({"keys": keys}, type=list[KeyMatches])
+
+
+def _run(request: object, *, type: type[T]) -> T:
+    """Return the process's answer, decoded. Raises GrammarRefused if it hangs or crashes."""
+    import llguidance
+
+    command = [sys.executable, "-P", str(_PROCESS), str(Path(llguidance.__file__).parents[1])]
+    try:
+        done = subprocess.run(
+            command,
+            input=msgspec.json.encode(request),
+            capture_output=True,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        raise GrammarRefused(f"takes more than {_SECONDS:.0f} s to compile") from None
+    if done.returncode < 0:
+        raise GrammarRefused("more than the compiler takes: references may be nested too deeply")
+    if done.returncode > 0 or not done.stdout:
+        raise RuntimeError(f"cannot try a grammar: {done.stderr.decode(errors='replace')}")
+    return msgspec.json.decode(done.stdout, type=type)
+
+
+def prefixed(name: str, reason: str) -> str:
+    """Put the name of one grammar among several before a reason."""
+    return f"{name}: {reason}" if name else reason
+
+
+def one_line(reason: str) -> str:
+    """Shorten an error of llguidance's to one line, without excerpts of the grammar."""
+    first, *rest = reason.splitlines() or ["no reason given"]
+    if first.startswith("NoExtension"):
+        return "nothing can satisfy it"
+    for line in rest:  # for a regex the first line says where, this one what
+        if line.startswith("error: "):
+            first += line.removeprefix("error:")
+    return first if len(first) <= 400 else f"{first[:200]} ... {first[-200:]}"
