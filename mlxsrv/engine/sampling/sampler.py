@@ -1,28 +1,30 @@
 """One sampler for all rows of a batch.
 
 Every parameter is a vector with one entry per row, so rows with different settings are drawn in the
-same few array operations. Each row draws from its own random stream: the key of its n-th token is
-(its seed, n) and nothing else; and how it is drawn depends on its own settings. So a row's text
-depends neither on who shares the batch, and what they ask for, nor on when it joined.
+same few array operations. Each row has its own random numbers: those of its n-th token depend on
+its seed and on n only. Its own settings decide how it is drawn. So a row's text does not depend on
+the other rows of the batch, nor on when the row joined it.
 
-The order is Hugging Face's and vLLM's: temperature, top-k, top-p over what top-k left, then min-p
-relative to the likeliest token. Top-k keeps exactly k tokens, of equal logits those with the lowest
-ids. Top-p keeps a token if those that are likelier weigh less than top-p; equal ones pass together.
+The filters apply in the order of Hugging Face and vLLM: temperature, top-k, top-p over what top-k
+kept, then min-p relative to the likeliest token. Top-k keeps exactly k tokens; of equal logits the
+lowest ids come first. Top-p keeps a token if the likelier tokens weigh less than top-p in sum, so
+equal tokens are kept or dropped together.
 
-There are four ways to draw, each exact, and none sorts the vocabulary:
+There are four methods. All draw from the exact distribution, and none sorts the vocabulary:
 
-- Temperature 0: the highest logit.
-- With top-k: from the k first tokens in order, which `blocks` finds; all filters see only these. In
-  a small vocabulary top-p is drawn like this too, from all tokens.
-- Without top-k and top-p: from the sums of blocks, then from the one block. No exact weight of each
-  token is needed for that. It is drawn in proportion to a weight that is as much or a little more,
-  and kept with the probability that makes up for it; else again (rejection sampling, von Neumann
-  1951). A straight line between the powers of two is that weight: it is at most 6 % more, and takes
-  a CPU a tenth of the time of an exponential, for a float's bits, read as an integer, are its
-  logarithm in such lines (Schraudolph 1999).
-- With top-p alone: a token drawn from all is in the nucleus if those that are likelier weigh less
-  than top-p; else the next is drawn from these, until one is (FlashInfer's way on GPUs:
-  flashinfer.ai/2025/03/10/sampling.html). This takes the weights of all tokens, and a sum a try.
+- Greedy (temperature 0): the highest logit.
+- Top-k: `blocks` selects the k candidates. Their weights are computed, and a token is drawn from
+  these by inverse transform sampling. It is accepted if it is within top-p, which one comparison
+  with all candidates tells. Several draws are made at once, and the first accepted one is taken: so
+  candidates need no order (FlashInfer's method for GPUs: flashinfer.ai/2025/03/10/sampling.html). A
+  small vocabulary without top-k is drawn from in the same way; all tokens are candidates.
+- Top-p alone, large vocabulary: the same with one draw at a time. After a draw that is rejected,
+  only likelier tokens remain.
+- No top-k, no top-p, large vocabulary: rejection sampling (von Neumann 1951), which needs no exact
+  weight of every token. A token is drawn by an upper bound of its weight, and accepted with the
+  probability weight / bound. The bound is linear between powers of two: at most 6 % above the
+  weight, and a tenth of the cost of an exponential on a CPU, because a float's bits, read as an
+  integer, are such a piecewise linear logarithm (Schraudolph 1999).
 """
 
 from __future__ import annotations
@@ -49,90 +51,98 @@ from mlxsrv.generation import Sampling
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads close seeds over both words
 _MASK = 0xFFFFFFFFFFFFFFFF
 
-_AHEAD = 16  # of steps: one operation for each, not ten
-_BELOW_ONE = 1 - 2**-20  # by more than sums of weights are rounded
-_COLD = 1e-5  # a temperature below is greedy, for logits divided by less would overflow
-_STEEP = 1 / 64  # a temperature below would need a power's base that is more than a float32 holds
-_ROUNDING = 1e-5  # of sums of weights: 0.07 + 0.03 is to be no more than 1 - 0.9
-_LEAST_TOP_P = 2**-20  # a smaller one keeps the likeliest token of any vocabulary, and no other
+_STEPS_AHEAD = 16  # random numbers are made for as many steps at once
+_BELOW_ONE = 1 - 2**-20  # keeps a number times a sum below the sum, whatever rounding does
+_COLD = 1e-5  # a lower temperature is greedy: logits divided by less would overflow
+_STEEP = 1 / 64  # for a lower temperature, exp(1 / temperature) would overflow a float32
+_ROUNDING = 1e-5  # relative error of sums of weights: 0.07 + 0.03 must not exceed 1 - 0.9
+_LEAST_TOP_P = 2**-20  # a smaller one keeps the likeliest token only, in any vocabulary
+_CERTAIN = 2.0**-20  # all draws of a token are rejected less often; it is the likeliest one then
 
-_TRIES = 8  # of rejection sampling: each fails less than once in 16 times
-_NUMBERS = 3  # for a try: a block, a token in it, whether it stays
-_SLACK = 1 + 2**-10  # by which lines are above the powers of two for all that rounding does to them
-_CERTAIN = 2.0**-20  # tries that all fail are less likely; then it is the likeliest token
-_MOST_ROUNDS = 40  # of one try each, of any top_p
-_AT_ONCE = 10  # tries of a round from few weights: 0.2**10 is less than once in a million times
-_MOST_NUMBERS = 100  # 10 rounds of 10, or 40 of 2
-_GRID = 128
-_ORDERED = 256  # a smaller top_k costs less to sort than to draw apart from other ones
+_TRIES = 8  # of rejection sampling: each is rejected less than once in 16 times
+_NUMBERS = 3  # of a try: for a block, for a token in it, and to accept or reject
+_SLACK = 1 + 2**-10  # covers the rounding errors of the upper bounds
+
+_DRAWS = 10  # of a round from few candidates: 0.2**10 is less than once in a million times
+_MOST_ROUNDS = 40  # with one draw each, for any top_p
+_MOST_NUMBERS = 100  # 10 rounds of 10 draws of one number, or 40 single draws of two
+_GRID = 128  # points of an integral
+_ORDERED = 256  # candidates: sorting fewer costs less than a group for each top_k
 
 
-class _Way(Enum):
-    """How a row is drawn. Its own settings decide, never its neighbours."""
+class _Method(Enum):
+    """How a row is drawn. Only its own settings decide this."""
 
     GREEDY = "greedy"
-    RANKED = "ranked"
-    WHOLE = "whole"
-    NUCLEUS = "nucleus"
+    TOP_K = "top_k"
+    UNFILTERED = "unfiltered"
+    TOP_P = "top_p"
 
 
 class Sampler:
-    """Draws the next token of each row. Made anew when rows join or leave.
+    """Draws the next token of each row. A new one is made when rows join or leave.
 
-    Few and small operations are the point: on a small model each costs as much as a layer.
+    On a small model each array operation costs as much as a layer, so there are few.
 
     Args:
         rows: each row's parameters.
         drawn: how many tokens each row has drawn already.
-        ahead: steps whose random numbers are drawn at once.
+        ahead: steps for which random numbers are made at once.
     """
 
-    def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int = _AHEAD) -> None:
+    def __init__(
+        self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int = _STEPS_AHEAD
+    ) -> None:
         self._rows, self._drawn, self._ahead = rows, drawn, ahead
-        self._groups: list[tuple[mx.array | slice | None, _Group]] | None = None  # by vocabulary
-        self._places: mx.array | None = None  # of the rows in the groups' tokens, if they move
+        self._groups: list[tuple[mx.array | slice | None, _Group]] | None = None
+        self._order: mx.array | None = None  # of the rows in the groups' tokens; None: the same
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Token ids `(rows,)` for logits `(rows, vocabulary)`; advances each row's stream."""
+        """Return token ids `(rows,)` for logits `(rows, vocabulary)`, and count a step."""
         return self.draw(logits)[0]
 
     def draw(self, logits: mx.array) -> tuple[mx.array, mx.array]:
-        """As a call, and each row's highest logit `(rows, 1)`: if it is not finite, one of them is
-        NaN or infinite, or all are minus infinity, and the row's token means nothing."""
+        """Return token ids `(rows,)`, and each row's highest logit `(rows, 1)`.
+
+        If a row's highest logit is not finite, its token is meaningless: one of its logits is NaN
+        or infinite, or all are minus infinity.
+        """
         return self.draw_from(Blocks(logits))
 
     def draw_from(self, blocks: Blocks) -> tuple[mx.array, mx.array]:
-        """As `draw`."""
+        """Do the same as `draw` for logits in blocks."""
         groups = self._groups or self._divide(blocks.vocabulary)
         parts = [
             group.draw(blocks if members is None else blocks.take(members)).astype(mx.uint32)
             for members, group in groups
         ]
         tokens = (parts[0] if len(parts) == 1 else mx.concatenate(parts)).squeeze(-1)
-        return tokens if self._places is None else tokens[self._places], blocks.highest
+        return tokens if self._order is None else tokens[self._order], blocks.highest
 
     def _divide(self, vocabulary: int) -> list[tuple[mx.array | slice | None, _Group]]:
-        """Put rows that are drawn in one way together."""
-        alike: dict[tuple[_Way, int], list[int]] = {}
+        """Group the rows that can be drawn in the same operations."""
+        # Unordered candidates have an order that depends on their number: each number of them has
+        # a group of its own, or a row's text would depend on the other rows' top_k.
+        alike: dict[tuple[_Method, int], list[int]] = {}
         for i, row in enumerate(self._rows):
-            way = _choose_way(row)
-            count = _count_candidates(row) if way is _Way.RANKED else 0
-            alike.setdefault((way, count if count >= _ORDERED else 0), []).append(i)
-        groups: list[tuple[_Way, list[int]]] = []
-        for (way, _), members in alike.items():
-            wide = way in (_Way.WHOLE, _Way.NUCLEUS)  # through many operations on all entries
+            method = _choose_method(row)
+            count = _count_candidates(row) if method is _Method.TOP_K else 0
+            alike.setdefault((method, count if count >= _ORDERED else 0), []).append(i)
+        groups: list[tuple[_Method, list[int]]] = []
+        for (method, _), members in alike.items():
+            wide = method in (_Method.UNFILTERED, _Method.TOP_P)  # many operations on all entries
             parts = divide_rows(len(members), vocabulary) if wide else [slice(None)]
-            groups += [(way, members[part]) for part in parts]
+            groups += [(method, members[part]) for part in parts]
         order = [i for _, members in groups for i in members]
         if order != sorted(order):
-            self._places = mx.array(np.argsort(order))
+            self._order = mx.array(np.argsort(order))
         self._groups = [
-            (self._locate(members), self._make(way, members)) for way, members in groups
+            (self._locate(members), self._make(method, members)) for method, members in groups
         ]
         return self._groups
 
     def _locate(self, members: Sequence[int]) -> mx.array | slice | None:
-        """Where a group's rows are in the batch; None for all of it."""
+        """Return the rows' indices in the batch; None for the whole batch."""
         if len(members) == len(self._rows):
             return None
         first, last = members[0], members[-1]
@@ -140,81 +150,90 @@ class Sampler:
             return slice(first, last + 1)
         return mx.array(list(members))
 
-    def _make(self, way: _Way, members: Sequence[int]) -> _Group:
+    def _make(self, method: _Method, members: Sequence[int]) -> _Group:
         rows, drawn = [self._rows[i] for i in members], [self._drawn[i] for i in members]
-        return _MAKERS[way](rows, drawn, self._ahead)
+        return _GROUPS[method](rows, drawn, self._ahead)
 
 
 class _Greedy:
-    """Rows that take the likeliest token."""
+    """Rows with temperature 0."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
         pass
 
     def draw(self, blocks: Blocks) -> mx.array:
-        """Token ids `(rows, 1)`."""
+        """Return token ids `(rows, 1)`."""
         return blocks.likeliest()
 
 
 class _Random:
-    """Rows that are drawn in one way.
+    """Rows that are drawn at random by one method.
 
     Args:
-        numbers: random numbers that each of their tokens takes; always as many, for what they are
-            depends on that.
+        rows: their parameters.
+        drawn: how many tokens each has drawn already.
+        ahead: steps for which random numbers are made at once.
+        numbers: random numbers of a token. This is a constant of the method, because their values
+            depend on how many are made.
     """
 
     def __init__(
         self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int, numbers: int
     ) -> None:
-        self._heat = _column([row.temperature for row in rows])
+        self._temperatures = _column([row.temperature for row in rows])
         self._base = _column([exp(1 / max(row.temperature, _STEEP)) for row in rows])
         steep = [max(row.temperature, _STEEP) / row.temperature for row in rows]
         self._scale = _column(steep) if any(each != 1 for each in steep) else None
         self._min_p = _column([row.min_p for row in rows])
-        self._cuts_weight = any(row.min_p > 0 for row in rows)
-        self._nucleus = _column(
+        self._has_min_p = any(row.min_p > 0 for row in rows)
+        self._top_p = _column(
             [1 - (1 - row.top_p) * (1 + _ROUNDING) if row.top_p < 1 else inf for row in rows]
         )
         cut = [row.top_p for row in rows if row.top_p < 1]
-        self._rounds = max((_count_rounds(top_p, _AT_ONCE) for top_p in cut), default=0)
+        self._rounds = max((_count_rounds(top_p, _DRAWS) for top_p in cut), default=0)
         self._uniforms = _Uniforms([row.seed for row in rows], drawn, ahead, numbers)
 
     def _weigh(self, blocks: Blocks) -> mx.array:
-        """What each token weighs `(rows, width)`: `exp(logit / temperature)`, 1 for the likeliest,
-        so min_p is a weight as it stands."""
-        return self._raise(blocks.logits - blocks.highest)
+        """Return weights `(rows, width)`: `exp(logit / temperature)`, scaled so that the likeliest
+        token has 1. So min_p is the least weight that is kept."""
+        return self._exponentiate(blocks.logits - blocks.highest)
 
-    def _draw_from(self, weights: mx.array) -> mx.array:
-        """A place `(rows, 1)` for weights `(rows, n)`, within top-p and min-p.
+    def _draw_filtered(self, weights: mx.array) -> mx.array:
+        """Return the index `(rows, 1)` of a candidate that top-p and min-p keep.
 
-        A round draws some at once. Where all are outside of top-p, what weighs no more than the
-        heaviest of them is outside too, and the next round draws from the rest.
+        A round draws several candidates, and the first one within top-p is taken. If none is,
+        every candidate up to the heaviest drawn one is outside of top-p as well, and the next round
+        draws from the rest. The number of rounds is fixed, so the host need not wait.
+
+        Args:
+            weights: `(rows, n)` of the candidates.
         """
-        left = _keep(weights, weights >= self._min_p) if self._cuts_weight else weights
+        left = _zero_unless(weights, weights >= self._min_p) if self._has_min_p else weights
         numbers = self._uniforms.next()
         if not self._rounds:
-            return _invert(left, numbers[:, :1])
-        limit = self._nucleus * sum_rows(weights)[:, None]
+            return _draw_indices(left, numbers[:, :1])
+        limit = self._top_p * sum_rows(weights)[:, None]
         drawn: list[mx.array] = []
         within: list[mx.array] = []
         for i in range(self._rounds):
-            places = _invert(left, numbers[:, i * _AT_ONCE : (i + 1) * _AT_ONCE])
-            reached = mx.take_along_axis(weights, places, axis=-1)
-            drawn.append(places)
+            indices = _draw_indices(left, numbers[:, i * _DRAWS : (i + 1) * _DRAWS])
+            reached = mx.take_along_axis(weights, indices, axis=-1)
+            drawn.append(indices)
             within.append(_sum_heavier(weights, reached) < limit)
-            left = _keep(left, weights > reached.max(axis=-1, keepdims=True))
+            left = _zero_unless(left, weights > reached.max(axis=-1, keepdims=True))
         likeliest = mx.argmax(weights, axis=-1, keepdims=True)
-        return _choose(mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1), likeliest)
+        return _take_accepted(
+            mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1), likeliest
+        )
 
-    def _raise(self, lower: mx.array) -> mx.array:
-        """Weights of logits less the highest one. By powers: MLX's CPU back end takes a third of
-        the time of its exp for them."""
+    def _exponentiate(self, lower: mx.array) -> mx.array:
+        """Return weights for logits minus the highest one. MLX's CPU back end computes powers in a
+        third of the time of its exp."""
         return mx.power(self._base, lower if self._scale is None else lower * self._scale)
 
 
-class _Ranked(_Random):
-    """Rows with a top-k: all below `_ORDERED`, or all the same."""
+class _TopK(_Random):
+    """Rows with a top-k: each below `_ORDERED`, or all with the same one."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
         super().__init__(rows, drawn, ahead, _MOST_NUMBERS)
@@ -225,16 +244,16 @@ class _Ranked(_Random):
     def draw(self, blocks: Blocks) -> mx.array:
         ordered = self._most < _ORDERED
         ids, values = (blocks.top if ordered else blocks.top_unordered)(self._most)
-        weights = self._raise(values - blocks.highest)
+        weights = self._exponentiate(values - blocks.highest)
         if self._counts is not None:
             weights = mx.where(mx.arange(ids.shape[-1]) < self._counts, weights, 0)
-        token = mx.take_along_axis(ids, self._draw_from(weights), axis=-1)
-        # Where logits are no numbers it may be of the padding, which has no embedding.
+        token = mx.take_along_axis(ids, self._draw_filtered(weights), axis=-1)
+        # If logits are NaN it may be in the padding, which has no embedding.
         return mx.minimum(token, blocks.vocabulary - 1)
 
 
-class _Whole(_Random):
-    """Rows with neither top-k nor top-p."""
+class _Unfiltered(_Random):
+    """Rows without top-k and top-p."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
         super().__init__(rows, drawn, ahead, _TRIES * _NUMBERS)
@@ -244,75 +263,74 @@ class _Whole(_Random):
         )
 
     def draw(self, blocks: Blocks) -> mx.array:
-        if blocks.few:
-            return self._draw_from(self._weigh(blocks))
+        if blocks.small:
+            return self._draw_filtered(self._weigh(blocks))
         lower = blocks.logits - blocks.highest
-        lines = self._draw_lines(lower)
+        bounds = self._bound_weights(lower)
         numbers = self._uniforms.next().reshape(-1, _TRIES, _NUMBERS)
-        drawn = _invert_blocks(lines, sum_blocks(lines), numbers[..., 0], numbers[..., 1])
-        above = mx.take_along_axis(lines, drawn, axis=-1) * _SLACK
-        weights = mx.exp(mx.take_along_axis(lower, drawn, axis=-1) / self._heat)
-        token = _choose(drawn, numbers[..., 2] * above < weights, blocks.likeliest())
-        # Where weights are no numbers it may be of the padding, which has no embedding.
+        drawn = _draw_by_blocks(bounds, sum_blocks(bounds), numbers[..., 0], numbers[..., 1])
+        bound = mx.take_along_axis(bounds, drawn, axis=-1) * _SLACK
+        weights = mx.exp(mx.take_along_axis(lower, drawn, axis=-1) / self._temperatures)
+        token = _take_accepted(drawn, numbers[..., 2] * bound < weights, blocks.likeliest())
+        # If logits are NaN it may be in the padding, which has no embedding.
         return mx.minimum(token, blocks.vocabulary - 1)
 
-    def _draw_lines(self, lower: mx.array) -> mx.array:
-        """A little more than the weights: straight lines between the powers of two. What min_p cuts
-        off weighs nothing."""
+    def _bound_weights(self, lower: mx.array) -> mx.array:
+        """Return upper bounds of the weights, linear between powers of two; 0 below min_p."""
         bits = mx.maximum(lower * self._slope, _LEAST_BITS).astype(mx.int32) + _ONE_BITS
-        lines = bits.view(mx.float32)
-        return _keep(lines, lower >= self._least) if self._cuts_weight else lines
+        bounds = bits.view(mx.float32)
+        return _zero_unless(bounds, lower >= self._least) if self._has_min_p else bounds
 
 
-class _Nucleus(_Random):
-    """Rows with a top-p and no top-k."""
+class _TopP(_Random):
+    """Rows with top-p and without top-k."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
         super().__init__(rows, drawn, ahead, _MOST_NUMBERS)
-        self._wide_rounds = max(_count_rounds(row.top_p, 1) for row in rows)
+        self._single_rounds = max(_count_rounds(row.top_p, 1) for row in rows)
 
     def draw(self, blocks: Blocks) -> mx.array:
-        if blocks.few:
-            return self._draw_from(self._weigh(blocks))
+        if blocks.small:
+            return self._draw_filtered(self._weigh(blocks))
         weights = self._weigh(blocks)
         sums = sum_blocks(weights)
-        limit = self._nucleus * sums.sum(axis=-1, keepdims=True)
+        limit = self._top_p * sums.sum(axis=-1, keepdims=True)
         left = weights
-        if self._cuts_weight:
-            left = _keep(weights, weights >= self._min_p)
+        if self._has_min_p:
+            left = _zero_unless(weights, weights >= self._min_p)
             sums = sum_blocks(left)
         numbers = self._uniforms.next()
         drawn: list[mx.array] = []
         within: list[mx.array] = []
-        for i in range(self._wide_rounds):
+        for i in range(self._single_rounds):
             [first, second] = (numbers[:, 2 * i + j, None] for j in (0, 1))
-            token = _invert_blocks(left, sums, first, second)
-            left = _keep(left, left > mx.take_along_axis(weights, token, axis=-1))
+            token = _draw_by_blocks(left, sums, first, second)
+            left = _zero_unless(left, left > mx.take_along_axis(weights, token, axis=-1))
             sums = sum_blocks(left)
             drawn.append(token)
             within.append(sums.sum(axis=-1, keepdims=True) < limit)
         tokens, passed = mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1)
-        # Where weights are no numbers it may be of the padding, which has no embedding.
-        return mx.minimum(_choose(tokens, passed, blocks.likeliest()), blocks.vocabulary - 1)
+        # If logits are NaN it may be in the padding, which has no embedding.
+        return mx.minimum(_take_accepted(tokens, passed, blocks.likeliest()), blocks.vocabulary - 1)
 
 
-_Group: TypeAlias = _Greedy | _Ranked | _Whole | _Nucleus
-_MAKERS: dict[_Way, type[_Group]] = {
-    _Way.GREEDY: _Greedy,
-    _Way.RANKED: _Ranked,
-    _Way.WHOLE: _Whole,
-    _Way.NUCLEUS: _Nucleus,
+_Group: TypeAlias = _Greedy | _TopK | _Unfiltered | _TopP
+_GROUPS: dict[_Method, type[_Group]] = {
+    _Method.GREEDY: _Greedy,
+    _Method.TOP_K: _TopK,
+    _Method.UNFILTERED: _Unfiltered,
+    _Method.TOP_P: _TopP,
 }
 
-_ONE_BITS = 127 << 23  # of a float32 that is 1
-_LEAST_BITS = -127.0 * 2**23  # as much less is a weight of 0
+_ONE_BITS = 127 << 23  # the bits of 1.0 as a float32
+_LEAST_BITS = -127.0 * 2**23  # added to these, gives the bits of 0.0
 
 
 class _Uniforms:
-    """Random numbers in [0, 1), drawn for some steps at once.
+    """Random numbers in [0, 1), made for several steps at once.
 
-    Those of a row's n-th token come from the key (seed, n). They are so far below 1 that a part of
-    a sum, rounded, is less than the sum.
+    The key of a row's n-th token is (seed, n). The numbers are so far below 1 that a number times a
+    sum of weights, rounded, is less than the sum.
     """
 
     def __init__(
@@ -325,7 +343,7 @@ class _Uniforms:
         self._numbers = mx.zeros((0, 0, 0))
 
     def next(self) -> mx.array:
-        """For each row's next token `(rows, numbers)`."""
+        """Return the numbers of each row's next token `(rows, numbers)`."""
         if self._step == self._ahead:
             self._numbers = self._draw()
             self._drawn = self._drawn + self._ahead
@@ -334,99 +352,128 @@ class _Uniforms:
         return self._numbers[:, self._step - 1]
 
     def _draw(self) -> mx.array:
-        """`(rows, steps, numbers)`"""
+        """Return numbers `(rows, steps, numbers)`."""
         counts = self._drawn[:, None] + mx.arange(self._ahead, dtype=mx.uint32)
         seeds = mx.broadcast_to(self._seeds[:, None], counts.shape)
         draw = mx.vmap(mx.vmap(lambda key: mx.random.uniform(shape=self._shape, key=key)))
         return draw(mx.stack([seeds, counts], axis=-1)) * _BELOW_ONE
 
 
-def _choose_way(row: Sampling) -> _Way:
+def _choose_method(row: Sampling) -> _Method:
     if row.temperature < _COLD:
-        return _Way.GREEDY
+        return _Method.GREEDY
     if row.top_k > 0 or row.top_p < _LEAST_TOP_P:
-        return _Way.RANKED
-    return _Way.NUCLEUS if row.top_p < 1 else _Way.WHOLE
+        return _Method.TOP_K
+    return _Method.TOP_P if row.top_p < 1 else _Method.UNFILTERED
 
 
 @lru_cache(maxsize=1024)
-def _count_rounds(top_p: float, tries: int) -> int:
-    """After how many rounds of so many tries one is in the nucleus, as good as certainly.
+def _count_rounds(top_p: float, draws: int) -> int:
+    """Return after how many rounds a draw within top-p is as good as certain.
 
-    Of tries from a mass of `1 + s` times the nucleus a share of `s / (1 + s)` fails. The mass
-    outside that is left after one is any part of `s` with the same probability, and for single
-    tokens it is less; after a round it is the least of its tries'. So with f(0, s) = 1 all n rounds
-    fail with the probability f(n, s) = (s / (1 + s))^tries * E f(n - 1, least of the tries).
+    Let the candidates outside of top-p weigh s times as much as those within. A draw is outside
+    with probability s / (1 + s). The mass outside that is heavier than this draw is then uniform in
+    [0, s] at most, and all n rounds fail with probability f(n, s) at most:
+
+        f(0, s) = 1,  f(n, s) = (s / (1 + s))^draws * E[f(n - 1, least of `draws` uniform masses)]
     """
     top_p = max(top_p, _LEAST_TOP_P)
     grid = np.geomspace(1e-9, max((1 - top_p) / top_p, 2e-9), _GRID)
-    more = np.clip(1 - grid / grid[:, None], 0, 1) ** tries  # that the least is more
+    more = np.clip(1 - grid / grid[:, None], 0, 1) ** draws  # probability of a greater least mass
     chances = -np.diff(more, prepend=1, axis=-1)
     failed = np.ones_like(grid)
     for count in range(1, _MOST_ROUNDS + 1):
-        # f grows with s, so to take it at the end of each step errs on the safe side.
-        failed = (grid / (1 + grid)) ** tries * (chances @ failed)
+        # f grows with s, so its value at the end of each interval is an upper bound.
+        failed = (grid / (1 + grid)) ** draws * (chances @ failed)
         if failed[-1] < _CERTAIN:
             return count
     return _MOST_ROUNDS
 
 
 def _count_candidates(row: Sampling) -> int:
+    """Return how many tokens a row with top-k is drawn from."""
     return 1 if row.top_p < _LEAST_TOP_P else row.top_k
 
 
 def _column(values: Sequence[float]) -> mx.array:
-    """`(rows, 1)`"""
+    """Return one value per row `(rows, 1)`."""
     return mx.array(list(values), dtype=mx.float32)[:, None]
 
 
 def _seed_word(seed: int) -> int:
-    """64 bits of seed folded into the 32 that a key has room for beside the counter."""
+    """Fold a seed of 64 bits into the 32 that a key has beside the counter."""
     mixed = (seed & _MASK) * _MIX & _MASK
     return (mixed >> 32) ^ (mixed & 0xFFFFFFFF)
 
 
-def _keep(values: mx.array, kept: mx.array) -> mx.array:
-    """0 where they are not `kept`. MLX's CPU back end takes a fraction of `where`'s time for a
-    product, and for bytes of booleans'."""
+def _zero_unless(values: mx.array, kept: mx.array) -> mx.array:
+    """Return the values, but 0 where `kept` is false. MLX's CPU back end multiplies by bytes in a
+    fraction of the time of `where`."""
     return values * kept.view(mx.uint8)
 
 
-def _invert(weights: mx.array, uniforms: mx.array) -> mx.array:
-    """Inverse transform sampling: places `(rows, m)` for weights `(rows, n)` of any sum, by numbers
-    `(rows, m)`.
+def _draw_indices(weights: mx.array, uniforms: mx.array) -> mx.array:
+    """Draw by inverse transform sampling.
 
-    One cumulative sum and one random number a draw, where the Gumbel trick takes one for each entry
-    of the vocabulary. The target stays below the total, so that rounding cannot choose an entry of
-    weight zero behind the last one that counts; of weights that are no numbers it is any place.
+    This takes one cumulative sum, and one random number a draw; Gumbel noise would take a number
+    for each entry. The target is less than the total, so rounding cannot select an entry of weight
+    0 behind the last other one. NaN weights give any valid index.
+
+    Args:
+        weights: `(rows, n)`, of any sum.
+        uniforms: `(rows, m)`, a number for each draw.
+
+    Returns:
+        Indices `(rows, m)`.
     """
     cumulative = mx.cumsum(weights, axis=-1)[:, None]
-    places = (cumulative <= uniforms[..., None] * cumulative[..., -1:]).sum(axis=-1)
-    return mx.minimum(places, weights.shape[-1] - 1)
+    indices = (cumulative <= uniforms[..., None] * cumulative[..., -1:]).sum(axis=-1)
+    return mx.minimum(indices, weights.shape[-1] - 1)
 
 
 def _sum_heavier(weights: mx.array, least: mx.array) -> mx.array:
-    """Sums `(rows, m)` of those weights `(rows, n)` that are more than each of `(rows, m)`."""
-    heavier = _keep(weights[:, None], weights[:, None] > least[..., None])
+    """Return the sums `(rows, m)` of weights `(rows, n)` above each of `least` `(rows, m)`.
+
+    A product of matrices is faster with OpenBLAS, slower without, and may be rounded to 10 bits on
+    CUDA (TF32).
+    """
+    heavier = _zero_unless(weights[:, None], weights[:, None] > least[..., None])
     return sum_rows(heavier.reshape(-1, weights.shape[-1])).reshape(least.shape)
 
 
-def _invert_blocks(
-    weights: mx.array, sums: mx.array, blocks: mx.array, places: mx.array
+def _draw_by_blocks(
+    weights: mx.array, sums: mx.array, for_block: mx.array, for_entry: mx.array
 ) -> mx.array:
-    """As `_invert`, by way of sums of blocks `(rows, blocks)`: ids `(rows, n)` for weights
-    `(rows, width)`, by two numbers each `(rows, n)`."""
+    """Draw as `_draw_indices` does: first a block by the sums of blocks, then an entry in it.
+
+    Args:
+        weights: `(rows, width)`.
+        sums: `(rows, blocks)` of them.
+        for_block: numbers `(rows, m)`.
+        for_entry: numbers `(rows, m)`.
+
+    Returns:
+        Indices `(rows, m)`.
+    """
     cumulative = mx.cumsum(sums, axis=-1)[:, None]
-    block = (cumulative <= blocks[..., None] * cumulative[..., -1:]).sum(axis=-1)
+    block = (cumulative <= for_block[..., None] * cumulative[..., -1:]).sum(axis=-1)
     block = mx.minimum(block, sums.shape[-1] - 1)
     inner = mx.cumsum(take_blocks(weights, block, SIZE), axis=-1)
-    place = (inner <= places[..., None] * inner[..., -1:]).sum(axis=-1)
-    return block * SIZE + mx.minimum(place, SIZE - 1)
+    entry = (inner <= for_entry[..., None] * inner[..., -1:]).sum(axis=-1)
+    return block * SIZE + mx.minimum(entry, SIZE - 1)
 
 
-def _choose(drawn: mx.array, passed: mx.array, likeliest: mx.array) -> mx.array:
-    """The first of each row's tokens `(rows, tries)` that has `passed`, `(rows, 1)`. There is one,
-    but for once in a million times: then it is the likeliest, which always passes."""
-    first = mx.argmax(passed, axis=-1, keepdims=True)
+def _take_accepted(drawn: mx.array, accepted: mx.array, likeliest: mx.array) -> mx.array:
+    """Return each row's first accepted draw `(rows, 1)`.
+
+    Less than once in a million times there is none. It is the likeliest token then, which every
+    filter keeps.
+
+    Args:
+        drawn: `(rows, draws)`.
+        accepted: `(rows, draws)`, booleans.
+        likeliest: `(rows, 1)`.
+    """
+    first = mx.argmax(accepted, axis=-1, keepdims=True)
     chosen = mx.take_along_axis(drawn, first, axis=-1)
-    return mx.where(passed.any(axis=-1, keepdims=True), chosen, likeliest)
+    return mx.where(accepted.any(axis=-1, keepdims=True), chosen, likeliest)

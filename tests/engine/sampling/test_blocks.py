@@ -53,7 +53,7 @@ def test_unordered_top_is_the_same_set(kind: str, count: int) -> None:
 
 
 def test_the_order_of_a_rows_top_is_its_own() -> None:
-    """Rows are taken by two streams: which of them takes a row must not show."""
+    """Two streams share the rows. The result must not depend on which one has a row."""
     logits = mx.array(make_logits("random", 50_257))
     together = np.array(Blocks(logits).top_unordered(1024)[0])
     for i in range(len(logits)):
@@ -62,7 +62,7 @@ def test_the_order_of_a_rows_top_is_its_own() -> None:
 
 
 def test_a_thread_has_streams_of_its_own() -> None:
-    """The model's thread is not the one that imported the module."""
+    """Streams belong to threads, and the device thread did not import the module."""
     logits = make_logits("random", 5000)
 
     def select() -> np.ndarray[Any, Any]:
