@@ -35,8 +35,10 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.engine.embedding.embedder import DecoderRunner, Embedder, EncoderRunner, Finish, Runner
+from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.embedding.pooling import Pooler
+from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner, Runner
 from mlxsrv.engine.events import Embedded, Event, Failed
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.pace import Pace
@@ -195,12 +197,12 @@ def measure_grouping(model: Model, count: int, pairs: int) -> Grouping:
     tokenizer = load_tokenizer(model.folder)._tokenizer
     texts: Tokens = tuple(tuple(tokenizer(text)["input_ids"]) for text in write_texts(count))
     embedder = Embedder(runner, model.folder, model.name, Pace(_CHUNK, max_gap=1.0))
-    finish = Finish(
+    pooler = Pooler(
         read_pooling_config(model.folder, decoder=_is_decoder(model.folder), name=model.name)
     )
     ways: dict[str, Callable[[Tokens], Any]] = {
         "grouped": lambda texts: _embed(embedder, texts),
-        "ungrouped": lambda texts: _embed_as_they_come(runner, finish, texts),
+        "ungrouped": lambda texts: _embed_as_they_come(runner, pooler, texts),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     work: dict[str, float] = {}
@@ -240,13 +242,13 @@ def _embed(embedder: Embedder, texts: Tokens) -> None:
     assert isinstance(done, Embedded)
 
 
-def _embed_as_they_come(runner: Runner, finish: Finish, texts: Tokens) -> None:
+def _embed_as_they_come(runner: Runner, pooler: Pooler, texts: Tokens) -> None:
     for start in range(0, len(texts), _ROWS):
         rows = texts[start : start + _ROWS]
         longest = max(map(len, rows))
         tokens = mx.array([row + (0,) * (longest - len(row)) for row in rows])
         mask = mx.arange(longest)[None] < mx.array([[len(row)] for row in rows])
-        np.array(finish(runner.run(tokens, mask, None), mask))
+        np.array(pooler(runner.run(tokens, mask, None), mask))
 
 
 # What it prints.

@@ -48,6 +48,7 @@ LIBRARIES = {
 WITHOUT_MLX = {
     "engine/client",
     "engine/device",
+    "engine/embedding/text_queue",
     "engine/events",
     "engine/faults",
     "engine/mailbox",

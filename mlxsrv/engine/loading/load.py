@@ -16,7 +16,8 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.cache.row_caches import Caches, choose_caches
-from mlxsrv.engine.embedding.embedder import DecoderRunner, Embedder, EncoderRunner
+from mlxsrv.engine.embedding.embedder import Embedder
+from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner
 from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.speculation import check_draft, find_obstacle

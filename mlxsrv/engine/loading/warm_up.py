@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.cache.row_caches import Caches
-from mlxsrv.engine.embedding.embedder import EncoderRunner
+from mlxsrv.engine.embedding.runners import EncoderRunner
 from mlxsrv.engine.events import Failed
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.prefill import try_padding

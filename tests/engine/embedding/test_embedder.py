@@ -16,15 +16,11 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.embedding.embedder import (
-    DecoderRunner,
-    Embedder,
-    EncoderRunner,
-    find_inner,
-    pool,
-)
+from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.encoders.bert import Bert
 from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.embedding.pooling import pool
+from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner, find_inner
 from mlxsrv.engine.events import Embedded, Event, Failed
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.pace import Pace

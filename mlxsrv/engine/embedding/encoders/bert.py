@@ -1,7 +1,7 @@
 """BERT, RoBERTa and XLM-RoBERTa (Devlin et al., 1810.04805; Liu et al., 1907.11692).
 
-One model for all: RoBERTa's kind counts positions from behind the padding token's id, knows no
-second kind of token, and has a classification head of its own.
+One model serves all three. In RoBERTa and XLM-RoBERTa positions begin after the padding token's
+id, there is one kind of token only, and the classification head is another.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import mlx.core as mx
 from mlxsrv.engine.embedding.encoders.layers import (
     Config,
     Encoder,
-    Part,
     Step,
+    TypedModule,
     activation,
     attend,
     embedding,
@@ -60,8 +60,8 @@ class Bert(Encoder):
         return self.classifier(pooled)
 
 
-class _Embeddings(Part):
-    """The sum of what a token is, where it is, and in which text of a pair."""
+class _Embeddings(TypedModule):
+    """The sum of a token's embedding, its position's, and its kind's: in which text of a pair."""
 
     def __init__(self, config: Config, *, roberta: bool) -> None:
         super().__init__()
@@ -80,20 +80,20 @@ class _Embeddings(Part):
         if firsts is not None and self._pairs:
             kinds = (places >= mx.array(list(firsts))[:, None]).astype(mx.int32)
         if self.padding is not None:
-            # A padding token that a text says itself has no position either.
+            # A padding token inside a text has no position either.
             counted = (mask & (tokens != self.padding)).astype(mx.int32)
             places = mx.cumsum(counted, axis=1) * counted + self.padding
         states = self.word_embeddings(tokens) + self.token_type_embeddings(kinds)
         return self.LayerNorm(states + self.position_embeddings(places))
 
 
-class _Layers(Part):
+class _Layers(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.layer = [_Layer(config) for _ in range(layer_count(config))]
 
 
-class _Layer(Part):
+class _Layer(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width, inner = size(config, "hidden_size"), size(config, "intermediate_size")
@@ -107,7 +107,7 @@ class _Layer(Part):
         return self.output(self._activation(self.intermediate.dense(states)), states)
 
 
-class _Attention(Part):
+class _Attention(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.self = _SelfAttention(config)
@@ -117,7 +117,7 @@ class _Attention(Part):
         return self.output(self.self(states, mask), states)
 
 
-class _SelfAttention(Part):
+class _SelfAttention(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width = size(config, "hidden_size")
@@ -132,14 +132,14 @@ class _SelfAttention(Part):
         return attend(queries, keys, values, mask)
 
 
-class _Linear(Part):
+class _Linear(TypedModule):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.dense = linear(inputs, outputs)
 
 
-class _Residual(Part):
-    """A linear layer, what was before it added, then the norm."""
+class _Residual(TypedModule):
+    """A linear layer, a residual connection, then the norm."""
 
     def __init__(self, config: Config, inputs: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class _Residual(Part):
         return self.LayerNorm(self.dense(states) + before)
 
 
-class _Pooler(Part):
+class _Pooler(TypedModule):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.dense = linear(width, width)
@@ -160,7 +160,7 @@ class _Pooler(Part):
         return mx.tanh(self.dense(first))
 
 
-class _RobertaHead(Part):
+class _RobertaHead(TypedModule):
     def __init__(self, width: int, labels: int) -> None:
         super().__init__()
         self.dense = linear(width, width)
@@ -171,7 +171,7 @@ class _RobertaHead(Part):
 
 
 def _padding(config: Config) -> int:
-    """The padding token's id, behind which positions begin. Raises ValueError."""
+    """The padding token's id, after which positions begin. Raises ValueError."""
     value = config.get("pad_token_id", 1)
     if type(value) is not int or not 0 <= value < size(config, "max_position_embeddings") - 1:
         raise ValueError(f"'config.json' has {value!r} for pad_token_id")

@@ -1,4 +1,4 @@
-"""What the families of encoders share: their interface, attention, and the way to their weights."""
+"""Shared by all encoders: their interface, attention, sizes from the config, and weights."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from mlxsrv.formats.encoders import is_classifier, label_count
 
 Config: TypeAlias = Mapping[str, Any]
 Step: TypeAlias = Callable[[mx.array], mx.array]
-"""A layer or a function: what MLX's own layers are to a type checker."""
+"""A layer or a function; MLX's own layers have no type for a checker."""
 
-_LARGEST = 10**7  # of a size in a config, which comes from anywhere
+_LARGEST = 10**7  # size in a config, which may hold anything
 _MOST_LAYERS = 1000
-# What a class with a head on top puts before the names of its encoder's weights.
+# A class with a head on top puts this before the names of its encoder's weights.
 _PREFIX = re.compile(r"(?:(?:model|bert|roberta|camembert)\.)+")
 _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
 
 
-class Part(Module):
-    """A module with a typed constructor, which MLX's is not."""
+class TypedModule(Module):
+    """MLX's Module, whose own constructor has no types."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
 
-class Encoder(Part):
+class Encoder(TypedModule):
     """A model that makes a vector of each token.
 
     Attributes:
-        width: numbers in a vector.
-        labels: logits that `classify` gives; 0 where there is no head to give them.
-        longest: tokens that there are positions for; None if that is not bounded.
+        width: the length of a vector.
+        labels: the number of logits that `classify` returns; 0 if there is no head.
+        longest: the number of positions; None if there is no bound.
     """
 
     def __init__(self, config: Config) -> None:
@@ -55,12 +55,15 @@ class Encoder(Part):
     def __call__(
         self, tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None = None
     ) -> mx.array:
-        """The last hidden state: `(rows, length)` tokens to `(rows, length, width)`.
+        """The last hidden states.
 
         Args:
-            tokens: padded on the right, with any token.
-            mask: true for tokens that are no padding; those alone have a meaningful vector.
-            firsts: of pairs, how many tokens come before each second text.
+            tokens: `(rows, length)`, padded on the right with any token.
+            mask: `(rows, length)`, false at padding; vectors there have no meaning.
+            firsts: for pairs, how many tokens come before each second text.
+
+        Returns:
+            `(rows, length, width)`.
 
         Raises:
             ValueError: rows are longer than `longest`.
@@ -68,22 +71,26 @@ class Encoder(Part):
         raise NotImplementedError
 
     def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
-        """The logits `(rows, labels)` for a last hidden state; ValueError if `labels` is 0."""
+        """The logits `(rows, labels)` for last hidden states `(rows, length, width)`.
+
+        Raises ValueError if `labels` is 0.
+        """
         raise NotImplementedError
 
     def check_length(self, tokens: mx.array) -> None:
-        """Raises ValueError: an index behind the last position would read what is not there."""
+        """Raises ValueError if there are too many: an index beyond the last position would read
+        other memory."""
         if self.longest is not None and tokens.shape[1] > self.longest:
             raise ValueError(f"{tokens.shape[1]} tokens are more than {self.longest}")
 
     def check_head(self) -> None:
-        """Raises ValueError if there is none."""
+        """Raises ValueError if there is no head."""
         if not self.labels:
             raise ValueError("it has no classification head")
 
 
-class Dense(Part):
-    """A linear layer on a text's vector, with an activation: sentence-transformers' `Dense`."""
+class Dense(TypedModule):
+    """sentence-transformers' `Dense`: a linear layer on a text's vector, and an activation."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -111,15 +118,20 @@ def norm(width: int, eps: float, *, bias: bool = True) -> Step:
 
 
 def rope(width: int, base: float) -> Step:
-    """Rotary positions from 0, by halves as all encoders here have them."""
+    """Rotary positions from 0, applied to halves as in all encoders here."""
     return cast(Step, RoPE(width, base=base))
 
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> mx.array:
-    """Attention of all heads, `(rows, heads, length, size)` each, to `(rows, length, width)`.
+    """Attention of all heads.
 
-    `mask` is boolean, true for keys that count, of a shape that spreads to `(rows, heads, length,
-    length)`.
+    Args:
+        queries: `(rows, heads, length, size)`; keys and values likewise.
+        mask: true for keys that count; of a shape that broadcasts to `(rows, heads, length,
+            length)`.
+
+    Returns:
+        `(rows, length, width)`.
     """
     rows, heads, length, size = queries.shape
     scale = 1 / math.sqrt(size)
@@ -137,7 +149,7 @@ def split_heads(states: mx.array, heads: int) -> mx.array:
 
 
 def size(config: Config, key: str, default: int | None = None) -> int:
-    """A size that the config says. Raises ValueError if it does not, or says nonsense."""
+    """A size from the config. Raises ValueError if it is missing or no sensible size."""
     value = config.get(key, default)
     if type(value) is not int or not 0 < value < _LARGEST:
         raise ValueError(f"'config.json' has {value!r} for {key}")
@@ -158,7 +170,7 @@ def head_count(config: Config) -> int:
 
 
 def epsilon(config: Config, key: str, default: float) -> float:
-    """What a norm adds to the variance. Raises ValueError."""
+    """The number that a norm adds to the variance. Raises ValueError."""
     value = config.get(key, default)
     if type(value) not in (int, float) or not 0 <= value < 1:
         raise ValueError(f"'config.json' has {value!r} for {key}")
@@ -166,7 +178,7 @@ def epsilon(config: Config, key: str, default: float) -> float:
 
 
 def activation(name: object) -> Step:
-    """The function that transformers has by this name. Raises ValueError if it is not known."""
+    """The function of this name in transformers. Raises ValueError if it is not known."""
     found = _ACTIVATIONS.get(name) if isinstance(name, str) else None
     if found is None:
         raise ValueError(f"its activation function is not known: {str(name)[:100]!r}")
@@ -212,10 +224,10 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
     return found
 
 
-def fill(module: Part, found: Mapping[str, mx.array]) -> None:
-    """Put each weight in its place; those without one, as other heads' and buffers, are left.
+def fill(module: TypedModule, found: Mapping[str, mx.array]) -> None:
+    """Put each weight in its place. Weights without a place, such as other heads', are ignored.
 
-    Raises ValueError if one is missing, or is not what belongs there.
+    Raises ValueError if one is missing, or has another shape or type.
     """
     tree: Any = module.parameters()  # type: ignore[no-untyped-call]
     parameters = cast(list[tuple[str, mx.array]], tree_flatten(tree))
@@ -232,7 +244,7 @@ def fill(module: Part, found: Mapping[str, mx.array]) -> None:
 
 
 def _place(name: str) -> str:
-    """Where a weight of this name belongs."""
+    """The name of the parameter that a weight of this name belongs to."""
     name = _PREFIX.sub("", name, count=1) if _PREFIX.match(name) else name
     for old, new in _OLD_NAMES.items():
         if name.endswith(old):

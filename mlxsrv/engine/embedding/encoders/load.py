@@ -1,8 +1,8 @@
-"""Encoders: models that read a text in both directions and give a vector for each token.
+"""Loading encoders: models that read a text in both directions and give a vector for each token.
 
-Loaded from Hugging Face's layout: `config.json` and safetensors. Modules are named as transformers
-names theirs, so that a weight's name is its place. What is not computed as transformers computes
-it is refused: see `mlxsrv.formats.pooling`.
+They come in Hugging Face's layout: `config.json` and safetensors. Modules have the names that they
+have in transformers, so a weight's name says where it belongs. A config that asks for something
+that is not computed here is refused: see `mlxsrv.formats.encoders`.
 
 Used on the device thread only.
 """
@@ -22,9 +22,9 @@ __all__ = ["Dense", "Encoder", "load_dense", "load_encoder"]
 
 
 def load_encoder(folder: Path) -> Encoder:
-    """The encoder in `folder`; its weights are mapped, and read when they are evaluated.
+    """The encoder in `folder`. Its weights are mapped now, and read when they are evaluated.
 
-    Raises ValueError if it is none that is run here, or its weights are not its own.
+    Raises ValueError if it is of no type that runs here, or its weights do not fit its config.
     """
     config = read_object(folder / "config.json")
     if not is_encoder(config):
@@ -38,7 +38,7 @@ def load_encoder(folder: Path) -> Encoder:
 
 
 def load_dense(folder: Path) -> Dense:
-    """A Dense module of sentence-transformers, mapped likewise. Raises ValueError."""
+    """A Dense module of sentence-transformers, its weights mapped. Raises ValueError."""
     dense = Dense(read_dense_config(folder))
     fill(dense, read_weights(folder))
     return dense

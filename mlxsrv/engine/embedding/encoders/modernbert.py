@@ -1,5 +1,7 @@
-"""ModernBERT (Warner et al., 2412.13663): rotary positions, gated layers, and attention that looks
-at the whole text in some layers and at near tokens in the others."""
+"""ModernBERT (Warner et al., 2412.13663): rotary positions and gated layers.
+
+Attention is global in some layers, local (to near tokens) in the others.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import mlx.core as mx
 from mlxsrv.engine.embedding.encoders.layers import (
     Config,
     Encoder,
-    Part,
     Step,
+    TypedModule,
     activation,
     attend,
     embedding,
@@ -30,12 +32,12 @@ _KINDS = {
     "full_attention": ("global_rope_theta", 160_000.0),
     "sliding_attention": ("local_rope_theta", 10_000.0),
 }
-"""The kinds of layers; where older configs say each one's base of rotations, and its default."""
+"""Kinds of layers: the key of each one's rotary base in older configs, and its default."""
 
 Attend: TypeAlias = Callable[[mx.array, mx.array, mx.array], mx.array]
 """Attention of queries, keys and values, with the mask of a kind of layers."""
 
-_MOST_BLOCKS = 4  # that attention to near tokens does as one
+_MOST_BLOCKS = 4  # a text of more is cut in blocks for local attention
 
 
 class ModernBert(Encoder):
@@ -57,7 +59,7 @@ class ModernBert(Encoder):
         attention = Attention(mask, self._reach)
         states = self.embeddings(tokens)
         for layer in self.layers:
-            states = layer(states, attention.near if layer.slides else attention.whole)
+            states = layer(states, attention.locally if layer.local else attention.globally)
         return self.final_norm(states)
 
     def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
@@ -73,12 +75,12 @@ class Attention:
     """Which tokens see which, for all layers of one pass.
 
     Args:
-        mask: `(rows, length)`, true for tokens that are no padding.
-        reach: how far a near layer looks to either side, in tokens.
+        mask: `(rows, length)`, false at padding.
+        reach: how far a local layer looks to either side, in tokens.
     """
 
     def __init__(self, mask: mx.array, reach: int) -> None:
-        self._whole = mask[:, None, None, :]
+        self._global = mask[:, None, None, :]
         self._length = mask.shape[1]
         self._block = max(reach, 1)
         self._blocks = -(-self._length // self._block)
@@ -91,26 +93,27 @@ class Attention:
             seen = mask[:, None]
             places = mx.arange(self._length)
             apart = mx.abs(places[:, None] - places)
-        # A token always sees itself: padding that sees nothing may become no number, and then
-        # even what has no weight for the others would be none.
-        self._near = (seen[:, :, None] & (apart <= reach)) | (apart == 0)
+        # A token always sees itself: padding that sees nothing may become NaN, and NaN with weight
+        # 0 is NaN for the others.
+        self._local = (seen[:, :, None] & (apart <= reach)) | (apart == 0)
 
-    def whole(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Every token sees the text: see `attend`."""
-        return attend(queries, keys, values, self._whole)
+    def globally(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """Every token sees the whole text. Shapes as in `attend`."""
+        return attend(queries, keys, values, self._global)
 
-    def near(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
-        """Every token sees those in reach. A long text is cut in blocks of the reach, of which
-        each sees itself and its neighbours, so that what this costs grows as the text does."""
+    def locally(self, queries: mx.array, keys: mx.array, values: mx.array) -> mx.array:
+        """Every token sees those in reach. A long text is cut in blocks as long as the reach, and
+        each block sees itself and its neighbours: the cost grows with the length, not its square.
+        """
         if not self._cuts:
-            return attend(queries, keys, values, self._near)
+            return attend(queries, keys, values, self._local)
         rows = queries.shape[0]
         cut = self._cut(self._pad(queries, 0), 0, self._blocks)
-        found = attend(cut, self._surround(keys), self._surround(values), self._near)
+        found = attend(cut, self._surround(keys), self._surround(values), self._local)
         return found.reshape(rows, self._blocks * self._block, -1)[:, : self._length]
 
     def _pad(self, states: mx.array, around: int) -> mx.array:
-        """`(rows, heads, length, size)` filled up to whole blocks, and `around` more each side."""
+        """`(rows, heads, length, size)` padded to whole blocks, with `around` more on each side."""
         missing = self._blocks * self._block - self._length
         edge = around * self._block
         return mx.pad(states, [(0, 0), (0, 0), (edge, missing + edge), (0, 0)])
@@ -128,7 +131,7 @@ class Attention:
         return mx.concatenate([self._cut(padded, i, self._blocks) for i in range(3)], axis=2)
 
 
-class _Embeddings(Part):
+class _Embeddings(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.tok_embeddings = embedding(size(config, "vocab_size"), size(config, "hidden_size"))
@@ -138,11 +141,11 @@ class _Embeddings(Part):
         return self.norm(self.tok_embeddings(tokens))
 
 
-class _Layer(Part):
+class _Layer(TypedModule):
     def __init__(self, config: Config, kind: str, *, first: bool) -> None:
         super().__init__()
-        self.slides = kind == "sliding_attention"
-        if not first:  # the embeddings have just been normed
+        self.local = kind == "sliding_attention"
+        if not first:  # the embeddings have been normed already
             self.attn_norm = _norm(config)
         self.attn = _Attention(config, _theta(config, kind))
         self.mlp_norm = _norm(config)
@@ -154,7 +157,7 @@ class _Layer(Part):
         return states + self.mlp(self.mlp_norm(states))
 
 
-class _Attention(Part):
+class _Attention(TypedModule):
     def __init__(self, config: Config, theta: float) -> None:
         super().__init__()
         width, bias = size(config, "hidden_size"), _flag(config, "attention_bias")
@@ -169,7 +172,7 @@ class _Attention(Part):
         return self.Wo(attention(self.rope(queries), self.rope(keys), values))
 
 
-class _Gated(Part):
+class _Gated(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width, bias = size(config, "hidden_size"), _flag(config, "mlp_bias")
@@ -183,7 +186,7 @@ class _Gated(Part):
         return self.Wo(self._activation(inputs) * gate)
 
 
-class _Head(Part):
+class _Head(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width = size(config, "hidden_size")
@@ -212,7 +215,7 @@ def _layer_kinds(config: Config) -> list[str]:
 
 
 def _theta(config: Config, kind: str) -> float:
-    """The base of a layer's rotations. Raises ValueError."""
+    """The base of a layer's rotary positions. Raises ValueError."""
     key, default = _KINDS[kind]
     kinds = config.get("rope_parameters")
     own = kinds.get(kind) if isinstance(kinds, dict) else None

@@ -1,0 +1,122 @@
+"""Runners: a model's hidden states at the tokens of a batch of texts, and a head's logits.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from mlxsrv.engine.embedding.encoders.layers import Encoder
+
+_INNER = ("language_model", "model", "transformer", "backbone")
+"""What mlx-lm's models call the part of them that is nearer to the layers."""
+
+
+class Runner(Protocol):
+    """A model that reads texts."""
+
+    reads_chunks: bool
+    """Whether a text may be read a chunk at a time."""
+    labels: int
+    """Logits for a pair of texts; 0: the model makes vectors and judges no pairs."""
+    longest: int | None
+    """Tokens that it has positions for; None: no bound of its own."""
+
+    def run(self, tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
+        """The hidden states of texts, not evaluated.
+
+        Args:
+            tokens: `(rows, length)`, padded on the right.
+            mask: `(rows, length)`, false at padding.
+            firsts: for pairs, the number of tokens of each pair's first text.
+
+        Returns:
+            `(rows, length, width)`.
+        """
+
+    def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
+        """The logits `(rows, labels)` for hidden states; ValueError if `labels` is 0."""
+
+
+class DecoderRunner:
+    """Runs one of mlx-lm's models without its output head.
+
+    Rows are padded on the right, where neither causal attention nor recurrent layers look. So no
+    mask is needed.
+    """
+
+    reads_chunks = True
+    labels = 0
+    longest: int | None = None
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._inner: Any = None  # found when it is first needed
+
+    def run(self, tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
+        return self.read(tokens, None)
+
+    def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
+        raise ValueError("it is no cross-encoder")
+
+    def make_cache(self) -> list[Any]:
+        """A KV cache for `read`."""
+        cache: list[Any] = make_prompt_cache(self._model)
+        return cache
+
+    def read(self, tokens: mx.array, cache: list[Any] | None) -> mx.array:
+        """The hidden states `(rows, length, width)` after the final norm; `cache` holds what the
+        rows have read before.
+
+        Raises ValueError if the model does not give its hidden states.
+        """
+        if self._inner is None:
+            self._inner = find_inner(self._model, tokens[:1])
+        return cast(mx.array, self._inner(tokens, cache=cache))
+
+
+def find_inner(model: Any, tokens: mx.array) -> Any:
+    """The part of one of mlx-lm's models that gives the hidden states after the final norm.
+
+    Tried with `tokens` `(1, length)`. Nothing is computed: MLX is lazy, and shapes are enough.
+
+    Raises ValueError if there is none.
+    """
+    inner = model
+    while deeper := next((getattr(inner, name, None) for name in _INNER if name in inner), None):
+        inner = deeper
+    kind = getattr(model, "model_type", type(model).__name__)
+    missing = ValueError(f"mlx-lm's models of type {kind!r} do not give their hidden states")
+    if inner is model:
+        raise missing
+    try:
+        hidden = inner(tokens, cache=None)
+        shape = hidden.shape
+    except Exception as error:
+        raise missing from error
+    # Some have the output head inside; their output is as wide as the vocabulary.
+    if len(shape) != 3 or shape[:2] != tokens.shape or shape[2] == model(tokens).shape[-1]:
+        raise missing
+    return inner
+
+
+class EncoderRunner:
+    """Runs one of this package's encoders."""
+
+    reads_chunks = False  # it looks both ways, so it needs the whole text
+
+    def __init__(self, encoder: Encoder) -> None:
+        self._encoder = encoder
+        self.labels = encoder.labels
+        self.longest = encoder.longest
+
+    def run(self, tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
+        return self._encoder(tokens, mask, firsts)
+
+    def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
+        return self._encoder.classify(hidden, mask)
