@@ -11,8 +11,9 @@ import json
 import statistics
 from typing import Any
 
+from benchmarks.hosts import Place, Reading, Take
 from benchmarks.load import Load
-from benchmarks.probes import Place, Reading, Take, measure, warm_up
+from benchmarks.probes import measure, warm_up
 
 MODEL = "large"
 QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}

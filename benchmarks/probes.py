@@ -1,28 +1,34 @@
-"""What `benchmarks.ratios` compares: how each figure is taken, and from what.
+"""The figures that `benchmarks.ratios` compares, and how each is taken.
 
 A probe takes some figures from a place: a server that runs, or none where the probe starts its
-own. In one pair a probe of ours and its counterpart read the same prompts, drawn anew for each
-pair; no prompt begins like another, so none is found in a cache unless that is what is measured.
+own. See `benchmarks.hosts` for the places and their prompts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from importlib.util import find_spec
+from collections.abc import Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
 
 import msgspec
-from tokenizers import Tokenizer
 
 from benchmarks import servers
 from benchmarks.burn import burning
+from benchmarks.hosts import (
+    Chat,
+    LeftOut,
+    Place,
+    Reading,
+    SamplingKind,
+    Take,
+    Unusable,
+    say,
+    write_bodies,
+)
 from benchmarks.inprocess import Task, run_task
 from benchmarks.load import (
     Load,
@@ -34,135 +40,20 @@ from benchmarks.load import (
     run_load,
     run_streams,
 )
-from tests.support.tiny import write_model
-
-SamplingKind = Literal["greedy", "mixed", "seeded"]
-Chat: TypeAlias = list[dict[str, str]]
 
 MAX_GAP = 0.05
+
+
 MEMORY_CACHE_BYTES = 2 * 1024 * 1024
 
-_CONTEXT = 32768  # the tiny models' own would be too short for the longest prompts
-_MODELS: dict[str, dict[str, Any]] = {
-    "tiny": {"family": "qwen3"},
-    "5m": {
-        "family": "qwen3",
-        "hidden_size": 256,
-        "intermediate_size": 768,
-        "num_hidden_layers": 4,
-        "head_dim": 64,
-        "vocab_size": 4096,
-    },
-    "46m": {"family": "qwen3-46m"},
-    "large": {"family": "qwen3", "vocab_size": 151_936},
-}
-_WORDS = ("one", "token", "after", "another", "while", "the", "reader", "waits", "for", "more")
-_PROMPT_TOKENS = 64
+
 _MIXING: tuple[SamplingKind, ...] = ("greedy", "mixed", "mixed", "greedy")
+
+
 _RETRY = 0.01  # seconds until a server that starts is asked again
+
+
 _PHASE_TIMEOUT = 180.0
-
-
-class LeftOut(Exception):
-    """Not measured, and for no fault of anybody's: something is not installed or not offered."""
-
-
-class Unusable(Exception):
-    """The figures of a run mean nothing, because requests failed or ended early."""
-
-
-class Model(msgspec.Struct, frozen=True):
-    folder: Path
-    tokenizer: Tokenizer
-
-
-class Bench(msgspec.Struct):
-    """What all probes of a run share."""
-
-    models: dict[str, Model]
-    quick: bool
-    pair: int = 0
-    peer: servers.Side | None = None
-    """A server that runs already, to be measured instead of `mlx_lm.server`."""
-    peer_model: str | None = None
-    openblas: bool = True
-    """Whether ours may use it."""
-    cpu_shares: dict[int, float] = {}
-    """What the load generator took of a processor while ours was measured, by streams."""
-
-    def choose(self, full: int, quick: int) -> int:
-        """How much of something to do."""
-        return quick if self.quick else full
-
-
-class Host(msgspec.Struct, frozen=True):
-    """Where probes run. One that is not `running` gets its processes from the probe itself."""
-
-    program: Literal["mlxsrv", "peer", "mlx-lm"]
-    model: str
-    options: tuple[str, ...] = ()
-    """Names and values by turns."""
-    running: bool = True
-
-    def make_side(self, bench: Bench) -> servers.Side:
-        folder = bench.models[self.model].folder
-        if self.program == "mlxsrv":
-            return servers.ours(folder, *self.options, openblas=bench.openblas)
-        if self.program == "peer" and bench.peer is not None:
-            return bench.peer
-        if find_spec("mlx_lm") is None:
-            raise LeftOut("mlx_lm.server is not installed")
-        return servers.peer(folder)
-
-
-class Place(msgspec.Struct, frozen=True):
-    """What a probe gets to work with."""
-
-    bench: Bench
-    host: Host
-    side: servers.Side
-    running: servers.Running | None = None
-
-    @property
-    def model(self) -> Model:
-        return self.bench.models[self.host.model]
-
-    @property
-    def is_ours(self) -> bool:
-        return self.host.program == "mlxsrv"
-
-    def make_load(self, **fields: Any) -> Load:
-        url = self.running.url if self.running is not None else ""
-        model = None if self.is_ours else self.bench.peer_model
-        return Load(url=url, model=model, **fields)
-
-    def write_chats(self, name: str, count: int, tokens: int = _PROMPT_TOKENS) -> list[Chat]:
-        """Chats of about `tokens` tokens each, always the same for one name in one pair."""
-        dice = random.Random(f"{name}/{self.bench.pair}")
-        tokenizer = self.model.tokenizer
-        return [[_say("user", _write_text(tokenizer, tokens, dice))] for _ in range(count)]
-
-
-class Reading(msgspec.Struct, frozen=True):
-    """What a probe took once."""
-
-    figures: dict[str, float]
-    reports: tuple[Report, ...] = ()
-
-
-Take: TypeAlias = Callable[[Place], Reading]
-
-
-def write_models(folder: Path, names: Sequence[str]) -> dict[str, Model]:
-    models = {}
-    for name in names:
-        described = dict(_MODELS[name])
-        family = described.pop("family")
-        path = write_model(
-            folder / name, family, plain=True, max_position_embeddings=_CONTEXT, **described
-        )
-        models[name] = Model(path, Tokenizer.from_file(str(path / "tokenizer.json")))
-    return models
 
 
 def take_throughput(kind: SamplingKind, streams: int) -> Take:
@@ -196,7 +87,7 @@ def _make_throughput(place: Place, kind: SamplingKind, streams: int, turn: str =
         concurrency=streams,
         requests=len(chats),
         max_tokens=place.bench.choose(100, 30),
-        bodies=_write_bodies(chats, kind),
+        bodies=write_bodies(chats, kind),
     )
 
 
@@ -224,7 +115,7 @@ def take_single_gap(place: Place) -> Reading:
     load = place.make_load(
         requests=place.bench.choose(4, 2),
         max_tokens=place.bench.choose(200, 100),
-        bodies=_write_bodies(_write_single(place)),
+        bodies=write_bodies(_write_single(place)),
     )
     warm_up(place, load)
     report = measure(load)
@@ -246,7 +137,7 @@ def take_ttft(*, connect_each: bool) -> Take:
             concurrency=32,
             requests=len(chats),
             max_tokens=place.bench.choose(100, 30),
-            bodies=_write_bodies(chats),
+            bodies=write_bodies(chats),
             connect_each=connect_each,
         )
         warm_up(place, load)
@@ -263,7 +154,7 @@ def take_heavy(place: Place) -> Reading:
         concurrency=8,
         requests=len(chats),
         max_tokens=place.bench.choose(16, 8),
-        bodies=_write_bodies(chats),
+        bodies=write_bodies(chats),
     )
     warm_up(place, load, requests=1, max_tokens=2)
     report = measure(load)
@@ -283,7 +174,7 @@ def take_follow_up(place: Place) -> Reading:
     warm: list[float] = []
     for chat in place.write_chats("follow-up", count, 2000):
         first = _ask(place, chat)
-        answered = [*chat, _say("assistant", first.text), _say("user", "and after that?")]
+        answered = [*chat, say("assistant", first.text), say("user", "and after that?")]
         cold.append(1000 * _known(first.ttft))
         warm.append(1000 * _known(_ask(place, answered).ttft))
     return Reading({"cold": statistics.median(cold), "follow-up": statistics.median(warm)})
@@ -331,7 +222,7 @@ def take_memory(place: Place) -> Reading:
                 concurrency=32,
                 requests=requests,
                 max_tokens=8,
-                bodies=_write_bodies(place.write_chats(name, requests, 16)),
+                bodies=write_bodies(place.write_chats(name, requests, 16)),
                 connect_each=True,  # else thousands were open at a time
             )
             reports.append(measure(load))
@@ -373,14 +264,14 @@ async def _watch_gaps(
     rest = place.bench.choose(2, 1)
     await _follow(
         place.make_load(
-            max_tokens=2, bodies=_write_bodies(place.write_chats("warm-up", 1, tokens // 8))
+            max_tokens=2, bodies=write_bodies(place.write_chats("warm-up", 1, tokens // 8))
         )
     )
     load = place.make_load(
         concurrency=streams,
         requests=streams,
         max_tokens=20_000,  # more than they get to: they are cut off
-        bodies=_write_bodies(place.write_chats("watched", streams, 16)),
+        bodies=write_bodies(place.write_chats("watched", streams, 16)),
         timeout=2 * _PHASE_TIMEOUT,
     )
     watched = prepare(load)
@@ -394,7 +285,7 @@ async def _watch_gaps(
             await asyncio.sleep(rest)
             windows = []
             for chat in place.write_chats("long", times, tokens):
-                long = await _follow(place.make_load(max_tokens=2, bodies=_write_bodies([chat])))
+                long = await _follow(place.make_load(max_tokens=2, bodies=write_bodies([chat])))
                 windows.append((long.sent, long.sent + _known(long.ttft)))
                 await asyncio.sleep(0.5)
         _check(samples)
@@ -432,7 +323,7 @@ def _find_gaps(samples: Sequence[Sample], window: tuple[float, float]) -> list[f
 
 async def _await_first_token(place: Place) -> float:
     """When the first text came, by `time.perf_counter`."""
-    body = _write_bodies(place.write_chats("start", 1, 8))
+    body = write_bodies(place.write_chats("start", 1, 8))
     load = place.make_load(max_tokens=2, bodies=body, connect_each=True)
     async with asyncio.timeout(servers.START_TIMEOUT):
         while True:
@@ -445,7 +336,7 @@ async def _await_first_token(place: Place) -> float:
 
 def _ask(place: Place, chat: Chat) -> Sample:
     return asyncio.run(
-        _follow(place.make_load(max_tokens=16, bodies=_write_bodies([chat]), keep_text=True))
+        _follow(place.make_load(max_tokens=16, bodies=write_bodies([chat]), keep_text=True))
     )
 
 
@@ -464,25 +355,6 @@ def _prepare_one(load: Load) -> Stream:
     return stream
 
 
-def _write_bodies(
-    chats: Sequence[Chat], kind: SamplingKind = "greedy"
-) -> tuple[dict[str, Any], ...]:
-    """What each request says: its chat, and how to draw its tokens."""
-    return tuple(
-        {"messages": chat} | choose_sampling(kind, number) for number, chat in enumerate(chats)
-    )
-
-
-def choose_sampling(kind: SamplingKind, number: int) -> dict[str, float | int]:
-    """The sampling fields of request `number`; no two of 32 that are mixed are the same."""
-    if kind == "greedy":
-        return {"temperature": 0.0}
-    if kind == "seeded":
-        return {"temperature": 0.7, "seed": number}  # at 1.0 once in a while even a muted end comes
-    step = number % 32 / 31
-    return {"temperature": 0.5 + 0.5 * step, "top_p": 0.95 - 0.15 * step}
-
-
 def _write_single(place: Place) -> list[Chat]:
     return place.write_chats("single-gap", place.bench.choose(4, 2))
 
@@ -495,18 +367,6 @@ def _make_task(place: Place, chats: Sequence[Chat], max_tokens: int, rows: int =
     return Task(
         folder=str(place.model.folder), chats=tuple(chats), max_tokens=max_tokens, rows=rows
     )
-
-
-def _say(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
-
-
-def _write_text(tokenizer: Tokenizer, tokens: int, dice: random.Random) -> str:
-    """A text that begins like no other."""
-    words = [f"{dice.getrandbits(32):08x}", *dice.choices(_WORDS, k=tokens)]
-    ids = tokenizer.encode(" ".join(words)).ids
-    text: str = tokenizer.decode(ids[:tokens])
-    return text
 
 
 def _read_resident(pid: int) -> float:

@@ -23,8 +23,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.utils import load_model
 
+from benchmarks.hosts import SamplingKind, choose_sampling
 from benchmarks.inprocess import SampleTokens, generate_batch
-from benchmarks.probes import SamplingKind, choose_sampling
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Token
