@@ -145,12 +145,10 @@ def test_no_import_runs_up() -> None:
             )
 
 
-@pytest.mark.xfail(reason="five circles are left", strict=True)
 def test_no_modules_import_each_other() -> None:
     assert circle({module: imported(module) for module in served()}) == []
 
 
-@pytest.mark.xfail(reason="five circles are left", strict=True)
 def test_no_rooms_import_each_other() -> None:
     """A room is a package; files of a package that has rooms of its own belong to none."""
     graph: dict[str, set[str]] = {}

@@ -5,10 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from mlxsrv.engine.events import Finished, JobEvent, Likelihood, PromptRead, PromptScored, Token
+from mlxsrv.engine.events import (
+    Finished,
+    JobEvent,
+    Likelihood,
+    PromptRead,
+    PromptScored,
+    Started,
+    Token,
+)
 from mlxsrv.engine.orders import Job
 from mlxsrv.generation import Constraint, FinishReason, TokenScore
-from mlxsrv.service.outputs import Drawn, Ended, Output, Prompted, Text, ToolInput, ToolStarted
+from mlxsrv.service.lifecycle import State, follow
+from mlxsrv.service.outputs import (
+    Drawn,
+    Ended,
+    Opened,
+    Output,
+    Prompted,
+    Text,
+    ToolInput,
+    ToolStarted,
+)
 from mlxsrv.service.scores import Scores, cut_top, rank_prompt
 from mlxsrv.text.tools import ToolArguments, ToolOpened
 
@@ -47,23 +65,21 @@ class Choice:
         self.job = job
         self.constraint = constraint
         self.pipeline = pipeline
+        self.state = State.QUEUED
+        self.finish: FinishReason | None = None  # set: the state is FINISHED or CLOSED
+        self.cached_tokens = 0
         self._scores = scores
         self._echo = echo
         self._tells_tokens = tells_tokens
         self._spelling = spelling
-        self._prompt_told = not tells_tokens and spelling is None
+        self._prompt_pending = tells_tokens or spelling is not None
 
-        # What has arrived and was not read yet.
+        # Arrived, and not read yet.
+        self._opening: list[Output] = []
         self._tokens: list[int] = []
         self._likelihoods: list[Likelihood] = []
         self._prompt: tuple[Likelihood, ...] = ()
-        self.finish: FinishReason | None = None
-
-        self.submitted = False
-        self.begun = False  # the engine has read or drawn something for it
         self._end: Token | None = None
-        self.cached_tokens = 0
-        self.ended = False  # Ended was read
         self._end_tokens = 0
 
     @property
@@ -76,7 +92,21 @@ class Choice:
         """Those that have arrived and were not read yet."""
         return len(self._tokens)
 
+    def enter(self, state: State) -> None:
+        """Change to `state`. Raises RuntimeError if it may not follow the current state."""
+        self.state = follow(self.state, state)
+
+    def expire(self) -> None:
+        """End the choice with what has arrived, because the time of its reply is over."""
+        if self.finish is None:
+            self._finish("timeout")
+
+    def _finish(self, reason: FinishReason) -> None:
+        self.finish = reason
+        self.enter(State.FINISHED)
+
     def receive(self, event: JobEvent) -> None:
+        """Note an event of the job."""
         match event:
             case Token():
                 if event.finish == "stop":
@@ -86,19 +116,25 @@ class Choice:
                     self._tokens.append(event.id)
                     if event.likelihood is not None:
                         self._likelihoods.append(event.likelihood)
-                self.finish = self.finish or event.finish
+                if event.finish is not None:
+                    self._finish(event.finish)
             case PromptRead():
                 self.cached_tokens = event.cached
             case PromptScored():
                 self._prompt = event.scores
+            case Started() if self.index == 0:
+                # The engine takes jobs in the order in which they were submitted, so this is the
+                # first event of the whole reply.
+                self._opening = [Opened()]
             case Finished():
-                self.finish = self.finish or "length"
+                self._finish("length")
 
     def read(self) -> list[Output]:
         """What has come since the last read; ends with Ended if the choice is over."""
-        if self.ended or not self.submitted:
+        if self.state in (State.QUEUED, State.CLOSED):
             return []
-        outputs = [*self._read_prompt(), *self._read_echo()]
+        outputs = [*self._opening, *self._read_prompt(), *self._read_echo()]
+        self._opening = []
         tokens, self._tokens = self._tokens, []
         before = self.pipeline.tokens
         if self._scores is None:
@@ -113,11 +149,14 @@ class Choice:
         if self._tells_tokens:
             outputs += self._drawn(tokens[: self.pipeline.tokens - before])
         if self.pipeline.stopped:
-            self.finish, self._end_tokens = "stop", 0
+            self._end_tokens = 0
+            if self.finish is None:
+                self._finish("stop")
+            self.finish = "stop"
             if self._scores is not None:
                 outputs += self._extra(self._scores.cut())
         if self.finish is not None:
-            self.ended = True
+            self.enter(State.CLOSED)
             outputs.append(Ended(self.index, self.reason, stop=self.pipeline.stop))
         return outputs
 
@@ -129,9 +168,9 @@ class Choice:
 
     def _read_prompt(self) -> list[Output]:
         """What is told of the prompt, once it is known."""
-        if self._prompt_told or (self._spelling is not None and not self._prompt):
+        if not self._prompt_pending or (self._spelling is not None and not self._prompt):
             return []
-        self._prompt_told = True
+        self._prompt_pending = False
         scores = None
         if self._spelling is not None:
             scores = rank_prompt(self.job.prompt, self._prompt, self._spelling)

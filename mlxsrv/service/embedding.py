@@ -7,12 +7,11 @@ import logging
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.to_thread
 
-from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.orders import Embed
 from mlxsrv.errors import (
     EngineFailed,
@@ -26,9 +25,10 @@ from mlxsrv.generation import Vectors
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.prompts.embedding_inputs import EmbeddingInputs, plan_embedding, plan_pairs, plan_texts
-from mlxsrv.service.patience import Bounded, Stage
+from mlxsrv.service.lifecycle import State
 from mlxsrv.service.relevance import cosines, judge
-from mlxsrv.settings import Settings
+from mlxsrv.service.resources import Resources
+from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.wire.embeddings import (
     EmbeddingList,
     EmbeddingRequest,
@@ -47,31 +47,23 @@ if TYPE_CHECKING:
 _log = logging.getLogger("mlxsrv.service.service")
 
 
-class Home(Protocol):
-    """What an embedder needs of the service that made it."""
+class EmbeddingTask:
+    """One request, from its claim on a model to its answer. Whoever makes it must `close` it."""
 
-    settings: Settings
-
-    @property
-    def engine(self) -> EngineClient: ...
-    def next_job_id(self) -> int: ...
-
-
-class Embedding:
-    """One request, from its claim on a model to its answer; whoever makes it must `close` it."""
-
-    def __init__(self, home: Home, lease: Lease, request_id: str) -> None:
-        self._home = home
+    def __init__(self, resources: Resources, lease: Lease, request_id: str) -> None:
+        self._resources = resources
         self._lease = lease
         self._request_id = request_id
         self._begun = asyncio.get_running_loop().time()
-        self._bounded = Bounded(
-            home.settings, loading=lambda: lease.model.progressing, heard=lambda: home.engine.heard
+        self._work = TimedWork(
+            resources.settings,
+            loading=lambda: lease.model.progressing,
+            heard=lambda: resources.pool.engine.heard,
         )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
         """Raises ServeError."""
-        with self._bounded.run():
+        with self._work.run():
             inputs, vectors = await self._compute(partial(self._plan_texts, request))
         return await anyio.to_thread.run_sync(
             embedding_list, request, self._lease.model.name, vectors, inputs.tokens
@@ -79,7 +71,7 @@ class Embedding:
 
     async def rerank(self, request: RerankRequest) -> RerankResponse:
         """Raises ServeError."""
-        with self._bounded.run():
+        with self._work.run():
             inputs, logits = await self._compute(partial(self._plan_documents, request))
         scores = judge(logits, self._cross_encoder_config().activation)
         id = f"rerank-{uuid.uuid4().hex}"
@@ -90,7 +82,7 @@ class Embedding:
 
         Raises ServeError.
         """
-        with self._bounded.run():
+        with self._work.run():
             inputs, made = await self._compute(partial(self._plan_score, request))
         if inputs.firsts:
             scores = judge(made, self._cross_encoder_config().activation)
@@ -102,10 +94,10 @@ class Embedding:
 
     def stop(self) -> None:
         """End it from outside: the server is shutting down."""
-        self._bounded.end(ShuttingDown("the server is shutting down"))
+        self._work.end(ShuttingDown("the server is shutting down"))
 
     def close(self) -> None:
-        self._bounded.patience.close()
+        self._work.close()
         self._lease.return_row(self)
         self._lease.release()
 
@@ -115,12 +107,14 @@ class Embedding:
         """The texts' vectors, from the model's batches that other requests are part of, too."""
         lease = self._lease
         tokenizer = await lease.tokenizer()
-        self._bounded.patience.enter(Stage.QUEUED)
+        self._work.enter(State.PREPARING)
         inputs = await lease.model.tokenizer_lock.run(partial(plan, tokenizer))
         await lease.enter()
-        self._bounded.patience.enter(Stage.QUEUED)
+        self._work.enter(State.QUEUED)
         await lease.borrow_row(self)
-        command = Embed(self._home.next_job_id(), lease.model.name, inputs.texts, inputs.firsts)
+        command = Embed(
+            next(self._resources.job_ids), lease.model.name, inputs.texts, inputs.firsts
+        )
         vectors = await self._embed(command)
         lease.return_row(self)
         log(
@@ -136,9 +130,9 @@ class Embedding:
         return inputs, vectors
 
     async def _embed(self, command: Embed) -> Vectors:
-        self._bounded.patience.enter(Stage.SUBMITTED)
+        self._work.enter(State.SUBMITTED)
         try:
-            return await self._home.engine.embed(command, self._progress)
+            return await self._resources.pool.engine.embed(command, self._work.note_progress)
         except EngineFailed:
             raise
         except ServeError as error:
@@ -155,9 +149,6 @@ class Embedding:
                 "the server failed while embedding; its log says why under request id "
                 f"{self._request_id}"
             ) from None
-
-    def _progress(self) -> None:
-        self._bounded.patience.enter(Stage.BEGUN)
 
     def _plan_texts(self, request: EmbeddingRequest, tokenizer: Tokenizer) -> EmbeddingInputs:
         config = self._pooling_config

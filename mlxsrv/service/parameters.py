@@ -1,4 +1,4 @@
-"""What a request's fields make of a job's parameters, with the model's own for those not given."""
+"""The parameters of a job: those that the request gives, else the model's own."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
 
-def sampling(request: GenerationRequest, tokenizer: Tokenizer, copy: int) -> Sampling:
-    """The request's parameters, or the model's own, or none; each copy has its own seed."""
-    given = tokenizer.defaults
-    seed = random.getrandbits(63) if request.seed is None else request.seed + copy
+def sampling(request: GenerationRequest, tokenizer: Tokenizer, answer: int) -> Sampling:
+    """The request's parameters, else the model's own, else none.
+
+    Args:
+        answer: which of the answers to the prompt the job makes; each has a seed of its own.
+    """
+    own = tokenizer.defaults
+    seed = random.getrandbits(63) if request.seed is None else request.seed + answer
     return Sampling(
-        temperature=_first(request.temperature, given.temperature, 1.0),
-        top_p=_first(request.top_p, given.top_p, 1.0),
-        top_k=max(_first(request.top_k, given.top_k, 0), 0),
-        min_p=_first(request.min_p, given.min_p, 0.0),
+        temperature=_first(request.temperature, own.temperature, 1.0),
+        top_p=_first(request.top_p, own.top_p, 1.0),
+        top_k=max(_first(request.top_k, own.top_k, 0), 0),
+        min_p=_first(request.min_p, own.min_p, 0.0),
         seed=seed,
         frequency_penalty=_first(request.frequency_penalty, 0.0),
         presence_penalty=_first(request.presence_penalty, 0.0),
-        repetition_penalty=_first(request.repetition, given.repetition_penalty, 1.0),
+        repetition_penalty=_first(request.repetition, own.repetition_penalty, 1.0),
         logit_bias=tuple(sorted((request.logit_bias or {}).items())),
     )
 
@@ -34,15 +38,20 @@ def end_tokens(
     tokenizer: Tokenizer,
     *,
     chat: bool,
-    guided: bool,
-    more: frozenset[int] = frozenset(),
+    constrained: bool,
+    prompt_ends: frozenset[int] = frozenset(),
 ) -> frozenset[int]:
-    """The tokens that end an answer, in no text; `more` are the prompt's own. One that
-    follows a grammar ends where that does, whatever is to be ignored: nothing else may come then.
+    """The tokens that end an answer and are not part of its text.
+
+    An answer that follows a grammar may end with any end token, because the grammar allows none
+    before its end. It ends there even with `ignore_eos`: nothing else may follow.
+
+    Args:
+        prompt_ends: the end tokens that the prompt adds.
     """
-    own = tokenizer.turn_ends if chat or guided else tokenizer.end_tokens
-    own |= more
-    if request.ignore_eos and not guided:
+    own = tokenizer.turn_ends if chat or constrained else tokenizer.end_tokens
+    own |= prompt_ends
+    if request.ignore_eos and not constrained:
         own = frozenset()
     return own.union(request.stop_token_ids or ())
 
@@ -51,5 +60,5 @@ V = TypeVar("V")
 
 
 def _first(*values: V | None) -> V:
-    """The first that is given; the last always is."""
+    """The first value that is given. The last always is."""
     return next(value for value in values if value is not None)

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import msgspec
 
-from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.events import Report
 from mlxsrv.errors import (
     EngineFailed,
@@ -38,16 +37,17 @@ from mlxsrv.models.pool.model_files import capped
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
 from mlxsrv.prompts.messages import chat_messages
-from mlxsrv.prompts.planning import plan_chat, plan_completion, plan_infill
 from mlxsrv.prompts.tokens import apply_template, detokenize, tokenize, tokenizer_info
-from mlxsrv.service.asked import Asked
-from mlxsrv.service.embedding import Embedding
+from mlxsrv.service.embedding import EmbeddingTask
+from mlxsrv.service.lifecycle import State
 from mlxsrv.service.observing import Observer
-from mlxsrv.service.patience import Bounded, Stage
+from mlxsrv.service.planning import PromptRequest
 from mlxsrv.service.reply import Reply
+from mlxsrv.service.resources import Resources
 from mlxsrv.service.steering.attachments import SAEs
 from mlxsrv.service.steering.desk import SteeringDesk
 from mlxsrv.service.steering.profiles import Profiles
+from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
 from mlxsrv.wire.embeddings import (
@@ -93,39 +93,59 @@ class Service:
 
     def __init__(self, settings: Settings, observers: Sequence[Observer] = ()) -> None:
         self.settings = settings
-        self.observers = observers
         self.pool = Pool(Catalogue(settings), settings, observers)
         self.saes = SAEs(self.pool, settings)
         store = ProfileStore(Path(settings.data_dir))
         self.steering = SteeringDesk(self.pool, self.saes, store)
         self.profiles = Profiles(self.steering, store)
-        self.fingerprint = f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}"
+        self._resources = Resources(
+            settings,
+            self.pool,
+            self.steering,
+            observers,
+            f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}",
+            count(1),
+        )
         self._replies: set[Reply] = set()
-        self._embeddings: set[Embedding] = set()
-        self._spelling: set[Bounded] = set()  # of texts to tokens, and back
-        self._job_ids = count(1)
+        self._embeddings: set[EmbeddingTask] = set()
+        self._tokenizing: set[TimedWork] = set()
         self._starting = False  # the default model is loaded for the first time
         self._draining = False
         self._idle = asyncio.Event()
 
-    # Requests.
+    # Requests that generate text.
 
     async def chat(self, request: ChatRequest, request_id: str) -> Reply:
         """Raises ServeError for all that can be known before anything is waited for."""
         self._check_template(request)
-        return await self._reply(
-            request.model,
-            Asked(
-                request,
-                partial(plan_chat, request, chat_messages(request.messages)),
-                choices=self._choices(request.choices, "n"),
-                limit=request.limit,
-                likeliest=request.likeliest,
-                chat=True,
-                request_id=request_id,
-                timed=request.timed,
-            ),
-        )
+        chat_messages(request.messages)  # raises for what cannot be read
+        return await self._reply(request, request_id, "n")
+
+    async def complete(self, request: CompletionRequest, request_id: str) -> Reply:
+        """Raises ServeError for all that can be known before anything is waited for."""
+        return await self._reply(request, request_id, "prompt" if len(request.prompts) > 1 else "n")
+
+    async def infill(self, request: InfillRequest, request_id: str) -> Reply:
+        """Raises ServeError for all that can be known before anything is waited for."""
+        return await self._reply(request, request_id, "n")
+
+    async def _reply(self, request: PromptRequest, request_id: str, param: str) -> Reply:
+        """`param` is the field to blame for too many choices."""
+        most = self.settings.max_choices
+        if request.all_choices > most:
+            raise InvalidRequest(
+                f"{param}: the request asks for {request.all_choices} choices, prompts times n; a "
+                f"request may have at most {most}",
+                param=param,
+            )
+        lease = await self._lease(request.model)
+        reply = Reply(self._resources, lease, request, request_id, self._forget)
+        self._replies.add(reply)
+        return reply
+
+    def _forget(self, reply: Reply) -> None:
+        self._replies.discard(reply)
+        self._note_idle()
 
     def _check_template(self, request: ChatRequest) -> None:
         """Raises UnsupportedParameter: a template is a program, and the operator's to allow."""
@@ -136,56 +156,7 @@ class Service:
                 param="chat_template",
             )
 
-    async def complete(self, request: CompletionRequest, request_id: str) -> Reply:
-        """Raises ServeError for all that can be known before anything is waited for."""
-        prompts = request.prompts
-        return await self._reply(
-            request.model,
-            Asked(
-                request,
-                partial(plan_completion, request, prompts),
-                choices=self._choices(
-                    request.choices * len(prompts), "prompt" if len(prompts) > 1 else "n"
-                ),
-                limit=request.limit,
-                likeliest=request.likeliest,
-                chat=False,
-                request_id=request_id,
-                echo=bool(request.echo),
-                timed=request.timed,
-            ),
-        )
-
-    async def infill(self, request: InfillRequest, request_id: str) -> Reply:
-        """Raises ServeError for all that can be known before anything is waited for."""
-        return await self._reply(
-            request.model,
-            Asked(
-                request,
-                partial(plan_infill, request),
-                choices=1,
-                limit=request.limit,
-                likeliest=None,
-                chat=False,
-                request_id=request_id,
-                timed=True,
-            ),
-        )
-
-    def _choices(self, asked: int, param: str) -> int:
-        most = self.settings.max_choices
-        if asked > most:
-            raise InvalidRequest(
-                f"{param}: {asked} choices are asked for, prompts times n; at most {most} are made "
-                "for one request",
-                param=param,
-            )
-        return asked
-
-    async def _reply(self, model: str | None, asked: Asked) -> Reply:
-        reply = Reply(self, await self._lease(model), asked)
-        self._replies.add(reply)
-        return reply
+    # Requests that compute numbers.
 
     async def embed(self, request: EmbeddingRequest, request_id: str) -> EmbeddingList:
         """Raises ServeError."""
@@ -204,11 +175,11 @@ class Service:
 
     async def _embedding(
         self, model: str | None, request_id: str
-    ) -> AbstractContextManager[Embedding]:
-        return self._under_way(Embedding(self, await self._lease(model), request_id))
+    ) -> AbstractContextManager[EmbeddingTask]:
+        return self._under_way(EmbeddingTask(self._resources, await self._lease(model), request_id))
 
     @contextlib.contextmanager
-    def _under_way(self, embedding: Embedding) -> Iterator[Embedding]:
+    def _under_way(self, embedding: EmbeddingTask) -> Iterator[EmbeddingTask]:
         self._embeddings.add(embedding)
         try:
             yield embedding
@@ -253,35 +224,29 @@ class Service:
             DeadlineExceeded, Overloaded, ShuttingDown: it was ended before it was done.
         """
         lease = await self._lease(model)
-        bounded = Bounded(
-            self.settings, loading=lambda: lease.model.progressing, heard=lambda: self.engine.heard
+        timed = TimedWork(
+            self.settings,
+            loading=lambda: lease.model.progressing,
+            heard=lambda: self.pool.engine.heard,
         )
-        self._spelling.add(bounded)
+        self._tokenizing.add(timed)
         try:
-            with bounded.run():
+            with timed.run():
                 tokenizer = await lease.tokenizer()
-                bounded.patience.enter(Stage.QUEUED)
+                timed.enter(State.PREPARING)
                 return await lease.model.tokenizer_lock.run(partial(work, tokenizer))
         finally:
-            self._spelling.discard(bounded)
+            self._tokenizing.discard(timed)
             lease.release()
             self._note_idle()
         raise AssertionError("it was done, or ended with an error")
 
-    @property
-    def engine(self) -> EngineClient:
-        return self.pool.engine
+    # The requests that are under way.
 
     @property
     def failure(self) -> str | None:
+        """Why the inference engine has failed, if it has."""
         return self.pool.failure
-
-    def next_job_id(self) -> int:
-        return next(self._job_ids)
-
-    def forget(self, reply: Reply) -> None:
-        self._replies.discard(reply)
-        self._note_idle()
 
     def _note_idle(self) -> None:
         if not self._busy:
@@ -289,7 +254,7 @@ class Service:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._replies or self._embeddings or self._spelling)
+        return bool(self._replies or self._embeddings or self._tokenizing)
 
     # The catalogue.
 
@@ -426,8 +391,8 @@ class Service:
             reply.fail(ShuttingDown("the server is shutting down"))
         for embedding in list(self._embeddings):
             embedding.stop()
-        for bounded in self._spelling:
-            bounded.end(ShuttingDown("the server is shutting down"))
+        for timed in self._tokenizing:
+            timed.end(ShuttingDown("the server is shutting down"))
 
 
 _REPORT_SECONDS = 2.0

@@ -230,14 +230,14 @@ async def _generate(request: Request, form: Form) -> Response:
     headers = app.ignored.header(ignored)
     reply = account.reply = await form.serve(app.service, asked, request_id(request.scope))
     # Its answer may take long; what it holds from then on are the tokens of a prompt that fits.
-    reply.once_read(share_of(request.scope).release)
+    reply.when_tokenized(share_of(request.scope).release)
     if not asked.stream:
         return ReplyBody(reply, form.fold, headers=headers)
     frames = form.stream(
         reply.who,
         streams.usage_mode(asked.stream_options),
-        choices=reply.choices,
-        scored=reply.scored,
+        choices=asked.all_choices,
+        scored=asked.likeliest is not None,
         timed=bool(asked.timings_per_token),
     )
     return ReplyStream(reply, frames, headers=headers)

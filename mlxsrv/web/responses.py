@@ -149,7 +149,8 @@ class ReplyBody(Response):
             await response(scope, receive, send)
 
     async def _whole(self) -> object:
-        answers = Answers(self._reply.choices, scored=self._reply.scored)
+        request = self._reply.request
+        answers = Answers(request.all_choices, scored=request.likeliest is not None)
         while answers.usage is None:
             for output in await self._reply.outputs():
                 answers.add(output)

@@ -34,6 +34,10 @@ class InfillRequest(GenerationRequest, frozen=True, kw_only=True):
     input_extra: Annotated[list[InfillFile], Meta(max_length=1000)] | None = None
     prompt: str | None = None
 
+    @property
+    def timed(self) -> bool:
+        return True
+
 
 NOT_HERE = {"prompt_logprobs": (None,), "return_tokens_as_token_ids": (None, False)}
 """Fields of log-probabilities, which llama.cpp's answer has no place for; and values that ask for

@@ -139,6 +139,21 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         return 1 if self.n is None else self.n
 
     @property
+    def all_choices(self) -> int:
+        """How many answers to all prompts together."""
+        return self.choices
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to score beside each one generated; None: no scores at all."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each answer begins with its prompt."""
+        return False
+
+    @property
     def forms(self) -> list[Form]:
         """What the request's fields ask an answer to be. A decoded request has at most one.
 
@@ -263,7 +278,6 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def likeliest(self) -> int | None:
-        """How many tokens to score beside each one drawn; None: no scores at all."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
@@ -290,8 +304,15 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def likeliest(self) -> int | None:
-        """How many tokens to score beside each one; None: no scores at all."""
         return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def all_choices(self) -> int:
+        return self.choices * len(self.prompts)
 
     @property
     def prompts(self) -> list[str | list[int]]:

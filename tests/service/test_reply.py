@@ -1,12 +1,18 @@
-"""Replies, without HTTP: what a reader that never comes must not hold."""
+"""Replies, without HTTP: races of their end with their admission, and readers that never come."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 
-from mlxsrv.errors import ShuttingDown
+import pytest
+
+from mlxsrv.errors import Overloaded, ShuttingDown
+from mlxsrv.service.lifecycle import State
+from mlxsrv.service.reply import Reply
 from mlxsrv.service.service import Service
+from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from mlxsrv.wire.requests import ChatRequest, Message
 from tests.support.tiny import write_model
@@ -38,3 +44,59 @@ def test_a_reply_that_failed_in_the_queue_takes_no_row(tmp_path: Path) -> None:
         await service.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))
+
+
+async def read_to_failure(reply: Reply) -> None:
+    with pytest.raises(ShuttingDown):  # noqa: PT012 - outputs from before the error come first
+        while True:
+            await reply.outputs()
+
+
+@pytest.mark.parametrize("when", [*State][:5])
+def test_a_reply_may_fail_at_any_step_of_its_admission(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, when: State
+) -> None:
+    """Whatever the admission waits for, it ends quietly, and nothing of the reply is left."""
+    folder = write_model(tmp_path / "m", "qwen3", plain=True)
+    request = ChatRequest(messages=[Message(role="user", content="x")], max_tokens=10**5)
+
+    async def test() -> None:
+        service = Service(Settings(model=(f"m={folder}",), max_concurrency=1))
+        reply = await service.chat(request, "a")
+        admission = asyncio.create_task(reply.admit())
+        model = service.pool.model("m")
+        assert model is not None
+        while reply.state is not when:  # noqa: ASYNC110 - a reply tells no event of it
+            await asyncio.sleep(0)
+        reply.fail(ShuttingDown("over"))
+        reply.fail(Overloaded("too late"))
+        await admission
+        await read_to_failure(reply)
+        assert (model.leases, model.rows.borrowed_tokens) == (0, 0)
+        reply.close()
+        await service.close()
+
+    with caplog.at_level(logging.INFO, "mlxsrv"):
+        asyncio.run(asyncio.wait_for(test(), 60))
+    assert "admission failed" not in caplog.messages
+    assert caplog.messages.count("stream error") == 1
+
+
+def test_work_that_was_ended_takes_no_further_step() -> None:
+    """Its task goes on once, if what it waited for came before the cancellation."""
+
+    def run(work: TimedWork) -> None:
+        with work.run():
+            work.enter(State.PREPARING)
+            work.end(ShuttingDown("over"))
+            work.end(Overloaded("too late"))
+            work.note_progress()
+            work.enter(State.QUEUED)
+            raise AssertionError("it went on")
+
+    async def test() -> None:
+        work = TimedWork(Settings(), loading=bool, heard=float)
+        with pytest.raises(ShuttingDown):
+            run(work)
+
+    asyncio.run(test())

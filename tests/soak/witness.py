@@ -42,7 +42,7 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
 
 def take(app: App, tasks: int) -> Holdings:
     service = app.service
-    pool, engine = service.pool, service.engine
+    pool, engine = service.pool, service.pool.engine
     models, state = list(pool), pool.statistics()
     gc.collect()
     return Holdings(

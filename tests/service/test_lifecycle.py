@@ -1,4 +1,4 @@
-"""Which clock runs out when, on a real loop with short times."""
+"""The states of a request, and which clock runs out when, on a real loop with short times."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from collections.abc import Callable
 import pytest
 
 from mlxsrv.errors import DeadlineExceeded, Overloaded, ServeError
-from mlxsrv.service.patience import Patience, Stage
+from mlxsrv.service.lifecycle import ENDED, FOLLOWS, Lifecycle, State, follow
 from mlxsrv.settings import Settings
 
 SHORT, LONG = 0.2, 30.0
+
+ORDER = [State.PREPARING, State.QUEUED, State.SUBMITTED, State.RUNNING, State.FINISHED]
+PATHS: dict[State, list[State]] = {
+    State.WAITING: [],
+    **{state: ORDER[: i + 1] for i, state in enumerate(ORDER)},
+    State.FAILED: [State.FAILED],
+    State.CLOSED: [State.CLOSED],
+}
+"""A way from WAITING to each state."""
 
 
 class Clocks:
@@ -21,14 +30,18 @@ class Clocks:
         self.loop = asyncio.get_running_loop()
         self.begun = self.heard = self.loop.time()
         self.loading = False
-        self.lapsed: list[tuple[float, ServeError]] = []
+        self.expired: list[tuple[float, ServeError]] = []
         settings = Settings(queue_timeout=queue, stall_timeout=stall, request_timeout=whole)
-        self.patience = Patience(
+        self.lifecycle = Lifecycle(
             settings,
-            lambda error: self.lapsed.append((self.loop.time() - self.begun, error)),
+            lambda error: self.expired.append((self.loop.time() - self.begun, error)),
             loading=lambda: self.loading,
             heard=lambda: self.heard,
         )
+
+    def bring_to(self, state: State) -> None:
+        for each in PATHS[state]:
+            self.lifecycle.enter(each)
 
     async def keep(self, what: Callable[[], None], seconds: float) -> None:
         end = self.loop.time() + seconds
@@ -41,10 +54,59 @@ class Clocks:
 
     def told(self, kind: type[ServeError]) -> float:
         """When; it is the only thing that was told."""
-        [(when, error)] = self.lapsed
+        [(when, error)] = self.expired
         assert type(error) is kind, error.message
-        self.patience.close()
+        self.lifecycle.close()
         return when
+
+
+# States.
+
+
+@pytest.mark.parametrize("after", State)
+@pytest.mark.parametrize("before", State)
+def test_a_state_is_followed_only_by_those_that_the_table_has(before: State, after: State) -> None:
+    async def test() -> None:
+        lifecycle = Clocks(LONG, LONG).lifecycle
+        for state in PATHS[before]:
+            lifecycle.enter(state)
+        allowed = after in FOLLOWS[before]
+        assert lifecycle.may_enter(after) is allowed
+        if allowed or after is before:
+            lifecycle.enter(after)
+            assert lifecycle.state is after
+        else:
+            with pytest.raises(RuntimeError, match=f"{before.value} cannot become {after.value}"):
+                lifecycle.enter(after)
+            assert lifecycle.state is before
+        lifecycle.close()
+
+    asyncio.run(test())
+
+
+def test_what_has_ended_takes_nothing_up_again() -> None:
+    for state in ENDED:
+        assert FOLLOWS[state] <= {State.CLOSED}
+        assert state is State.CLOSED or State.CLOSED in FOLLOWS[state]
+    for state in set(State) - ENDED:
+        assert {State.FAILED, State.CLOSED} <= FOLLOWS[state], "a client may leave at any time"
+    with pytest.raises(RuntimeError):
+        follow(State.CLOSED, State.CLOSED)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", ENDED)
+def test_a_request_that_has_ended_has_no_clocks(state: State) -> None:
+    async def test() -> None:
+        clocks = Clocks(SHORT, SHORT, SHORT)
+        clocks.bring_to(state)
+        await asyncio.sleep(2 * SHORT)
+        assert not clocks.expired
+
+    asyncio.run(test())
+
+
+# Clocks.
 
 
 @pytest.mark.slow
@@ -63,11 +125,11 @@ def test_a_load_is_not_counted() -> None:
         clocks = Clocks(queue=SHORT, stall=LONG)
         clocks.loading = True
         await asyncio.sleep(4 * SHORT)
-        assert not clocks.lapsed
+        assert not clocks.expired
         clocks.loading = False
-        clocks.patience.enter(Stage.QUEUED)
+        clocks.lifecycle.enter(State.PREPARING)
         await asyncio.sleep(SHORT / 2)
-        assert not clocks.lapsed, "from here on it has all its time"
+        assert not clocks.expired, "from here on it has all its time"
         await asyncio.sleep(2 * SHORT)
         clocks.told(Overloaded)
 
@@ -78,9 +140,9 @@ def test_a_load_is_not_counted() -> None:
 def test_who_waits_for_others_prompts_does_not_stand_still() -> None:
     async def test() -> None:
         clocks = Clocks(queue=6 * SHORT, stall=SHORT)
-        clocks.patience.enter(Stage.SUBMITTED)
+        clocks.bring_to(State.SUBMITTED)
         await clocks.keep(clocks.hear, 3 * SHORT)
-        assert not clocks.lapsed
+        assert not clocks.expired
         await clocks.keep(clocks.hear, 5 * SHORT)
         assert clocks.told(Overloaded) > 5 * SHORT, "it queued all that time"
 
@@ -91,7 +153,7 @@ def test_who_waits_for_others_prompts_does_not_stand_still() -> None:
 def test_an_engine_of_which_nothing_is_heard_stands_still() -> None:
     async def test() -> None:
         clocks = Clocks(queue=LONG, stall=SHORT)
-        clocks.patience.enter(Stage.SUBMITTED)
+        clocks.bring_to(State.SUBMITTED)
         await asyncio.sleep(3 * SHORT)
         assert clocks.told(DeadlineExceeded) < 2 * SHORT
 
@@ -102,9 +164,9 @@ def test_an_engine_of_which_nothing_is_heard_stands_still() -> None:
 def test_what_is_begun_must_move_itself() -> None:
     async def test() -> None:
         clocks = Clocks(queue=SHORT, stall=SHORT)
-        clocks.patience.enter(Stage.BEGUN)
-        await clocks.keep(clocks.patience.move, 4 * SHORT)
-        assert not clocks.lapsed
+        clocks.bring_to(State.RUNNING)
+        await clocks.keep(clocks.lifecycle.touch, 4 * SHORT)
+        assert not clocks.expired
         await clocks.keep(clocks.hear, 3 * SHORT)
         clocks.told(DeadlineExceeded)
 
@@ -115,11 +177,11 @@ def test_what_is_begun_must_move_itself() -> None:
 def test_choices_that_wait_after_others_have_ended_queue_anew() -> None:
     async def test() -> None:
         clocks = Clocks(queue=3 * SHORT, stall=LONG)
-        clocks.patience.enter(Stage.BEGUN)
+        clocks.bring_to(State.RUNNING)
         await asyncio.sleep(4 * SHORT)
-        clocks.patience.enter(Stage.QUEUED)
+        clocks.lifecycle.enter(State.QUEUED)
         await asyncio.sleep(SHORT)
-        assert not clocks.lapsed
+        assert not clocks.expired
         await asyncio.sleep(3 * SHORT)
         clocks.told(Overloaded)
 
@@ -131,23 +193,12 @@ def test_choices_that_wait_after_others_have_ended_queue_anew() -> None:
 def test_the_whole_has_a_bound_only_where_one_is_set(whole: float | None) -> None:
     async def test() -> None:
         clocks = Clocks(LONG, LONG, whole)
-        clocks.patience.enter(Stage.BEGUN)
-        await clocks.keep(clocks.patience.move, 2 * SHORT)
+        clocks.bring_to(State.RUNNING)
+        await clocks.keep(clocks.lifecycle.touch, 2 * SHORT)
         if whole:
-            assert "--request-timeout" in clocks.lapsed[0][1].message
+            assert "--request-timeout" in clocks.expired[0][1].message
             clocks.told(DeadlineExceeded)
-        assert not whole or len(clocks.lapsed) == 1
-        clocks.patience.close()
-
-    asyncio.run(test())
-
-
-@pytest.mark.slow
-def test_clocks_that_are_closed_tell_nothing() -> None:
-    async def test() -> None:
-        clocks = Clocks(SHORT, SHORT, SHORT)
-        clocks.patience.close()
-        await asyncio.sleep(2 * SHORT)
-        assert not clocks.lapsed
+        assert not whole or len(clocks.expired) == 1
+        clocks.lifecycle.close()
 
     asyncio.run(test())

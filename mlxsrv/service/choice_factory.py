@@ -1,0 +1,131 @@
+"""From a request whose prompts are tokens to the choices of its reply, each with its job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from mlxsrv.engine.orders import Job
+from mlxsrv.errors import ContextLengthExceeded
+from mlxsrv.generation import Steering
+from mlxsrv.prompts.planning import PromptPlan
+from mlxsrv.service.choice import Choice
+from mlxsrv.service.parameters import end_tokens, sampling
+from mlxsrv.service.resources import Resources
+from mlxsrv.service.scores import Scores
+from mlxsrv.wire.requests import ChatRequest, GenerationRequest
+
+if TYPE_CHECKING:
+    from mlxsrv.prompts.grammars.grammar import CompiledGrammar
+    from mlxsrv.prompts.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ChoiceFactory:
+    """Makes the choices of one reply: the answers to the first prompt, then those to the second.
+
+    Attributes:
+        grammar: what each answer follows, if anything.
+        context_length: tokens of prompt and answer together; None: no limit is known.
+    """
+
+    resources: Resources
+    request: GenerationRequest
+    model: str
+    context_length: int | None
+    tokenizer: Tokenizer
+    plan: PromptPlan
+    grammar: CompiledGrammar | None
+    steering: Steering | None
+
+    def make(self) -> list[Choice]:
+        """Raises ContextLengthExceeded if a prompt leaves no room for an answer."""
+        answers = range(self.request.choices)
+        return [
+            self._make_choice(prompt, answer)
+            for prompt in range(len(self.plan.prompts))
+            for answer in answers
+        ]
+
+    def _make_choice(self, prompt_index: int, answer: int) -> Choice:
+        request, tokenizer, prompt = self.request, self.tokenizer, self.plan.prompts[prompt_index]
+        constraint = None
+        if self.grammar is not None:
+            constraint = self.grammar.constraint(tokenizer.think_end if prompt.thinking else None)
+        pipeline = tokenizer.pipeline(
+            stops=request.stops,
+            chat=self._chat,
+            thinking=prompt.thinking,
+            bound=self.grammar is not None,
+            tools=self.plan.tool_calls(),
+            min_tokens=request.min_tokens or 0,
+        )
+        return Choice(
+            prompt_index * request.choices + answer,
+            self._make_job(prompt_index, answer),
+            pipeline,
+            constraint=constraint,
+            scores=None if request.likeliest is None else self._make_scores(),
+            echo=prompt.text if request.echoes else "",
+            tells_tokens=bool(request.return_token_ids),
+            spelling=None if request.prompt_logprobs is None else tokenizer.token_bytes_or_name,
+        )
+
+    @property
+    def _chat(self) -> bool:
+        return isinstance(self.request, ChatRequest)
+
+    def _make_scores(self) -> Scores:
+        return Scores(
+            self.tokenizer.token_bytes,
+            self.tokenizer.token_bytes_or_name,
+            strips_space=self._chat and self.tokenizer.strips_first_space,
+            every=not self._chat,
+            ends=self.tokenizer.turn_ends,
+            numbered=bool(self.request.return_tokens_as_token_ids),
+        )
+
+    def _make_job(self, prompt_index: int, answer: int) -> Job:
+        request, prompt = self.request, self.plan.prompts[prompt_index]
+        return Job(
+            id=next(self.resources.job_ids),
+            model=self.model,
+            prompt=prompt.tokens,
+            max_tokens=self._max_tokens(len(prompt.tokens), self.plan.paths[prompt_index]),
+            end_tokens=end_tokens(
+                request,
+                self.tokenizer,
+                chat=self._chat,
+                constrained=self.plan.constraint is not None,
+                prompt_ends=prompt.ends,
+            ),
+            checkpoint=prompt.checkpoint,
+            logprobs=request.likeliest,
+            scores=self._scores_of_prompt,
+            ranks=request.prompt_logprobs is not None,
+            sampling=sampling(request, self.tokenizer, answer),
+            steering=self.steering,
+            bans=self.plan.bans,
+        )
+
+    @property
+    def _scores_of_prompt(self) -> int | None:
+        """How many tokens to score beside each token of a prompt; None: prompts have no scores."""
+        request = self.request
+        wanted = (request.likeliest if request.echoes else None, request.prompt_logprobs)
+        return max((count for count in wanted if count is not None), default=None)
+
+    def _max_tokens(self, prompt_tokens: int, param: str) -> int:
+        """How many tokens an answer may have. Raises ContextLengthExceeded if it is none."""
+        given = self.request.limit
+        limit = self.resources.settings.default_max_tokens if given is None else given
+        if self.context_length is None:
+            return limit
+        left = self.context_length - prompt_tokens
+        if left < min(limit, 1):
+            raise ContextLengthExceeded(
+                f"this model's maximum context length is {self.context_length} tokens; the prompt "
+                f"has {prompt_tokens}, which leaves no room for an answer",
+                param=param,
+            )
+        return min(left, limit)
