@@ -33,7 +33,8 @@ from mlxsrv.settings import Settings, load_settings
 from mlxsrv.web import management
 from mlxsrv.web.bodies import Bodies, Ignored, read_body, share_of
 from mlxsrv.web.middleware import RequestLog, request_id
-from mlxsrv.web.observability.accounts import account_of, make_watchers
+from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.observability.telemetry import make_telemetry
 from mlxsrv.web.responses import (
     Fold,
     JSONResponse,
@@ -62,7 +63,7 @@ class App(Starlette):
         self.default_model = catalogue.default
         keys = load_keys(settings)
         self.keys = len(keys)
-        watchers = make_watchers(settings)
+        telemetry = make_telemetry(settings)
         versioned = [
             Route("/v1/chat/completions", chat_completions, methods=["POST"]),
             Route("/v1/completions", completions, methods=["POST"]),
@@ -84,12 +85,12 @@ class App(Starlette):
                 *management.ROUTES,
                 Route("/health", health),
                 Route("/health/live", live),
-                *watchers.routes,
+                *telemetry.routes,
                 Route("/openapi.json", describe_api),
             ],
             middleware=[
                 *([Middleware(Cors, settings)] if settings.allowed_origin else []),
-                Middleware(RequestLog, watchers.observers),
+                Middleware(RequestLog, telemetry.observers),
                 Middleware(Guard, settings, keys, local=local),
             ],
             exception_handlers={ServeError: _serve_error, HTTPException: _http_error},
@@ -99,7 +100,7 @@ class App(Starlette):
         self.settings = settings
         self.ignored = Ignored()
         self.bodies = Bodies(settings.max_bodies or 4 * settings.max_body)
-        self._observers = watchers.observers
+        self._observers = telemetry.observers
         self._service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -223,12 +224,12 @@ async def infill(request: Request) -> Response:
 async def _generate(request: Request, form: Form) -> Response:
     app: App = request.app
     body = await read_body(request, app.settings.max_body)
-    account = account_of(request.scope)
-    account.operation = form.operation
+    record = record_of(request.scope)
+    record.operation = form.operation
     asked, ignored = form.requests.decode(body)
-    account.asked, account.model = asked, app.service.label(asked.model)
+    record.asked, record.model = asked, app.service.label(asked.model)
     headers = app.ignored.header(ignored)
-    reply = account.reply = await form.serve(app.service, asked, request_id(request.scope))
+    reply = record.reply = await form.serve(app.service, asked, request_id(request.scope))
     # Its answer may take long; what it holds from then on are the tokens of a prompt that fits.
     reply.when_tokenized(share_of(request.scope).release)
     if not asked.stream:
@@ -262,14 +263,14 @@ async def _compute(
     operation: Operation,
 ) -> Response:
     app: App = request.app
-    account = account_of(request.scope)
-    account.operation = operation
+    record = record_of(request.scope)
+    record.operation = operation
     body = await read_body(request, app.settings.max_body)
     asked, ignored = requests.decode(body)
-    account.asked, account.model = asked, app.service.label(asked.model)
+    record.asked, record.model = asked, app.service.label(asked.model)
     work = serve(app.service, asked, request_id(request.scope))
     answer = await unless_gone(request.receive, work)
-    account.model, account.tokens = answer.model, answer.usage.prompt_tokens
+    record.model, record.tokens = answer.model, answer.usage.prompt_tokens
     return await _numbers(answer, app.ignored.header(ignored))
 
 

@@ -19,7 +19,7 @@ from mlxsrv.engine.faults import survivable
 from mlxsrv.errors import ServeError
 from mlxsrv.logs import log
 from mlxsrv.service.observing import Observer, RequestEnded
-from mlxsrv.web.observability.accounts import open_account
+from mlxsrv.web.observability.records import open_record
 from mlxsrv.web.responses import refusal
 
 _log = logging.getLogger("mlxsrv.access")
@@ -46,7 +46,7 @@ class RequestLog:
             await self._app(scope, receive, send)
             return
         identity = scope["mlxsrv.request_id"] = _accepted(Headers(scope=scope).get("x-request-id"))
-        account = open_account(scope)
+        record = open_record(scope)
         status = 0
 
         async def send_with_id(message: Message) -> None:
@@ -63,7 +63,7 @@ class RequestLog:
         except BaseException as error:
             if not survivable(error):
                 raise
-            account.error = ServeError.code
+            record.error = ServeError.code
             log(_log, logging.ERROR, "bug", traceback=True, request=identity)
             if status == 0:
                 message = f"the server failed; its log says why under request id {identity}"
@@ -76,11 +76,11 @@ class RequestLog:
                 method=scope["method"],
                 path=scope["path"],
                 status=status or None,
-                seconds=time.monotonic() - account.begun,
+                seconds=time.monotonic() - record.begun,
                 request=identity,
             )
             if self._observers:
-                self._tell(account.end(scope, status, identity))
+                self._tell(record.end(scope, status, identity))
 
     def _tell(self, ended: RequestEnded) -> None:
         for observer in self._observers:

@@ -25,7 +25,7 @@ from mlxsrv.service.outputs import (
     ToolStarted,
 )
 from mlxsrv.service.reply import Reply
-from mlxsrv.web.observability.accounts import account_of
+from mlxsrv.web.observability.records import record_of
 from mlxsrv.wire import management, openai, streams
 from mlxsrv.wire.sse import KEEPALIVE, encode_json
 
@@ -55,7 +55,7 @@ def error_response(error: ServeError, headers: Mapping[str, str] | None = None) 
 
 def refusal(scope: Scope, error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
     """An error in the shape of what was asked: the management's has an envelope."""
-    account_of(scope).error = error.code
+    record_of(scope).error = error.code
     if not _is_management(scope):
         return error_response(error, headers)
     return JSONResponse(

@@ -1,0 +1,51 @@
+"""Choose what observes the requests of an app: metrics and traces, as the settings say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from msgspec import Struct
+from starlette.routing import Route
+
+from mlxsrv.service.observing import Observer
+from mlxsrv.settings import Settings, SettingsError
+
+
+class Telemetry(Struct, frozen=True):
+    """The observers of an app, and the routes on which they publish."""
+
+    observers: tuple[Observer, ...]
+    routes: tuple[Route, ...]
+
+
+def make_telemetry(settings: Settings) -> Telemetry:
+    """Make the observers that the settings ask for; the libraries of the others are not imported.
+
+    Raises:
+        SettingsError: an extra is not installed.
+    """
+    observers: list[Observer] = []
+    routes: list[Route] = []
+    if settings.metrics:
+        with _extra("metrics"):
+            from mlxsrv.web.observability.metrics import Metrics
+        metrics = Metrics()
+        observers.append(metrics)
+        routes.append(Route("/metrics", metrics.scrape))
+    if settings.otel:
+        with _extra("otel"):
+            from mlxsrv.web.observability.tracing import Tracing
+        observers.append(Tracing())
+    return Telemetry(tuple(observers), tuple(routes))
+
+
+@contextmanager
+def _extra(name: str) -> Iterator[None]:
+    """Turn a failed import into an error that names the extra."""
+    try:
+        yield
+    except ImportError as error:
+        raise SettingsError(
+            f"--{name} needs {error.name}, which is not installed: pip install 'mlxsrv[{name}]'"
+        ) from None
