@@ -1,8 +1,8 @@
-"""What `benchmarks.ratios` measures with a vocabulary of real size, 151,936 tokens.
+"""The measures of `benchmarks.ratios` with a vocabulary of real size, 151,936 tokens.
 
-There the sampler has more to do than a tiny model has, so what a request asks for shows: Qwen's own
-sampling parameters over `mlx_lm.server`, and each kind of request over greedy ones of the same
-server, by turns so short that a machine whose speed changes is as fast for both.
+With it the sampler takes more time than a tiny model, so the cost of each kind of request shows.
+Qwen's own sampling parameters are compared with `mlx_lm.server`, and each kind of request with
+greedy ones on the same server. Turns are short, so that changes of the machine's speed affect both.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.probes import measure, warm_up
 
 MODEL = "large"
 QWEN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
-"""As Qwen3's generation_config.json has it."""
+"""Qwen3's generation_config.json."""
 
 _GREEDY: dict[str, Any] = {"temperature": 0.0}
 _ARRAY = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
@@ -40,11 +40,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "regex": _GREEDY | {"guided_regex": "[a-z ]*"},
     "logprobs": _GREEDY | {"logprobs": True, "top_logprobs": 20},
 }
-"""Fields of the requests by name. No answer ends before `max_tokens`: the model is muted so."""
+"""The fields of each kind of request. The model draws no end token, so every answer has
+`max_tokens`."""
 
 
 def take_kind(kind: str, streams: int) -> Take:
-    """Tokens per second of `streams` at a time."""
+    """Measure the tokens per second of `streams` concurrent requests."""
 
     def take(place: Place) -> Reading:
         load = _make_load(place, KINDS[kind], streams, kind)
@@ -56,7 +57,7 @@ def take_kind(kind: str, streams: int) -> Take:
 
 
 def take_over_greedy(kind: str, streams: int) -> Take:
-    """Tokens per second of requests of the kind, and of greedy ones."""
+    """Measure the tokens per second of requests of the kind, and of greedy ones."""
 
     def take(place: Place) -> Reading:
         fields = {kind: KINDS[kind], "greedy": _GREEDY}

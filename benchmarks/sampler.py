@@ -1,17 +1,17 @@
-"""What it costs to draw a token: `python -m benchmarks.sampler`.
+"""Measure the time to draw a token: `python -m benchmarks.sampler`.
 
-Milliseconds from the logits of a step to its tokens, of the engine's own `Step` and of mlx-lm's
-`BatchGenerator`: there logits processors and samplers are called row by row, as `mlx_lm.server`
-gives each request its own, and log-probabilities are made of all logits in any case. Both by turns
-in one process on the same random logits (deviation 4, as those of models in the tests). What a
-model computes before is not in it, so the ratios are not those of whole steps: for these see the
-measures of the large vocabulary in `benchmarks.ratios`.
+The table has milliseconds from the logits of a step to its tokens, for the engine's `Step` and for
+mlx-lm's `BatchGenerator`. The latter calls logits processors and samplers row by row, because
+`mlx_lm.server` gives each request its own, and always computes all log-probabilities. Both take
+turns in one process with the same random logits (standard deviation 4, as in the tests' models).
+The model's own time is not included, so these are not ratios of whole steps: see the measures with
+the large vocabulary in `benchmarks.ratios`.
 
-- `mask` is what a grammar leaves: by turns nearly all tokens, as in a string, and a few. What the
-  grammar takes itself to find that out is not in it; mlx-lm has no counterpart.
-- `repetition` and `frequency` are of rows with a prompt of 500 tokens that have drawn 200. mlx-lm
+- `mask` applies the masks of a grammar: nearly all tokens, as in a string, and a few, by turns. The
+  grammar's own time is not included. mlx-lm has no counterpart.
+- `repetition` and `frequency` have rows with a prompt of 500 tokens and 200 drawn tokens. mlx-lm
   looks back at 20.
-- `logprobs` are the 20 likeliest tokens.
+- `logprobs` asks for the 20 likeliest tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from mlxsrv.engine.row import Row, RowState
 from mlxsrv.generation import Constraint, Mask, Sampling
 
 Draw: TypeAlias = Callable[[mx.array], None]
-"""Takes the logits `(rows, vocabulary)` of a step, and returns when its tokens are there."""
+"""Takes the logits `(rows, vocabulary)` of a step, and returns when its tokens are computed."""
 
 _ROW_COUNTS = (1, 8, 32)
 _VOCABULARIES = (512, 32_768, 151_936, 262_144)
@@ -47,7 +47,7 @@ _TURNS, _QUICK_TURNS = 7, 3
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """What is asked for."""
+    """A kind of request."""
 
     sampling: Sampling
     processors: dict[str, Any] = {}
@@ -87,12 +87,12 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Milliseconds of a case, one for each turn."""
+    """The milliseconds of a case in each turn."""
 
     case: Case
     ours: list[float]
     theirs: list[float]
-    """Empty where mlx-lm has no counterpart."""
+    """Empty if mlx-lm has no counterpart."""
 
 
 class Masking:
@@ -146,7 +146,7 @@ def _make_context(case: Case, number: int) -> tuple[tuple[int, ...], list[int]]:
 
 
 def prepare_theirs(case: Case) -> Draw | None:
-    """As `GenerationBatch._step` and `mlx_lm.server` have it."""
+    """Prepare the steps of `GenerationBatch._step`, as `mlx_lm.server` uses it."""
     kind = KINDS[case.kind]
     if kind.masked:
         return None
@@ -180,7 +180,7 @@ def prepare_theirs(case: Case) -> Draw | None:
 
 
 def measure(case: Case, turns: int) -> Times:
-    """Both by turns; who is first in one is last in the next."""
+    """Measure both by turns, in changing order."""
     shape = (case.rows, case.vocabulary)
     logits = [_DEVIATION * mx.random.normal(shape, key=mx.random.key(i)) for i in range(2)]
     mx.eval(logits)

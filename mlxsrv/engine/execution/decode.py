@@ -39,7 +39,7 @@ from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
 from mlxsrv.engine.row import Place, Row, RowState
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
-from mlxsrv.engine.sampling.processors import Drawn, Likelihoods, Masks, Penalties, Proof
+from mlxsrv.engine.sampling.processors import LogprobReader, Masks, Penalties, Proof, StepLogprobs
 from mlxsrv.engine.sampling.sampler import Sampler
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import Sight
@@ -61,7 +61,7 @@ class Step:
         penalised = any(map(Penalties.wanted, settings))
         self._penalties = Penalties(rows, vocabulary) if penalised else None
         scored = any(row.job.logprobs is not None for row in rows)
-        self._likelihoods = Likelihoods(rows) if scored else None
+        self._likelihoods = LogprobReader(rows) if scored else None
         constraints = [row.constraint for row in rows]
         self.masks = Masks(constraints, vocabulary) if any(constraints) else None
         banned = any(map(Banning.wanted, rows))
@@ -69,7 +69,7 @@ class Step:
 
     def draw(
         self, logits: mx.array, inputs: mx.array
-    ) -> tuple[mx.array, tuple[Proof], tuple[Drawn, ...]]:
+    ) -> tuple[mx.array, tuple[Proof], tuple[StepLogprobs, ...]]:
         """Launch the drawing of the tokens that follow `inputs`.
 
         Args:
@@ -100,7 +100,7 @@ class Launched(NamedTuple):
     """What steps under way tell beside their tokens; read together with these."""
 
     proofs: tuple[Proof, ...] = ()
-    drawn: tuple[Drawn, ...] = ()
+    drawn: tuple[StepLogprobs, ...] = ()
     sights: tuple[tuple[Sight, list[Place]], ...] = ()
 
     def broken(self) -> set[Row]:

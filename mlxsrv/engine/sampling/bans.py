@@ -1,11 +1,14 @@
-"""Tokens that a row may not draw: all but some, the last of a bad word, an end that comes too soon.
+"""Tokens that a row must not draw.
 
-A step is launched before the host has read the tokens of the last one. So a row's place is counted
-by the steps, and of a bad word's tokens the host compares those that it has seen, the device the
-last, which is the step's input.
+These are tokens outside of a list of allowed ones, the last token of a bad word, and an end token
+before the least number of tokens.
 
-What is banned gives way where nothing else is left: to the grammar of an answer that can only end
-now, say. Else the row could not go on.
+A step is launched before the host has read the tokens of the step before. So a row's position is
+counted in steps. The host compares those tokens of a bad word that it has seen. The device compares
+the last one, which is the step's input.
+
+A ban is lifted if it would leave no token at all, for example when the grammar lets an answer only
+end. Otherwise the row could not continue.
 
 Used on the device thread only.
 """
@@ -22,7 +25,7 @@ from mlxsrv.engine.row import Row
 
 
 class Banning:
-    """Made anew when rows join or leave, and only if one of them has bans.
+    """The bans of a batch. A new one is made when rows join or leave, if a row has bans.
 
     Args:
         rows: the rows of the step.
@@ -32,7 +35,7 @@ class Banning:
 
     @staticmethod
     def wanted(row: Row) -> bool:
-        """Whether the token behind the row's input, or one after it, may be banned."""
+        """Tell whether the token after the row's input, or a later one, may be banned."""
         bans = row.job.bans
         if bans is None:
             return False
@@ -41,49 +44,55 @@ class Banning:
 
     def __init__(self, rows: Sequence[Row], drawn: Sequence[int], vocabulary: int) -> None:
         self._banned = [
-            _Banned(i, row, count, vocabulary)
+            _RowBans(i, row, count, vocabulary)
             for i, (row, count) in enumerate(zip(rows, drawn, strict=True))
             if row.job.bans is not None
         ]
         asking = {each.index: rows[each.index] for each in self._banned}
-        self._careful = _Careful(asking, vocabulary) if any(map(_tight, asking.values())) else None
+        self._lenient = (
+            _LenientBans(asking, vocabulary) if any(map(_is_tight, asking.values())) else None
+        )
         self._step = 0
-        self._states: list[_State] | None = None  # that the tables are of
+        self._states: list[_State] | None = None  # of the tables
         self._tables: _Tables | None = None
 
     def __call__(self, logits: mx.array, inputs: mx.array) -> mx.array:
-        """Logits `(rows, vocabulary)` of the tokens that follow `inputs` `(rows,)`, with those that
-        may not come at minus infinity."""
+        """Return logits `(rows, vocabulary)`, with minus infinity for banned tokens.
+
+        Args:
+            logits: `(rows, vocabulary)`.
+            inputs: `(rows,)`, the tokens that the step was fed.
+        """
         states = [each.state(self._step) for each in self._banned]
         self._step += 1
         if states != self._states:
             self._states, self._tables = states, self._tabulate(states)
-        if self._careful is not None:
-            return self._careful(logits, inputs, self._tables)
+        if self._lenient is not None:
+            return self._lenient(logits, inputs, self._tables)
         return logits if self._tables is None else self._tables.ban(logits, inputs)
 
     def _tabulate(self, states: Sequence[_State]) -> _Tables | None:
         bans = [
-            (i if self._careful is not None else each.index, *ban)
+            (i if self._lenient is not None else each.index, *ban)
             for i, (each, state) in enumerate(zip(self._banned, states, strict=True))
             for ban in each.bans(state)
         ]
         return _Tables.of(bans) if bans else None
 
 
-_ALWAYS = -1  # in place of the input that a ban waits for
+_ALWAYS = -1  # instead of an input: the ban does not depend on it
 
 
 class _State(NamedTuple):
-    """What a row's bans depend on."""
+    """The state of a row on which its bans depend."""
 
-    too_soon: bool = False  # for an end
-    begun: bool = False  # its input is a token of its own
+    too_soon: bool = False  # it may not end yet
+    begun: bool = False  # its input is part of the answer
     words: tuple[tuple[int, int], ...] = ()
-    """Of bad words whose tokens before the input have come: the input, and the token after it."""
+    """Bad words whose tokens before the input have been drawn: the last but one token, the last."""
 
 
-class _Banned:
+class _RowBans:
     """The bans of one row."""
 
     def __init__(self, index: int, row: Row, drawn: int, vocabulary: int) -> None:
@@ -97,16 +106,16 @@ class _Banned:
         words = [word for word in bans.words if max(word) < vocabulary]
         self._single = [word[0] for word in words if len(word) == 1]
         self._pairs = [(word[0], word[1]) for word in words if len(word) == 2]
-        # Longer words, by the last of their tokens that the host has seen when the last may come.
+        # Longer words, by their last token but two: the host has seen it when the last one is due.
         self._longer: dict[int, list[tuple[int, ...]]] = {}
         for word in words:
             if len(word) > 2:
                 self._longer.setdefault(word[-3], []).append(word)
 
     def state(self, step: int) -> _State:
-        """Before the token of the `step`-th step since the bans were made."""
+        """Return the state before the token of the `step`-th step since this was made."""
         drawn = self._drawn + step
-        seen = drawn - 1  # on the host for sure; more may be
+        seen = drawn - 1  # the host has at least so many
         found: tuple[tuple[int, int], ...] = ()
         if self._longer and seen > 0:
             tokens = self._row.drawn
@@ -118,7 +127,7 @@ class _Banned:
         return _State(drawn < self._min_tokens, drawn > 0, found)
 
     def bans(self, state: _State) -> list[tuple[int, int]]:
-        """The input that a ban waits for, and the token banned."""
+        """Return pairs: the input on which a ban depends, and the banned token."""
         bans = [(_ALWAYS, token) for token in self._single]
         if state.too_soon:
             bans += [(_ALWAYS, token) for token in self._ends]
@@ -128,7 +137,7 @@ class _Banned:
 
 
 class _Tables(NamedTuple):
-    """Bans of all rows, as the device takes them: each `(bans,)`."""
+    """The bans of all rows on the device: each array is `(bans,)`."""
 
     rows: mx.array
     after: mx.array
@@ -145,18 +154,20 @@ class _Tables(NamedTuple):
         return logits.at[self.rows, self.tokens].add(lowered)
 
 
-def _tight(row: Row) -> bool:
-    """Whether bans may leave the row nothing: where few tokens may come without them."""
+def _is_tight(row: Row) -> bool:
+    """Tell whether bans may leave the row no token, because few are allowed anyway."""
     bans = row.job.bans
     return row.constraint is not None or (bans is not None and bool(bans.allowed))
 
 
-class _Careful:
-    """Bans rows' tokens, but for bans that would leave a row nothing: first gives way what is bad
-    or too soon, then the list of what is allowed.
+class _LenientBans:
+    """Applies bans, and lifts those that would leave a row no token.
+
+    Bad words and early ends are lifted first, then the list of allowed tokens.
 
     Args:
-        asking: the rows that have bans, by their place; the tables count these rows alone.
+        asking: the rows that have bans, by their index in the batch. The tables count only these.
+        vocabulary: entries of the logits.
     """
 
     def __init__(self, asking: Mapping[int, Row], vocabulary: int) -> None:
@@ -166,21 +177,21 @@ class _Careful:
             if row.job.bans is not None and (allowed := row.job.bans.allowed):
                 part[:] = -np.inf
                 part[[token for token in allowed if token < vocabulary]] = 0
-        self._lowered = mx.array(lowered)  # what is added to the logits
+        self._lowered = mx.array(lowered)  # added to the logits
         self._bound = any(row.constraint is not None for row in asking.values())
 
     def __call__(self, logits: mx.array, inputs: mx.array, tables: _Tables | None) -> mx.array:
         free = logits[self._rows]
         lowered = self._lowered.astype(logits.dtype)
         if self._bound:
-            lowered = _unless_none_is_left(free, lowered, mx.zeros((1, 1), dtype=logits.dtype))
+            lowered = _keep_one(free, lowered, mx.zeros((1, 1), dtype=logits.dtype))
         if tables is not None:
             more = tables.ban(lowered, inputs[self._rows])
-            lowered = _unless_none_is_left(free, more, lowered)
+            lowered = _keep_one(free, more, lowered)
         return logits.at[self._rows].add(lowered)
 
 
-def _unless_none_is_left(logits: mx.array, lowered: mx.array, other: mx.array) -> mx.array:
-    """`lowered`, but `other` for rows whose every logit that would bring to minus infinity."""
+def _keep_one(logits: mx.array, lowered: mx.array, other: mx.array) -> mx.array:
+    """Return `lowered`; but `other` for rows whose logits it would all lower to minus infinity."""
     left = (logits + lowered).max(axis=-1, keepdims=True) > -mx.inf
     return mx.where(left, lowered, other)

@@ -1,7 +1,7 @@
-"""What changes a batch's logits before tokens are drawn, and what is read off them.
+"""Logits processors of a batch, and the log-probabilities of its tokens.
 
-Each is made anew when rows join or leave, and only if one of the rows asks for it: a batch in
-which nobody does pays nothing. Like the sampler they take all rows in the same few operations.
+A new one is made when rows join or leave, and only if a row asks for it: a batch without such rows
+pays nothing. Like the sampler they handle all rows in the same few operations.
 
 Used on the device thread only.
 """
@@ -22,24 +22,25 @@ from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.generation import Constraint, Sampling
 
-_SLOTS = 64  # for tokens that are new to a row, made at once
-_LEAST_REPETITION = 1e-3  # what is divided by less may overflow
+_SLOTS = 64  # slots that are added at once, for tokens that are new to a row
+_LEAST_REPETITION = 1e-3  # logits divided by less may overflow
 
 
 class Penalties:
-    """Logit biases, and penalties for tokens that a row has had already.
+    """Logit biases, and penalties for tokens that a row already has.
 
-    Bias first, then repetition over the prompt and the answer (Keskar et al. 2019: a positive
-    logit is divided, a negative one multiplied), then frequency and presence over the answer as
-    OpenAI has them: `logit - count * frequency - (count > 0) * presence`.
+    The bias comes first. The repetition penalty covers prompt and answer (Keskar et al. 2019: a
+    positive logit is divided, a negative one multiplied). Frequency and presence penalties cover
+    the answer, as OpenAI defines them: `logit - count * frequency - (count > 0) * presence`.
 
-    Tokens are counted as they are fed, so what a step has drawn counts in the next, although the
-    host has not seen it yet. Only the logits of tokens that a row changes are touched: tables have
-    a slot for each of these, not for each of the vocabulary.
+    Tokens are counted on the device when they are fed. So a token that a step has drawn counts in
+    the next step, although the host has not seen it yet. The tables have a slot for each token
+    whose logit a row changes, not for the whole vocabulary.
     """
 
     @staticmethod
     def wanted(sampling: Sampling) -> bool:
+        """Tell whether the settings need any."""
         return bool(
             sampling.logit_bias
             or sampling.repetition_penalty != 1
@@ -50,7 +51,7 @@ class Penalties:
     def __init__(self, rows: Sequence[Row], vocabulary: int) -> None:
         settings = [row.job.sampling for row in rows]
         self._each = mx.arange(len(rows))
-        # A fresh row is fed the last token of its prompt, which is no token of its own.
+        # A fresh row is fed the last token of its prompt, which is not part of the answer.
         self._own = mx.array([0.0 if row.fresh else 1.0 for row in rows])
         self._repetition = _column(
             [max(each.repetition_penalty, _LEAST_REPETITION) for each in settings]
@@ -62,7 +63,7 @@ class Penalties:
         self._fill([_touched(row, vocabulary) for row in rows])
 
     def _fill(self, touched: Sequence[dict[int, _Touch]]) -> None:
-        """Lay the tables out `(rows, slots)`. A slot that is free has the token of the first."""
+        """Make the tables `(rows, slots)`. A free slot has the token of the first slot."""
         most = max(map(len, touched))
         ids = [[*each, *[next(iter(each))] * (most - len(each))] for each in touched]
         touches = [[*each.values(), *[_Touch()] * (most - len(each))] for each in touched]
@@ -72,10 +73,15 @@ class Penalties:
             for i in range(3)
         )
         self._used = mx.array([len(each) for each in touched])
-        self._room = 0  # slots that are free in every row
+        self._room = 0  # slots that are still free in every row
 
     def __call__(self, logits: mx.array, inputs: mx.array) -> mx.array:
-        """Logits `(rows, vocabulary)` of the tokens that follow `inputs` `(rows,)`."""
+        """Return the processed logits `(rows, vocabulary)` of a step.
+
+        Args:
+            logits: `(rows, vocabulary)`.
+            inputs: `(rows,)`, the tokens that the step was fed.
+        """
         if self._counting:
             self._count(inputs)
         logits = logits.astype(mx.float32)
@@ -86,11 +92,11 @@ class Penalties:
             values = mx.where(had | (self._prompts > 0), values * factor, values)
         values = values - self._frequency * self._counts - self._presence * had
         used = mx.arange(self._ids.shape[-1]) < self._used[:, None]
-        values = mx.where(used, values, values[:, :1])  # each slot of a token says the same
+        values = mx.where(used, values, values[:, :1])  # all slots of a token have the same value
         return mx.put_along_axis(logits, self._ids, values, axis=-1)
 
     def _count(self, inputs: mx.array) -> None:
-        """Count the tokens that the rows are fed, in their slots or in new ones."""
+        """Count the tokens that the rows are fed. A new token takes a free slot."""
         if not self._room:
             self._widen()
         self._room -= 1
@@ -115,22 +121,22 @@ class Penalties:
 
 
 class _Touch(NamedTuple):
-    """What changes a token's logit."""
+    """The inputs of a token's penalties."""
 
     bias: float = 0.0
-    prompt: float = 0.0  # 1 if it is in the prompt
-    drawn: float = 0.0  # how often the answer has it
+    prompt: float = 0.0  # 1 if the token is in the prompt
+    drawn: float = 0.0  # how often it is in the answer
 
 
 def _counts(sampling: Sampling) -> bool:
-    """Whether it matters what a row has had."""
+    """Tell whether a row's earlier tokens matter."""
     return bool(
         sampling.repetition_penalty != 1 or sampling.frequency_penalty or sampling.presence_penalty
     )
 
 
 def _touched(row: Row, vocabulary: int) -> dict[int, _Touch]:
-    """The tokens whose logits the row changes; at least one."""
+    """Return the tokens whose logits the row changes; at least one."""
     sampling = row.job.sampling
     bias = dict(sampling.logit_bias)
     prompt = set(row.job.prompt) if sampling.repetition_penalty != 1 else set()
@@ -143,33 +149,34 @@ def _touched(row: Row, vocabulary: int) -> dict[int, _Touch]:
 
 
 class Proof(NamedTuple):
-    """Each row's highest logit in a step: see `Sampler.draw`."""
+    """Each row's highest logit in a step, which tells whether its token means anything: see
+    `Sampler.draw`."""
 
     rows: tuple[Row, ...]
     highest: mx.array  # (rows, 1)
 
     def holds(self) -> bool:
-        """Whether all tokens mean something. Waits for the step."""
+        """Tell whether all tokens are valid. Waits for the step."""
         values = cast(list[list[float]], self.highest.tolist())
         return all(isfinite(value) for [value] in values)
 
     def broken(self) -> set[Row]:
-        """Rows whose token means nothing."""
+        """Return the rows whose token is meaningless."""
         values = cast(list[list[float]], self.highest.tolist())
         pairs = zip(self.rows, values, strict=True)
         return {row for row, [value] in pairs if not isfinite(value)}
 
 
-class Drawn(NamedTuple):
-    """The likelihoods of a step's tokens, on the device: of those rows that ask for them."""
+class StepLogprobs(NamedTuple):
+    """The log-probabilities of a step's tokens on the device, for the rows that ask for them."""
 
     rows: tuple[Row, ...]
     logprobs: mx.array  # (asking,)
-    ids: mx.array  # (asking, top), the likeliest in order
+    ids: mx.array  # (asking, top), the likeliest tokens in order
     top: mx.array  # (asking, top), their log-probabilities
 
     def read(self) -> dict[Row, Likelihood]:
-        """On the host; waits for the step."""
+        """Return them on the host. Waits for the step."""
         ids, top = np.asarray(self.ids), np.asarray(self.top)
         return {
             row: _likelihood(logprob, ids[i], top[i], row.job.logprobs or 0)
@@ -179,8 +186,8 @@ class Drawn(NamedTuple):
         }
 
 
-class Likelihoods:
-    """Log-probabilities of the tokens drawn, for the rows that ask for them."""
+class LogprobReader:
+    """Computes the log-probabilities of drawn tokens, for the rows that ask for them."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         asking = [i for i, row in enumerate(rows) if row.job.logprobs is not None]
@@ -188,16 +195,25 @@ class Likelihoods:
         self._indices = None if len(asking) == len(rows) else mx.array(asking)
         self._top = max(row.job.logprobs or 0 for row in self._rows)
 
-    def __call__(self, blocks: Blocks, tokens: mx.array) -> Drawn:
-        """Of `tokens` `(rows,)`, drawn from what became of the logits of `blocks`."""
+    def __call__(self, blocks: Blocks, tokens: mx.array) -> StepLogprobs:
+        """Return the log-probabilities of `tokens` `(rows,)` under the logits of `blocks`."""
         if self._indices is not None:
             blocks, tokens = blocks.take(self._indices), tokens[self._indices]
-        return Drawn(self._rows, *likelihoods(blocks, tokens, self._top))
+        return StepLogprobs(self._rows, *likelihoods(blocks, tokens, self._top))
 
 
 def likelihoods(blocks: Blocks, tokens: mx.array, top: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Log-probabilities `(n,)` of `tokens` `(n,)` under the logits of `blocks` `(n, vocabulary)`,
-    and the ids and log-probabilities `(n, top)` of the likeliest, in order."""
+    """Compute log-probabilities.
+
+    Args:
+        blocks: logits `(n, vocabulary)`.
+        tokens: `(n,)`.
+        top: how many of the likeliest tokens to add.
+
+    Returns:
+        Log-probabilities `(n,)` of the tokens; ids and log-probabilities `(n, top)` of the
+        likeliest tokens, in order.
+    """
     total = blocks.log_total()
     logprobs = (mx.take_along_axis(blocks.logits, tokens[:, None], axis=-1) - total)[:, 0]
     if top == 0:
@@ -208,7 +224,7 @@ def likelihoods(blocks: Blocks, tokens: mx.array, top: int) -> tuple[mx.array, m
 
 
 def read_likelihoods(parts: tuple[mx.array, mx.array, mx.array], top: int) -> list[Likelihood]:
-    """What `likelihoods` found, on the host."""
+    """Return the results of `likelihoods` on the host."""
     logprobs, ids, values = (np.asarray(part) for part in parts)
     return [_likelihood(float(logprobs[i]), ids[i], values[i], top) for i in range(len(logprobs))]
 
@@ -219,20 +235,20 @@ def _likelihood(logprob: float, ids: np.ndarray, values: np.ndarray, top: int) -
 
 
 class Masks:
-    """What the rows' constraints allow.
+    """Applies the rows' constraints.
 
-    Constraints know what may come only after they have seen what came, so a batch that has any is
-    not drawn from before its tokens are read; that happens while the model runs.
+    A constraint knows the allowed tokens only when it has seen the last one. So a batch with
+    constraints reads its tokens before it draws the next ones. This happens while the model runs.
     """
 
     def __init__(self, constraints: Sequence[Constraint | None], vocabulary: int) -> None:
         self._constraints = constraints
-        self.faults: dict[int, str] = {}  # rows whose constraint raised in the last call, and what
+        self.faults: dict[int, str] = {}  # the error of each row whose constraint raised in a call
         self._words = np.full((len(constraints), -(-vocabulary // 32)), -1, dtype=np.int32)
         self._vocabulary = vocabulary
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Logits `(rows, vocabulary)` with what may not come now at minus infinity."""
+        """Return logits `(rows, vocabulary)`, with minus infinity for forbidden tokens."""
         self.faults = {}
         for i, (constraint, words) in enumerate(zip(self._constraints, self._words, strict=True)):
             if constraint is not None:
@@ -246,7 +262,7 @@ class Masks:
         bits = np.unpackbits(
             self._words.view(np.uint8), axis=-1, count=self._vocabulary, bitorder="little"
         )
-        # No mx.where: MLX's CPU back end takes four times as long for it.
+        # Not mx.where: MLX's CPU back end takes four times as long for it.
         most = (mx.array(bits).astype(mx.float32) - 0.5) * mx.inf
         return mx.minimum(logits, most)
 

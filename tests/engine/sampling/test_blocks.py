@@ -1,4 +1,4 @@
-"""The likeliest tokens, against a stable sort."""
+"""The likeliest tokens, compared with a stable sort."""
 
 from __future__ import annotations
 

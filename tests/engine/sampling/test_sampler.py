@@ -1,4 +1,4 @@
-"""The sampler against what its parameters promise."""
+"""The sampler draws from the distribution that its parameters define."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ SMALL, LARGE = 200, 6000  # entries of vocabularies that are drawn from in diffe
 @pytest.mark.parametrize("vocabulary", [SMALL, LARGE])
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
 def test_what_neighbours_ask_for_changes_nothing(sampling: Sampling, vocabulary: int) -> None:
-    """Ways to draw differ; which one a row takes must be its own affair."""
+    """There are several methods; only a row's own settings may choose among them."""
     rows, steps = 24, 6
     mine = [msgspec.structs.replace(sampling, seed=seed) for seed in range(rows)]
     neighbours = [
@@ -164,7 +164,7 @@ def test_what_neighbours_ask_for_changes_nothing(sampling: Sampling, vocabulary:
 
 
 def distribution(logits: np.ndarray[Any, Any], sampling: Sampling) -> np.ndarray[Any, Any]:
-    """What tokens are to be drawn with: temperature, top-k, top-p, min-p, by definition."""
+    """Return the tokens' probabilities by definition: temperature, top-k, top-p, min-p."""
     weights = np.exp((logits - logits.max()).astype(np.float64) / sampling.temperature)
     order = np.argsort(-logits, kind="stable")
     left = np.zeros(len(logits), bool)
@@ -182,8 +182,8 @@ def distribution(logits: np.ndarray[Any, Any], sampling: Sampling) -> np.ndarray
 @pytest.mark.parametrize("sampling", SETTINGS, ids=repr)
 @pytest.mark.slow
 def test_frequencies_are_exact(sampling: Sampling, vocabulary: int) -> None:
-    """Pearson's chi-square; tokens that are expected less than ten times are counted as one. The
-    rows have neighbours of another kind, for each is drawn from its own share of a batch."""
+    """Pearson's chi-square test. Tokens with an expected count below ten are counted together. The
+    batch has rows with other settings as well."""
     logits = np.array(random_logits(1, vocabulary))[0] * 1.5
     expected = distribution(logits, sampling)
     rows, steps = 200, 50
@@ -231,7 +231,7 @@ def test_shapes_that_blocks_might_mistake(sampling: Sampling, vocabulary: int, l
     wide = mx.broadcast_to(mx.array(entries.astype(np.float32)), (rows, vocabulary))
     counts = np.bincount(np.array(Sampler(mine, [0] * rows)(wide)), minlength=vocabulary)
     assert not counts[expected == 0].any()
-    # in a few parts of the vocabulary, for each token comes too rarely to be counted
+    # by parts of the vocabulary, because a single token comes too rarely
     for part in np.array_split(np.arange(vocabulary), 8):
         p = expected[part].sum()
         assert abs(counts[part].sum() - rows * p) <= 5 * np.sqrt(rows * p * (1 - p)) + 1
@@ -239,7 +239,7 @@ def test_shapes_that_blocks_might_mistake(sampling: Sampling, vocabulary: int, l
 
 @pytest.mark.parametrize("vocabulary", [40, LARGE])
 def test_top_k_keeps_exactly_so_many_of_equal_tokens(vocabulary: int) -> None:
-    """Those with the lowest ids: so is top_k 1 what temperature 0 is."""
+    """The lowest ids are kept, so top_k 1 is the same as temperature 0."""
     logits = np.full(vocabulary, 1.0, np.float32)
     logits[[3, 30]] = 2.0, -1.0
     rows = 300
@@ -280,7 +280,7 @@ def test_no_vocabulary_is_sorted(top_k: int, monkeypatch: pytest.MonkeyPatch) ->
 def test_tries_that_all_fail_leave_the_likeliest(
     sampling: Sampling, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once in a million times at most: so the numbers are made up."""
+    """This happens once in a million times at most, so the test sets the random numbers."""
     last = mx.full((1, 1000), 0.9999999)
     monkeypatch.setattr(_Uniforms, "next", lambda self: last[:, : self._shape[0]])
     logits = mx.where(mx.arange(vocabulary) == 5, 2.0, 1.0 - mx.arange(vocabulary) / vocabulary)
