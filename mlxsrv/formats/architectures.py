@@ -1,6 +1,6 @@
-"""The architectures that mlx-lm knows, found out without importing it.
+"""The architectures that mlx-lm runs, found out without importing it.
 
-An import would take MLX and a second, and a list of models needs neither: mlx-lm's tables are
+An import would load MLX and take a second, and a list of models needs neither. mlx-lm's tables are
 literals and its models are files, so both can be read. A test compares them with the real ones.
 """
 
@@ -24,7 +24,9 @@ from mlxsrv.formats.json_files import JSONObject, architecture_names
 class _Architecture(msgspec.Struct, frozen=True):
     """One file among mlx-lm's models.
 
-    `problem` is why it runs no model; `template` names the chat template that it brings.
+    Attributes:
+        problem: why it cannot run a model, if so.
+        template: the name of the chat template that it brings.
     """
 
     problem: str | None
@@ -32,8 +34,13 @@ class _Architecture(msgspec.Struct, frozen=True):
 
 
 def check_architecture(config: JSONObject, *, trust_remote_code: bool) -> str:
-    """The `model_type` of a config, which there is code for: an encoder's is here, all others are
-    mlx-lm's. Raises UnusableFile."""
+    """Return the `model_type` of a config, if there is code to run it.
+
+    The code for encoders is in this package, that for all others in mlx-lm.
+
+    Raises:
+        UnusableFile: there is no such code, or it cannot be used.
+    """
     family = config.get("model_type")
     if not isinstance(family, str) or not re.fullmatch(r"[\w.-]{1,100}", family, re.ASCII):
         raise UnusableFile("'config.json' has no model_type")
@@ -54,11 +61,11 @@ def check_architecture(config: JSONObject, *, trust_remote_code: bool) -> str:
 
 
 def template_code(config: JSONObject, settings: JSONObject, *, given: bool) -> str | None:
-    """The code that mlx-lm renders chats with, where that is not a template of the model's own.
+    """Return the code of mlx-lm's that renders chats in place of a template, if there is any.
 
     Args:
-        settings: of `tokenizer_config.json`.
-        given: the model has a template, which only code that `settings` name replaces.
+        settings: `tokenizer_config.json`.
+        given: the model has a template. Only code that `settings` name replaces it.
     """
     name = settings.get("chat_template_type")
     if name is None and not given and (module := _module(config)) in _modules("models"):
@@ -69,7 +76,7 @@ def template_code(config: JSONObject, settings: JSONObject, *, given: bool) -> s
 
 
 def _module(config: JSONObject) -> str:
-    """The module of mlx-lm's that runs this model, if there is one."""
+    """Return the name of the module of mlx-lm's for this model, whether there is one or not."""
     family = str(config.get("model_type"))
     families, pairs = _remappings()
     for architecture in architecture_names(config):
@@ -80,7 +87,7 @@ def _module(config: JSONObject) -> str:
 
 @cache
 def _package() -> Path:
-    """mlx-lm's folder; finding a package does not import it."""
+    """Return mlx-lm's folder. Finding a package does not import it."""
     spec = find_spec("mlx_lm")
     if spec is None or not spec.submodule_search_locations:
         raise UnusableFile("mlx-lm is not installed")
@@ -89,15 +96,18 @@ def _package() -> Path:
 
 @cache
 def _modules(package: str) -> frozenset[str]:
-    """Names of files, so that nothing else is ever taken for one; a file system that cannot tell
-    `Llama.py` from `llama.py` would find either."""
+    """Return the modules in a package, from a listing of its files.
+
+    A name is compared with these, and no file is looked for: a file system that does not tell
+    `Llama.py` from `llama.py` would find either.
+    """
     names = os.listdir(_package() / package)
     return frozenset(n.removesuffix(".py") for n in names if n.endswith(".py") and n[0] != "_")
 
 
 @cache
 def _remappings() -> tuple[Mapping[str, str], Mapping[tuple[str, str], str]]:
-    """mlx-lm's tables of model types that another one's code runs."""
+    """Return mlx-lm's tables of model types that run the code of others."""
     values = _literals(ast.parse((_package() / "utils.py").read_bytes()))
     return values.get("MODEL_REMAPPING", {}), values.get("MODEL_ARCHITECTURE_REMAPPING", {})
 
@@ -124,7 +134,7 @@ def _defined(statement: ast.stmt) -> Iterator[str]:
 
 
 def _imported(tree: ast.Module) -> Iterator[str]:
-    """The packages that a module imports, wherever in it."""
+    """Yield the packages that a module imports anywhere."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name.partition(".")[0] for alias in node.names)
@@ -133,7 +143,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def _literals(tree: ast.Module) -> JSONObject:
-    """A module's dictionaries of constants, by name."""
+    """Return a module's dictionaries of constants, by name."""
     values: JSONObject = {}
     for statement in tree.body:
         if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict):

@@ -1,8 +1,7 @@
-"""The arrays in a file of weights, safetensors or NumPy's npz: where each is, and its numbers.
+"""Arrays in a file of weights, safetensors or NumPy's npz: where each one is, and its numbers.
 
-No file is trusted, nor read whole: sizes come from headers that are checked against the file, and
-numbers in pieces of bounded size. Nothing here imports MLX. Whatever a file holds, it is read or
-`UnusableFile`.
+No file is trusted or read whole. Sizes come from headers that are checked against the file, and
+numbers are read in pieces of bounded size.
 """
 
 from __future__ import annotations
@@ -27,25 +26,25 @@ from mlxsrv.formats.safetensors import read_header
 Floats: TypeAlias = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
 PIECE_BYTES = 16 * 1024 * 1024
-"""The most bytes, in float32, that one piece of an array has."""
+"""The most bytes of one piece of an array, in float32."""
 
 _LONGEST_HEADER = 1024 * 1024  # bytes, of a dozen arrays
-_MOST_SQUEEZED = 100  # bytes in one: weights hardly shrink, and zeros do to a thousandth
+_MOST_COMPRESSION = 100  # times; weights hardly shrink, but zeros shrink a thousand times
 _LAYOUTS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 _NPY_TYPES = {layout: name for name, layout in _LAYOUTS.items() if name != "BF16"}
 _NPY_START = struct.Struct("<6s2B")
 _NPY_HEADER = re.compile(
     rb"\{'descr': '(<f[248])', 'fortran_order': (True|False), 'shape': \(([0-9, ]{0,99})\), \}\s*"
 )
-"""What NumPy writes; a header may hold any Python literal, but no writer of weights makes use of
-that."""
+"""A header as NumPy writes it. Other Python literals are allowed, but nobody writes them."""
 
 
 class StoredArray(msgspec.Struct, frozen=True):
     """One array: its shape, and where its numbers are.
 
-    `start` is a byte of the file, or of the `member` of an archive. `swapped` is a matrix that is
-    written column by column.
+    Attributes:
+        start: the first byte in the file, or in the `member` of an archive.
+        swapped: a matrix that is written column by column.
     """
 
     shape: tuple[int, ...]
@@ -60,15 +59,15 @@ class StoredArray(msgspec.Struct, frozen=True):
 
 
 def list_arrays(path: Path) -> dict[str, StoredArray]:
-    """The arrays of a file by name; of types that are no floating-point numbers none.
+    """Return the arrays of floating-point numbers in a file, by name.
 
     Raises:
-        UnusableFile: it cannot be read, or contradicts itself.
+        UnusableFile: the file cannot be read, or contradicts itself.
     """
     with _reading(path):
         size = check_content(path)
         found = _list_npz(path, size) if path.suffix == ".npz" else _list_safetensors(path)
-        # Were they to lie on one another, a small file could ask for any amount of memory.
+        # If arrays overlapped, a small file could ask for any amount of memory.
         if path.suffix != ".npz" and sum(stored.bytes for stored in found.values()) > size:
             raise UnusableFile(f"{path.name!r} has arrays that lie on one another")
         return found
@@ -105,7 +104,7 @@ def _floats(data: bytes, dtype: str) -> Floats:
 
 
 def _read(file: IO[bytes], count: int) -> bytes:
-    """Exactly so many bytes, asked for in pieces: the file's own sizes are not to be trusted."""
+    """Read exactly so many bytes, in pieces, since the file's own sizes are not trusted."""
     pieces = []
     while count:
         piece = file.read(min(count, _LONGEST_HEADER))
@@ -118,7 +117,7 @@ def _read(file: IO[bytes], count: int) -> bytes:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Around all work on a file: whatever goes wrong names it."""
+    """Turn all errors of reading a file into UnusableFile with the file's name."""
     try:
         yield
     except UnusableFile as error:
@@ -128,7 +127,7 @@ def _reading(path: Path) -> Iterator[None]:
         raise UnusableFile(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
     except (
         *(zipfile.BadZipFile, zlib.error, struct.error, EOFError, KeyError, IndexError),
-        *(ValueError, RuntimeError, OverflowError),  # what zipfile raises of odd ones
+        *(ValueError, RuntimeError, OverflowError),  # zipfile raises them for odd archives
     ):
         raise UnusableFile(f"{path.name!r} is damaged") from None
 
@@ -163,7 +162,7 @@ def _list_safetensors(path: Path) -> dict[str, StoredArray]:
 
 
 class _BoundedFile(io.FileIO):
-    """A file that is never read in large pieces: zipfile believes an archive's own sizes."""
+    """A file that refuses to be read in large pieces: zipfile trusts the sizes in an archive."""
 
     def read(self, size: int | None = -1, /) -> bytes:
         if size is None or size < 0:
@@ -186,7 +185,7 @@ def _list_npz(path: Path, size: int) -> dict[str, StoredArray]:
         members = archive.infolist()
         if len({member.filename for member in members}) < len(members):
             raise UnusableFile("it has two members of one name")
-        # What they unpack to is judged by their sizes, which only the directory tells.
+        # The check of each member compares its two sizes, which only the directory tells.
         if sum(member.compress_size for member in members) > size:
             raise UnusableFile("it has members that lie on one another, or beyond its end")
         found: dict[str, StoredArray] = {}
@@ -198,14 +197,14 @@ def _list_npz(path: Path, size: int) -> dict[str, StoredArray]:
 
 
 def _look_into(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> StoredArray | None:
-    """The member's array; None where it is not of floating-point numbers."""
+    """Return the member's array; None if it has no floating-point numbers."""
     if member.flag_bits & 1 or member.compress_type not in (
         zipfile.ZIP_STORED,
         zipfile.ZIP_DEFLATED,
     ):
         raise UnusableFile(f"{member.filename[:40]!r} is packed in a way that is not read")
-    # A bias may well be all zeros, so what is small may be squeezed as far as it goes.
-    if member.file_size > PIECE_BYTES + _MOST_SQUEEZED * member.compress_size:
+    # A bias may be all zeros, so a small member may shrink by any factor.
+    if member.file_size > PIECE_BYTES + _MOST_COMPRESSION * member.compress_size:
         raise UnusableFile(f"{member.filename[:40]!r} would unpack to far more than it is")
     if not member.filename.endswith(".npy"):
         return None

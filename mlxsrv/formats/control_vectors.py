@@ -1,8 +1,7 @@
-"""What files of control vectors say: one direction for each layer that the vector changes.
+"""Files of control vectors: one direction for each layer that the vector changes.
 
-repeng and llama.cpp write them as GGUF, others as safetensors, in both with tensors that are called
-`direction.N`: what is added to the output of layer N, counted from 0. Nothing here needs MLX, so
-the server looks at the files before there is a model.
+repeng and llama.cpp write them as GGUF, others as safetensors. In both a tensor `direction.N` is
+added to the output of layer N, counted from 0.
 """
 
 from __future__ import annotations
@@ -28,9 +27,12 @@ _NAME = re.compile(r"direction\.(0|[1-9][0-9]{0,3})")
 
 
 class VectorFile(msgspec.Struct, frozen=True):
-    """A control vector by its header: the layers it changes, in order, and the model's width.
+    """A control vector by its header.
 
-    `model_hint` is the kind of model, such as "qwen3", that the file says it was made for.
+    Attributes:
+        layers: the layers that it changes, in order.
+        width: the model's hidden size.
+        model_hint: the kind of model it was made for, such as "qwen3", if the file says it.
     """
 
     path: Path
@@ -40,21 +42,21 @@ class VectorFile(msgspec.Struct, frozen=True):
 
 
 def read_vector(path: Path) -> VectorFile:
-    """What the header of a GGUF or safetensors file says.
+    """Read the header of a GGUF or safetensors file.
 
     Raises:
-        ValueError: it cannot be read, is cut short, or holds no control vector; one line, with the
-            file's name and not where it is.
+        UnusableFile: it cannot be read, is cut short, or holds no control vector; the message has
+            the file's name without its folder.
     """
     with _reading(path):
         return _look_into(path)[0]
 
 
 def read_directions(file: VectorFile) -> dict[int, Direction]:
-    """The direction of each layer, `(width,)` each.
+    """Read the direction of each layer, `(width,)` each.
 
     Raises:
-        ValueError: as `read_vector`; also if a number is not finite, or the file has changed since.
+        UnusableFile: as `read_vector`; also if a number is not finite, or the file has changed.
     """
     with _reading(file.path):
         found, directions = _look_into(file.path)
@@ -68,14 +70,14 @@ def read_directions(file: VectorFile) -> dict[int, Direction]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Around all work on a file: whatever goes wrong names it."""
+    """Turn all errors of reading a file into UnusableFile with the file's name."""
     try:
         yield
     except OSError as error:
-        raise ValueError(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
+        raise UnusableFile(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
     except ValueError as error:
         text = str(error)
-        raise ValueError(text if repr(path.name) in text else f"{path.name!r}: {text}") from None
+        raise UnusableFile(text if repr(path.name) in text else f"{path.name!r}: {text}") from None
 
 
 def _look_into(path: Path) -> tuple[VectorFile, Mapping[int, StoredArray]]:
@@ -91,7 +93,7 @@ def _look_into(path: Path) -> tuple[VectorFile, Mapping[int, StoredArray]]:
 
 
 def _find_directions(arrays: Mapping[str, StoredArray]) -> dict[int, StoredArray]:
-    """At least one, by its layer, in order. Other arrays may be there, too."""
+    """Return the directions by layer, in order. The file may hold other arrays too."""
     found: dict[int, StoredArray] = {}
     for name, stored in arrays.items():
         if not name.startswith("direction."):

@@ -1,7 +1,7 @@
-"""The arrays in a GGUF file, and what else it says.
+"""Arrays and fields in the header of a GGUF file.
 
-Only the header is read, in little-endian order: counts, fields with their values, then the arrays'
-names and places. No file is trusted: whatever it holds, it is read or `UnusableFile`.
+A header is little-endian: counts, fields with their values, then the arrays' names and places. No
+file is trusted.
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
@@ -17,30 +17,33 @@ from mlxsrv.formats.arrays import StoredArray
 from mlxsrv.formats.files import UnusableFile
 
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)  # which are laid out alike
-_LONGEST_HEADER = 16 * 1024 * 1024  # bytes; that of a whole model, vocabulary and all, has ten
+_VERSIONS = (2, 3)  # they have one layout
+_LONGEST_HEADER = (
+    16 * 1024 * 1024
+)  # bytes; the header of a whole model with its vocabulary has ten MB
 _TEXT, _ARRAY = 8, 9
 _LAYOUTS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?"}
 _LAYOUTS |= {10: "<Q", 11: "<q", 12: "<d"}
-"""How a field's number is packed, by its type."""
+"""The layout of a field's number, by its type."""
 _DTYPES = {0: "F32", 1: "F16", 28: "F64", 30: "BF16"}
 _ALIGNMENTS = {1 << bits for bits in range(17)}
 _MOST_DIMENSIONS = 4
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it begins as such a file does. Raises OSError."""
+    """Whether a file begins as GGUF does. Raises OSError."""
     with path.open("rb") as file:
         return file.read(len(_MAGIC)) == _MAGIC
 
 
 def list_gguf(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:
-    """The arrays by name, those of types that are no floating-point numbers left out; and the
-    numbers and texts among the fields.
+    """Return the arrays of floating-point numbers by name, and the fields by name.
+
+    Fields that are lists are None.
 
     Raises:
-        UnusableFile: its header is damaged or too long, or its arrays are not all there.
-        OSError: it cannot be read.
+        UnusableFile: the header is damaged or too long, or arrays are missing.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         cursor = _Cursor(file.read(_LONGEST_HEADER))
@@ -69,7 +72,7 @@ def list_gguf(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:
 
 
 def _read_array(cursor: _Cursor) -> tuple[str, StoredArray | None]:
-    """The next array; its start counts from where the numbers begin."""
+    """Read the next array; its start counts from the beginning of the numbers."""
     name = cursor.text()
     dimensions = cursor.number("<I")
     if dimensions > _MOST_DIMENSIONS:
@@ -81,8 +84,10 @@ def _read_array(cursor: _Cursor) -> tuple[str, StoredArray | None]:
 
 
 def _check_places(arrays: dict[str, StoredArray], size: int) -> None:
-    """All are within the file, and do not lie on one another: a small file could else ask for any
-    amount of memory."""
+    """Raise UnusableFile for arrays beyond the file's end, or on one another.
+
+    Otherwise a small file could ask for any amount of memory.
+    """
     if any(stored.start + stored.bytes > size for stored in arrays.values()):
         raise UnusableFile("it is cut short")
     if sum(stored.bytes for stored in arrays.values()) > size:
@@ -97,7 +102,7 @@ class _Cursor:
         self.position = 0
 
     def skip(self, count: int) -> int:
-        """Move on, and return from where."""
+        """Move on, and return the position before."""
         start = self.position
         if count > len(self._data) - start:
             raise UnusableFile("its header is cut short, or too long")
@@ -117,7 +122,7 @@ class _Cursor:
         return self._data[start : start + length].decode(errors="replace")
 
     def value(self) -> Any:
-        """A field's number or text; of an array nothing is kept."""
+        """Read a field's number or text; an array is skipped and gives None."""
         kind = self.number("<I")
         if kind != _ARRAY:
             return self._item(kind)

@@ -1,13 +1,11 @@
-"""What the files of a sparse autoencoder say: its shape, its kind, and the layer it is for.
+"""Files of sparse autoencoders: the shape and architecture of one, and the layer it is for.
 
-Three families of files are read, those of SAELens, of Gemma Scope and of sparsify. Each is taken
-as its own library takes it, and what changes the maths in a way that is not computed here, a
-transcoder's skip connection for one, is refused with the reason: activations that are nearly right
-are worse than none. Matrices are oriented by their shapes; a square one by its library's custom.
+Three layouts are read: SAELens, Gemma Scope and sparsify. Each is read as its own library reads it.
+Whatever changes the maths in a way that is not computed here, such as a transcoder's skip
+connection, is refused with the reason: activations that are nearly right are worse than none.
 
-Nothing here imports MLX, so the floors above may look at files before there is a model. Files come
-from anywhere: each is bounded, and whatever is in one, the answer is a SAEFile or a ValueError,
-whose message is one line and has file names only.
+Whatever a file holds, the result is a `SAEFile` or `UnusableFile`, whose message is one line and
+names files without their folders.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from mlxsrv.formats.sae_tensors import (
 )
 
 Normalization = Literal["none", "constant_norm_rescale", "layer_norm"]
-_LONGEST_TEXT = 1024 * 1024  # bytes of a cfg.json, which has a hundred lines at the most
+_LONGEST_TEXT = 1024 * 1024  # bytes of a cfg.json, which has at most a hundred lines
 _LONGEST_NAME = 200  # characters
 _DEEPEST, _MOST_FOUND, _MOST_SEEN = 8, 1000, 100_000  # folders
 
@@ -43,12 +41,15 @@ class SAEFile(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         weights: the file of arrays.
-        layer: whose output it is for, or its input if `before`; None where the files do not say.
-        k: how many features of a token may be active, where that is what limits them.
-        subtracts_b_dec: whether the decoder's bias is taken off before encoding.
-        rescales: activations count in lengths of the decoder's rows.
+        d_in: the model's hidden size.
+        d_sae: the number of features.
+        layer: the layer whose output it is for; None if the files do not say.
+        before: it is for the layer's input instead.
+        k: how many features of a token may be active, if a number limits them.
+        subtracts_b_dec: the decoder's bias is subtracted before encoding.
+        rescales: activations are multiplied by the lengths of the decoder's rows.
         bytes: of its arrays in float32, as the engine holds them.
-        warnings: what may surprise whoever uses it, a sentence each.
+        warnings: sentences about what may surprise its users.
     """
 
     weights: Path
@@ -69,10 +70,10 @@ class SAEFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_sae(path: Path) -> SAEFile:
-    """What the SAE in a folder, or in its file of weights, says.
+    """Read the files of the SAE at `path`, which is its folder or its file of weights.
 
     Raises:
-        ValueError: there is none, or it cannot be used; one line, without the folder.
+        UnusableFile: there is none, or it cannot be used.
     """
     try:
         if path.name in _READERS:
@@ -86,9 +87,9 @@ def read_sae(path: Path) -> SAEFile:
 
 
 def find_saes(root: Path) -> Iterator[Path]:
-    """The folders at and below `root` that look like an SAE, in order, up to a thousand.
+    """Yield the folders at and below `root` that look like an SAE, in order, up to a thousand.
 
-    Links are followed, though no folder is looked at twice, and none inside an SAE.
+    Links are followed, but no folder is visited twice, and none inside an SAE.
     """
     waiting = [(root, 0)]
     seen: set[tuple[int, int]] = set()
@@ -104,7 +105,7 @@ def find_saes(root: Path) -> Iterator[Path]:
                 files, below = _split(entries)
         except (OSError, ValueError):
             continue
-        if any(name in files and (extra is None or extra in files) for name, extra in _MARKS):
+        if any(name in files and (config is None or config in files) for name, config in _LAYOUTS):
             found += 1
             yield folder
         elif depth < _DEEPEST:
@@ -133,10 +134,10 @@ _INPUTS = {"input", "hook_in", "resid_pre", "hook_resid_pre"}
 
 
 def parse_hook(name: str) -> tuple[int, bool]:
-    """The layer of a hook's name, and whether it is at the layer's input.
+    """Return the layer in a hook's name, and whether the hook is at the layer's input.
 
     Raises:
-        UnusableFile: it is at neither the input nor the output of a layer.
+        UnusableFile: the hook is at neither the input nor the output of a layer.
     """
     found = _PLACE.fullmatch(name) if len(name) <= _LONGEST_NAME else None
     if found is None or found[2] not in _OUTPUTS | _INPUTS:
@@ -145,9 +146,9 @@ def parse_hook(name: str) -> tuple[int, bool]:
 
 
 def _describe(
-    weights: Path, source: SAESource, architecture: Architecture, config: JSONObject, **said: Any
+    weights: Path, source: SAESource, architecture: Architecture, config: JSONObject, **fields: Any
 ) -> SAEFile:
-    """The SAE with these arrays. What the config says of its shape must be so."""
+    """Return the SAE with the arrays in `weights`. Its config must agree with their shapes."""
     tensors = list_sae_tensors(weights, source, architecture)
     d_in, d_sae = sizes(tensors)
     for key, size in (("d_in", d_in), ("d_sae", d_sae), ("num_latents", d_sae), ("width", d_sae)):
@@ -156,14 +157,14 @@ def _describe(
             refuse(f"its {key} is {short(config[key])}, that of its arrays is {size}")
     has_threshold = "threshold" in tensors
     if has_threshold or architecture not in ("topk", "batch_topk"):
-        said["k"] = None
-    elif said["k"] is None or said["k"] > d_sae:
-        refuse(f"its k is {said['k']}, of {d_sae} features")
+        fields["k"] = None
+    elif fields["k"] is None or fields["k"] > d_sae:
+        refuse(f"its k is {fields['k']}, of {d_sae} features")
     elif architecture == "batch_topk":
         note = "it has no threshold, so the k largest of each token are active"
-        said["warnings"] = (*said["warnings"], note)
+        fields["warnings"] = (*fields["warnings"], note)
     vectors = len(BIASES[architecture]) + (architecture == "batch_topk" and has_threshold)
-    vectors += said.get("rescales", False)  # the lengths of the decoder's rows
+    vectors += fields.get("rescales", False)  # the lengths of the decoder's rows
     return SAEFile(
         weights=weights,
         source=source,
@@ -171,7 +172,7 @@ def _describe(
         d_in=d_in,
         d_sae=d_sae,
         bytes=4 * (2 * d_in * d_sae + vectors * d_sae + d_in),
-        **said,
+        **fields,
     )
 
 
@@ -191,7 +192,7 @@ def _text(value: object) -> str | None:
 
 
 def _count(config: JSONObject, key: str) -> int:
-    """A number of something, which may be written as 64.0."""
+    """Return a positive integer, which may be written as 64.0. Raises UnusableFile."""
     value = config.get(key)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -208,7 +209,7 @@ _KINDS: dict[str, Architecture] = {
     "jumprelu": "jumprelu",
     "topk": "topk",
     "gated": "gated",
-    # These are saved as jumprelu once trained; a checkpoint has its one threshold beside.
+    # These are saved as jumprelu once trained; a checkpoint has one threshold for all features.
     "batchtopk": "batch_topk",
     "batch_topk": "batch_topk",
     "matryoshka_batchtopk": "batch_topk",
@@ -225,20 +226,22 @@ _NORMALIZATIONS: dict[Any, Normalization] = {
 def _read_saelens(weights: Path) -> SAEFile:
     config = read_object(weights.with_name("cfg.json"), limit=_LONGEST_TEXT)
     nested = config.get("metadata")
-    said = {**(nested if isinstance(nested, dict) else {}), **config}
-    architecture, k = _saelens_kind(said)
-    if said.get("hook_head_index", said.get("hook_point_head_index")) is not None:
+    fields = {**(nested if isinstance(nested, dict) else {}), **config}
+    architecture, k = _saelens_kind(fields)
+    if fields.get("hook_head_index", fields.get("hook_point_head_index")) is not None:
         refuse("it is for one head of an attention")
-    if said.get("reshape_activations") not in (None, "none"):
-        refuse(f"it reshapes activations by {short(said['reshape_activations'])}")
-    if said.get("hook_name_out") is not None:
+    if fields.get("reshape_activations") not in (None, "none"):
+        refuse(f"it reshapes activations by {short(fields['reshape_activations'])}")
+    if fields.get("hook_name_out") is not None:
         refuse("it is a transcoder")
     warnings = []
-    hook_name = said.get("hook_name", said.get("hook_point"))
-    layer, before = _saelens_layer(hook_name, said.get("hook_layer", said.get("hook_point_layer")))
+    hook_name = fields.get("hook_name", fields.get("hook_point"))
+    layer, before = _saelens_layer(
+        hook_name, fields.get("hook_layer", fields.get("hook_point_layer"))
+    )
     if hook_name is None:
         warnings.append("its files do not say which hook it is for")
-    loading = said.get("model_from_pretrained_kwargs")
+    loading = fields.get("model_from_pretrained_kwargs")
     if isinstance(loading, dict) and loading.get("center_writing_weights") is True:
         warnings.append("it was trained on hidden states with their mean taken out")
     return _describe(
@@ -249,23 +252,23 @@ def _read_saelens(weights: Path) -> SAEFile:
         layer=layer,
         before=before,
         hook_name=_text(hook_name),
-        model_name=_text(said.get("model_name")),
+        model_name=_text(fields.get("model_name")),
         k=k,
-        subtracts_b_dec=_flag(said, "apply_b_dec_to_input", True),
-        normalization=_normalization(said.get("normalize_activations")),
+        subtracts_b_dec=_flag(fields, "apply_b_dec_to_input", True),
+        normalization=_normalization(fields.get("normalize_activations")),
         rescales=architecture in ("topk", "batch_topk")
-        and _flag(said, "rescale_acts_by_decoder_norm", False),
+        and _flag(fields, "rescale_acts_by_decoder_norm", False),
         warnings=tuple(warnings),
     )
 
 
-def _saelens_kind(said: JSONObject) -> tuple[Architecture, int | None]:
-    name = said.get("architecture", "standard")
+def _saelens_kind(fields: JSONObject) -> tuple[Architecture, int | None]:
+    name = fields.get("architecture", "standard")
     if not isinstance(name, str) or name not in _KINDS:
         refuse(f"its architecture is {short(name)}, which is not supported")
     architecture = _KINDS[name]
-    function = said.get("activation_fn_str", said.get("activation_fn"))
-    options = said.get("activation_fn_kwargs")
+    function = fields.get("activation_fn_str", fields.get("activation_fn"))
+    options = fields.get("activation_fn_kwargs")
     options = options if isinstance(options, dict) else {}
     if options.get("signed"):
         refuse("it takes the k largest by amount, whatever their sign")
@@ -275,7 +278,7 @@ def _saelens_kind(said: JSONObject) -> tuple[Architecture, int | None]:
         refuse(f"its activation function is {short(function)}, which is not supported")
     if architecture not in ("topk", "batch_topk"):
         return architecture, None
-    k = said.get("k", options.get("k"))
+    k = fields.get("k", options.get("k"))
     return architecture, None if k is None else _count({"k": k}, "k")
 
 
@@ -299,7 +302,7 @@ def _normalization(value: object) -> Normalization:
     return _NORMALIZATIONS[value]
 
 
-# sparsify: the folder's name is the module whose output it is for.
+# sparsify: the folder has the name of the module whose output it is for.
 
 
 def _read_sparsify(weights: Path) -> SAEFile:
@@ -340,15 +343,15 @@ def _read_sparsify(weights: Path) -> SAEFile:
 
 
 def _sparsify_model(folder: Path) -> str | None:
-    """The model, by the config of the training run beside the folders of its SAEs."""
+    """Return the model's name from the training run's config, beside the folders of its SAEs."""
     try:
         return _text(read_object(folder / "config.json", limit=_LONGEST_TEXT).get("model"))
     except (UnusableFile, OSError):
         return None
 
 
-# Gemma Scope: the folders say which layer, the repository what it is for. The second edition, for
-# Gemma 3, has a config.json beside.
+# Gemma Scope: the folders' names tell the layer, the repository's name the place in it. The second
+# edition, for Gemma 3, has a config.json too.
 
 _OTHER_SITES = re.compile(
     r"gemma-scope.*-(?:att|mlp|transcoders)\b|(?:attn_out|mlp_out|transcoder|clt)"
@@ -398,7 +401,7 @@ _READERS: dict[str, Callable[[Path], SAEFile]] = {
     "params.npz": _read_gemma,
     "params.safetensors": _read_gemma,
 }
-_MARKS = (
+_LAYOUTS = (
     ("sae_weights.safetensors", "cfg.json"),
     ("sae.safetensors", "cfg.json"),
     ("params.npz", None),

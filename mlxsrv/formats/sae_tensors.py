@@ -1,8 +1,8 @@
-"""Which arrays an SAE consists of, by the names that each library gives them.
+"""The tensors of an SAE, by the names that each library gives them.
 
-A file must hold those that its kind needs and no others, and they must fit one another: what is
-there beside may change the maths. Matrices are oriented by their shapes, and only where these
-cannot tell, in a square one, by the library's custom. Nothing here imports MLX.
+A file must hold the tensors that its architecture needs and no others, since others may change the
+maths, and they must fit each other. The shape of a matrix tells its orientation. For a square
+matrix, where it does not, the library's custom does.
 """
 
 from __future__ import annotations
@@ -26,13 +26,18 @@ SAETensorRole = Literal[
     "magnitude_scale",
     "ones",
 ]
-"""What an array is for. `ones` is a factor on activations that must be 1."""
+"""The role of a tensor. `ones` is a factor on activations that must be 1."""
 
-_LARGEST = 2**22  # features: a row of as many float32 is what is read at once
+_LARGEST = 2**22  # features; a row of so many float32 is read at once
 
 
 class SAETensor(NamedTuple):
-    """One array of an SAE. Of a matrix, `by_feature` says that a row in the file is a feature."""
+    """One array of an SAE.
+
+    Attributes:
+        stored: where its numbers are.
+        by_feature: each row of the matrix in the file belongs to one feature.
+    """
 
     role: SAETensorRole
     stored: StoredArray
@@ -66,7 +71,7 @@ _BY_FEATURE: dict[SAESource, tuple[SAETensorRole, ...]] = {
     "gemma_scope": ("decoder",),
     "sparsify": ("encoder", "decoder"),
 }
-"""Matrices that are `(d_sae, d_in)` by custom; the others are `(d_in, d_sae)`."""
+"""Matrices that are `(d_sae, d_in)` by custom. The others are `(d_in, d_sae)`."""
 _GATES: tuple[SAETensorRole, ...] = ("gate_bias", "magnitude_bias", "magnitude_scale")
 BIASES: dict[Architecture, tuple[SAETensorRole, ...]] = {
     "standard": ("encoder_bias",),
@@ -75,16 +80,16 @@ BIASES: dict[Architecture, tuple[SAETensorRole, ...]] = {
     "jumprelu": ("encoder_bias", "threshold"),
     "gated": _GATES,
 }
-"""What each kind has besides its matrices and the decoder's bias, of `d_sae` numbers each."""
+"""The vectors `(d_sae,)` that each architecture has besides its matrices and the decoder's bias."""
 
 
 def list_sae_tensors(
     weights: Path, source: SAESource, architecture: Architecture
 ) -> dict[SAETensorRole, SAETensor]:
-    """The arrays of an SAE, which fit one another.
+    """Return the tensors of an SAE by their roles.
 
     Raises:
-        UnusableFile: they do not, one is missing, or there are others.
+        UnusableFile: one is missing, there are others, or their shapes do not fit each other.
     """
     names = _NAMES[source]
     tensors: dict[SAETensorRole, SAETensor] = {}
@@ -100,21 +105,21 @@ def list_sae_tensors(
     if odd := [role for role in tensors if role not in needed and role not in spare]:
         refuse(f"{weights.name!r} holds a {odd[0].replace('_', ' ')}; {architecture} has none")
     d_in, d_sae = sizes(tensors)
-    return {role: _fit(weights, tensor, d_in, d_sae) for role, tensor in tensors.items()}
+    return {role: _check_shape(weights, tensor, d_in, d_sae) for role, tensor in tensors.items()}
 
 
 def sizes(tensors: dict[SAETensorRole, SAETensor]) -> tuple[int, int]:
-    """The width of the model and the number of features, by the vectors of each."""
+    """Return the model's hidden size and the number of features, by the biases."""
     bias = tensors["encoder_bias" if "encoder_bias" in tensors else "gate_bias"].stored.shape
     width = tensors["decoder_bias"].stored.shape
     if len(bias) != 1 or len(width) != 1:
-        refuse("a bias of it is not a vector")
+        refuse("one of its biases is not a vector")
     if not (0 < bias[0] <= _LARGEST and 0 < width[0] <= _LARGEST):
         refuse("it has no features, or far too many")
     return width[0], bias[0]
 
 
-def _fit(weights: Path, tensor: SAETensor, d_in: int, d_sae: int) -> SAETensor:
+def _check_shape(weights: Path, tensor: SAETensor, d_in: int, d_sae: int) -> SAETensor:
     role, stored, by_feature = tensor
     if role in ("encoder", "decoder") and sorted(stored.shape) == sorted((d_in, d_sae)):
         if d_in != d_sae:

@@ -1,12 +1,12 @@
-"""Whether what a config says of a model's size can be so, by the headers of its weights.
+"""Compares the sizes in a model's config with the headers of its weights.
 
-A model is built from its config before a weight is read, on the thread that serves all models: a
-config of 60,000 layers beside two of them would hold everybody up for minutes, and take gigabytes.
-Loading would then fail, since every part must have its weights. So numbers that no weights could
-fit are told before anything is built.
+A model is built from its config before any weight is read, on the thread that serves all models. A
+config of 60,000 layers with weights of two would stop everybody for minutes and take gigabytes.
+Loading would then fail, since every part must have its weights. So sizes that the weights cannot
+have are refused before anything is built.
 
-Only what is certain is refused. Conversions leave parts out, layers share weights, files pack
-several numbers in one: so a number may be some times what the files show.
+Only what is certain is refused. Conversions leave parts out, layers share weights, and files pack
+several numbers in one: so a size may be some times what the files show.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from mlxsrv.formats.json_files import JSONObject, text_config
 from mlxsrv.formats.safetensors import Tensor
 
 MOST_LAYERS = 1000
-"""Of any model; the deepest that there are have some two hundred."""
+"""The most layers of any model; the deepest models have about two hundred."""
 
 _LAYERS = re.compile(r"(?!\w*_per_)(?:num|n)_(?:\w+_)?layers?|num_loops|altup_num_inputs")
 _LISTS = re.compile(r"\w*(?:layer|block)\w*|\w*pattern")
 _PATTERNS = re.compile(r"\w*pattern")
-"""Lists of which each entry is a layer, and texts of which each letter is."""
+"""Keys of lists with an entry for each layer, and of texts with a letter for each."""
 _SIZES = frozenset(
     (
         *("vocab_size", "hidden_size", "n_embd", "d_model", "head_dim"),
@@ -33,22 +33,22 @@ _SIZES = frozenset(
         *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     )
 )
-"""Numbers that a dimension of some tensor is a multiple of; or there is a tensor for each."""
+"""Keys of sizes that divide a dimension of some tensor, or that count tensors."""
 
-_ROOM = 4  # times what the files show
-_SPARE = 64  # layers, of parts that a conversion leaves out
+_TOLERANCE = 4  # times what the files show
+_SPARE = 64  # layers that a conversion may have left out
 _DEEPEST = 3  # configs in configs
 
 
 def check_shape(config: JSONObject, tensors: Mapping[str, Tensor]) -> None:
-    """Raises UnusableFile if a model of these sizes could never have these tensors."""
+    """Raise UnusableFile if a model of these sizes could not have these tensors."""
     named = {name[: found.end()] for name in tensors for found in re.finditer(r"\d+", name)}
-    most = min(_ROOM * len(named) + _SPARE, MOST_LAYERS)
+    most = min(_TOLERANCE * len(named) + _SPARE, MOST_LAYERS)
     for key, value in _depths(config):
         if value > most:
             _refuse(key, value, "its weights are not of so many layers")
     sizes = [size for tensor in tensors.values() for size in tensor.shape]
-    largest = _ROOM * max([len(tensors), *sizes])
+    largest = _TOLERANCE * max([len(tensors), *sizes])
     for place in (config, text_config(config)):
         for key in _SIZES & place.keys():
             if type(place[key]) is int and place[key] > largest:
@@ -60,9 +60,9 @@ def _refuse(key: str, value: int, why: str) -> None:
 
 
 def _depths(config: JSONObject, depth: int = 0) -> Iterator[tuple[str, int]]:
-    """How many layers a config asks for, by its keys; those of configs inside too.
+    """Yield the numbers of layers that a config and the configs inside it ask for, by key.
 
-    How weights are packed is no such config: it may name each matrix that is not.
+    A quantization config does not count: it may list every matrix that is not packed.
     """
     for key, value in config.items():
         if type(value) is int and _LAYERS.fullmatch(key):

@@ -1,4 +1,4 @@
-"""The tokens that a tokenizer's files add to its vocabulary, read without loading it."""
+"""Tokens that a tokenizer's files add to its vocabulary, read without loading it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _THINKING = (
     ("<|think:start|>", "<|think:end|>"),
     ("<|channel>", "<channel|>"),
 )
-"""What mlx-lm takes for the marks of thoughts."""
+"""The tokens that mlx-lm takes for the markers of thoughts."""
 
 
 class _Added(msgspec.Struct):
@@ -25,7 +25,7 @@ class _Added(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """A `tokenizer.json`; the rest, megabytes of vocabulary, is skipped."""
+    """The part of a `tokenizer.json` that is read. Megabytes of vocabulary are skipped."""
 
     added_tokens: list[_Added] = []
 
@@ -34,7 +34,12 @@ _decode = msgspec.json.Decoder(_File).decode
 
 
 def has_thinking_tokens(folder: Path, files: Iterable[str], settings: JSONObject) -> bool:
-    """Whether the tokenizer has marks of thoughts; `settings` are of `tokenizer_config.json`."""
+    """Whether the tokenizer has markers of thoughts.
+
+    Args:
+        files: the names in `folder`.
+        settings: `tokenizer_config.json`.
+    """
     added = _listed(settings) | _added(folder, files)
     return any(start in added and end in added for start, end in _THINKING)
 
@@ -50,7 +55,7 @@ def _added(folder: Path, files: Iterable[str]) -> set[str]:
     try:
         return {_text(token.content) for token in _decode(text or "{}").added_tokens}
     except (msgspec.DecodeError, RecursionError):
-        return set()  # loading it will say what is wrong
+        return set()  # loading the tokenizer will tell what is wrong
 
 
 def _text(value: object) -> str:
