@@ -7,16 +7,19 @@ import json
 import re
 import shlex
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from starlette.routing import Route
 
 import mlxsrv
+from mlxsrv.engine import row
 from mlxsrv.errors import ServeError
+from mlxsrv.models.pool import model
 from mlxsrv.settings import option_parser, options, options_table
 from mlxsrv.wire.operations import OPERATIONS
 from tests.test_house import FLOORS
@@ -257,11 +260,34 @@ def test_every_room_is_told_with_its_floor_and_its_own_sentence() -> None:
     assert told == there
 
 
+STATES: dict[str, Mapping[Any, Collection[Any]]] = {
+    "row": row._NEXT,
+    "model": model.FOLLOWING,
+}
+
+
+@pytest.mark.parametrize("of", STATES)
+def test_every_state_is_told_with_what_may_follow_it(of: str) -> None:
+    section = read(DOCS / "architecture.md").partition(f"### States of a {of}\n")[2]
+    told = {
+        cells[0].strip("`"): set(re.findall(r"`(\w+)`", cells[2]))
+        for cells in rows(section.partition("\n#")[0])
+    }
+    assert told == {
+        state.name.lower(): {each.name.lower() for each in following}
+        for state, following in STATES[of].items()
+    }
+
+
 def test_every_promise_names_its_test() -> None:
     promises = list(rows(read(DOCS / "reliability.md")))
     assert len(promises) > 20
-    for promise, test, _ in promises:
-        assert "::test_" in test, promise
+    for promise, tests, shown in promises:
+        assert "::test_" in tests, promise
+        for path, name in re.findall(r"`([\w/]+\.py)::(\w+)`", tests):
+            source = read(ROOT / "tests" / path)
+            if re.search(rf"^@pytest\.mark\.long\n(@.*\n)*def {name}\(", source, re.MULTILINE):
+                assert "make test-long" in shown, f"{name} is not in make test"
 
 
 def test_every_cell_of_the_clients_table_is_a_test() -> None:
