@@ -17,20 +17,20 @@ _LONGEST_NAME = 100  # characters
 
 
 class ControlVector(msgspec.Struct, frozen=True):
-    """A control vector by the name that requests use, and how often it is added to those that name
-    none."""
+    """A control vector under the name that requests use."""
 
     name: str
     file: VectorFile
     scale: float
+    """How strongly it steers requests that name no control vector."""
 
 
 def control_vectors(settings: Settings) -> tuple[ControlVector, ...]:
-    """All of them, in the order of the command line. Reads their headers.
+    """All control vectors, in the order of the command line. Reads the headers of their files.
 
     Raises:
-        SettingsError: a file is not there or holds no control vector, or a name or a scale will
-            not do.
+        SettingsError: a file is not there or holds no control vector, or a name or a scale is
+            not allowed.
     """
     found: dict[str, ControlVector] = {}
     for text in settings.control_vector:
@@ -45,13 +45,13 @@ def control_vectors(settings: Settings) -> tuple[ControlVector, ...]:
 
 
 def parse_control_vector(text: str) -> tuple[str, Path, float]:
-    """The name, the file and the scale of `[NAME=]FILE[:SCALE]`.
+    """Read `[NAME=]FILE[:SCALE]`: the name, the file and the scale.
 
-    A path may hold ":" and "=", too: of the ways to read the text, the first that leads to a file
-    is meant, and more of it is the path in the first than in the last.
+    A path may hold ":" and "=", too, so there are several ways to read the text. They are tried
+    from the one with the longest path on, and the first whose file exists is taken.
 
     Raises:
-        SettingsError: there is no such file, or the name or the scale will not do.
+        SettingsError: there is no such file, or the name or the scale is not allowed.
     """
     readings = list(_readings(text))
     for name, file, scale in readings:
@@ -62,7 +62,7 @@ def parse_control_vector(text: str) -> tuple[str, Path, float]:
 
 
 def _readings(text: str) -> Iterator[tuple[str, str, float]]:
-    """What the text may mean: the name, empty where there is none, the file and the scale."""
+    """The ways to read the text: name ("" if there is none), file and scale."""
     named, _, rest = text.partition("=")
     for name, whole in (("", text), (named, rest)) if named and rest else (("", text),):
         yield name, whole, 1.0

@@ -2,15 +2,15 @@
 
 The rules of the file:
 
-- It is made, with its folder, before the first write. Where it is not there, or a process was
-  killed while it made it, there are no profiles.
-- Before SQLite may change it, it is known to be ours: its header names the program
-  (`application_id`) and the schema (`user_version`). Whatever else is there is left as it is.
-- That look at the header is SQLite's too, with `immutable`, which writes and locks nothing. Opening
-  the file beside SQLite would not do: closing it drops the locks of every thread of this process.
-  It may come in the middle of a write; but what it looks for is there from the first page on.
-- A connection lasts for one call, so threads and processes share nothing but the file. A write
-  begins with the lock (`BEGIN IMMEDIATE`); who finds it taken waits.
+- The first write makes the file and its folder. If there is no file, or a process was killed while
+  it made one, there are no profiles.
+- SQLite changes the file only if it is known to be ours: the header names the program
+  (`application_id`) and the schema (`user_version`). Any other file is left as it is.
+- SQLite itself reads that header, with `immutable`, which writes and locks nothing. The file must
+  not be opened in another way: closing it would drop the locks of all threads of this process. The
+  read may meet a write in progress, but the first page has the header from the beginning.
+- A connection lasts for one call, so threads and processes share only the file. A write begins by
+  taking the lock (`BEGIN IMMEDIATE`), and waits while another one holds it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from mlxsrv.generation import SteeringMode
 _NAME = "profiles.sqlite3"
 _APPLICATION = int.from_bytes(b"mlxs")
 _VERSION = 1
-_SMALLEST = 512  # bytes of a page, which the header is in
-_BUSY = 10.0  # seconds that a call waits for the others
+_SMALLEST = 512  # bytes of the smallest page; the header is in the first one
+_BUSY = 10.0  # seconds that a call waits for other calls
 
 _SCHEMA = """\
 CREATE TABLE profiles (
@@ -60,7 +60,7 @@ _REASONS = {
         (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM), _FORBIDDEN
     ),
 }
-"""What is wrong and what helps, by SQLite's primary result code."""
+"""The trouble and its remedy, for each primary result code of SQLite."""
 
 
 def new_id() -> str:
@@ -68,7 +68,8 @@ def new_id() -> str:
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """A steering under a name, and the model and SAE that it was made for. Times are Unix's."""
+    """Named steering values, with the model and the SAE that they are for. Times are seconds since
+    1970."""
 
     id: str = msgspec.field(default_factory=new_id)
     name: str
@@ -100,31 +101,31 @@ class ProfileStore:
         self._folder = folder
 
     def profiles(self) -> list[Profile]:
-        """All, by name."""
+        """All profiles, sorted by name."""
         return self._select(f"{_SELECT} ORDER BY name")
 
     def profile(self, id: str) -> Profile:
-        """Raises ProfileNotFound."""
+        """The profile of this id. Raises ProfileNotFound."""
         return self._one(self._select(f"{_SELECT} WHERE id = ?", id), id)
 
     def named(self, name: str) -> Profile:
-        """Raises ProfileNotFound."""
+        """The profile of this name. Raises ProfileNotFound."""
         return self._one(self._select(f"{_SELECT} WHERE name = ?", name), name)
 
     def add(self, profile: Profile) -> None:
-        """Raises ProfileExists: the name is taken, or the id."""
+        """Add a profile. Raises ProfileExists if its name or its id is taken."""
         with self._transaction() as connection, _unique(profile):
             connection.execute(_INSERT, _row(profile))
 
     def replace(self, profile: Profile) -> None:
-        """Put this in the place of the one with its id. Raises ProfileNotFound, ProfileExists."""
-        self.profile(profile.id)  # else the transaction would make a file, for nothing
+        """Replace the profile with the same id. Raises ProfileNotFound, ProfileExists."""
+        self.profile(profile.id)  # checked first: the transaction would make a file for nothing
         with self._transaction() as connection, _unique(profile):
             if connection.execute(_UPDATE, _row(profile)).rowcount == 0:
                 raise _unknown(profile.id)
 
     def remove(self, id: str) -> None:
-        """Raises ProfileNotFound."""
+        """Remove a profile. Raises ProfileNotFound."""
         self.profile(id)
         with self._transaction() as connection:
             if connection.execute("DELETE FROM profiles WHERE id = ?", (id,)).rowcount == 0:
@@ -148,7 +149,7 @@ class ProfileStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """A write: all of it or, if the block raises, nothing."""
+        """Write all that the block does or, if it raises, nothing."""
         with _explained():
             path = self._path()
             _is_ours(path)
@@ -173,7 +174,10 @@ def _connect(path: Path, options: str) -> sqlite3.Connection:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether the file is there and holds something, which then is ours. Changes nothing."""
+    """Whether the file is there and is not empty. Changes nothing.
+
+    Raises StoreFailed if it is not ours.
+    """
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -182,16 +186,18 @@ def _is_ours(path: Path) -> bool:
         raise _failed("it is not a file; move it away, or choose another --data-dir")
     if found.st_size == 0:
         return False
-    if found.st_size < _SMALLEST:  # SQLite would take it for an empty one
+    if found.st_size < _SMALLEST:  # SQLite would take it for an empty file
         raise _failed(_DAMAGED)
     with closing(_connect(path, "immutable=1")) as connection:
-        # While it is written to, the file may be shorter than its header says: that is no damage.
+        # During a write the file may be shorter than its header says. SQLite must not take that
+        # for damage.
         connection.execute("PRAGMA writable_schema = ON")
         return _has_schema(connection)
 
 
 def _has_schema(connection: sqlite3.Connection) -> bool:
-    """Whether there are profiles; if not, there is nothing. Raises StoreFailed for all else."""
+    """Whether the database has our schema; if not, it is empty. Raises StoreFailed if it is
+    another program's, or a newer version's."""
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if (application, version) == (_APPLICATION, _VERSION):
@@ -208,14 +214,16 @@ def _has_schema(connection: sqlite3.Connection) -> bool:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Have the table. In a transaction so small that its pages are written in their order."""
+    """Make the table if it is not there. The transaction is so small that SQLite writes its pages
+    in order."""
     connection.execute("BEGIN IMMEDIATE")
     if not _has_schema(connection):
         connection.execute(_SCHEMA)
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")
         connection.execute(f"PRAGMA user_version = {_VERSION}")
     connection.execute("COMMIT")
-    # Readers then go on beside a writer. If others are at the file now, the next write will do it.
+    # In this mode readers need not wait for a writer. It cannot be set while others use the file;
+    # then the next write sets it.
     with suppress(sqlite3.OperationalError):
         connection.execute("PRAGMA journal_mode = WAL")
 
@@ -249,12 +257,12 @@ def _unique(profile: Profile) -> Iterator[None]:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """Around all work on the file: what SQLite and the file system refuse is a StoreFailed."""
+    """Turn every error of SQLite and of the file system into a StoreFailed."""
     try:
         yield
     except sqlite3.Error as error:
         code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)
-        # The lowest byte is the primary code, what is above it says more.
+        # The lowest byte is the primary code; the bytes above it give details.
         reason = _REASONS.get(code & 0xFF, f"SQLite says {str(error)!r}")
         raise _failed(reason) from error
     except PermissionError as error:

@@ -1,25 +1,24 @@
 """The sparse autoencoders (SAEs) that may be attached to a model, by their ids.
 
-Three sources: the one of the demo model, what lies below each `--sae-dir`, and what was registered
-since the start: a folder below an `--sae-dir`, or files of a repository, which are downloaded. An
-id stays with what it was given to; nothing that a request says leads out of those folders, and
-nothing is loaded here.
+There are three sources: the demo model's SAE, the folders below each `--sae-dir`, and what has been
+registered since the start: a folder below an `--sae-dir`, or files of a repository, which are
+downloaded. An SAE keeps its id. No text of a request leads out of these folders, and nothing is
+loaded here.
 
-Used on the event loop. The disk is read in worker threads, and so are downloads received; those
-have a few threads of their own, so that slow ones keep nobody waiting but each other.
+Used on the event loop. Worker threads read the disk and receive downloads. Downloads have a few
+threads of their own, so a slow one delays only other downloads.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import difflib
 import logging
 import os
 import posixpath
 import re
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +30,8 @@ from mlxsrv.errors import InvalidRequest, SAEExists, SAENotFound, ServeError, Sh
 from mlxsrv.formats.files import signature
 from mlxsrv.formats.sae_files import SAEFile, find_saes, read_sae
 from mlxsrv.logs import log
-from mlxsrv.models.catalogue import hub_cache
+from mlxsrv.models.catalogue.hub_cache import SAE_WEIGHTS
+from mlxsrv.models.sae_place import SAEPlace
 from mlxsrv.settings import Settings, SettingsError
 
 _log = logging.getLogger("mlxsrv.models")
@@ -39,49 +39,39 @@ _log = logging.getLogger("mlxsrv.models")
 DEMO = "demo"
 _DEMO_FOLDER = Path(__file__).parent / "demo" / "sae"
 
-_AT_ONCE = 2  # downloads; the others wait
+_MOST_DOWNLOADS = 2  # at once; the others wait
 _LONGEST_ID = 100
-_LONGEST_PATH = 400  # characters of a `file_path`
-_MOST_NAMES = 20  # that a message lists
+_MOST_NAMES = 20  # names that a message lists
 
 _ID = re.compile(rf"[A-Za-z0-9._-]{{1,{_LONGEST_ID}}}", re.ASCII)
 _NO_ID = frozenset({".", "..", "attachment", "steering"})
-"""What `/api/saes/` has under these names is something else."""
-
-_COMPANIONS = {
-    "sae_weights.safetensors": ("cfg.json",),
-    "sae.safetensors": ("cfg.json",),
-    "params.safetensors": ("config.json",),
-}
-"""Without which a file of weights is no SAE."""
-_BESIDE = {"sae.safetensors": ("../config.json",)}
-"""What may say more about it."""
+"""Names below `/api/saes/` that mean something else."""
 
 
 class SAEEntry(msgspec.Struct, frozen=True):
-    """One SAE under its id.
-
-    `origin` is what it was found or registered as: "demo", the path below its `--sae-dir`, or
-    `ORG/NAME[@REVISION][:FILE_PATH]`. There are a path and what the files say if it is ready.
-    """
+    """One SAE under its id."""
 
     id: str
     state: Literal["downloading", "ready", "failed"]
     origin: str
+    """"demo", the path below its `--sae-dir`, or `ORG/NAME[@REVISION][:FILE_PATH]`."""
     path: Path | None = None
+    """Its folder or file, once it is ready."""
     file: SAEFile | None = None
+    """The description of its files, once it is ready."""
     problem: str | None = None
+    """Why it has failed."""
 
 
 class _Item(msgspec.Struct, frozen=True):
-    """What has an id; `place` tells whether two are the same: a folder, or an origin."""
+    """An SAE with its place, a folder or an origin: two with the same place are the same SAE."""
 
     known: SAEEntry
     place: Hashable
 
 
 class _Download:
-    """A running one. Its thread may outlive its task, and looks at `stopped`."""
+    """A running download. Its thread may outlive its task, so it checks `stopped` itself."""
 
     def __init__(self) -> None:
         self.stopped = threading.Event()
@@ -102,7 +92,7 @@ class _Stopped(Exception):
 
 
 class SAELibrary:
-    """All SAEs. Those on the disk are known after the first `refresh`.
+    """All SAEs of one app. Those on the disk are known after the first `refresh`.
 
     Raises:
         SettingsError: a folder that is not there.
@@ -116,12 +106,12 @@ class SAELibrary:
         self._allow_download = settings.allow_download
         self._found: dict[str, _Item] = {}
         self._registered: dict[str, _Item] = {}
-        self._ids: dict[Hashable, str] = {}  # of those that nobody has named, for good
+        self._ids: dict[Hashable, str] = {}  # by place; made here, and never changed
         self._forgotten: set[Hashable] = set()
         self._seen: dict[Path, tuple[Hashable, SAEFile | str]] = {}
         self._reported: set[tuple[str, str]] = set()
         self._refreshing = anyio.Lock()
-        self._receiving = anyio.CapacityLimiter(_AT_ONCE)
+        self._receiving = anyio.CapacityLimiter(_MOST_DOWNLOADS)
         self._downloads: dict[str, _Download] = {}
         self._closed = False
 
@@ -131,14 +121,14 @@ class SAELibrary:
         return iter([items[id].known for id in sorted(items)])
 
     def get(self, id: str) -> SAEEntry:
-        """Raises SAENotFound, with near names."""
+        """The SAE of this id. Raises SAENotFound; the message has similar ids."""
         item = self._items().get(id)
         if item is None:
             raise SAENotFound(f"there is no SAE {id!r:.200}; {self._hint(id[:_LONGEST_ID])}")
         return item.known
 
     async def refresh(self) -> None:
-        """Look through the folders. Files that have not changed are not read again."""
+        """Scan the folders. Files that have not changed are not read again."""
         async with self._refreshing:
             found = await anyio.to_thread.run_sync(lambda: list(self._scan()))
         self._found = {}
@@ -161,8 +151,8 @@ class SAELibrary:
         """Add the SAE of a folder, which then is ready, or of a repository, which is downloaded.
 
         Raises:
-            InvalidRequest: what is asked for makes no sense, is not allowed or is no SAE.
-            SAEExists: the id is taken, or the same is there without one.
+            InvalidRequest: the arguments make no sense, are not allowed, or name no SAE.
+            SAEExists: the id is taken, or the SAE is here already.
         """
         if self._closed:
             raise ShuttingDown("the server is shutting down")
@@ -186,7 +176,7 @@ class SAELibrary:
         return self._register_repository(repository, revision, file_path, id)
 
     def forget(self, id: str) -> None:
-        """Have it here no more, unless it is registered again. Its files stay; a download stops.
+        """Remove an SAE until it is registered again. Its files stay; its download stops.
 
         Raises SAENotFound.
         """
@@ -198,7 +188,7 @@ class SAELibrary:
             self._forgotten.add(found.place)
 
     async def close(self) -> None:
-        """Stop all downloads; each goes on where it was when it is asked for again."""
+        """Stop all downloads. Each continues where it stopped when it is registered again."""
         self._closed = True
         downloads = list(self._downloads.values())
         for download in downloads:
@@ -212,7 +202,7 @@ class SAELibrary:
     # Ids.
 
     def _name(self, place: Hashable, wanted: str) -> str:
-        """The id of what nobody has named: the same whenever it is asked for."""
+        """The id of an SAE that nobody has named: always the same one."""
         items = self._items()
         id = self._ids.get(place)
         if id is None or (id in items and items[id].place != place):
@@ -220,7 +210,7 @@ class SAELibrary:
         return id
 
     def _claim(self, id: str | None, place: Hashable, wanted: str) -> str:
-        """The id for what is being registered. What has failed gives way."""
+        """The id for an SAE that is being registered. It may replace one that has failed."""
         for item in self._registered.values():
             if item.place == place and id in (None, item.known.id):
                 if item.known.state != "failed":
@@ -243,12 +233,12 @@ class SAELibrary:
     # Folders.
 
     def _scan(self) -> Iterator[tuple[Path, SAEEntry]]:
-        """All that are on the disk; of those in the same folder the first."""
+        """All SAEs on the disk, each folder once."""
         places: set[Path] = set()
         for folder, origin in self._folders():
             try:
                 place = folder.resolve()
-            except (OSError, RuntimeError):  # it has gone, or its links lead in a circle
+            except (OSError, RuntimeError):  # it is gone, or its links make a circle
                 continue
             if place in places:
                 continue
@@ -265,7 +255,7 @@ class SAELibrary:
                 yield folder, _origin(folder, root)
 
     def _look(self, folder: Path) -> SAEFile | str:
-        """What its files say, or what is wrong with them."""
+        """The description of a folder's files, or the reason why they are unusable."""
         stamp = signature(folder)
         seen = self._seen.get(folder)
         if seen is None or seen[0] != stamp:
@@ -289,14 +279,14 @@ class SAELibrary:
         return known
 
     def _locate(self, path: str) -> tuple[Path, Path, str, SAEFile | str]:
-        """Where the links of a folder lead to, the folder, its origin, and what its files say.
+        """The resolved folder, the folder, its origin, and what its files say.
 
-        What is outside is refused in the same way whether it is there or not.
+        A folder outside is refused in the same way whether it exists or not.
         """
         below: list[tuple[Path, Path, str]] = []
         for root in self._roots:
-            given = root / path  # an absolute one stays as it is
-            folder = given.parent if given.name in hub_cache.SAE_WEIGHTS else given
+            given = root / path  # an absolute path stays as it is
+            folder = given.parent if given.name in SAE_WEIGHTS else given
             try:
                 place, top = folder.resolve(), root.resolve()
             except (OSError, RuntimeError, ValueError):
@@ -319,25 +309,23 @@ class SAELibrary:
                 "this server does not download; start it with --allow-download",
                 param="repository_id",
             )
-        repository = _repository(name, revision)
-        folder, weights = _split(file_path)
-        inside = _join(folder, weights)
-        origin = f"{repository}:{inside}" if inside else str(repository)
-        id = self._claim(id, origin, _plain(posixpath.join(str(repository), folder)))
+        place = SAEPlace.parse(name, revision, file_path)
+        origin = str(place)
+        id = self._claim(id, origin, _plain(posixpath.join(str(place.repository), place.folder)))
         known = SAEEntry(id, "downloading", origin)
         self._registered[id] = _Item(known, origin)
         self._downloads[id] = download = _Download()
         download.task = asyncio.create_task(
-            self._receive(known, lambda: _fetch(repository, folder, weights, download.check))
+            self._receive(known, lambda: place.fetch(download.check))
         )
         return known
 
     async def _receive(self, known: SAEEntry, fetch: Callable[[], tuple[Path, SAEFile]]) -> None:
-        """Bring a registered SAE to its end. Cancelled by `forget` and `close`."""
+        """Download a registered SAE. Cancelled by `forget` and `close`."""
         log(_log, logging.INFO, "SAE download", sae=known.id, origin=known.origin)
         begun = asyncio.get_running_loop().time()
         try:
-            # Abandoned when nobody wants it any more: the thread looks at that itself.
+            # Abandoned on cancel: the thread checks itself whether it is still wanted.
             path, file = await anyio.to_thread.run_sync(
                 fetch, abandon_on_cancel=True, limiter=self._receiving
             )
@@ -363,12 +351,12 @@ def _known(id: str, origin: str, folder: Path, said: SAEFile | str) -> SAEEntry:
 
 
 def _plain(text: str) -> str:
-    """What is like it and may be an id; of a long one the end, which tells one from another."""
+    """A valid id that resembles the text. Of a long text, the end: there texts differ."""
     return re.sub(r"[^A-Za-z0-9._-]", "-", text.replace("/", "--"))[-_LONGEST_ID:]
 
 
 def _free(wanted: str, taken: set[str]) -> str:
-    """An id that is not taken: the wanted one, or that with a number."""
+    """An id that is not taken: the wanted one, or the wanted one with a number."""
     id, number = wanted, 1
     while id in taken:
         number += 1
@@ -385,105 +373,3 @@ def _read(folder: Path) -> SAEFile | str:
         return read_sae(folder)
     except (ValueError, OSError) as error:
         return str(error)
-
-
-# What a repository is to give. These are called in the thread of a download.
-
-
-def _fetch(
-    repository: hub_cache.Repository, folder: str, weights: str | None, check: Callable[[], None]
-) -> tuple[Path, SAEFile]:
-    """The folder of the SAE, and what its files say; what the cache has is not asked for.
-
-    Raises ServeError; or ValueError, if it is there and cannot be used.
-    """
-
-    def choose(paths: Sequence[str]) -> list[str]:
-        return _choose(paths, repository, folder, weights)
-
-    here = hub_cache.snapshot(repository)
-    if here is not None:
-        with contextlib.suppress(ValueError):
-            return _open(here, folder, weights)
-    # Imported on first use: this takes 0.1 s, and most servers never download.
-    from mlxsrv.models.catalogue.download import fetch_files
-
-    return _open(fetch_files(repository, choose, check=check), folder, weights)
-
-
-def _open(snapshot: Path, folder: str, weights: str | None) -> tuple[Path, SAEFile]:
-    path = snapshot / folder
-    return path, read_sae(path / weights if weights else path)
-
-
-def _choose(
-    paths: Sequence[str], repository: hub_cache.Repository, folder: str, weights: str | None
-) -> list[str]:
-    """The files of one SAE, of all that the repository has. Raises SAENotFound."""
-    there = set(paths)
-    for name in hub_cache.SAE_WEIGHTS if weights is None else (weights,):
-        needed = [posixpath.join(folder, n) for n in (name, *_COMPANIONS.get(name, ()))]
-        if there.issuperset(needed):
-            more = {posixpath.normpath(posixpath.join(folder, n)) for n in _BESIDE.get(name, ())}
-            return needed + sorted(more & there)
-    raise SAENotFound(
-        f"{str(repository)!r} has no SAE {_where(folder, weights)}; {_elsewhere(there, folder)}"
-    )
-
-
-def _join(folder: str, weights: str | None) -> str:
-    return folder if weights is None else posixpath.join(folder, weights)
-
-
-def _where(folder: str, weights: str | None) -> str:
-    inside = _join(folder, weights)
-    return f"at {inside!r}" if inside else "at its top"
-
-
-def _elsewhere(paths: Iterable[str], folder: str) -> str:
-    """Where in the repository there are SAEs."""
-    folders = sorted(
-        {posixpath.dirname(p) for p in paths if posixpath.basename(p) in hub_cache.SAE_WEIGHTS}
-    )
-    if not folders:
-        return "it has none of " + ", ".join(hub_cache.SAE_WEIGHTS)
-    near = difflib.get_close_matches(folder, folders, n=3, cutoff=0.3) or folders[:3]
-    others = len(folders) - len(near)
-    text = "there are " + ", ".join(repr(name or ".") for name in near)
-    return f"{text} and {others} more; 'file_path' names one" if others else text
-
-
-def _repository(name: str, revision: str | None) -> hub_cache.Repository:
-    """Raises InvalidRequest."""
-    try:
-        repository = hub_cache.Repository.parse(name)
-    except ValueError as error:
-        raise InvalidRequest(str(error), param="repository_id") from None
-    if revision is None:
-        return repository
-    if "@" in name:
-        raise InvalidRequest("'repository_id' names a revision already", param="revision")
-    try:
-        return hub_cache.Repository.parse(f"{name}@{revision}")
-    except ValueError as error:
-        raise InvalidRequest(str(error), param="revision") from None
-
-
-def _split(file_path: str | None) -> tuple[str, str | None]:
-    """The folder of an SAE in its repository and, if that is what is named, its file of weights.
-
-    Raises InvalidRequest.
-    """
-    if file_path is None:
-        return "", None
-    parts = file_path.removesuffix("/").split("/")
-    wrong = {"", ".", ".."}.intersection(parts) or "\\" in file_path
-    if wrong or not file_path.isprintable() or len(file_path) > _LONGEST_PATH:
-        raise InvalidRequest(
-            f"{file_path!r:.200} is not the path of a folder or a file in a repository",
-            param="file_path",
-        )
-    folder, last = "/".join(parts[:-1]), parts[-1]
-    if last in hub_cache.SAE_WEIGHTS:
-        return folder, last
-    return (folder, None) if last in ("cfg.json", "config.json") else ("/".join(parts), None)

@@ -20,6 +20,7 @@ from mlxsrv.models import sae_library as module
 from mlxsrv.models.catalogue import download, hub_cache
 from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.models.sae_library import SAEEntry, SAELibrary
+from mlxsrv.models.sae_place import SAEPlace
 from mlxsrv.settings import Settings, SettingsError
 from tests.models.catalogue.test_hub import use
 from tests.support.hub import Hub
@@ -523,7 +524,7 @@ def test_a_download_stops(
     remote.drip(f"{HOOK}/sae_weights.safetensors", 0.05)
     saes = library(allow_download=True)
     ended: list[object] = []
-    fetch = module._fetch
+    fetch = SAEPlace.fetch
 
     def watched(*arguments: Any) -> Any:
         try:
@@ -532,7 +533,7 @@ def test_a_download_stops(
             ended.append(type(error))
             raise
 
-    monkeypatch.setattr(module, "_fetch", watched)
+    monkeypatch.setattr(SAEPlace, "fetch", watched)
 
     async def work() -> None:
         known = await saes.register(repository="org/saes", file_path=HOOK)

@@ -1,9 +1,9 @@
 """The models that this server may serve, by the names that requests use.
 
-Four sources, each adding what the ones before it have not named: the command line, `--models-dir`,
-the Hugging Face cache, and the demo. What the command line says is known at once; the others are
-looked through in a worker thread, again whenever they have changed. All of it is read from files:
-nothing is loaded, and nothing that a request says is ever taken for a path.
+There are four sources: the command line, `--models-dir`, the Hugging Face cache, and the demo. Each
+adds the models that the sources before it do not name. The command line is read at once; a worker
+thread scans the others, again whenever they have changed. Only files are read: nothing is loaded,
+and no text of a request is ever used as a path.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _log = logging.getLogger("mlxsrv.models")
 DEMO = "demo"
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
-_LONGEST_NAME = 200  # characters that a message repeats and that near names are looked for
-_MOST_NAMES = 20  # that a message lists
+_LONGEST_NAME = 200  # characters of a request's name that are repeated, and compared with others
+_MOST_NAMES = 20  # names that a message lists
 
 
 class ModelSource(msgspec.Struct, frozen=True):
-    """Where a model's files are: a folder here, or a repository of the Hugging Face hub."""
+    """The place of a model's files: a local folder, or a repository of the Hugging Face hub."""
 
     place: Path | hub_cache.Repository
     adapter: Path | None = None
@@ -47,12 +47,18 @@ class ModelSource(msgspec.Struct, frozen=True):
         return str(self.place) + (f"+{self.adapter}" if self.adapter is not None else "")
 
     def folder(self) -> Path | None:
-        """The files, if they are here. Looks at the disk."""
+        """The folder of the files, if they are on this disk. Reads the disk."""
         return self.place if isinstance(self.place, Path) else hub_cache.cached(self.place)
 
     def fetch(self, check: Callable[[], None]) -> Path:
-        """The folder, downloading a repository that is not here. Blocks; `check` stops a download
-        by raising. Raises ServeError."""
+        """Download the repository if it is not on this disk, and return the folder. Blocks.
+
+        Args:
+            check: called during a download; it stops the download by raising.
+
+        Raises:
+            ServeError: the download failed.
+        """
         if isinstance(self.place, Path):
             return self.place
         if folder := hub_cache.cached(self.place):
@@ -64,35 +70,38 @@ class ModelSource(msgspec.Struct, frozen=True):
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
-    """One model under its name, with what its files say once they have been looked at.
-
-    `problem` is why it cannot be served. Neither that nor a description: its files are not here.
-    """
+    """One model under its name. It has neither a description nor a problem until its files are on
+    this disk and have been read."""
 
     name: str
     source: ModelSource
     created: int
+    """Seconds since 1970."""
     aliases: tuple[str, ...] = ()
     description: ModelDescription | None = None
+    """The description of its files."""
     problem: str | None = None
+    """Why it cannot be served."""
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """All models that were found, at one time, and what they were found in."""
+    """All models that one scan has found."""
 
     entries: dict[str, ModelEntry]
     names: dict[str, str]
     """From every name and alias to the entry's name."""
     state: Hashable = None
+    """The state of the sources when they were scanned."""
 
 
 class Catalogue:
-    """All entries. The first that `--model` names is the default; the demo is always there.
+    """All entries. The first one that `--model` names is the default; the demo is always there.
 
-    Used on the event loop, except for its making.
+    It may be made anywhere; afterwards it belongs to the event loop.
 
     Raises:
-        SettingsError: a folder that is not there, or a name given to two models.
+        SettingsError: a folder is not there, a name is given to two models, or an option names a
+            model that is not there.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -118,17 +127,17 @@ class Catalogue:
 
     @property
     def drafts(self) -> list[tuple[str, ModelSource]]:
-        """Names of models and their draft models, as `--draft-model` gives them."""
+        """Names of models with their draft models, as `--draft-model` gives them."""
         pairs = [_split(text, "draft_model") for text in self._settings.draft_model]
         return [(name or self.default, source) for name, source in pairs]
 
     def draft(self, entry: ModelEntry) -> ModelSource | None:
-        """The draft model of this entry."""
+        """The draft model of this entry, if it has one."""
         names = (entry.name, *entry.aliases)
         return next((source for name, source in self.drafts if name in names), None)
 
     def name(self, name: str | None) -> str:
-        """The entry's name for a name or an alias that is known; else the name as it is."""
+        """The entry's name if this is a known name or alias; else the name as it is."""
         if name is None or name == "default":
             return self.default
         return self._index.names.get(name, name)
@@ -145,11 +154,11 @@ class Catalogue:
     async def find(self, name: str | None, *, download: bool = True) -> ModelEntry:
         """The entry that a request's `model` names.
 
-        A name that is not known may be that of a model which has arrived since; with
-        `--allow-download` it may also be that of a repository, unless `download` is false.
+        For an unknown name the sources are scanned again, since the model may have been added. With
+        `--allow-download` an unknown name may also be a repository, unless `download` is false.
 
         Raises:
-            ModelNotFound: with near names, and with how to get it.
+            ModelNotFound: the message has similar names, and says how to get the model.
         """
         entry = self.known(name)
         if entry is None or entry.problem is not None:
@@ -169,17 +178,18 @@ class Catalogue:
         raise ModelNotFound(self._unknown(name[:_LONGEST_NAME], repository), param="model")
 
     def _given(self, entry: ModelEntry) -> bool:
-        """Whether the command line names it: then its problem is the load's to tell."""
+        """Whether the command line names it. Then its load fails with the problem as its reason."""
         return any(entry.name == named.name for named in self._named)
 
     def scan(self) -> None:
-        """As `refresh`, without a loop. Blocks."""
+        """Scan the sources as `refresh` does, without a loop. Blocks."""
         self._index = self._scan()
 
     async def refresh(self) -> None:
-        """Look through the sources again, if anything in them has changed.
+        """Scan the sources again, if anything in them has changed.
 
-        A worker thread reads the disk, one at a time; the loop swaps in the new listing, whole.
+        A worker thread reads the disk, one at a time. Only the loop puts the new index in place, as
+        a whole, so readers on the loop never see half of a scan.
         """
         async with self._refreshing:
             self._index = await anyio.to_thread.run_sync(self._scan)
@@ -205,7 +215,7 @@ class Catalogue:
         return _make_index(named, found, state)
 
     def _state(self) -> Hashable:
-        """Changes when a source does."""
+        """A value that changes when a source does."""
         folders = [
             *(folder for entry in self._named if (folder := entry.source.folder()) is not None),
             *(folder for folder, _ in _folders(self._settings.models_dir)),
@@ -219,7 +229,8 @@ class Catalogue:
         return msgspec.structs.replace(entry, **self._look(entry))
 
     def _look(self, entry: ModelEntry) -> dict[str, Any]:
-        """What an entry's files say, as fields of it; files that have not changed are not read."""
+        """The fields of an entry that its files tell. Files that have not changed are not read
+        again."""
         folder = entry.source.folder()
         if folder is None:
             return {}
@@ -240,7 +251,7 @@ class Catalogue:
 
     def _describe(self, folder: Path, name: str) -> ModelDescription | str:
         try:
-            # A revision is no part of what a name says.
+            # The name tells about the model; its revision does not.
             name = name.partition("@")[0]
             return describe(folder, name=name, trust_remote_code=self._settings.trust_remote_code)
         except UnusableFile as error:
@@ -273,7 +284,7 @@ class Catalogue:
 
 
 def _named(models: Sequence[str]) -> list[ModelEntry]:
-    """The entries of the command line; further names for the same files are aliases."""
+    """The entries of the command line. More names for the same files become aliases."""
     entries: dict[ModelSource, ModelEntry] = {}
     taken: dict[str, ModelSource] = {}
     for text in models:
@@ -293,14 +304,14 @@ def _named(models: Sequence[str]) -> list[ModelEntry]:
 
 
 def _with_id(entry: ModelEntry) -> ModelEntry:
-    """A repository keeps its id beside the name it is given."""
+    """Add a repository's id to its names."""
     if not isinstance(entry.source.place, hub_cache.Repository) or entry.source.adapter is not None:
         return entry
     return msgspec.structs.replace(entry, aliases=(*entry.aliases, _own_name(entry.source)))
 
 
 def _split(text: str, option: str) -> tuple[str, ModelSource]:
-    """What `[NAME=]ID_OR_PATH[+ADAPTER_DIR]` means. The name is empty where none is given."""
+    """Read `[NAME=]ID_OR_PATH[+ADAPTER_DIR]`. The name is empty if none is given."""
     name, equals, rest = text.partition("=")
     if not equals or os.path.exists(text):
         name, rest = "", text
@@ -348,7 +359,7 @@ def _created(source: ModelSource) -> int:
 def _make_index(
     named: Iterable[ModelEntry], found: Iterable[ModelEntry], state: Hashable = None
 ) -> _Index:
-    """All entries, of those with the same name or the same files the first."""
+    """Index all entries; of several with the same name or the same files, only the first."""
     entries: dict[str, ModelEntry] = {}
     names: dict[str, str] = {}
     folders: set[Path] = set()
@@ -367,7 +378,7 @@ def _make_index(
 
 
 def _folders(roots: Iterable[str]) -> Iterator[tuple[Path, str]]:
-    """Model folders below these, and what they are called: NAME or ORG/NAME."""
+    """Model folders below these, with their names: NAME or ORG/NAME."""
     for root in map(Path, roots):
         for one in _subfolders(root.expanduser()):
             if (one / "config.json").exists():

@@ -1,15 +1,15 @@
-"""Bringing a model, or single files, from the Hugging Face hub into its cache.
+"""Downloads of models, or of single files, from the Hugging Face hub into its cache.
 
-huggingface-hub signs the requests, names what is wrong with the answers, and makes the snapshot.
-Three things it does not do (2.4) are done here:
+huggingface-hub signs the requests, tells what is wrong with the answers, and makes the snapshot.
+Its release 2.4 does not do three things, which are done here:
 
-- A download that broke goes on where it stopped, also one of a process that was killed.
-- A file becomes a blob only when its checksum is the one that the hub says.
-- The snapshot and the ref come last. So a model that is in the cache can be served while a newer
-  revision of it arrives, or fails to; and what the cache shows of a repository is whole.
+- A broken download continues where it stopped, also if its process was killed.
+- A file becomes a blob only if its checksum is the one that the hub gives.
+- The snapshot and the ref are written last. So a model in the cache can be served while a newer
+  revision of it is downloaded, even if that fails; and the cache never shows half a revision.
 
-Files come one at a time, in the thread that asks: where that stops, nothing goes on. Imported on
-first use, for what it imports takes 0.1 s.
+Files are downloaded one at a time, in the thread of the caller: nothing goes on without it. Import
+this module on first use only: its own imports take 0.1 s.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ from mlxsrv.models.catalogue.hub_cache import Repository, cached, matches, read_
 from mlxsrv.version import __version__
 
 Choice = Callable[[Sequence[str]], Sequence[str]]
-"""Takes the paths on the hub, gives those that are to come; or raises."""
+"""Gets the paths on the hub and returns those to download; or raises."""
 
 _WEIGHTS = ("model*.safetensors", "?_Dense/model.safetensors")
 _FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", *_WEIGHTS)
-"""What serving may need. Never code, and of all formats of weights only the one that is read."""
+"""The files that serving may need: never code, and weights only in the format that is read."""
 
 _WAITS = (1.0, 2.0, 4.0, 8.0)
-"""Seconds before each further try, while no bytes arrive; then the download has failed."""
+"""Seconds before each new try while no bytes arrive; after the last one the download fails."""
 
 _CLIENT = {"library_name": "mlxsrv", "library_version": __version__}
 
 _HEADER = b'{"stand-in": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
 _STAND_IN = len(_HEADER).to_bytes(8, "little") + _HEADER + b"\0"
-"""A whole file of weights, of one number."""
+"""A valid file of weights that holds one number."""
 
 
 class HubFile(msgspec.Struct, frozen=True):
-    """A file on the hub. Its checksum is SHA-256 if it is a large one, else what git has."""
+    """A file on the hub. The checksum of a large one is SHA-256, that of others is git's."""
 
     path: str
     size: Annotated[int, Meta(ge=0)]
@@ -73,7 +73,7 @@ class HubFile(msgspec.Struct, frozen=True):
             raise ValueError(f"{self.path!r} leads elsewhere")
 
     def is_at(self, path: Path) -> bool:
-        """Whether the file at `path` is this one. Reads all of it."""
+        """Whether the local file at `path` is this one. Reads all of it."""
         if path.stat().st_size != self.size:
             return False
         with path.open("rb") as file:
@@ -139,7 +139,7 @@ def _choose_model(paths: Sequence[str]) -> Sequence[str]:
 
 
 class _Download:
-    """One call's work. `choose` takes the files, of the paths on the hub."""
+    """The work of one call."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class _Download:
         self._check = check
         self._choose = choose
         self._blobs = repository.root / "blobs"
-        self._brought: list[Path] = []  # blobs that were not here before
+        self._brought: list[Path] = []  # blobs that were not in the cache before
 
     def run(self) -> Path:
         commit = self._ask()
@@ -189,7 +189,7 @@ class _Download:
         ]
         weights = [file for file in listed if matches(file["path"], _WEIGHTS)]
         others = [file for file in listed if file not in weights]
-        # Checked, for hash and checksums are about to be names of files.
+        # Validated, because the hash and the checksums become names of files.
         return msgspec.convert({"hash": info.sha, "weights": weights, "others": others}, Commit)
 
     def _require_files(self, commit: Commit) -> None:
@@ -209,13 +209,14 @@ class _Download:
         if missing > free:
             raise ModelNotLoaded(
                 f"{str(self.repository)!r} does not fit on the disk of the Hugging Face cache: "
-                f"{missing / 1e9:.1f} GB are to come, and {free / 1e9:.1f} GB are free"
+                f"it needs {missing / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free"
             )
 
     def _require_model(self, commit: Commit) -> None:
-        """Refuse what cannot be served before its weights come, and keep nothing of it.
+        """Refuse a model that cannot be served before its weights are downloaded, and remove what
+        has been downloaded of it.
 
-        The folder is described as it will be, with stand-ins for the weights.
+        Describes a folder as it would be, with tiny files in place of the weights.
         """
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
@@ -242,7 +243,7 @@ class _Download:
         return ModelNotFound(f"{name!r} cannot be served: {reason}", param="model")
 
     def _discard(self) -> None:
-        """Remove what has been brought, and the folders that hold nothing else."""
+        """Remove the blobs that this call has added, and the folders if they are empty then."""
         for blob in self._brought:
             blob.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
@@ -256,10 +257,10 @@ class _Download:
         return self._blobs / f"{file.checksum}.incomplete"
 
     def _bring(self, file: HubFile, commit: str) -> None:
-        """Have the file among the blobs."""
+        """Make sure that the file is among the blobs, with the right checksum."""
         blob, partial = self._blob(file), self._partial(file)
         root = self.repository.root
-        # huggingface-hub's own lock of this file
+        # huggingface-hub uses the same lock for this file.
         lock = root.parent / ".locks" / root.name / f"{file.checksum}.lock"
         for path in (blob, lock):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -271,13 +272,13 @@ class _Download:
                 partial.unlink()
                 raise ModelNotLoaded(
                     f"{file.path!r} of {str(self.repository)!r} arrived damaged: its checksum is "
-                    "not the one that the hub says; it was removed"
+                    "not the one that the hub gives; it was removed"
                 )
             partial.replace(blob)
             self._brought.append(blob)
 
     def _receive(self, file: HubFile, commit: str, partial: Path) -> None:
-        """Download what is missing of a file, and try again as long as that brings more."""
+        """Download what is missing of a file, and try again as long as more bytes arrive."""
         url = hf_hub_url(self.repository.id, file.path, revision=commit)
         partial.touch()
         if _size(partial) > file.size:
@@ -309,7 +310,7 @@ class _Download:
         )
 
     def _append(self, url: str, partial: Path, size: int, bar: Any) -> None:
-        """One request for the rest of a file. Raises HTTPError, also where that comes short."""
+        """Request the rest of a file once. Raises HTTPError, also if it ends early."""
         had = _size(partial)
         headers = build_hf_headers(**_CLIENT) | {"Accept-Encoding": "identity"}
         if had:
@@ -320,10 +321,10 @@ class _Download:
             headers=headers,
             timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,
             retry_on_exceptions=(),
-            retry_on_status_codes=429,  # it says how long to wait
+            retry_on_status_codes=429,  # the answer says how long to wait
         ) as response:
             hf_raise_for_status(response)
-            if had and response.status_code != 206:  # the whole file, whatever was asked for
+            if had and response.status_code != 206:  # the hub ignored the range: all comes again
                 bar.update(-had)
                 had = 0
             with partial.open("r+b") as file:
@@ -339,7 +340,7 @@ class _Download:
             raise errors.HTTPError("the connection ended early")
 
     def _link(self, commit: Commit) -> Path:
-        """The snapshot; what it links to is there."""
+        """Make the snapshot. All the blobs that it links to are there already."""
         files = (*commit.others, *commit.weights)
         folder = snapshot_download(
             self.repository.id,
@@ -352,7 +353,7 @@ class _Download:
         return Path(folder)
 
     def _write_ref(self, commit: str) -> None:
-        """Say that the revision is this commit."""
+        """Write that the revision is this commit."""
         root, ref = self.repository.root, self.repository.ref
         path = root / "refs" / ref
         if commit in (ref, read_ref(path)):
@@ -364,7 +365,7 @@ class _Download:
 
 
 class _FilesDownload(_Download):
-    """Of files that need not make a model."""
+    """A download of files that need not make a model."""
 
     def run(self) -> Path:
         commit = self._ask()
@@ -373,7 +374,8 @@ class _FilesDownload(_Download):
         for file in files:
             self._bring(file, commit.hash)
         folder = self._link(commit)
-        if cached(self.repository) is None:  # a model that is served from there stays
+        # A complete model may be served from this revision's commit, which then must stay.
+        if cached(self.repository) is None:
             self._write_ref(commit.hash)
         return folder
 
@@ -393,7 +395,7 @@ def _may_pass(error: errors.HfHubHTTPError) -> bool:
 
 
 def _explain(error: Exception, repository: Repository) -> ServeError:
-    """What went wrong. Not in the error's own words, which may hold signed addresses."""
+    """The error for the client. It never repeats the original text, which may hold signed URLs."""
     name, id = repr(str(repository)), repr(repository.id)
     log_in = "run: hf auth login"
     match error:

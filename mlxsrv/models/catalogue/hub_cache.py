@@ -2,7 +2,7 @@
 
 huggingface-hub defines the layout, since other programs read and write the cache too:
 
-    models--ORG--NAME/refs/REF                the commit that a branch or tag was last seen at
+    models--ORG--NAME/refs/REF                the last known commit of a branch or tag
     models--ORG--NAME/snapshots/COMMIT/PATH   a link to the file's blob
     models--ORG--NAME/blobs/CHECKSUM          a file; CHECKSUM.incomplete while it is downloaded
     models--ORG--NAME/trees/COMMIT.json       all paths on the hub
@@ -31,7 +31,8 @@ _ESSENTIAL = (
     "tokenizer.model",
     "tokenizer_config.json",
 )
-"""What every program that downloads a whole model takes: without it, the download was cut short."""
+"""Files that every program downloads with a whole model: if one is missing, the download was cut
+short."""
 
 SAE_WEIGHTS = (
     *("sae_weights.safetensors", "sae.safetensors"),
@@ -41,21 +42,23 @@ SAE_WEIGHTS = (
 
 _PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,94}[A-Za-z0-9_])?")
 _REVISION = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.+/-]{0,198}[A-Za-z0-9_+-])?")
-_NO_REVISION = re.compile(r"\.\.|//|/\.|\.lock(/|$)")  # what git and the cache take for another
+_NO_REVISION = re.compile(r"\.\.|//|/\.|\.lock(/|$)")  # git and the cache give it other meanings
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 class Repository(msgspec.Struct, frozen=True):
-    """A model on the hub, or one revision of it: a branch, tag or commit; None is `main`."""
+    """A repository of the hub, at one revision."""
 
     id: str
     revision: str | None = None
+    """A branch, tag or commit; None is `main`."""
 
     @classmethod
     def parse(cls, text: str) -> Repository:
-        """What `ORG/NAME` or `ORG/NAME@REVISION` names; both become parts of paths.
+        """Read `ORG/NAME` or `ORG/NAME@REVISION`.
 
-        Raises ValueError.
+        Raises:
+            ValueError: it is neither, or unsafe: name and revision become parts of paths.
         """
         id, at, revision = text.partition("@")
         parts = id.split("/")
@@ -80,26 +83,25 @@ class Repository(msgspec.Struct, frozen=True):
 
     @property
     def root(self) -> Path:
-        """Its folder in the cache, whether it is there or not."""
+        """Its folder in the cache, which need not exist."""
         return Path(constants.HF_HUB_CACHE) / f"models--{self.id.replace('/', '--')}"
 
 
 class CachedModel(msgspec.Struct, frozen=True):
-    """A model in the cache. What is in its folder may still be nothing that can be served."""
+    """A model in the cache. Its folder may still hold nothing that can be served."""
 
     name: str
-    """`ORG/NAME` for `main`, or for the newest snapshot if that is not here; others with `@REF`."""
+    """`ORG/NAME` for `main`, or for the newest snapshot if `main` is not in the cache; other
+    revisions as `ORG/NAME@REF`."""
     folder: Path
     incomplete: bool
-    """Its download has not come to its end."""
+    """Its download has not finished."""
 
 
 def cached_models() -> list[CachedModel]:
-    """All models in the cache, by name; entries that cannot be read are left out.
-
-    Not with `huggingface_hub.scan_cache_dir`: that hides a repository with one broken link, fails
-    on a file that it may not read, and looks at every file of every dataset.
-    """
+    """All models in the cache, sorted by name; entries that cannot be read are left out."""
+    # Not with `huggingface_hub.scan_cache_dir`, which hides a repository with one broken link,
+    # fails on a file that it may not read, and visits every file of every dataset.
     found = [model for root in _roots() for model in _cached_in(root)]
     return sorted(found, key=lambda model: model.name)
 
@@ -119,14 +121,14 @@ def _cached_in(root: Path) -> Iterator[CachedModel]:
 
 
 def _holds_saes(snapshot: Path) -> bool:
-    """Whether it is one of sparse autoencoders, with no model beside."""
+    """Whether a snapshot holds sparse autoencoders and no model."""
     here = [path.relative_to(snapshot) for path in _files(snapshot)]
     saes = any(path.name in SAE_WEIGHTS for path in here)
     return saes and not any(matches(path.as_posix(), ("model*.safetensors",)) for path in here)
 
 
 def cache_state() -> Hashable:
-    """The same value as long as `cached_models` finds the same. Reads folders, but no files."""
+    """A value that changes when the result of `cached_models` does. Reads folders, no files."""
     return tuple(
         (root.name, _mtime(root / "blobs"), *_mtimes(root / "refs"), *_mtimes(root / "snapshots"))
         for root in _roots()
@@ -134,9 +136,9 @@ def cache_state() -> Hashable:
 
 
 def cached(repository: Repository) -> Path | None:
-    """The folder of a model that is in the cache as a whole. Never asks the hub."""
+    """The folder of a model, if all of it is in the cache."""
     folder = snapshot(repository)
-    # Other programs fetch no more than a tokenizer, or a config, where they need no more.
+    # Other programs download only a tokenizer or a config, if they need no more.
     if folder is None or not (folder / "config.json").exists():
         return None
     if not any(folder.glob("model*.safetensors")):
@@ -145,14 +147,14 @@ def cached(repository: Repository) -> Path | None:
 
 
 def snapshot(repository: Repository) -> Path | None:
-    """Where the cache has what it holds of the revision, be it little or nothing."""
+    """The folder of what the cache holds of the revision. It may be incomplete, or not there."""
     root, ref = repository.root, repository.ref
     commit = ref if _COMMIT.fullmatch(ref) else read_ref(root / "refs" / ref)
     return None if commit is None else root / "snapshots" / commit
 
 
 def read_ref(file: Path) -> str | None:
-    """The commit in a file below `refs`."""
+    """The commit that a file below `refs` names."""
     try:
         commit = file.read_text("ascii").strip()
     except (OSError, ValueError):
@@ -161,16 +163,13 @@ def read_ref(file: Path) -> str | None:
 
 
 def is_complete(root: Path, commit: str) -> bool:
-    """Whether nothing of a snapshot is missing, as far as the cache can tell.
-
-    Where the paths on the hub are not known, any download that has not finished may be this one's.
-    """
+    """Whether all files of a snapshot are there, as far as the cache can tell."""
     snapshot = root / "snapshots" / commit
     paths = _files(snapshot)
     if not all(path.exists() for path in paths):
         return False
     wanted = _listed(root, commit)
-    if wanted is None:
+    if wanted is None:  # then any unfinished download may belong to this snapshot
         return not any(path.suffix == ".incomplete" for path in _entries(root / "blobs"))
     here = {path.relative_to(snapshot).as_posix() for path in paths}
     return all(path in here for path in wanted if matches(path, _ESSENTIAL))
@@ -187,7 +186,7 @@ def _listed(root: Path, commit: str) -> list[str] | None:
     try:
         from huggingface_hub import get_cached_repo_tree
         from huggingface_hub.errors import CachedRepoTreeNotFoundError
-    except ImportError:  # another program's is newer, and writes them
+    except ImportError:  # another program's huggingface-hub is newer, and wrote the file
         return None
     id = root.name.removeprefix("models--").replace("--", "/")
     try:
@@ -203,13 +202,13 @@ def _roots() -> list[Path]:
 
 
 def _snapshots(root: Path) -> dict[str, Path]:
-    """From commits to their folders."""
+    """The folder of each commit."""
     found = [path for path in _entries(root / "snapshots") if path.is_dir()]
     return {path.name: path for path in found if _COMMIT.fullmatch(path.name)}
 
 
 def _refs(root: Path) -> dict[str, str]:
-    """From branches and tags to commits."""
+    """The commit of each branch and tag."""
     refs = root / "refs"
     read = {path.relative_to(refs).as_posix(): read_ref(path) for path in _files(refs)}
     return {ref: commit for ref, commit in read.items() if commit is not None}
@@ -228,7 +227,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _mtimes(folder: Path) -> Iterator[int]:
-    """Of all folders there; and of refs, which older versions write where they are."""
+    """The times of all folders below; and of all refs, which older versions write in place."""
     for path, folders, names in os.walk(folder):
         folders.sort()
         yield _mtime(Path(path))
@@ -237,7 +236,7 @@ def _mtimes(folder: Path) -> Iterator[int]:
 
 
 def _mtime(path: Path) -> int:
-    """In nanoseconds; 0 if there is nothing."""
+    """The time of the last change in nanoseconds; 0 if there is no such file."""
     try:
         return path.stat().st_mtime_ns
     except OSError:

@@ -54,7 +54,7 @@ class Lease:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """What the model can do; known with the tokenizer."""
+        """The abilities of the model; known with the tokenizer."""
         return self.model.files.capabilities if self.model.files is not None else ()
 
     @property

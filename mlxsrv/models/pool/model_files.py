@@ -41,7 +41,7 @@ def capped(context_length: int | None, settings: Settings) -> int | None:
 def load_order(
     name: str, files: ModelFiles, settings: Settings, vectors: Iterable[ControlVector]
 ) -> Load:
-    """What the device thread is told to load."""
+    """The order that tells the device thread to load a model."""
     return Load(
         model=name,
         path=str(files.folder),

@@ -1,4 +1,5 @@
-"""What happens to models: logged, and told to those who count it, metrics say."""
+"""Events of models: loaded, failed, evicted. They are logged, and observers such as the metrics are
+told."""
 
 from __future__ import annotations
 
@@ -15,29 +16,31 @@ _log = logging.getLogger("mlxsrv.models")
 
 
 class ModelLoaded(Struct, frozen=True):
-    """`seconds` are the load's own: those of waiting for room, or of a download, are not in it."""
+    """A model has been loaded."""
 
     model: str
     seconds: float
+    """The time of the load alone, without a download or a wait for room."""
     bytes: int
 
 
 class ModelFailed(Struct, frozen=True):
-    """A load, or what comes before one, has failed. `model` is "" where the catalogue does not know
-    it: a client can make up as many names as it likes."""
+    """A load, or the preparation for one, has failed."""
 
     model: str
+    """"" if the catalogue does not know it, since clients can make up any number of names."""
 
 
 class ModelEvicted(Struct, frozen=True):
-    """`reason` is one word: room, or idle."""
+    """A model has been evicted."""
 
     model: str
     reason: str
+    """One word: "room" or "idle"."""
 
 
 class ModelObserver(Protocol):
-    """Called on the event loop, in the middle of things: must be quick, and must not raise."""
+    """Called on the event loop while the pool changes: must be quick, and must not raise."""
 
     def model_loaded(self, event: ModelLoaded) -> None: ...
     def model_failed(self, event: ModelFailed) -> None: ...
@@ -45,7 +48,7 @@ class ModelObserver(Protocol):
 
 
 class PoolLog:
-    """Writes down what the pool does."""
+    """Logs what the pool does, and tells observers."""
 
     def __init__(self, observers: Sequence[ModelObserver]) -> None:
         self._observers = observers
@@ -72,7 +75,7 @@ class PoolLog:
             observer.model_failed(ModelFailed(model if known else ""))
 
     def evicted(self, loaded: Loaded, reason: str) -> None:
-        """`reason` begins with its one word."""
+        """The first word of `reason` is the one that observers are told."""
         log(
             _log,
             logging.INFO,
@@ -87,7 +90,7 @@ class PoolLog:
     def switched(
         self, model: str, victims: Sequence[str], *, waited: float, seconds: float
     ) -> None:
-        """A model has been loaded, and others have gone for it."""
+        """A model has been loaded, and others were evicted for it. Times are in seconds."""
         log(
             _log,
             logging.INFO,
@@ -99,5 +102,5 @@ class PoolLog:
         )
 
     def dropped(self, model: str) -> None:
-        """With all others, since the server ends."""
+        """A model has been unloaded because the server ends."""
         log(_log, logging.INFO, "model unloaded", model=model, reason="shutdown")

@@ -1,4 +1,4 @@
-"""What a model needs before it is loaded: its files, what they say, and its tokenizer."""
+"""The preparation of a model for its load: its files, their description, and its tokenizer."""
 
 from __future__ import annotations
 

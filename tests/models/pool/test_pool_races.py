@@ -422,6 +422,27 @@ def test_what_comes_back_takes_no_room_from_others(folder: Path) -> None:
     run(play)
 
 
+def test_a_request_may_come_just_when_the_last_one_has_left(folder: Path) -> None:
+    """Its load has been refused the room by then, and does not know it yet."""
+
+    async def play() -> None:
+        world = World(folder, random.Random(0), calm=True, max_models=1)
+        used = await entered(world.pool, "a")
+        first, waits = begin(world.pool, "b")
+        await turns(50)
+        assert states(world.pool)["b"] is LoadState.WAITING
+        second, enters = begin(world.pool, "b")
+        first.release()
+        assert states(world.pool)["b"] is LoadState.UNUSED
+        used.release()
+        await enters
+        second.release()
+        await asyncio.gather(waits, return_exceptions=True)
+        await world.finish()
+
+    run(play)
+
+
 def test_every_change_of_state_happens_and_no_other(folder: Path, moves: set[Move]) -> None:
     """So the table says neither too little nor too much."""
 
