@@ -32,7 +32,8 @@ from mlxsrv.engine.execution.batch import Batch, weights
 from mlxsrv.engine.loading.layout import lay_out
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
+from mlxsrv.engine.steering.control_vectors import fit_vectors
+from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation import Sampling, Steering
 from tests.support.ggufs import write_gguf
 from tests.support.saes import write_sae

@@ -68,16 +68,18 @@ class Row:
     Args:
         job: what is asked.
         constraint: what the row may say; anything, unless given.
-        steer: what is added to the row's hidden states, a `Steer` of the model's steerer. Nothing
-            here looks into it, for it holds arrays.
+        steering: what is added to the row's hidden states: a `RowSteering`. Nothing here looks into
+            it, for it holds arrays.
     """
 
-    __slots__ = ("accepted_tokens", "constraint", "drawn", "faults", "job", "state", "steer")
+    __slots__ = ("accepted_tokens", "constraint", "drawn", "faults", "job", "state", "steering")
 
-    def __init__(self, job: Job, constraint: Constraint | None = None, steer: Any = None) -> None:
+    def __init__(
+        self, job: Job, constraint: Constraint | None = None, steering: Any = None
+    ) -> None:
         self.job = job
         self.constraint = constraint
-        self.steer = steer
+        self.steering = steering
         self.state = RowState.WAITING  # changed by `enter` only
         self.drawn: list[int] = []  # tokens delivered
         self.accepted_tokens = 0  # how many of `drawn` the constraint has accepted

@@ -42,7 +42,7 @@ from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import LogprobReader, Masks, Penalties, Proof, StepLogprobs
 from mlxsrv.engine.sampling.sampler import Sampler
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.steering.plan import Sight
+from mlxsrv.engine.steering.plan import PassActivations
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation import FinishReason
 
@@ -101,7 +101,7 @@ class Launched(NamedTuple):
 
     proofs: tuple[Proof, ...] = ()
     drawn: tuple[StepLogprobs, ...] = ()
-    sights: tuple[tuple[Sight, list[Place]], ...] = ()
+    activations: tuple[tuple[PassActivations, list[Place]], ...] = ()
 
     def broken(self) -> set[Row]:
         """Rows whose token means nothing, for the model computed NaN."""
@@ -120,7 +120,9 @@ class Launched(NamedTuple):
     def beside(self, other: Launched) -> Launched:
         """The same for the rows of both steps."""
         return Launched(
-            self.proofs + other.proofs, self.drawn + other.drawn, self.sights + other.sights
+            self.proofs + other.proofs,
+            self.drawn + other.drawn,
+            self.activations + other.activations,
         )
 
 
@@ -197,10 +199,10 @@ class Decoder:
         else:
             # What may come next depends on what came, so the model runs while that is looked at.
             mx.async_eval(logits)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
-            sights = self._look()
+            activations = self._look()
             keep = self._accept(rows, self._deliver(rows, inputs, last, events), events)
             self._inputs, proofs, scores = step.draw(logits, inputs)
-            self._launched = Launched(proofs, scores, sights)
+            self._launched = Launched(proofs, scores, activations)
             keep = self._permit(rows, keep, step.masks, events)
         self._count_step()
         self._time_step(waited)
@@ -227,20 +229,20 @@ class Decoder:
     def _plan_steering(self) -> None:
         if self._step is None:  # rows have changed
             for sub_batch in self.sub_batches:
-                sub_batch.plan = self._steerer.plan([row.steer for row in sub_batch.rows])
+                sub_batch.plan = self._steerer.plan([row.steering for row in sub_batch.rows])
 
-    def _look(self) -> tuple[tuple[Sight, list[Place]], ...]:
+    def _look(self) -> tuple[tuple[PassActivations, list[Place]], ...]:
         """The activations that are watched in the step that was just launched."""
         if not self._steerer.watches:
             return ()
-        sights = tuple(
-            (sub_batch.plan.sight, [row.place for row in sub_batch.rows])
+        activations = tuple(
+            (sub_batch.plan.activations, [row.place for row in sub_batch.rows])
             for sub_batch in self.sub_batches
-            if sub_batch.plan is not None and sub_batch.plan.sight is not None
+            if sub_batch.plan is not None and sub_batch.plan.activations is not None
         )
-        for sight, _ in sights:
-            mx.async_eval(sight.arrays)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
-        return sights
+        for seen, _ in activations:
+            mx.async_eval(seen.arrays)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
+        return activations
 
     def _deliver(
         self, rows: Sequence[Row], inputs: mx.array, last: Launched, events: list[Event]
@@ -250,8 +252,8 @@ class Decoder:
         broken = last.broken()
         likelihoods = last.likelihoods()
         # The activations of the step before, like its tokens.
-        for sight, places in last.sights:
-            events += sight.read(places)
+        for seen, places in last.activations:
+            events += seen.read(places)
         keep: list[int] = []
         for i, (row, token) in enumerate(zip(rows, ids, strict=True)):
             if row.state is RowState.FRESH:

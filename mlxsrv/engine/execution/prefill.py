@@ -34,7 +34,7 @@ from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Place, Row, RowState
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.steering.plan import Plan, run
+from mlxsrv.engine.steering.plan import SteeringPlan, forward
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation import Constraint
 
@@ -101,8 +101,8 @@ class Prefill:
         # The choices of one request share a prompt, so they share the array made of it.
         known = last is not None and last.job.prompt is job.prompt
         body = last.body if last is not None and known else as_tokens(job.prompt)[:-1]
-        steer = self._steerer.freeze(job.steering)
-        self._queue.add(QueuedPrompt(Row(job, constraint, steer), body))
+        steering = self._steerer.prepare(job.steering)
+        self._queue.add(QueuedPrompt(Row(job, constraint, steering), body))
 
     def cancel(self, job_ids: set[int]) -> None:
         """Forget these jobs. What was read of their prompts stays in the prompt cache."""
@@ -143,7 +143,7 @@ class Prefill:
     def read(self, prompts: list[PartialPrompt], *, decoding: bool, beside: bool) -> SliceOutcome:
         """Read one slice of these prompts: all of several, or a chunk of one."""
         began, starts = perf_counter(), [prompt.done for prompt in prompts]
-        plan = self._steerer.plan([prompt.steer for prompt in prompts])
+        plan = self._steerer.plan([prompt.steering for prompt in prompts])
         if len(prompts) > 1:
             cache = self._read_together(prompts, plan)
             activations = _look(prompts, starts, plan)
@@ -283,7 +283,7 @@ class Prefill:
         """Leave `cache`, which has seen the prompt as far as it is read, to the prompt cache."""
         self._cached.put(prompt.text[: prompt.done], cache, prompt.job.steering)
 
-    def _read_together(self, prompts: Sequence[PartialPrompt], plan: Plan | None) -> Cache:
+    def _read_together(self, prompts: Sequence[PartialPrompt], plan: SteeringPlan | None) -> Cache:
         cache = merge([prompt.cache for prompt in prompts])
         read_together(self._model, cache, [prompt.rest for prompt in prompts], plan)
         for prompt in prompts:
@@ -292,12 +292,12 @@ class Prefill:
 
 
 def _look(
-    prompts: Sequence[PartialPrompt], starts: Sequence[int], plan: Plan | None
+    prompts: Sequence[PartialPrompt], starts: Sequence[int], plan: SteeringPlan | None
 ) -> list[Activations]:
     """The activations that were watched in a slice that began at `starts`."""
-    if plan is None or plan.sight is None:
+    if plan is None or plan.activations is None:
         return []
-    events = plan.sight.read(
+    events = plan.activations.read(
         [
             Place(tuple(job.id for job in prompt.jobs), start, prompt.done - start)
             for prompt, start in zip(prompts, starts, strict=True)
@@ -307,7 +307,7 @@ def _look(
 
 
 def read_together(
-    model: Any, cache: Cache, prompts: Sequence[tuple[int, ...]], plan: Plan | None = None
+    model: Any, cache: Cache, prompts: Sequence[tuple[int, ...]], plan: SteeringPlan | None = None
 ) -> None:
     """Read one prompt into each row of the batch cache, in one pass, right-padded."""
     lengths = [len(prompt) for prompt in prompts]
@@ -316,7 +316,7 @@ def read_together(
         for layer in cache:
             layer.prepare(lengths=lengths, right_padding=padding)
     tokens = [prompt + (0,) * pad for prompt, pad in zip(prompts, padding, strict=True)]
-    run(model, plan, mx.array(tokens), cache)
+    forward(model, plan, mx.array(tokens), cache)
     if any(padding):
         for layer in cache:
             layer.finalize()

@@ -29,7 +29,7 @@ from mlxsrv.engine.row import Row, RowState
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import likelihoods, read_likelihoods
 from mlxsrv.engine.scheduling.pace import LEAST_CHUNK
-from mlxsrv.engine.steering.plan import Plan, run
+from mlxsrv.engine.steering.plan import SteeringPlan, forward
 
 _MOST_LOGITS = 16 * 1024 * 1024  # numbers, in a chunk of a prompt that is scored
 
@@ -84,7 +84,7 @@ class PartialPrompt:
         self.job = queued[0].job
         self.body = queued[0].body
         self.text = queued[0].row.seen
-        self.steer = queued[0].row.steer
+        self.steering = queued[0].row.steering
         self.recovering = queued[0].row.state is RowState.RECOVERING
         scored = [] if self.recovering else [job for job in self.jobs if job.scores is not None]
         self.scorer = PromptScorer(scored[0]) if scored else None
@@ -139,14 +139,14 @@ class PartialPrompt:
             each.told = max(each.told, self.done)
         return self.queued
 
-    def read(self, model: Any, limit: int, plan: Plan | None = None) -> int:
+    def read(self, model: Any, limit: int, plan: SteeringPlan | None = None) -> int:
         """Read at most `limit` tokens, and no further than the checkpoint; how many it was."""
         end = self.done + (limit if self.scorer is None else self.scorer.bound(limit))
         if self.done < self.checkpoint < end:
             end = self.checkpoint
         part = self.text[self.done : min(end, len(self.text) - 1)]
         if part:
-            logits = run(model, plan, mx.array(part)[None], self.cache)
+            logits = forward(model, plan, mx.array(part)[None], self.cache)
             if self.scorer is not None:
                 self.scorer.score(self.done, logits[0])
             mx.eval([layer.state for layer in self.cache])

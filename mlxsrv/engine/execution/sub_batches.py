@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from mlxsrv.engine.cache.prompt_cache import Cache
 from mlxsrv.engine.row import Row
-from mlxsrv.engine.steering.plan import Plan, run
+from mlxsrv.engine.steering.plan import SteeringPlan, forward
 
 
 class SubBatch:
@@ -33,16 +33,16 @@ class SubBatch:
     def __init__(self, rows: list[Row], cache: Cache) -> None:
         self.rows = rows
         self.cache = cache
-        self.plan: Plan | None = None
+        self.plan: SteeringPlan | None = None
 
     def decode(self, model: Any, inputs: mx.array) -> mx.array:
         """Feed each row its input `(rows,)`; logits `(rows, vocabulary)`, not evaluated."""
-        logits: mx.array = run(model, self.plan, inputs[:, None], self.cache)
+        logits: mx.array = forward(model, self.plan, inputs[:, None], self.cache)
         return logits[:, -1, :]
 
     def check(self, model: Any, tokens: mx.array) -> mx.array:
         """Feed the only row several tokens `(n,)`; the logits behind each `(n, vocabulary)`."""
-        logits: mx.array = run(model, self.plan, tokens[None], self.cache)
+        logits: mx.array = forward(model, self.plan, tokens[None], self.cache)
         return logits[0]
 
     def cut(self, tokens: int) -> None:

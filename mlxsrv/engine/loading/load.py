@@ -27,7 +27,8 @@ from mlxsrv.engine.loading.warm_up import warm_up, warm_up_encoder
 from mlxsrv.engine.loading.weights import FileArrays, WeightReader
 from mlxsrv.engine.orders import Load
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
+from mlxsrv.engine.steering.control_vectors import fit_vectors
+from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.json_files import read_object
 

@@ -1,8 +1,8 @@
-"""What is added to the hidden states of rows that share a pass, and what is watched there.
+"""Steering the rows of one pass, and watching them.
 
-Each row has its own: a Steer, frozen when its job came. A Plan is those of all rows of a pass as
-arrays with one entry a row, zeros where a row has nothing, so that one addition serves them all.
-Additions are computed in float32 and cast to what the layer computes in.
+Each row has a RowSteering, prepared when its job came. A SteeringPlan stacks those of all rows into
+arrays with one entry a row, zeros where a row has none, so one addition serves all rows. Additions
+are computed in float32 and cast to the type that the layer computes in.
 
 Used on the device thread only.
 """
@@ -21,7 +21,7 @@ from mlxsrv.engine.steering.sae import SAE
 
 
 class Clamp(NamedTuple):
-    """Features of an SAE and the activations that they are to have."""
+    """Features of an SAE, and the activations that they shall have."""
 
     site: Site
     sae: SAE
@@ -29,38 +29,42 @@ class Clamp(NamedTuple):
     targets: tuple[float, ...]
 
 
-class Steer(NamedTuple):
-    """What one row has added: `directions` `(width,)` at their sites, and what is clamped."""
+class RowSteering(NamedTuple):
+    """Steering of one row: directions `(width,)` to add at sites, and features to clamp."""
 
     directions: Mapping[Site, mx.array]
     clamp: Clamp | None = None
 
 
-class Watched(NamedTuple):
-    """What is looked at, in every row: these features, and the `top` highest of all."""
+class WatchList(NamedTuple):
+    """Activations to report of every row: of these features, and the `top` highest of all."""
 
     site: Site
     sae: SAE
     features: tuple[int, ...]
     top: int
     probe: Change
-    """From hidden states to the features' activations."""
+    """From hidden states `(rows, tokens, width)` to activations `(rows, tokens, features)`."""
 
 
-class Sight:
-    """What was watched in one pass, not read yet."""
+class PassActivations:
+    """The activations of one pass, on the device; `read` brings them to the host.
 
-    def __init__(self, watched: Watched, hidden: mx.array) -> None:
-        sae = watched.sae
+    Args:
+        watched: which activations.
+        hidden: `(rows, tokens, width)`, before anything is added.
+    """
+
+    def __init__(self, watched: WatchList, hidden: mx.array) -> None:
         self._features = watched.features
         self.arrays: list[mx.array] = []
         if watched.features:
             self.arrays.append(watched.probe(hidden))
         if watched.top:
-            self.arrays += _find_highest(sae, hidden, watched.top)
+            self.arrays += _find_highest(watched.sae, hidden, watched.top)
 
     def read(self, places: Sequence[Place]) -> list[Activations]:
-        """What the features made of the tokens at these places, row by row. Waits for the pass."""
+        """The activations at these places, row by row. Waits for the pass."""
         chosen, top, values = self._columns()
         events: list[Activations] = []
         for row, place in enumerate(places):
@@ -81,7 +85,10 @@ class Sight:
 
 
 def _find_highest(sae: SAE, hidden: mx.array, count: int) -> list[mx.array]:
-    """The features with the highest activations, and these: both `(rows, tokens, count)`."""
+    """The features with the highest activations, and their activations.
+
+    Both are `(rows, tokens, count)`; `hidden` is `(rows, tokens, width)`.
+    """
     rows, tokens, _ = hidden.shape
     at_once = max(1, _MOST_ACTIVATIONS // (rows * sae.file.d_sae))
     first = max(0, sae.file.d_sae - count)
@@ -94,49 +101,57 @@ def _find_highest(sae: SAE, hidden: mx.array, count: int) -> list[mx.array]:
     return [mx.concatenate(tops, axis=1), mx.concatenate(values, axis=1)]
 
 
-_MOST_ACTIVATIONS = 4 * 1024 * 1024  # numbers; more of a long prompt's are looked at in parts
+_MOST_ACTIVATIONS = 4 * 1024 * 1024  # numbers at once; a long prompt has more
 
 
-class Plan:
-    """What happens at each site in passes of certain rows.
+class SteeringPlan:
+    """The changes at each site in passes of certain rows.
 
     Args:
-        model: a model of mlx-lm's.
-        steers: of each row, in the order of the pass.
-        watched: what is to be looked at, before anything is added.
+        model: one of mlx-lm's.
+        steerings: each row's, in the order of the pass.
+        watched: activations to report; they are computed before anything is added.
+
+    Attributes:
+        activations: those of the last pass; None where nothing is watched.
     """
 
     def __init__(
-        self, model: Any, steers: Sequence[Steer | None], watched: Watched | None = None
+        self, model: Any, steerings: Sequence[RowSteering | None], watched: WatchList | None = None
     ) -> None:
         self._model = model
         self._layers = find_layers(model)
         self._watched = watched
-        self.sight: Sight | None = None
-        present = [steer for steer in steers if steer is not None]
-        sites = {site for steer in present for site in steer.directions}
-        sites |= {steer.clamp.site for steer in present if steer.clamp is not None}
-        self._changes: dict[Site, Change] = {site: _Addition(site, steers) for site in sites}
+        self.activations: PassActivations | None = None
+        given = [each for each in steerings if each is not None]
+        sites = {site for each in given for site in each.directions}
+        sites |= {each.clamp.site for each in given if each.clamp is not None}
+        self._changes: dict[Site, Change] = {site: _Addition(site, steerings) for site in sites}
         if watched is not None:
             self._changes[watched.site] = self._look_at(self._changes.get(watched.site, _unchanged))
 
-    def run(self, tokens: mx.array, cache: Any) -> Any:
-        """What the model makes of the tokens `(rows, n)`: its logits, not evaluated."""
+    def forward(self, tokens: mx.array, cache: Any) -> Any:
+        """Run the model. Returns its logits `(rows, n, vocabulary)`, not evaluated.
+
+        Args:
+            tokens: `(rows, n)`.
+            cache: the KV cache of the rows.
+        """
         with hooked(self._layers, self._changes):
             return self._model(tokens, cache=cache)
 
     def _look_at(self, change: Change) -> Change:
         def look(hidden: mx.array) -> mx.array:
             assert self._watched is not None
-            self.sight = Sight(self._watched, hidden)
+            self.activations = PassActivations(self._watched, hidden)
             return change(hidden)
 
         return look
 
 
-def run(model: Any, plan: Plan | None, tokens: mx.array, cache: Any) -> Any:
-    """What the model makes of the tokens, with the plan of their rows, if there is one."""
-    return model(tokens, cache=cache) if plan is None else plan.run(tokens, cache)
+def forward(model: Any, plan: SteeringPlan | None, tokens: mx.array, cache: Any) -> Any:
+    """Run the model, with its rows' plan if they have one: see `SteeringPlan.forward`."""
+    return model(tokens, cache=cache) if plan is None else plan.forward(tokens, cache)
 
 
 def _unchanged(hidden: mx.array) -> mx.array:
@@ -144,12 +159,12 @@ def _unchanged(hidden: mx.array) -> mx.array:
 
 
 class _Addition:
-    """What is added at one site."""
+    """The change at one site: directions are added, features are clamped."""
 
-    def __init__(self, site: Site, steers: Sequence[Steer | None]) -> None:
-        directions = [None if steer is None else steer.directions.get(site) for steer in steers]
-        self._direction = _stack(directions)  # (rows or 1, 1, width), cast when it is known to what
-        self._clamps = _group_clamps(site, steers)
+    def __init__(self, site: Site, steerings: Sequence[RowSteering | None]) -> None:
+        directions = [None if each is None else each.directions.get(site) for each in steerings]
+        self._direction = _stack(directions)  # (rows or 1, 1, width); the first pass casts it
+        self._clamps = _group_clamps(site, steerings)
 
     def __call__(self, hidden: mx.array) -> mx.array:
         delta = self._direction
@@ -163,7 +178,7 @@ class _Addition:
 
 
 def _stack(directions: Sequence[mx.array | None]) -> mx.array | None:
-    """One entry a row, or one for all where they have the same."""
+    """One entry a row, or one for all rows if they have the same."""
     given = [each for each in directions if each is not None]
     if not given:
         return None
@@ -174,8 +189,11 @@ def _stack(directions: Sequence[mx.array | None]) -> mx.array | None:
 
 
 class _Clamps:
-    """The clamps of one SAE in a pass: `Σ (target - activation) · effect` of each row's, which is
-    what the targets decode to in place of the activations."""
+    """The clamps of one SAE in a pass.
+
+    They add `Σ (target - activation) · effect` over each row's clamped features: the difference
+    between what the targets decode to and what the activations decode to.
+    """
 
     def __init__(self, sae: SAE, clamps: Sequence[Clamp | None]) -> None:
         features = sorted({feature for clamp in clamps if clamp for feature in clamp.features})
@@ -199,11 +217,12 @@ class _Clamps:
         return delta
 
 
-def _group_clamps(site: Site, steers: Sequence[Steer | None]) -> list[_Clamps]:
-    """Rows that came before an SAE was changed for another still have the old one."""
+def _group_clamps(site: Site, steerings: Sequence[RowSteering | None]) -> list[_Clamps]:
+    """The clamps at a site by SAE: rows that are older than the SAE that is attached now keep the
+    one before."""
     clamps = [
-        steer.clamp if steer and steer.clamp and steer.clamp.site == site else None
-        for steer in steers
+        each.clamp if each and each.clamp and each.clamp.site == site else None
+        for each in steerings
     ]
     saes = {id(clamp.sae): clamp.sae for clamp in clamps if clamp is not None}
     return [

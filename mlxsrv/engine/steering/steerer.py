@@ -1,4 +1,4 @@
-"""What one model has to steer and to watch its rows with: an SAE, and control vectors.
+"""Steering of one model: its control vectors, the SAE that is attached, and the watched features.
 
 Used on the device thread only.
 """
@@ -14,15 +14,15 @@ import mlx.core as mx
 from mlxsrv.engine.events import Attached
 from mlxsrv.engine.orders import Attach, Watch
 from mlxsrv.engine.steering.hooks import Site, check_sites
-from mlxsrv.engine.steering.plan import Clamp, Plan, Steer, Watched
+from mlxsrv.engine.steering.plan import Clamp, RowSteering, SteeringPlan, WatchList
 from mlxsrv.engine.steering.sae import SAE, load_sae
-from mlxsrv.engine.steering.vectors import load_vector
-from mlxsrv.formats.control_vectors import read_vector
 from mlxsrv.formats.sae_files import read_sae
 from mlxsrv.generation import Steering
 
-Vectors = Mapping[str, Mapping[int, mx.array]]
-"""Control vectors: their directions `(width,)` by layer, by name."""
+ControlVectors = Mapping[str, Mapping[int, mx.array]]
+"""By name, and then by layer: the direction `(width,)` to add to the layer's output."""
+
+_MOST_PREPARED = 256  # beyond that all are dropped, and made again when asked for
 
 
 class _Attachment(NamedTuple):
@@ -32,85 +32,86 @@ class _Attachment(NamedTuple):
 
 
 class Steerer:
-    """Makes of what jobs ask the plans of passes.
+    """Makes the steering plans of passes from what jobs ask for.
 
     Args:
-        model: a model of mlx-lm's.
-        vectors: those that fit the model.
+        model: one of mlx-lm's.
+        vectors: control vectors that fit the model.
     """
 
-    def __init__(self, model: Any, vectors: Vectors | None = None) -> None:
+    def __init__(self, model: Any, vectors: ControlVectors | None = None) -> None:
         self._model = model
         self._vectors = vectors or {}
         self._attachment: _Attachment | None = None
-        self._watched: Watched | None = None
-        self._frozen: dict[Steering, Steer] = {}
+        self._watched: WatchList | None = None
+        self._prepared: dict[Steering, RowSteering] = {}
 
     @property
     def watches(self) -> bool:
         return self._watched is not None
 
-    def attach(self, command: Attach) -> Generator[None, None, Attached]:
-        """Read an SAE, yielding between slices. Raises ValueError with the reason it cannot be."""
-        file = read_sae(Path(command.path))
-        site = Site.of(command.layer, command.before)
+    def attach(self, order: Attach) -> Generator[None, None, Attached]:
+        """Read an SAE, yielding between slices. Raises ValueError with the reason if it cannot."""
+        file = read_sae(Path(order.path))
+        site = Site.of(order.layer, order.before)
         check_sites(self._model, [site], file.d_in)
         yield
         sae = yield from load_sae(file)
-        # Once through all of it: what cannot be computed is told now, and not by a request.
+        # One pass through all of it: if it cannot be computed, the attachment fails, not a request.
         hidden = mx.zeros((1, 1, file.d_in))
         mx.eval(sae.decode(sae.encode(hidden), hidden))
-        self._attachment = _Attachment(command.number, site, sae)
-        self._frozen.clear()
-        return Attached(command.number, sae.nbytes)
+        self._attachment = _Attachment(order.number, site, sae)
+        self._prepared.clear()
+        return Attached(order.number, sae.nbytes)
 
     def detach(self) -> None:
         self._attachment = self._watched = None
-        self._frozen.clear()
+        self._prepared.clear()
 
-    def watch(self, command: Watch) -> None:
-        """Look at these features from now on; at none of an SAE that is not there."""
+    def watch(self, order: Watch) -> None:
+        """Report these features' activations from now on; none if no SAE is attached."""
         self._watched = None
-        if self._attachment is not None and (command.features or command.top):
+        if self._attachment is not None and (order.features or order.top):
             _, site, sae = self._attachment
-            probe = sae.probe(mx.array(command.features, dtype=mx.int32))
-            self._watched = Watched(site, sae, command.features, command.top, probe)
+            probe = sae.probe(mx.array(order.features, dtype=mx.int32))
+            self._watched = WatchList(site, sae, order.features, order.top, probe)
 
-    def freeze(self, asked: Steering | None) -> Steer | None:
-        """What a row has added, whatever is attached later. Jobs that ask the same share it.
+    def prepare(self, asked: Steering | None) -> RowSteering | None:
+        """The arrays of a row's steering. They stay the same whatever is attached later, and jobs
+        that ask for the same share them.
 
-        Raises ValueError: its SAE or control vector is not there.
+        Raises ValueError if its SAE or control vector is not there.
         """
         if asked is None:
             return None
-        if asked not in self._frozen:
-            if len(self._frozen) >= _MOST_FROZEN:
-                self._frozen.clear()
-            self._frozen[asked] = self._make(asked)
-        return self._frozen[asked]
+        if asked not in self._prepared:
+            if len(self._prepared) >= _MOST_PREPARED:
+                self._prepared.clear()
+            self._prepared[asked] = self._make(asked)
+        return self._prepared[asked]
 
-    def plan(self, steers: Sequence[Steer | None]) -> Plan | None:
-        """What happens in passes of these rows; None if nothing does."""
-        if self._watched is None and not any(steers):
+    def plan(self, steerings: Sequence[RowSteering | None]) -> SteeringPlan | None:
+        """The plan of passes of rows with these steerings; None if there is nothing to do."""
+        if self._watched is None and not any(steerings):
             return None
-        return Plan(self._model, steers, self._watched)
+        return SteeringPlan(self._model, steerings, self._watched)
 
-    def _make(self, asked: Steering) -> Steer:
+    def _make(self, asked: Steering) -> RowSteering:
         directions = self._sum_vectors(asked.vectors)
         if not asked.values:
-            return Steer(directions)
+            return RowSteering(directions)
         attachment = self._attachment
         if attachment is None or attachment.number != asked.attachment:
             raise ValueError("its SAE has been detached")
         features, values = zip(*asked.values, strict=True)
         _, site, sae = attachment
         if asked.mode == "clamp":
-            return Steer(directions, Clamp(site, sae, features, values))
+            return RowSteering(directions, Clamp(site, sae, features, values))
         direction = mx.array(values) @ sae.directions(features)
         if site in directions:
             direction = direction + directions[site]
         mx.eval(direction)
-        return Steer({**directions, site: direction})
+        return RowSteering({**directions, site: direction})
 
     def _sum_vectors(self, asked: Sequence[tuple[str, float]]) -> dict[Site, mx.array]:
         directions: dict[Site, mx.array] = {}
@@ -123,22 +124,3 @@ class Steerer:
                 directions[site] = scaled if known is None else known + scaled
         mx.eval(list(directions.values()))
         return directions
-
-
-_MOST_FROZEN = 256  # what is asked again is made again
-
-
-def fit_vectors(
-    model: Any, wanted: Sequence[tuple[str, str]]
-) -> tuple[dict[str, dict[int, mx.array]], tuple[str, ...]]:
-    """Of the control vectors (name, file) those that fit the model, and why others do not."""
-    vectors: dict[str, dict[int, mx.array]] = {}
-    notes: list[str] = []
-    for name, path in wanted:
-        try:
-            file = read_vector(Path(path))
-            check_sites(model, [Site(layer) for layer in file.layers], file.width)
-            vectors[name] = load_vector(file)
-        except (OSError, ValueError) as error:
-            notes.append(f"control_vector {name}: {error}; it is not used with this model")
-    return vectors, tuple(notes)

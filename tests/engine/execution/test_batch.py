@@ -19,7 +19,7 @@ from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.prefill import masks_padding
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.steering.plan import run as steering_run
+from mlxsrv.engine.steering.plan import forward
 from mlxsrv.generation import Sampling
 from tests.support.effort import per_cache
 from tests.support.tiny import FAMILIES, write_model
@@ -363,9 +363,9 @@ def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
 
     def feed(model: Any, plan: Any, tokens: mx.array, cache: Any) -> Any:
         fed.append(tokens.size)
-        return steering_run(model, plan, tokens, cache)
+        return forward(model, plan, tokens, cache)
 
-    monkeypatch.setattr(prefill_stages, "run", feed)
+    monkeypatch.setattr(prefill_stages, "forward", feed)
     batch.submit(job(1, long, 4))
     slices: list[int] = []
     while not any(isinstance(event, PromptRead) for event in batch.prefill()):

@@ -21,9 +21,10 @@ from mlxsrv.engine.events import Activations, Event, Failed, PromptRead, Token
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
-from mlxsrv.engine.steering.plan import Plan, run
-from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
+from mlxsrv.engine.steering.plan import SteeringPlan, forward
+from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation import Sampling, Steering
 from tests.engine.execution.test_speculation import Always
 from tests.support.effort import per_cache
@@ -167,8 +168,8 @@ def hidden_states(model: Any, tokens: tuple[int, ...], site: Site) -> mx.array:
     return seen[0][0]
 
 
-def only(steerer: Steerer, steering: Steering | None) -> Plan | None:
-    return steerer.plan([steerer.freeze(steering)])
+def only(steerer: Steerer, steering: Steering | None) -> SteeringPlan | None:
+    return steerer.plan([steerer.prepare(steering)])
 
 
 @pytest.mark.parametrize("family", per_cache(SMALL))
@@ -222,7 +223,7 @@ def test_nothing_is_as_it_was_without(models: Models, family: str, sae: Path) ->
     assert [drawn[0], drawn[1]] == expected
     tokens = mx.array([asked[0]])
     plain = model(tokens, cache=make_prompt_cache(model))
-    zero = run(model, only(steerer, additive((5, 0.0))), tokens, make_prompt_cache(model))
+    zero = forward(model, only(steerer, additive((5, 0.0))), tokens, make_prompt_cache(model))
     assert mx.array_equal(plain, zero)
     steerer.detach()
     drawn = answers(batch, [ask(i, prompt) for i, prompt in enumerate(asked)])
@@ -247,7 +248,7 @@ def test_what_is_added_is_the_delta(models: Models, family: str, sae: Path) -> N
 
     with hooked(find_layers(model), {Site(1, before=True): look}):
         mx.eval(model(mx.array([prompt]), cache=make_prompt_cache(model)))
-        mx.eval(plan.run(mx.array([prompt]), make_prompt_cache(model)))
+        mx.eval(plan.forward(mx.array([prompt]), make_prompt_cache(model)))
     difference = np.array(seen[1] - seen[0])[0]
     rounding = 1e-6 * max(1.0, float(np.abs(np.array(seen[0])).max()))
     assert np.abs(difference - np.array(direction(steering))).max() < rounding
@@ -262,7 +263,9 @@ def test_at_the_last_layer_the_logits_are_those_of_the_changed_stream(
     steering = additive((3, 5.0))
     hidden = hidden_states(model, prompt, Site(1)) + direction(steering)
     expected = model.lm_head(model.model.norm(hidden))
-    logits = run(model, only(steerer, steering), mx.array([prompt]), make_prompt_cache(model))[0]
+    logits = forward(model, only(steerer, steering), mx.array([prompt]), make_prompt_cache(model))[
+        0
+    ]
     assert np.abs(np.array(logits - expected)).max() < 1e-4
 
 
@@ -275,10 +278,10 @@ def test_a_prompt_read_token_by_token_is_the_same(
     plan = only(attach(Steerer(model), sae), steering)
     assert plan is not None
     [prompt] = prompts(1, seed=6, low=12, high=12)  # within all windows
-    whole = plan.run(mx.array([prompt]), make_prompt_cache(model))[0, -1]
+    whole = plan.forward(mx.array([prompt]), make_prompt_cache(model))[0, -1]
     cache = make_prompt_cache(model)
     for token in prompt:
-        last = plan.run(mx.array([[token]]), cache)[0, -1]
+        last = plan.forward(mx.array([[token]]), cache)[0, -1]
     assert np.abs(np.array(whole - last)).max() < 1e-4
 
 
@@ -349,7 +352,7 @@ def test_a_clamped_feature_gets_its_activation(
     chosen = [int(i) for i in np.argsort(-active.sum(axis=0))[:2]]
     targets = [7.0, 0.0]
     steering = clamp(*sorted(zip(chosen, targets, strict=True)))
-    plan = steerer.plan([None, steerer.freeze(steering)])
+    plan = steerer.plan([None, steerer.prepare(steering)])
     assert plan is not None
     seen: list[mx.array] = []
 
@@ -358,7 +361,7 @@ def test_a_clamped_feature_gets_its_activation(
         return given
 
     with hooked(find_layers(model), {Site(1, before=True): look}):
-        mx.eval(plan.run(mx.array([prompt, prompt]), make_prompt_cache(model)))
+        mx.eval(plan.forward(mx.array([prompt, prompt]), make_prompt_cache(model)))
     difference = np.array(seen[0] - hidden)
     missing = np.array(targets) - active[:, chosen]
     assert np.abs(difference[0]).max() < 1e-5
@@ -373,7 +376,7 @@ def test_rows_that_are_not_folded_are_added_as_they_are(models: Models, tmp_path
     folder = write_sae(
         tmp_path, architecture="topk", layer=0, arrays=arrays, rescale_acts_by_decoder_norm=True
     )
-    steer = attach(Steerer(models("qwen3")), folder).freeze(additive((3, 2.0)))
+    steer = attach(Steerer(models("qwen3")), folder).prepare(additive((3, 2.0)))
     assert steer is not None
     assert np.abs(np.array(steer.directions[Site(0)]) - 2 * arrays["W_dec"][3]).max() < 1e-6
 
@@ -394,7 +397,7 @@ def test_in_bfloat16_the_delta_is_as_near_as_that_allows(tmp_path: Path, sae: Pa
         return given
 
     with hooked(find_layers(model), {Site(1, before=True): look}):
-        logits = plan.run(mx.array([prompt]), make_prompt_cache(model))
+        logits = plan.forward(mx.array([prompt]), make_prompt_cache(model))
     assert logits.dtype == mx.bfloat16
     changed = np.array(seen[0][0].astype(mx.float32))
     expected = np.array(hidden.astype(mx.float32) + direction(steering))
