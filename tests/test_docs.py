@@ -101,6 +101,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
 
 
+def test_the_readmes_figures_are_those_of_the_benchmarks() -> None:
+    section = read(ROOT / "README.md").partition("## Speed\n")[2].partition("\n## ")[0]
+    figures = [cell for cells in rows(section) for cell in cells[1:]]
+    assert len(figures) >= 12
+    for figure in figures:
+        assert figure in read(DOCS / "benchmarks.md"), figure
+
+
 def test_every_page_is_linked_from_both_lists() -> None:
     for start, names in ((ROOT / "README.md", "docs/{}"), (DOCS / "README.md", "{}")):
         for page in DOCS.glob("*.md"):
