@@ -1,4 +1,4 @@
-"""What is to be written between two texts, as llama.cpp's server is asked and answers."""
+"""Infill, the text between two texts: the request and the answer of llama.cpp's server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai import ErrorBody, Identity, error_response
 from mlxsrv.wire.requests import GenerationRequest, check_generation
 from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
-from mlxsrv.wire.streams import Stream, UsageMode
+from mlxsrv.wire.streams import Stream
 from mlxsrv.wire.timings import TimingsBody
 
 # Requests.
@@ -40,8 +40,8 @@ class InfillRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 NOT_HERE = {"prompt_logprobs": (None,), "return_tokens_as_token_ids": (None, False)}
-"""Fields of log-probabilities, which llama.cpp's answer has no place for; and values that ask for
-nothing."""
+"""Fields that ask for log-probabilities, which llama.cpp's answer has no place for, with the values
+that ask for none."""
 
 
 def _check_infill(request: InfillRequest) -> None:
@@ -86,7 +86,7 @@ class InfillCompletion(Struct, frozen=True, kw_only=True):
 
 
 def infill_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> InfillCompletion:
-    """The whole response."""
+    """The whole response to a request that is not streamed."""
     [answer] = answers
     tokens = UNSET if answer.tokens is None else [*answer.tokens]
     return _last(who, answer.content, answer.reason, answer.stop, usage, tokens)
@@ -116,21 +116,9 @@ def _last(
 
 
 class InfillStream(Stream):
-    """Its last event is the last piece: llama.cpp's has no `[DONE]`."""
+    """Pieces of an infill. The last event is the last piece: llama.cpp sends no `[DONE]`."""
 
-    def __init__(
-        self,
-        who: Identity,
-        usage: UsageMode,
-        *,
-        choices: int = 1,
-        scored: bool = False,
-        timed: bool = False,
-    ) -> None:
-        super().__init__(who, usage, choices=choices, scored=scored, timed=timed)
-        self._encode_anew()
-
-    def _encode_anew(self) -> None:
+    def _encode_templates(self) -> None:
         piece = InfillCompletion(content=PLACEHOLDER, stop=False, timings=self._timings)
         self._text = text_frames(piece)
 

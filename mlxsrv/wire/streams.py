@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
 from typing import Literal
 
 from msgspec import UNSET, UnsetType
@@ -35,13 +36,14 @@ UsageMode = Literal["asked", "continuous", "unasked", "never"]
 
 
 def usage_mode(options: StreamOptions | None) -> UsageMode:
-    """Whether a stream tells its usage, and in which shape; `Stream.end` writes it.
+    """Where a stream tells its usage; `Stream.end` writes it.
 
-    - asked for: on a last chunk without choices, and null on all others;
-    - asked for continuously: the same, and on all others what it has come to so far;
-    - `stream_options` that do not ask for it: nowhere;
-    - no `stream_options`: on a last chunk with one empty choice, which clients that look at
-      `choices[0]` can read. Not on the finish chunk: some drop a finish reason next to usage.
+    - "asked": on a last chunk without choices, and null on all others;
+    - "continuous": the same, but all other chunks have the usage so far;
+    - "never": nowhere, because the request has `stream_options` that do not ask for it;
+    - "unasked": the request has no `stream_options`. On a last chunk with one empty choice, so that
+      clients that look at `choices[0]` can read it. Not on the finish chunk, because some clients
+      drop a finish reason next to usage.
     """
     if options is None:
         return "unasked"
@@ -54,13 +56,15 @@ TextFrames = Callable[[str], bytes]
 
 
 class Stream(ABC):
-    """The frames of one streamed response, in the order that clients rely on: `opening`, then of
-    each choice any number of pieces and its `end`; `error` ends whatever is still open.
+    """The frames of one streamed response, in the order that clients rely on: `opening`, then any
+    number of pieces of each choice and its `end`. `error` ends all choices that are still open.
 
     Args:
-        choices: how many there are; choices interleave as they come.
-        scored: text chunks carry the log-probabilities of their tokens, if only of none.
-        timed: all chunks carry the time it took so far.
+        who: what all chunks share.
+        usage: where the stream tells its usage.
+        choices: how many there are. Their pieces may come in any order.
+        scored: whether text chunks have log-probabilities, an empty list for no tokens.
+        timed: whether all chunks tell the time that the request has taken so far.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class Stream(ABC):
     ) -> None:
         self._who = who
         self._mode = usage
+        self._choices = choices
         self._scored = scored
         self._open = dict.fromkeys(range(choices))
         self._timed = timed
@@ -81,23 +86,27 @@ class Stream(ABC):
             None if usage in ("asked", "continuous") else UNSET
         )
         self._timings: TimingsBody | UnsetType = UNSET
+        self._encode_templates()
 
     @property
     def live(self) -> bool:
-        """Whether chunks tell what the request has come to, which is to be `carry`ed then."""
+        """Whether chunks tell the usage or the time so far. The caller must then `carry` it."""
         return self._timed or self._mode == "continuous"
 
     def carry(self, usage: Usage) -> None:
-        """Set what the chunks from here on tell the request has come to."""
+        """Set the usage and the timings that the next chunks have."""
         if self._mode == "continuous":
             self._usage = UsageBody.of(usage)
         if self._timed:
             self._timings = TimingsBody.of(usage)
-        self._encode_anew()
+        self._encode_templates()
 
     @abstractmethod
-    def _encode_anew(self) -> None:
-        """Forget chunks that were encoded before; they are another's from here on."""
+    def _encode_templates(self) -> None:
+        """Encode what the chunks share, or forget what was encoded, if it is encoded on demand.
+
+        Called at the start, and whenever the usage or the timings on the chunks change.
+        """
 
     @abstractmethod
     def opening(self) -> bytes: ...
@@ -108,7 +117,7 @@ class Stream(ABC):
     ) -> bytes: ...
 
     def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
-        """The head of the choice's tool call `index`. Only a chat has tools."""
+        """The head of tool call `index` of a choice. Only a chat has tools."""
         raise NotImplementedError
 
     def arguments(self, choice: int, index: int, text: str) -> bytes:
@@ -117,26 +126,29 @@ class Stream(ABC):
 
     @abstractmethod
     def prompt(self, choice: int, tokens: Sequence[int]) -> bytes:
-        """The token ids of a choice's prompt, before anything else of it."""
+        """The token ids of a choice's prompt. They come before its other pieces."""
 
     @abstractmethod
     def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
-        """Ids of tokens that were drawn; their text has its own chunks."""
+        """Ids of generated tokens. Their text has its own chunks."""
 
     @abstractmethod
     def end(
         self, choice: int, reason: FinishReason, usage: Usage | None, stop: str | None = None
     ) -> bytes:
-        """The end of one choice, perhaps by the string `stop`. With `usage`, that of the stream,
-        too."""
+        """The end of one choice; with `usage` also of the stream.
+
+        Args:
+            stop: the stop string that ended the choice, if one did.
+        """
 
     @abstractmethod
     def error(self, error: ServeError) -> bytes:
-        """The end of the stream and of every choice that has none yet."""
+        """The end of the stream, and of every choice that has not ended yet."""
 
 
 class ChunkStream(Stream):
-    """Chunks as OpenAI has them, and at last `[DONE]`."""
+    """OpenAI's chunks, then `[DONE]`."""
 
     @abstractmethod
     def _empty(self, choices: Iterable[int], reason: ChunkReason) -> ChatChunk | TextCompletion:
@@ -162,20 +174,9 @@ class ChunkStream(Stream):
 
 
 class ChatStream(ChunkStream):
-    def __init__(
-        self,
-        who: Identity,
-        usage: UsageMode,
-        *,
-        choices: int = 1,
-        scored: bool = False,
-        timed: bool = False,
-    ) -> None:
-        super().__init__(who, usage, choices=choices, scored=scored, timed=timed)
-        self._choices = choices
-        self._encode_anew()
+    """Chunks of a chat completion."""
 
-    def _encode_anew(self) -> None:
+    def _encode_templates(self) -> None:
         self._texts: list[dict[Channel, TextFrames]] = [{} for _ in range(self._choices)]
         self._arguments: dict[tuple[int, int], TextFrames] = {}
 
@@ -248,28 +249,21 @@ def _delta(channel: Channel, text: str) -> Delta:
 
 
 class CompletionStream(ChunkStream):
-    def __init__(
-        self,
-        who: Identity,
-        usage: UsageMode,
-        *,
-        choices: int = 1,
-        scored: bool = False,
-        timed: bool = False,
-    ) -> None:
-        super().__init__(who, usage, choices=choices, scored=scored, timed=timed)
-        self._choices = choices
-        self._encode_anew()
-        self._scores: defaultdict[int, TextScores] = defaultdict(TextScores)
+    """Chunks of a text completion."""
 
-    def _encode_anew(self) -> None:
+    @cached_property
+    def _scores(self) -> defaultdict[int, TextScores]:
+        """Writes the log-probabilities of each choice: offsets go on from chunk to chunk."""
+        return defaultdict(TextScores)
+
+    def _encode_templates(self) -> None:
         none = TextScores().write([]) if self._scored else None
         self._texts = [
             text_frames(self._chunk(choice, PLACEHOLDER, none)) for choice in range(self._choices)
         ]
 
     def opening(self) -> bytes:
-        return b""  # a text completion has no role to tell
+        return b""  # a text completion has no role
 
     def text(
         self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
