@@ -66,7 +66,7 @@ class SAEEntry(msgspec.Struct, frozen=True):
 class _Item(msgspec.Struct, frozen=True):
     """An SAE with its place, a folder or an origin: two with the same place are the same SAE."""
 
-    known: SAEEntry
+    entry: SAEEntry
     place: Hashable
 
 
@@ -118,26 +118,26 @@ class SAELibrary:
     def __iter__(self) -> Iterator[SAEEntry]:
         """In the order of their ids."""
         items = self._items()
-        return iter([items[id].known for id in sorted(items)])
+        return iter([items[id].entry for id in sorted(items)])
 
     def get(self, id: str) -> SAEEntry:
         """The SAE of this id. Raises SAENotFound; the message has similar ids."""
         item = self._items().get(id)
         if item is None:
             raise SAENotFound(f"there is no SAE {id!r:.200}; {self._hint(id[:_LONGEST_ID])}")
-        return item.known
+        return item.entry
 
     async def refresh(self) -> None:
         """Scan the folders. Files that have not changed are not read again."""
         async with self._refreshing:
             found = await anyio.to_thread.run_sync(lambda: list(self._scan()))
         self._found = {}
-        for place, known in found:
+        for place, entry in found:
             if place not in self._forgotten:
-                id = self._name(place, known.id)
-                self._found[id] = _Item(msgspec.structs.replace(known, id=id), place)
+                id = self._name(place, entry.id)
+                self._found[id] = _Item(msgspec.structs.replace(entry, id=id), place)
         for item in self._found.values():
-            self._report(item.known)
+            self._report(item.entry)
 
     async def register(
         self,
@@ -212,19 +212,19 @@ class SAELibrary:
     def _claim(self, id: str | None, place: Hashable, wanted: str) -> str:
         """The id for an SAE that is being registered. It may replace one that has failed."""
         for item in self._registered.values():
-            if item.place == place and id in (None, item.known.id):
-                if item.known.state != "failed":
-                    raise SAEExists(f"it is here already, as {item.known.id!r}", param="id")
-                return item.known.id
+            if item.place == place and id in (None, item.entry.id):
+                if item.entry.state != "failed":
+                    raise SAEExists(f"it is here already, as {item.entry.id!r}", param="id")
+                return item.entry.id
         if id is None:
             return self._name(place, wanted)
         taken = self._items().get(id)
-        if taken is not None and taken.place != place and taken.known.state != "failed":
+        if taken is not None and taken.place != place and taken.entry.state != "failed":
             raise SAEExists(f"there is an SAE {id!r}", param="id")
         return id
 
     def _hint(self, id: str) -> str:
-        ids = [known.id for known in self if known.state == "ready"]
+        ids = [entry.id for entry in self if entry.state == "ready"]
         near = difflib.get_close_matches(id, ids, n=3, cutoff=0.5)
         if near:
             return "did you mean " + " or ".join(map(repr, near)) + "?"
@@ -243,9 +243,7 @@ class SAELibrary:
             if place in places:
                 continue
             places.add(place)
-            said = self._look(folder)
-            known = _known(_plain(origin), origin, folder, said)
-            yield place, known
+            yield place, _make_entry(_plain(origin), origin, folder, self._look(folder))
 
     def _folders(self) -> Iterator[tuple[Path, str]]:
         if _DEMO_FOLDER.is_dir():
@@ -262,21 +260,21 @@ class SAELibrary:
             seen = self._seen[folder] = (stamp, _read(folder))
         return seen[1]
 
-    def _report(self, known: SAEEntry) -> None:
+    def _report(self, entry: SAEEntry) -> None:
         """Log a problem, once."""
-        if known.problem is None or (known.id, known.problem) in self._reported:
+        if entry.problem is None or (entry.id, entry.problem) in self._reported:
             return
-        self._reported.add((known.id, known.problem))
-        log(_log, logging.WARNING, "SAE left out", sae=known.id, reason=known.problem)
+        self._reported.add((entry.id, entry.problem))
+        log(_log, logging.WARNING, "SAE left out", sae=entry.id, reason=entry.problem)
 
     async def _register_folder(self, path: str, id: str | None) -> SAEEntry:
-        place, folder, origin, said = await anyio.to_thread.run_sync(self._locate, path)
-        if isinstance(said, str):
-            raise InvalidRequest(f"{path!r:.200} cannot be used: {said}", param="path")
+        place, folder, origin, found = await anyio.to_thread.run_sync(self._locate, path)
+        if isinstance(found, str):
+            raise InvalidRequest(f"{path!r:.200} cannot be used: {found}", param="path")
         id = self._claim(id, place, _plain(origin))
-        known = _known(id, origin, folder, said)
-        self._registered[id] = _Item(known, place)
-        return known
+        entry = _make_entry(id, origin, folder, found)
+        self._registered[id] = _Item(entry, place)
+        return entry
 
     def _locate(self, path: str) -> tuple[Path, Path, str, SAEFile | str]:
         """The resolved folder, the folder, its origin, and what its files say.
@@ -312,42 +310,43 @@ class SAELibrary:
         place = SAEPlace.parse(name, revision, file_path)
         origin = str(place)
         id = self._claim(id, origin, _plain(posixpath.join(str(place.repository), place.folder)))
-        known = SAEEntry(id, "downloading", origin)
-        self._registered[id] = _Item(known, origin)
+        entry = SAEEntry(id, "downloading", origin)
+        self._registered[id] = _Item(entry, origin)
         self._downloads[id] = download = _Download()
         download.task = asyncio.create_task(
-            self._receive(known, lambda: place.fetch(download.check))
+            self._receive(entry, lambda: place.fetch(download.check))
         )
-        return known
+        return entry
 
-    async def _receive(self, known: SAEEntry, fetch: Callable[[], tuple[Path, SAEFile]]) -> None:
+    async def _receive(self, entry: SAEEntry, fetch: Callable[[], tuple[Path, SAEFile]]) -> None:
         """Download a registered SAE. Cancelled by `forget` and `close`."""
-        log(_log, logging.INFO, "SAE download", sae=known.id, origin=known.origin)
+        log(_log, logging.INFO, "SAE download", sae=entry.id, origin=entry.origin)
         begun = asyncio.get_running_loop().time()
         try:
             # Abandoned on cancel: the thread checks itself whether it is still wanted.
             path, file = await anyio.to_thread.run_sync(
                 fetch, abandon_on_cancel=True, limiter=self._receiving
             )
-            known = msgspec.structs.replace(known, state="ready", path=path, file=file)
+            entry = msgspec.structs.replace(entry, state="ready", path=path, file=file)
         except Exception as error:
             problem = error.message if isinstance(error, ServeError) else str(error)
             if not isinstance(error, ServeError | ValueError):
                 problem = f"an error of the server ({type(error).__name__})"
                 _log.exception("SAE download")
-            known = msgspec.structs.replace(known, state="failed", problem=problem)
-        del self._downloads[known.id]
-        self._registered[known.id] = _Item(known, known.origin)
-        self._report(known)
-        if known.state == "ready":
+            entry = msgspec.structs.replace(entry, state="failed", problem=problem)
+        del self._downloads[entry.id]
+        self._registered[entry.id] = _Item(entry, entry.origin)
+        self._report(entry)
+        if entry.state == "ready":
             seconds = asyncio.get_running_loop().time() - begun
-            log(_log, logging.INFO, "SAE ready", sae=known.id, seconds=seconds)
+            log(_log, logging.INFO, "SAE ready", sae=entry.id, seconds=seconds)
 
 
-def _known(id: str, origin: str, folder: Path, said: SAEFile | str) -> SAEEntry:
-    if isinstance(said, str):
-        return SAEEntry(id, "failed", origin, problem=said)
-    return SAEEntry(id, "ready", origin, path=folder, file=said)
+def _make_entry(id: str, origin: str, folder: Path, found: SAEFile | str) -> SAEEntry:
+    """The entry of a folder, from what its files say or the reason why they are unusable."""
+    if isinstance(found, str):
+        return SAEEntry(id, "failed", origin, problem=found)
+    return SAEEntry(id, "ready", origin, path=folder, file=found)
 
 
 def _plain(text: str) -> str:

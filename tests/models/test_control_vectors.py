@@ -1,4 +1,4 @@
-"""What `--control-vector` means."""
+"""The meaning of `--control-vector`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Profiles on the disk: what is kept, who may write at once, and what happens to a bad file."""
+"""Profiles on the disk: what is kept, writers at the same time, and files that are damaged."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def _add_some(folder: Path, start: int, count: int) -> None:
 
 @pytest.mark.slow
 def test_no_writer_loses_anything(file: Path) -> None:
-    """Threads and processes at once, from before the file is there."""
+    """Threads and processes write at once, and begin before the file is there."""
     count, spawn = 12, multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(3, spawn) as processes, ThreadPoolExecutor(4) as threads:
         jobs = [
@@ -321,7 +321,7 @@ def anothers_without_a_mark(file: Path) -> None:
 
 
 def anothers_to_be_recovered(file: Path) -> None:
-    """Who opens it to write, writes into it what its log holds."""
+    """A connection that may write also writes the log's content into the file."""
     anothers_without_a_mark(file)
     code = """
 import os, signal, sqlite3, sys
@@ -396,7 +396,7 @@ def test_a_bad_file_is_told_and_left_as_it_is(
 
 
 def test_a_newer_schema_is_seen_in_the_log_as_well(store: ProfileStore, file: Path) -> None:
-    """The file itself still says 1 as long as the other process has it open."""
+    """The file itself still says version 1 while the other process has it open."""
     _ours(file)
     content = file.read_bytes()
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
@@ -422,7 +422,7 @@ def test_what_is_no_file_is_told(store: ProfileStore, file: Path) -> None:
 
 @contextmanager
 def nobody(folder: Path) -> Iterator[None]:
-    """As a user who may not write here. Root may: then another user for the while."""
+    """Run as a user who may not write here: root becomes another user meanwhile."""
     mode = folder.stat().st_mode
     if os.geteuid() == 0:
         folder.chmod(0o755)
@@ -458,7 +458,7 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
 
 
 def test_a_full_disk(store: ProfileStore, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SQLite is told that the file may not grow: what it says then is what a full disk makes it."""
+    """SQLite may not let the file grow. Its error is then the same as on a full disk."""
     _ours(file)
     content = file.read_bytes()
     connect = sqlite3.connect

@@ -67,7 +67,7 @@ def remote(server: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.fixture
 def repository(tmp_path: Path) -> Path:
-    """What the repository `org/saes` has: SAEs of three kinds, and more that nobody asked for."""
+    """The repository `org/saes`: SAEs of three kinds, and other files that nobody asks for."""
     folder = tmp_path / "repository"
     for layer in (0, 1):
         write_sae(folder / f"blocks.{layer}.hook_resid_post", layer=layer, seed=layer)
@@ -359,13 +359,13 @@ def test_another_id_is_forgotten_alone(root: Path) -> None:
 
 
 async def settled(saes: SAELibrary, id: str) -> SAEEntry:
-    """As it is once its download has come to an end."""
+    """The entry once its download has ended."""
     await until(lambda: saes.get(id).state != "downloading")
     return saes.get(id)
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """`run` puts an end to it."""
+    """Wait for it; `run` limits the time."""
     while not condition():  # noqa: ASYNC110 threads change it
         await asyncio.sleep(0.01)
 

@@ -239,15 +239,15 @@ class Catalogue:
         if seen is None or seen[0] != stamp:
             seen = (stamp, self._describe(folder, entry.name))
             self._seen[folder] = seen
-        said = seen[1]
-        if isinstance(said, ModelDescription) and entry.source.adapter is not None:
+        described = seen[1]
+        if isinstance(described, ModelDescription) and entry.source.adapter is not None:
             try:
                 adapter_bytes(entry.source.adapter)
             except UnusableFile as error:
-                said = f"its adapter: {error}"
-        if isinstance(said, str):
-            return {"problem": said}
-        return {"description": said, "created": int(said.modified_at)}
+                described = f"its adapter: {error}"
+        if isinstance(described, str):
+            return {"problem": described}
+        return {"description": described, "created": int(described.modified_at)}
 
     def _describe(self, folder: Path, name: str) -> ModelDescription | str:
         try:

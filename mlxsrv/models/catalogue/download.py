@@ -43,7 +43,7 @@ from mlxsrv.formats.model_folder import describe
 from mlxsrv.models.catalogue.hub_cache import Repository, cached, matches, read_ref
 from mlxsrv.version import __version__
 
-Choice = Callable[[Sequence[str]], Sequence[str]]
+_Choose = Callable[[Sequence[str]], Sequence[str]]
 """Gets the paths on the hub and returns those to download; or raises."""
 
 _WEIGHTS = ("model*.safetensors", "?_Dense/model.safetensors")
@@ -114,7 +114,7 @@ def fetch(
     return _run(_Download(repository, progress, check, _choose_model))
 
 
-def fetch_files(repository: Repository, choose: Choice, *, check: Callable[[], None]) -> Path:
+def fetch_files(repository: Repository, choose: _Choose, *, check: Callable[[], None]) -> Path:
     """Download some files of a repository, as `fetch` does; they need not make a model.
 
     Args:
@@ -146,7 +146,7 @@ class _Download:
         repository: Repository,
         progress: bool,
         check: Callable[[], None],
-        choose: Choice,
+        choose: _Choose,
     ) -> None:
         self.repository = repository
         self._progress = progress

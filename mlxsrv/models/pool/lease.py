@@ -41,7 +41,6 @@ class Lease:
         self._leave = leave
         self._ticket: Ticket | None = None
         self._rows: set[object] = set()
-        model.add_lease()
 
     async def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, whether the model is loaded or not. Raises ServeError."""
@@ -102,7 +101,6 @@ class Lease:
         """End the claim, also while it waits to enter. All rows have been returned."""
         if not self.released:
             self.released = True
-            self.model.remove_lease()
             self._leave(self.model, self._ticket)
 
 

@@ -145,9 +145,6 @@ class Model:
         self.prepare_task: asyncio.Task[Tokenizer] | None = None
         self.load_task: asyncio.Task[None] | None = None
 
-    def __repr__(self) -> str:
-        return f"<Model {self.name} {self._state.name} {self._leases}+{self._users}>"
-
     # For all to read.
 
     @property

@@ -78,9 +78,6 @@ class Pool:
         self._engine: EngineClient | None = None
         self._closed = False
 
-    def __repr__(self) -> str:
-        return f"<Pool {list(self)} queue {[model.name for model in self._queue]}>"
-
     def __iter__(self) -> Iterator[Model]:
         return iter(self._models.values())
 
@@ -145,6 +142,7 @@ class Pool:
             model = self._models[entry.name] = Model(entry, self._settings)
         if model.leases >= self._most_leases:
             raise Overloaded(f"{model.name} has {model.leases} requests already; try again shortly")
+        model.add_lease()
         return Lease(model, prepare=self._prepared, enter=self._enter, leave=self._leave)
 
     async def preload(self, entry: ModelEntry) -> None:
@@ -164,6 +162,7 @@ class Pool:
         return ticket
 
     def _leave(self, model: Model, ticket: Ticket | None) -> None:
+        model.remove_lease()
         if ticket is not None and _has_entered(ticket):
             model.leave()
             if model.users == 0 and model.loaded is not None:
@@ -285,13 +284,15 @@ class Pool:
             return
         assert model.files is not None
         try:
+            # From the moment the wait ends the model is LOADING, so nobody else takes its room. The
+            # evictions are in the device thread's inbox already, before this load.
             victims = await self._wait_for_room(model)
             placed = loop.time()
             order = load_order(model.name, model.files, self._settings, self.vectors)
             loaded = await self.engine.load(order)
         except Unwanted:
             model.load_task = None
-            if model.wanted:  # again, since
+            if model.wanted:  # a request has come before this task heard that it was unwanted
                 model.load_task = start_task(self._load(model))
             self._forget(model)
             return

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import anyio.to_thread
 
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.formats.adapters import adapter_bytes
-from mlxsrv.formats.encoders import CrossEncoderConfig, read_cross_encoder_config
+from mlxsrv.formats.encoders import read_cross_encoder_config
 from mlxsrv.formats.model_folder import describe
-from mlxsrv.formats.pooling import PoolingConfig, read_pooling_config
+from mlxsrv.formats.pooling import read_pooling_config
 from mlxsrv.models.catalogue.catalogue import ModelSource
 from mlxsrv.models.pool.model import LoadState, Model
 from mlxsrv.models.pool.model_files import ModelFiles, capped
@@ -20,6 +20,8 @@ from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 async def prepare(
@@ -92,6 +94,7 @@ def examine(
     if draft is not None:
         draft_folder = draft.fetch(check).resolve()
         own += describe(draft_folder, trust_remote_code=trust).weights
+    decoder = "completion" in described.capabilities
     return ModelFiles(
         folder,
         source.adapter,
@@ -100,21 +103,17 @@ def examine(
         own=own,
         context_length=capped(described.context_length, settings),
         capabilities=described.capabilities,
-        pooling_config=_pooling_config(folder, described.capabilities, name),
-        cross_encoder_config=_cross_encoder_config(folder),
+        pooling_config=_or_reason(
+            lambda: read_pooling_config(folder, decoder=decoder, name=name),
+        ),
+        cross_encoder_config=_or_reason(lambda: read_cross_encoder_config(folder)),
     )
 
 
-def _pooling_config(folder: Path, capabilities: Collection[str], name: str) -> PoolingConfig | str:
+def _or_reason(read: Callable[[], T]) -> T | str:
+    """The config that `read` returns, or the reason why the model has none."""
     try:
-        return read_pooling_config(folder, decoder="completion" in capabilities, name=name)
-    except ValueError as error:
-        return str(error)
-
-
-def _cross_encoder_config(folder: Path) -> CrossEncoderConfig | str:
-    try:
-        return read_cross_encoder_config(folder)
+        return read()
     except ValueError as error:
         return str(error)
 

@@ -1,4 +1,4 @@
-"""Names and where they lead."""
+"""The names of models, and the entries that they lead to."""
 
 from __future__ import annotations
 

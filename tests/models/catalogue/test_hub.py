@@ -1,4 +1,4 @@
-"""What the Hugging Face cache holds, and downloads into it, from a small hub on loopback."""
+"""The Hugging Face cache, and downloads into it from a small hub on loopback."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def hub(server: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[H
 
 
 def use(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the hub elsewhere: huggingface-hub reads the environment once, when it is imported."""
+    """Set the hub's address: huggingface-hub reads the environment only when it is imported."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     template = url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
@@ -86,7 +86,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def ranges(hub: Hub, path: str) -> list[tuple[int, int]]:
-    """The bytes that were sent of a file, from and to."""
+    """The ranges of bytes that were sent of a file: start and end."""
     return [(sent.start, sent.start + sent.count) for sent in hub.sent if sent.path == path]
 
 
@@ -396,7 +396,7 @@ def replace_config(folder: Path, **values: object) -> None:
 
 
 def break_up(folder: Path) -> None:
-    """Have an index that names a shard which is not there."""
+    """Write an index that names a missing shard."""
     (folder / WEIGHTS).rename(folder / "model-00001-of-00002.safetensors")
     named = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": named}))

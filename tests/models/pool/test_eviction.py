@@ -1,4 +1,4 @@
-"""Whom to evict, decided from numbers alone."""
+"""The choice of the models to evict, from numbers alone."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The pool with the real device thread and real models: each of its rules alone, then all at once.
 
-What the order of events can do to it is in test_pool_races.py, and what clients see of it in
-tests/web/test_models.py.
+test_pool_races.py plays every order of events, and tests/web/test_models.py looks at it as clients
+do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Fields = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of one size, and `broken`, which only its load finds out: weights are missing."""
+    """Models of one size, and `broken`: its weights are incomplete, which only its load notices."""
     root = tmp_path_factory.mktemp("models")
     for seed, name in enumerate("abc"):
         write_model(root / name, "qwen3", seed=seed)
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Log(logging.Handler):
-    """What the pool has logged, in order."""
+    """The lines that the pool has logged, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @asynccontextmanager
 async def opened(folder: Path, **options: Any) -> AsyncIterator[Pool]:
-    """A pool of the models in `folder`, closed at the end, with nothing held by then."""
+    """A pool of the models in `folder`. At the end nothing may be held, and it is closed."""
     models = [f"{name}={folder / name}" for name in ("a", "b", "c", "broken")]
     settings = Settings(model=tuple(models), hf_cache=False, **options)
     pool = Pool(Catalogue(settings), settings)
@@ -129,12 +129,12 @@ async def use(pool: Pool, *names: str) -> None:
 
 
 def ask(pool: Pool, name: str) -> asyncio.Task[None]:
-    """A request of its own, which leaves as soon as it has entered."""
+    """Start a request that leaves as soon as it has entered."""
     return asyncio.create_task(use(pool, name))
 
 
 async def until(what: Callable[[], object], why: str) -> None:
-    """Wait for a true value of `what()`; `why` says what is waited for."""
+    """Wait until `what()` is true; `why` says what for."""
     async with asyncio.timeout(PATIENCE):
         # The pool tells its log and its requests, and a test has no more to ask it to tell.
         while not what():  # noqa: ASYNC110
@@ -151,7 +151,7 @@ def loaded(pool: Pool) -> set[str]:
 
 
 async def size(pool: Pool) -> int:
-    """Bytes that a limit needs for one of the models."""
+    """The bytes that one of the models takes."""
     async with using(pool, "a") as lease:
         assert lease.model.files is not None
         return lease.model.files.base + lease.model.files.own
@@ -378,7 +378,7 @@ def test_one_who_stops_waiting_for_room_opens_the_others_model_at_once(
 
 
 def test_a_lease_that_ends_while_it_waits_leaves_nothing(folder: Path, log: Log) -> None:
-    """A deadline ends it so: its task has not heard yet, and may not for long."""
+    """A deadline ends it in this way, while its task still waits."""
 
     async def test() -> None:
         async with opened(folder, max_models=1) as pool:

@@ -1,4 +1,4 @@
-"""SAEs on the pool's models: what is attached stays, and counts."""
+"""SAEs attached to the pool's models: a model that has one stays, and its bytes count."""
 
 from __future__ import annotations
 

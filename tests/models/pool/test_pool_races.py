@@ -205,8 +205,8 @@ class World:
 
 
 class Request:
-    """What a reply does: it looks at the prompt, enters, borrows a row and generates. It may be
-    cancelled, as by a client that leaves, or end its lease while its task goes on, as by a
+    """Does what a reply does: it reads the prompt, enters, borrows a row and generates. It may be
+    cancelled, as by a client that leaves; or its lease may end while its task goes on, as by a
     deadline."""
 
     def __init__(self, world: World, name: str, refuse: bool) -> None:
