@@ -18,7 +18,7 @@ from functools import cache
 from itertools import chain, product
 from typing import Any
 
-from mlxsrv.prompts.tokenizer_steps import Step, read_steps
+from mlxsrv.prompts.tokenizer_steps import TokenizerStep, read_steps
 
 _WORD = string.ascii_letters + string.digits
 _BREAKS = " \n"
@@ -56,7 +56,7 @@ def find_split_points(tokenizer: Any) -> re.Pattern[str] | None:
     return re.compile(f"(?<=[a-zA-Z0-9])[{''.join(breaks)}]") if breaks else None
 
 
-def _is_local(normalizer: Step) -> bool:
+def _is_local(normalizer: TokenizerStep) -> bool:
     match normalizer:
         case {"type": "Replace", "pattern": {"String": str(old)}}:
             return not _SPANNING.search(old)
@@ -70,7 +70,7 @@ def _spans(added: Any) -> bool:
     return bool(added.single_word or swallows or _SPANNING.search(content))
 
 
-def _looks_back(splitter: Step) -> bool:
+def _looks_back(splitter: TokenizerStep) -> bool:
     pattern = splitter.get("pattern")
     return isinstance(pattern, dict) and bool(_LOOKS_BACK.search(pattern.get("Regex", "")))
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from math import ceil
 from typing import Any
 
-from mlxsrv.prompts.tokenizer_steps import Step, read_steps
+from mlxsrv.prompts.tokenizer_steps import TokenizerStep, read_steps
 
 # A text has at most three times the bytes of its NFC: a Kelvin sign, three bytes, becomes a K.
 _MOST_NFC_SHRINKS = 3
@@ -43,7 +43,7 @@ def max_token_bytes(tokenizer: Any) -> int | None:
     return shrinkage * max(longest, *(len(token.content.encode()) for token in added), 1)
 
 
-def _max_shrinkage(normalizers: Iterable[Step]) -> int | None:
+def _max_shrinkage(normalizers: Iterable[TokenizerStep]) -> int | None:
     """Return how many times fewer bytes a text may have after these; None: no bound."""
     times = 1
     for step in normalizers:
@@ -59,7 +59,7 @@ def _max_shrinkage(normalizers: Iterable[Step]) -> int | None:
     return times
 
 
-def _is_lossless(splitter: Step) -> bool:
+def _is_lossless(splitter: TokenizerStep) -> bool:
     if splitter["type"] in ("Split", "Punctuation"):
         return bool(splitter.get("behavior") != "Removed")
     return splitter["type"] in _LOSSLESS

@@ -8,15 +8,15 @@ from typing import Any
 
 import msgspec
 
-Step = dict[str, Any]
+TokenizerStep = dict[str, Any]
 """One step, as `tokenizer.json` has it."""
 
 
 class TokenizerSteps(msgspec.Struct, frozen=True):
     """All steps in order, with sequences unfolded."""
 
-    normalizers: list[Step]
-    splitters: list[Step]
+    normalizers: list[TokenizerStep]
+    splitters: list[TokenizerStep]
 
     @property
     def byte_level(self) -> bool:
@@ -39,11 +39,11 @@ def read_steps(tokenizer: Any) -> TokenizerSteps | None:
         return None
 
 
-def _unfold(step: Any, members: str) -> list[Step]:
+def _unfold(step: Any, members: str) -> list[TokenizerStep]:
     return [] if step is None else [*_leaves(json.loads(step.__getstate__()), members)]
 
 
-def _leaves(step: Step, members: str) -> Iterator[Step]:
+def _leaves(step: TokenizerStep, members: str) -> Iterator[TokenizerStep]:
     if step["type"] != "Sequence":
         yield step
         return

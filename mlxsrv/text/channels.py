@@ -1,11 +1,12 @@
-"""Tells a model's reasoning from its content by the markers around the reasoning."""
+"""Tells a model's reasoning from its content, by the markers around the reasoning."""
 
-from typing import Final, Literal
+from typing import Final
 
+from mlxsrv.generation import Channel
 from mlxsrv.text.scan import Scanner
 
-Channel = Literal["content", "reasoning"]
 Piece = tuple[Channel, str]
+"""Text of one channel."""
 
 CONTENT: Final = "content"
 REASONING: Final = "reasoning"
@@ -15,22 +16,27 @@ _NO_MARKERS = Scanner([])
 
 
 class Channels:
-    """Cuts text at the think markers, which never come out, not even in part.
+    """Splits text at the think markers, which are never given out, not even in part.
 
-    - Reasoning comes without the newlines after its start marker and without the whitespace
-      before its end marker; a block with nothing else in it gives no piece.
-    - Content that follows a block comes without its leading newlines; content of an answer that
-      never thought comes as it is.
-    - A block may open at any point and more than once. One that never closes is reasoning to the
-      end. A start marker inside a block, as a model writes whose prompt had already opened one, is
-      dropped.
-    - An end marker outside a block is dropped too. What came before it has been sent as content
-      and stays content; what follows is content that follows a block.
+    - Reasoning is given without the newlines after its start marker and the whitespace before its
+      end marker. A block with nothing else in it gives no piece.
+    - Content after a block is given without its leading newlines. Content of an answer without
+      blocks is given as it is.
+    - A block may open at any point and more than once. A block that never closes is reasoning to
+      the end. A start marker inside a block is dropped: a model may write one though its prompt has
+      opened the block already.
+    - An end marker outside a block is dropped too. The text before it has been sent as content and
+      stays content. The text after it is content after a block.
 
-    `thinking` says that the prompt itself opened a block. Without markers all text is content. An
-    answer that is `bound` by a grammar has no block but that one: what looks like a marker in it,
-    the grammar asked for.
-    `reasoning` tells whether the text fed so far ends inside a block.
+    Args:
+        start: the marker that opens a block; without markers all text is content.
+        end: the marker that closes it.
+        thinking: the prompt itself opened a block.
+        bound: the answer follows a grammar. It has no block but the prompt's, and what looks like a
+            marker is text that the grammar asked for.
+
+    Attributes:
+        reasoning: whether the text so far ends inside a block.
     """
 
     __slots__ = ("_bound", "_end", "_held", "_markers", "_space", "_trim", "reasoning")
@@ -49,11 +55,11 @@ class Channels:
 
     @property
     def holding(self) -> bool:
-        """Whether the text fed so far ends in what may be the beginning of a marker."""
+        """Whether the text so far ends in what may be the beginning of a marker."""
         return bool(self._held)
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are settled, in order, none of them empty."""
+        """Return the pieces that are certain, in order, none of them empty."""
         if not text:
             return []
         if not self._held and not self._trim and not self._markers.start(text):
@@ -64,8 +70,12 @@ class Channels:
         return self._split(self._held + text)
 
     def flush(self, *, cut: bool = False) -> list[Piece]:
-        """What waited for a marker that never came. Of an answer that was `cut` off, more than one
-        character of a marker is taken for one."""
+        """Return what still waited for the rest of a marker, when the answer ended.
+
+        Args:
+            cut: a limit cut the answer off. Two or more characters of a marker are then taken for
+                the marker.
+        """
         pieces: list[Piece] = []
         self._settle("" if cut and len(self._held) > 1 else self._held, pieces)
         if self._space:
@@ -94,7 +104,7 @@ class Channels:
                 self._markers = _NO_MARKERS
 
     def _settle(self, text: str, pieces: list[Piece]) -> None:
-        """Append what `text`, which has no marker in it, adds to the channel that is open."""
+        """Append `text`, which has no marker in it, to the channel that is open."""
         if self._trim:
             text = text.lstrip(_NEWLINES)
         if not text:

@@ -1,8 +1,9 @@
-"""How far a call came that a limit cut, where its dialect is read by a parser.
+"""The name and arguments of a tool call that a limit cut off, in dialects with a parser.
 
-A parser reads whole calls. From half a call some make arguments that look right and are not, a
-path without its end say, so none is asked. The name stands before the arguments in every dialect,
-so it is told once it is complete. Arguments are told where they are JSON text, as far as they came.
+A parser reads whole calls. From half a call some parsers make arguments that look right and are
+wrong, such as a path without its end, so none is asked. In every dialect the name stands before
+the arguments, so it is sent once it is complete. Arguments are sent as far as they were written, if
+they are JSON text.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 from collections.abc import Sequence
 
-# What stands right before a name: `call:f{`, `functions.f:0`, `name="f"`, `<function=f>`, `[f(`.
+# Right before a name stands one of: `call:f{`, `functions.f:0`, `name="f"`, `<function=f>`, `[f(`.
 _BEFORE = r'(?:^\s*(?:call:)?|functions\.|["=\[])'
 _AFTER = r'(?=[\s{:"<\[(>])'
 # Mistral's and Kimi's arguments.
@@ -21,8 +22,14 @@ _JSON_ARGUMENTS = re.compile(
 
 
 def read_cut(text: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """The name of the call that `text` begins, one of `names`, and its arguments as far as they
-    can be told: perhaps none. None if the name is not complete."""
+    """Return the name of the call that `text` begins, and its arguments as far as they are known.
+
+    Args:
+        names: of the tools that may be called.
+
+    Returns:
+        None if the name is not complete. The arguments may be empty.
+    """
     if not names:
         return None
     any_name = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
@@ -34,7 +41,7 @@ def read_cut(text: str, names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _object(text: str) -> str:
-    """The JSON object that `text` begins with, or all of it, where it has no end."""
+    """Return the JSON object that `text` begins with, or all of `text` if the object has no end."""
     try:
         return text[: json.JSONDecoder().raw_decode(text)[1]]
     except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""Text of token ids, one id at a time.
+"""Detokenizers: token ids to text, one id at a time.
 
-A character may be cut between tokens, so text comes out only as far as it is complete. Neither
-detokenizer here ever gives U+FFFD for a character that was cut, only where the model wrote U+FFFD
-itself or bytes that are no UTF-8 at all.
+Several tokens may write one character, so text is given only as far as characters are complete. No
+detokenizer here gives U+FFFD for a character that is not complete. It does so only if the model
+wrote U+FFFD itself, or bytes that are not UTF-8 at all.
 """
 
 import codecs
@@ -16,12 +16,12 @@ Scheme = Literal["byte_level", "sentencepiece"]
 
 _REPLACEMENT = "\ufffd"
 _CUT_BYTES = 3  # a character is at most four bytes, so a cut one has at most three
-_PATIENCE = 8  # ids that may wait for a character to be complete, with room to spare
+_PATIENCE = 8  # ids that may wait for a complete character; more than any character needs
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class SupportsContent(Protocol):
-    """What is used of an added token of a Hugging Face tokenizer."""
+    """The part of a Hugging Face tokenizer's added token that is used here."""
 
     @property
     def content(self) -> str: ...
@@ -30,7 +30,7 @@ class SupportsContent(Protocol):
 
 
 class SupportsVocabulary(Protocol):
-    """What is used of a Hugging Face tokenizer to derive its table."""
+    """The part of a Hugging Face tokenizer that a table is derived from."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, SupportsContent]: ...
@@ -39,23 +39,24 @@ class SupportsVocabulary(Protocol):
 
 
 class SupportsDecode(Protocol):
-    """What is used of a tokenizer whose tokens' bytes are not known."""
+    """The part that is used of a tokenizer whose tokens' bytes are not known."""
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
 
 
 class TokenBytes(msgspec.Struct, frozen=True):
-    """What every id of a vocabulary writes, derived once and shared by all streams.
+    """The text of every token id of a vocabulary, derived once and shared by all streams.
 
-    `texts` has the same as `data`, decoded, or None where that is not whole characters. An id
-    that writes nothing, such as a special token, has empty entries.
+    Attributes:
+        data: the bytes that each id writes; special tokens write none.
+        texts: the same decoded; None if the bytes are not whole characters.
     """
 
     data: tuple[bytes, ...]
     texts: tuple[str | None, ...]
 
     def showing(self, tokens: Mapping[int, str]) -> "TokenBytes":
-        """The same, but `tokens` write what is given for them."""
+        """Return a copy in which `tokens` write the texts given for them."""
         data, texts = list(self.data), list(self.texts)
         for token_id, text in tokens.items():
             data[token_id], texts[token_id] = text.encode(), text
@@ -67,8 +68,12 @@ def token_bytes(
 ) -> TokenBytes:
     """Derive the table of a tokenizer.
 
-    Special tokens write nothing unless `keep` names them: markers that a later stage looks for.
-    The content of an added token is text as it stands, never bytes in the vocabulary's spelling.
+    The content of an added token is text as it stands, not bytes in the vocabulary's spelling.
+
+    Args:
+        scheme: how the vocabulary spells bytes.
+        keep: special tokens that write their names, as markers for a later stage; others write
+            nothing.
     """
     spell = _byte_level if scheme == "byte_level" else _sentencepiece
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
@@ -83,11 +88,13 @@ def token_bytes(
 
 
 class Detokenizer:
-    """Text of ids by a table of their bytes.
+    """Detokenizer that reads a table of the ids' bytes.
 
     Ids beyond the table, which models with a padded vocabulary have, write nothing.
-    `strip_first_space` drops one space at the very beginning: sentencepiece puts it before the
-    first word.
+
+    Args:
+        strip_first_space: drop one space at the very beginning, which sentencepiece puts before the
+            first word.
     """
 
     __slots__ = ("_data", "_decoder", "_plain", "_strip_space", "_texts")
@@ -97,10 +104,10 @@ class Detokenizer:
         self._texts = table.texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip_space = strip_first_space
-        self._plain = not strip_first_space  # nothing pends, so the table's texts are right
+        self._plain = not strip_first_space  # nothing waits, so the table's texts are right
 
     def feed(self, token_id: int) -> str:
-        """The text that this id completes."""
+        """Return the text that this id completes."""
         try:
             text = self._texts[token_id]
         except IndexError:
@@ -110,7 +117,7 @@ class Detokenizer:
         return self._join(self._data[token_id])
 
     def flush(self) -> str:
-        """Nothing ever: an incomplete character at the end is dropped, as it cannot be shown."""
+        """Return nothing: an incomplete character at the end cannot be shown."""
         return ""
 
     def _join(self, data: bytes) -> str:
@@ -124,15 +131,17 @@ class Detokenizer:
 
 
 class DecodingDetokenizer:
-    """Text of ids by the tokenizer's own `decode`, for tokenizers of neither scheme.
+    """Detokenizer that calls the tokenizer's own `decode`, for tokenizers of neither scheme.
 
-    A few ids back are decoded again with every new one, because what an id writes depends on its
-    neighbours (a space at the beginning, a character in parts), and what they add is the text. The
-    window is bounded, so the cost of an id does not grow with the text.
+    The text of an id depends on its neighbours (a space at the beginning, a character in parts). So
+    a window of the last few ids is decoded with every new id, and the text that it adds is given.
+    The window is bounded, so the cost of an id does not grow with the text.
 
-    `keep` gives the text of ids that `decode` would skip as special but a later stage looks for.
-    U+FFFD that the model wrote waits a few ids for what follows it, and is lost at the very end:
-    `decode` does not tell it from a cut character.
+    A U+FFFD that the model wrote waits a few ids for what follows, and is lost at the very end:
+    `decode` does not tell it from an incomplete character.
+
+    Args:
+        keep: the texts of special ids that `decode` would skip and a later stage looks for.
     """
 
     __slots__ = ("_context", "_decoder", "_ids", "_keep", "_sent")
@@ -145,7 +154,7 @@ class DecodingDetokenizer:
         self._sent = 0  # how much of the window's text was sent
 
     def feed(self, token_id: int) -> str:
-        """The text that this id completes."""
+        """Return the text that this id completes."""
         if token_id in self._keep:
             return self._drain() + self._keep[token_id]
         self._ids.append(token_id)
@@ -161,22 +170,22 @@ class DecodingDetokenizer:
         return self._settle(text, min(tail, _CUT_BYTES))
 
     def flush(self) -> str:
-        """The text that waited, without an incomplete character at its end."""
+        """Return the text that waited, without an incomplete character at its end."""
         return self._drain()
 
     def _drain(self) -> str:
-        """Send what waited and give up a character that is still incomplete."""
+        """Return the text that waited, and drop a character that is still incomplete."""
         if len(self._ids) == self._context:
             return ""
-        # Every U+FFFD at the end goes: some decoders take the whole characters before a cut one,
-        # which were sent, for broken too.
+        # Every U+FFFD at the end is dropped: some decoders write it for whole characters before an
+        # incomplete one, too, and those were sent.
         text = self._decode(self._ids)
         fresh = self._settle(text, _replacements(text))
         self._sent = len(self._decode(self._ids))
         return fresh
 
     def _settle(self, text: str, cut: int) -> str:
-        """Send the window's text but for its last `cut` characters; what waited is context then."""
+        """Return the window's new text but its last `cut` characters; its ids become context."""
         fresh = text[self._sent : len(text) - cut]
         del self._ids[: self._context]
         self._context = len(self._ids)
@@ -188,15 +197,15 @@ class DecodingDetokenizer:
 
 
 def _replacements(text: str) -> int:
-    """How many U+FFFD are at the end."""
+    """Return how many U+FFFD are at the end."""
     return len(text) - len(text.rstrip(_REPLACEMENT))
 
 
 def _byte_alphabet() -> dict[int, str]:
-    """GPT-2's spelling of bytes, undone: each of its characters to the one of the byte's value.
+    """Return GPT-2's characters for bytes, each mapped to the character of the byte's value.
 
-    Bytes that print stand for themselves, the others for the characters from U+0100 on. What is
-    not in the alphabet maps to a character that is no byte, so that encoding it fails.
+    Bytes that print are spelled as themselves, the others with characters from U+0100 on. A
+    character that spells no byte maps to one that cannot be encoded.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(0x100) if byte not in printable]

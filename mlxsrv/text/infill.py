@@ -1,8 +1,8 @@
-"""Where prefix and suffix go in the prompt of a model that fills in the middle, by family.
+"""Fill-in-the-middle layouts: where prefix and suffix stand in a prompt, by family of models.
 
-A family is known by its marker tokens. Its layout is the one that the model was trained on, as its
-paper, model card or reference tokenizer writes it; other files go where these have a place for
-them, and else before the prefix, each after the line that llama.cpp's server writes there.
+A family is known by its marker tokens. Its layout is the one that the model was trained on, by its
+paper, model card or reference tokenizer. Other files stand where the family has a place for them,
+else before the prefix, each after the line that llama.cpp's server writes there.
 """
 
 from __future__ import annotations
@@ -14,26 +14,30 @@ from msgspec import Struct
 
 
 class ProjectFile(Struct, frozen=True):
-    """Another file of the project, which the text to fill in may refer to."""
+    """Another file of the project, which the text to be filled in may refer to."""
 
     name: str
     text: str
 
 
 class InfillText(Struct, frozen=True):
-    """Text, to be tokenized; `joined` to what stands before it, so that a tokenizer that writes a
-    space before each text writes none."""
+    """Text in a prompt, to be tokenized.
+
+    Attributes:
+        joined: it follows other text. So a tokenizer that writes a space before each text must
+            write none.
+    """
 
     text: str
     joined: bool = False
 
 
 Marker = str
-"""One token, by its name in the vocabulary."""
+"""The name of one token in the vocabulary."""
 
 
 class Hole(Enum):
-    """Where in a layout the client's texts go."""
+    """The places in a layout for the client's texts."""
 
     PREFIX = "prefix"
     SUFFIX = "suffix"
@@ -43,14 +47,14 @@ PREFIX, SUFFIX = Hole.PREFIX, Hole.SUFFIX
 
 
 class InfillFamily(Struct, frozen=True):
-    """How one family of models is asked.
+    """The layout of one family of models.
 
     Attributes:
-        layout: markers and holes, in the order of the prompt.
-        repository: what stands before all files, with `{}` for the repository's name.
-        file: what stands before another file, with `{}` for its name.
-        this_file: what stands before the file that is to be filled in.
-        ends: tokens that end what is filled in, beside those that end any answer.
+        layout: markers and places, in the order of the prompt.
+        repository: a marker and text before all files, with `{}` for the repository's name.
+        file: a marker and text before another file, with `{}` for its name.
+        this_file: a marker and text before the file that is to be filled in.
+        ends: tokens that end the filled-in text, besides those that end any answer.
     """
 
     layout: tuple[Marker | Hole, ...]
@@ -61,7 +65,7 @@ class InfillFamily(Struct, frozen=True):
 
     @property
     def markers(self) -> tuple[Marker, ...]:
-        """What the vocabulary of a model of the family has."""
+        """The tokens by which a model of the family is known."""
         around = (self.repository, self.file, self.this_file)
         return (
             *(part for part in self.layout if isinstance(part, str)),
@@ -112,17 +116,18 @@ FAMILIES: Mapping[str, InfillFamily] = {
     # mistral-common, encode_fim: the suffix goes first, and nothing stands after the prefix.
     "Codestral": InfillFamily(("[SUFFIX]", SUFFIX, "[PREFIX]", PREFIX)),
 }
-"""The first whose markers a vocabulary has is the model's: the more a family has, the earlier."""
+"""A model belongs to the first family whose markers its vocabulary has. Families with more markers
+stand earlier."""
 
-_SNIPPET = "\n\n--- snippet ---\n\n"  # llama.cpp's, for families without a token for files
+_SNIPPET = "\n\n--- snippet ---\n\n"  # as in llama.cpp, for families without a marker for files
 
-# A prompt of files needs names where the request has none: llama.cpp's.
+# Names in prompts of files, where a request has none; as in llama.cpp.
 _REPOSITORY = "myproject"
 _THIS_FILE = "filename"
 
 
 def find_family(vocabulary: Mapping[str, int]) -> InfillFamily | None:
-    """The family of a model with these tokens; None: it cannot fill in the middle."""
+    """Return the family of a model with these tokens, or None if it has no fill-in-the-middle."""
     known = (each for each in FAMILIES.values() if all(m in vocabulary for m in each.markers))
     return next(known, None)
 
@@ -130,7 +135,7 @@ def find_family(vocabulary: Mapping[str, int]) -> InfillFamily | None:
 def lay_out(
     family: InfillFamily, prefix: str, suffix: str, files: Sequence[ProjectFile] = ()
 ) -> Iterator[Marker | InfillText]:
-    """The prompt, in order, without the token that begins any text."""
+    """Yield the prompt in order, without the token that begins any text."""
     if files:
         yield from _files(family, files)
     for part in family.layout:
@@ -163,7 +168,7 @@ def to_tokens(
     vocabulary: Mapping[str, int],
     encode: Callable[[InfillText], Sequence[int]],
 ) -> list[int]:
-    """The token ids of a prompt; `encode` gives those of a text."""
+    """Return the token ids of a prompt; `encode` returns those of a text."""
     tokens: list[int] = []
     for part in parts:
         tokens.extend([vocabulary[part]] if isinstance(part, str) else encode(part))

@@ -1,4 +1,4 @@
-"""A tool call in JSON, read while it is written."""
+"""Reads a tool call in JSON while the model writes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _Role = Literal["key", "name", "arguments", "other"]
 _Step = Literal["open", "key", "colon", "value"]
 _T = TypeVar("_T")
 
-# What is looked for next.
+# Patterns for what to look for next, by state.
 _NO_SPACE = re.compile(r"\S")
 _NO_COMMA = re.compile(r"[^\s,]")
 _IN_STRING = re.compile(r'["\\]')
@@ -22,44 +22,46 @@ _AFTER_SCALAR = re.compile(r"[\s,}]")
 
 
 class JsonCall:
-    """A call in JSON, read as it comes: `{"name": ..., "arguments": {...}}`, keys in any order.
+    """Reads one call: `{"name": ..., "arguments": {...}}`, with keys in any order.
 
-    It is lenient where nothing can be mistaken: commas may be missing, other keys have any value,
-    and "parameters" are arguments. The first of two equal keys holds.
+    It accepts more than JSON where the meaning is clear: commas may be missing, other keys may have
+    any value, and "parameters" are arguments. The first of two equal keys counts.
 
-    It is `over` where the object ends, or where it can be none. Before its name that is also where
-    it can be no call, by arguments that are no object say, and it is over without a name then.
-    `settled` tells that the arguments are complete.
+    Attributes:
+        name: the tool's name, once it is complete.
+        settled: the arguments are complete.
+        over: the object has ended, or the text is no object. A text that cannot be a call, for
+            example because its arguments are no object, is over without a name.
     """
 
     def __init__(self) -> None:
         self._step: _Step = "open"
-        self._role: _Role = "key"  # what the value is that is being read or comes next
+        self._role: _Role = "key"  # of the value that is read now or next
         self._value: _Value | None = None
-        self._held: list[str] = []  # a value that is of use only once it is complete
+        self._held: list[str] = []  # a value that is used once it is complete
         self._unsent: list[str] = []  # text of the arguments that was not taken
-        self._begun = False  # the arguments
+        self._begun = False  # whether the arguments have begun
         self.name: str | None = None
         self.settled = False
         self.over = False
 
     @property
     def quoted(self) -> bool:
-        """Whether the text fed so far ends within a string."""
+        """Whether the text so far ends inside a string."""
         return self._value is not None and self._value.quoted
 
     @property
     def doubted(self) -> bool:
-        """Whether it ends within a string that an end marker was found in."""
+        """Whether the text so far ends inside a string with an end marker in it."""
         return self._value is not None and self._value.doubted
 
     def doubt(self) -> None:
-        """From here on to the end of the string nothing is given, and a line end breaks it."""
+        """Give nothing until the string ends. If its line ends before, the call is over."""
         if self._value is not None:
             self._value.doubted = True
 
     def feed(self, text: str) -> int:
-        """Read up to the end of the call, or of a string in doubt; the place in `text`."""
+        """Read up to the end of the call, or of a string in doubt; return the place in `text`."""
         at = 0
         while at < len(text) and not self.over:
             value = self._value
@@ -78,7 +80,7 @@ class JsonCall:
         return at
 
     def take(self) -> str:
-        """The text of the arguments since the last time."""
+        """Return the text of the arguments since the last call of this method."""
         if self.doubted:
             return ""
         text = "".join(self._unsent)
@@ -86,7 +88,7 @@ class JsonCall:
         return text
 
     def close(self) -> str:
-        """The last of the arguments of a call that is over."""
+        """Return the rest of the arguments of a call that is over."""
         if not self._begun:
             return "{}"
         if self._held and self._role == "arguments":
@@ -94,7 +96,7 @@ class JsonCall:
         return self.take()
 
     def _begin(self, text: str, at: int) -> int:
-        """Pass over whitespace and one sign, or begin a value there."""
+        """Skip whitespace and one sign, or begin a value there; return the place after."""
         found = (_NO_COMMA if self._step == "key" else _NO_SPACE).search(text, at)
         if found is None:
             return len(text)
@@ -131,7 +133,7 @@ class JsonCall:
                 self._role = self._role_of(_decoded(self._release(), str))
             case "name":
                 name = _decoded(self._release(), str)
-                # Arguments that went before the name can still be looked at as a whole.
+                # Arguments before the name have not been sent, so they can be checked as a whole.
                 sound = not self.settled or _decoded("".join(self._unsent), dict) is not None
                 self.name = name if name and sound else None
                 self.over = self.name is None
@@ -149,7 +151,7 @@ class JsonCall:
         return "other"
 
     def _settle(self) -> None:
-        """Give arguments that were held: the object that a string has in it, or as written."""
+        """Give the held arguments: the object inside a string, or the text as written."""
         text = self._release() or "null"
         with suppress(ValueError, RecursionError):
             text = as_object(msgspec.json.decode(text))
@@ -163,11 +165,17 @@ class JsonCall:
 
 
 class _Value:
-    """Finds the end of a JSON value that begins with `first`, however it is cut.
+    """Finds the end of a JSON value that arrives in pieces.
 
-    It tells strings from brackets, no more: whether what is between them is JSON is for others to
-    say. Within a string that is `doubted` a control character, which JSON has none of there, makes
-    it `refuted`; where the string ends the doubt does.
+    It only tells strings from brackets, and does not check that the rest is JSON.
+
+    Attributes:
+        first: the value's first character.
+        quoted: the text so far ends inside a string.
+        doubted: an end marker was found in this string; the doubt ends with the string.
+        refuted: a string in doubt has a control character, which JSON does not allow: the string
+            was never closed.
+        complete: the value has ended.
     """
 
     __slots__ = ("_depth", "_escaped", "complete", "doubted", "first", "quoted", "refuted")
@@ -182,7 +190,7 @@ class _Value:
         self.complete = False
 
     def feed(self, text: str, at: int) -> int:
-        """The place after what `text` has of the value from `at` on, or of a string in doubt."""
+        """Read on from `at`; return the place after the value, or after a string in doubt."""
         if self.first not in '"{[':
             end = _AFTER_SCALAR.search(text, at)
             self.complete = end is not None
@@ -222,8 +230,13 @@ class _Value:
 
 
 def as_object(arguments: Any) -> str:
-    """Arguments, or a text of them, as a JSON object; ValueError if they are none. Numbers that
-    JSON lacks, such as infinity, are null there."""
+    """Return arguments, or a text of them, as a JSON object.
+
+    Numbers that JSON lacks, such as infinity, become null.
+
+    Raises:
+        ValueError: they are no object.
+    """
     if arguments is None:
         return "{}"
     if isinstance(arguments, str):

@@ -1,4 +1,4 @@
-"""Token ids of one answer to the pieces of text that are sent."""
+"""The stages of one answer together: from its token ids to the parts that are sent."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -8,11 +8,11 @@ from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolOpened
 
 OutputPart = Piece | ToolOpened | ToolArguments
-"""What comes out: text of a channel, or something of a tool call."""
+"""One part of an answer: text of a channel, or part of a tool call."""
 
 
 class TokenStage(Protocol):
-    """A detokenizer: the text that an id completes, and at the end what still waited."""
+    """A detokenizer: returns the text that an id completes, and at the end the text that waited."""
 
     def feed(self, token_id: int, /) -> str: ...
     def flush(self) -> str: ...
@@ -21,19 +21,22 @@ class TokenStage(Protocol):
 class TextPipeline:
     """Detokenizer, then channels, then tool calls, then stop strings.
 
-    Tools are called in content, and stop strings apply to what is left of it. They are written for
-    the answer: one that is found in the reasoning, such as a blank line, would end the answer
-    before it began. Content that waits for a stop string goes on waiting across a think block or a
-    call, so it may come after those.
+    Tools are called in content, and stop strings apply to the rest of the content. They do not
+    apply to reasoning: a stop string found there, such as a blank line, would end the answer before
+    it began. Content that waits for the rest of a stop string goes on waiting across a think block
+    or a call, so it may be given after those.
 
-    The tokens that end an answer are the caller's to remove; every id given here counts. Before
-    `min_tokens` of them no stop string ends the answer.
+    The caller removes the tokens that end an answer; every id given here counts.
 
-    - `tokens`: ids consumed, the last one that which completed a stop string.
-    - `reasoning_tokens`: those of them inside a think block, markers included.
-    - `calls`: tool calls given; one that a stop string went before is none.
-    - `stopped`: a stop string was found, or the one call made that may be; nothing is consumed or
-      given any more.
+    Args:
+        min_tokens: before so many ids no stop string ends the answer.
+
+    Attributes:
+        tokens: ids consumed, including the one that completed a stop string.
+        reasoning_tokens: those of them inside a think block, markers included.
+        calls: tool calls given; calls after a stop string do not count.
+        stopped: a stop string was found, or the only call that may be made is over; nothing is
+            consumed or given any more.
     """
 
     __slots__ = (
@@ -63,7 +66,7 @@ class TextPipeline:
         self._stops = stops
         self._tools = tools
         self._min_tokens = min_tokens
-        self._undecided = 0  # ids that may turn out to be the beginning of a start marker
+        self._undecided = 0  # ids that may be the beginning of a start marker
         self.calls = 0
         self.tokens = 0
         self.reasoning_tokens = 0
@@ -76,13 +79,13 @@ class TextPipeline:
 
     @property
     def aside(self) -> bool:
-        """Whether the text fed so far ends inside a think block or a call."""
+        """Whether the text so far ends inside a think block or a call."""
         return (self._channels is not None and self._channels.reasoning) or (
             self._tools is not None and self._tools.inside
         )
 
     def feed(self, token_ids: Sequence[int]) -> list[OutputPart]:
-        """The parts that are safe to send, in order; neighbours differ in what they belong to."""
+        """Return the parts that are safe to send, in order; neighbours are of different kinds."""
         pieces: list[OutputPart] = []
         for token_id in token_ids:
             if self.stopped:
@@ -96,7 +99,7 @@ class TextPipeline:
         return pieces if len(pieces) < 2 else _merge(pieces)
 
     def flush(self, *, cut: bool = False) -> list[OutputPart]:
-        """What still waited when the answer ended, or was `cut` off."""
+        """Return the parts that waited when the answer ended, or was `cut` off by a limit."""
         if self.stopped:
             return []
         pieces: list[OutputPart] = []
@@ -112,7 +115,7 @@ class TextPipeline:
         return _merge(pieces)
 
     def _separate(self, channels: Channels, text: str) -> list[Piece]:
-        """Feed the text of one token to the channels, and count it for reasoning if it is so."""
+        """Feed the text of one token to the channels, and count the token if it is reasoning."""
         inside = channels.reasoning
         pieces = channels.feed(text)
         if inside or channels.reasoning:
@@ -125,7 +128,7 @@ class TextPipeline:
         return pieces
 
     def _send(self, source: Iterable[Piece], pieces: list[OutputPart]) -> None:
-        """Append what tool calls and stop strings leave of `source`."""
+        """Append the parts that tool calls and stop strings leave of `source`."""
         if self._tools is None and self._stops is None:
             pieces.extend(source)
             return
@@ -142,7 +145,7 @@ class TextPipeline:
     def _pass(
         self, source: Iterable[str | ToolOpened | ToolArguments], pieces: list[OutputPart]
     ) -> None:
-        """Append calls as they are, and of content what the stop strings let pass."""
+        """Append calls as they are, and content as far as stop strings let it pass."""
         for part in source:
             if not isinstance(part, str):
                 self.calls += isinstance(part, ToolOpened)
@@ -156,7 +159,7 @@ class TextPipeline:
                 return
 
     def _scan(self, stops: StopStrings, text: str) -> str:
-        """What a stop string lets pass; one that is complete within `min_tokens` does not count."""
+        """Return the text before a stop string; within `min_tokens` a stop string is text."""
         return stops.feed(text) if self.tokens > self._min_tokens else stops.skip(text)
 
 

@@ -1,7 +1,7 @@
-"""Finding fixed strings in text that arrives in pieces.
+"""Search for fixed strings in text that arrives in pieces.
 
-Two questions answer every need of a streaming search: where is the first match, and how much of
-the end must wait because it may still become one.
+A streaming search asks two questions: where is the first match, and how much of the end must wait
+because it may become a match?
 """
 
 import re
@@ -9,11 +9,14 @@ from collections.abc import Collection
 
 
 class Scanner:
-    """Searches for a fixed set of patterns; holds no text itself, so one may serve many streams.
+    """Searches for a fixed set of patterns. It holds no text, so it may serve many streams.
 
-    The first match is the one that is complete first, and of two that end together the longer.
-    Judging by the end, not by the start, is what makes the result the same however the text was
-    cut: a pattern is found as soon as its last character is there, never revised by what follows.
+    The first match is the one that is complete first. If two end together, it is the longer one. So
+    the result does not depend on how the text was split: a pattern is found as soon as its last
+    character is there, and what follows changes nothing.
+
+    Attributes:
+        start: finds the first character that may begin a match.
     """
 
     __slots__ = ("_patterns", "_reach", "start")
@@ -24,12 +27,11 @@ class Scanner:
         self._patterns = tuple(dict.fromkeys(patterns))
         self._reach = max(map(len, self._patterns), default=1) - 1
         firsts = "".join(re.escape(first) for first in sorted({p[0] for p in self._patterns}))
-        # Finds a character that a pattern begins with. Nearly all text has none, so callers ask
-        # this first: one search in C.
+        # Nearly all text has no such character, so callers ask this first: one search in C.
         self.start = re.compile(f"[{firsts}]" if firsts else "(?!)").search
 
     def find(self, text: str) -> tuple[int, int] | None:
-        """The start and end of the first match."""
+        """Return the start and end of the first match."""
         match = None
         limit = len(text)
         for pattern in self._patterns:
@@ -43,7 +45,7 @@ class Scanner:
         return match
 
     def held(self, text: str) -> int:
-        """How many characters at the end of `text`, which has no match, may begin one."""
+        """Return how many characters at the end of `text`, which has no match, may begin one."""
         size = len(text)
         candidate = self.start(text, max(0, size - self._reach))
         while candidate:

@@ -6,10 +6,13 @@ from mlxsrv.text.scan import Scanner
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, and nothing from there on.
+    """Passes text on up to the first stop string, and nothing after that.
 
-    Text waits only as long as it may still be the beginning of a stop string. The first stop
-    string is the one complete first: it is then that the model is stopped. `matched` names it.
+    Text waits only while it may be the beginning of a stop string. The first stop string is the one
+    that is complete first, since the model is stopped then.
+
+    Attributes:
+        matched: the stop string that was found.
     """
 
     __slots__ = ("_held", "_scanner", "matched")
@@ -20,7 +23,7 @@ class StopStrings:
         self.matched: str | None = None
 
     def feed(self, text: str) -> str:
-        """The text that is safe to send."""
+        """Return the text that is safe to send."""
         if self.matched is not None:
             return ""
         if not self._held and not self._scanner.start(text):
@@ -36,7 +39,7 @@ class StopStrings:
         return text[:safe]
 
     def skip(self, text: str) -> str:
-        """As `feed`, of text in which a stop string may begin, but one that ends is no match."""
+        """As `feed`, but a stop string that is complete in this text does not count."""
         text = self._held + text
         begin = 0
         while found := self._scanner.find(text[begin:]):
@@ -46,6 +49,6 @@ class StopStrings:
         return text[:safe]
 
     def flush(self) -> str:
-        """The text that waited for a match which never came."""
+        """Return the text that still waited for the rest of a stop string."""
         text, self._held = self._held, ""
         return text

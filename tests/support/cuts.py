@@ -5,7 +5,8 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from mlxsrv.text.channels import Channel, Piece
+from mlxsrv.generation import Channel
+from mlxsrv.text.channels import Piece
 
 S = TypeVar("S", bound=Sequence[object])
 
