@@ -194,8 +194,8 @@ def _serve(arguments: Sequence[str]) -> NoReturn:
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     url = f"http://{shown}:{port}"
-    log(_log, logging.INFO, "listening", url=url, model=app.default_model, keys=app.keys)
-    if not local and not app.keys:
+    log(_log, logging.INFO, "listening", url=url, model=app.default_model, keys=app.key_count)
+    if not local and not app.key_count:
         why = "whoever can reach this address can use the server; --api-key-file FILE asks for keys"
         log(_log, logging.WARNING, "no api key", why=why)
     config = uvicorn.Config(

@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from mlxsrv.errors import InvalidFeatureIndex
 from mlxsrv.service.service import Service
-from mlxsrv.web.bodies import read_body
+from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire
 from mlxsrv.wire.decoding import RequestDecoder, read_query
@@ -34,7 +34,7 @@ def _reads(method: str, path: str, work: Work, query: type[Any] = _NoQuery) -> R
 
     async def endpoint(request: Request) -> Response:
         asked = read_query(query, request.query_params)
-        told = await work(request.app.service, request.path_params, asked)
+        told = await work(service_of(request), request.path_params, asked)
         return JSONResponse(wire.success(told))
 
     return Route(path, endpoint, methods=[method])
@@ -46,10 +46,8 @@ def _asks(
     """A route with a body; none is an empty object."""
 
     async def endpoint(request: Request) -> Response:
-        body = await read_body(request, request.app.settings.max_body)
-        asked, ignored = bodies.decode(body or b"{}")
-        told = await work(request.app.service, request.path_params, asked)
-        headers = request.app.ignored.header(ignored)
+        asked, headers = await read_request(request, bodies, empty=b"{}")
+        told = await work(service_of(request), request.path_params, asked)
         return JSONResponse(wire.success(told), status_code=status, headers=headers)
 
     return Route(path, endpoint, methods=[method])

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import anyio
+import anyio.to_thread
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -26,6 +27,7 @@ from mlxsrv.service.outputs import (
 )
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.paths import path_below_mount
 from mlxsrv.wire import management, openai, streams
 from mlxsrv.wire.sse import KEEPALIVE, encode_json
 
@@ -44,6 +46,13 @@ class JSONResponse(Response):
         return encode_json(content)
 
 
+async def large_json(content: object, headers: Mapping[str, str]) -> Response:
+    """A response of perhaps millions of numbers. A thread encodes them: on the event loop, that
+    would hold up every stream."""
+    text = await anyio.to_thread.run_sync(encode_json, content)
+    return Response(text, headers=headers, media_type="application/json")
+
+
 def error_response(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
     """The one shape of an error."""
     return JSONResponse(
@@ -56,19 +65,13 @@ def error_response(error: ServeError, headers: Mapping[str, str] | None = None) 
 def refusal(scope: Scope, error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
     """An error in the shape of what was asked: the management's has an envelope."""
     record_of(scope).error = error.code
-    if not _is_management(scope):
+    if not path_below_mount(scope).startswith("/api/"):
         return error_response(error, headers)
     return JSONResponse(
         management.failure(error),
         status_code=error.status,
         headers={**_advice(error), **(headers or {})},
     )
-
-
-def _is_management(scope: Scope) -> bool:
-    """Whether the path, below where the app is mounted, is one of the management's."""
-    path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-    return path.startswith("/api/")
 
 
 def _advice(error: ServeError) -> dict[str, str]:

@@ -25,7 +25,7 @@ from starlette.routing import Mount, Route
 from starlette.testclient import TestClient
 
 import mlxsrv
-from mlxsrv.web.routing import Alias
+from mlxsrv.web.paths import UnversionedRoute
 from tests.support.client import CHAT, COMPLETIONS, Body, read_stream
 from tests.support.effort import examples
 from tests.support.fixtures import Folders
@@ -74,7 +74,7 @@ def read_document(app: Any, prefix: str = "") -> Body:
 
 def test_what_is_routed_is_what_is_described() -> None:
     app = mlxsrv.create_app(mlxsrv.Settings())
-    own = [route for route in app.routes if not isinstance(route, Alias)]
+    own = [route for route in app.routes if not isinstance(route, UnversionedRoute)]
     routed = {
         (method, re.sub(r":\w+}", "}", route.path))
         for route in own

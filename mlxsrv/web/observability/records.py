@@ -13,7 +13,7 @@ from starlette.types import Scope
 
 from mlxsrv.service.observing import Asked, Operation, RequestEnded
 from mlxsrv.service.reply import Reply
-from mlxsrv.web.routing import find_route
+from mlxsrv.web.paths import find_route
 
 _KEY = "mlxsrv.record"
 

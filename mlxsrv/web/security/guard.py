@@ -24,7 +24,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from starlette.datastructures import MutableHeaders, QueryParams
+from starlette.datastructures import MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,6 +40,7 @@ from mlxsrv.errors import (
 )
 from mlxsrv.logs import log
 from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.web.paths import is_verbose, path_below_mount
 from mlxsrv.web.responses import refusal
 from mlxsrv.web.security.rates import Allowance, RateLimit
 
@@ -274,15 +275,8 @@ def _is_address(name: str) -> bool:
 
 def _is_open(scope: Scope) -> bool:
     """Whether anybody may ask: whether the server is well, but not what it holds and does."""
-    path: str = scope["path"]
-    below = path.removeprefix(scope.get("root_path", ""))
+    below = path_below_mount(scope)
     return below == "/health/live" or (below == "/health" and not is_verbose(scope))
-
-
-def is_verbose(scope: Scope) -> bool:
-    """Whether the query asks `/health` for names and numbers, too."""
-    told: str = QueryParams(scope["query_string"]).get("verbose", "0")
-    return told not in ("", "0", "false")
 
 
 def _check_size(scope: Scope) -> None:

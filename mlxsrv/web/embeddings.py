@@ -1,0 +1,51 @@
+"""Handlers of the routes that compute numbers: embeddings, rerank, score."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxsrv.web.middleware import request_id
+from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.reading import read_recorded, service_of
+from mlxsrv.web.responses import large_json, unless_gone
+from mlxsrv.wire.embeddings import (
+    EMBEDDING_REQUESTS,
+    RERANK_REQUESTS,
+    SCORE_REQUESTS,
+    EmbeddingList,
+    RerankResponse,
+    ScoreList,
+)
+
+
+async def embed(request: Request) -> Response:
+    asked, headers = await read_recorded(request, EMBEDDING_REQUESTS, "embeddings")
+    work = service_of(request).embed(asked, request_id(request.scope))
+    return await _answer(request, work, headers)
+
+
+async def rerank(request: Request) -> Response:
+    asked, headers = await read_recorded(request, RERANK_REQUESTS, "rerank")
+    work = service_of(request).rerank(asked, request_id(request.scope))
+    return await _answer(request, work, headers)
+
+
+async def score(request: Request) -> Response:
+    asked, headers = await read_recorded(request, SCORE_REQUESTS, "score")
+    work = service_of(request).score(asked, request_id(request.scope))
+    return await _answer(request, work, headers)
+
+
+async def _answer(
+    request: Request,
+    work: Coroutine[Any, Any, EmbeddingList | RerankResponse | ScoreList],
+    headers: Mapping[str, str],
+) -> Response:
+    answer = await unless_gone(request.receive, work)
+    record = record_of(request.scope)
+    record.model, record.tokens = answer.model, answer.usage.prompt_tokens
+    return await large_json(answer, headers)

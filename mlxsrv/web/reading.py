@@ -1,0 +1,55 @@
+"""Read a request: its body within bounds, decoded, and the fields that were ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from msgspec import Struct
+from starlette.requests import Request
+
+from mlxsrv.service.observing import Asked, Operation
+from mlxsrv.service.service import Service
+from mlxsrv.web.bodies import read_body
+from mlxsrv.web.observability.records import record_of
+from mlxsrv.wire.decoding import RequestDecoder
+
+T = TypeVar("T", bound=Struct)
+A = TypeVar("A", bound=Asked)
+
+
+def service_of(request: Request) -> Service:
+    service: Service = request.app.service
+    return service
+
+
+async def read_request(
+    request: Request, decoder: RequestDecoder[T], *, most: int | None = None, empty: bytes = b""
+) -> tuple[T, Mapping[str, str]]:
+    """Read and decode the body.
+
+    Args:
+        most: a bound in bytes below the app's own.
+        empty: the text that stands for an empty body.
+
+    Returns:
+        The request, and the headers that name the fields which were ignored.
+
+    Raises:
+        RequestTooLarge, Overloaded, InvalidRequest
+    """
+    limit: int = request.app.settings.max_body
+    body = await read_body(request, limit if most is None else min(limit, most))
+    asked, ignored = decoder.decode(body or empty)
+    return asked, request.app.ignored.header(ignored)
+
+
+async def read_recorded(
+    request: Request, decoder: RequestDecoder[A], operation: Operation
+) -> tuple[A, Mapping[str, str]]:
+    """As `read_request`; the observers are told what a model is asked for."""
+    record = record_of(request.scope)
+    record.operation = operation
+    asked, headers = await read_request(request, decoder)
+    record.asked, record.model = asked, service_of(request).label(asked.model)
+    return asked, headers

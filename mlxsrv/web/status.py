@@ -1,0 +1,33 @@
+"""Handlers of the routes that tell about the server: its models and its health."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxsrv.web.paths import is_verbose
+from mlxsrv.web.reading import service_of
+from mlxsrv.web.responses import JSONResponse
+from mlxsrv.wire.openai import Health, ModelList
+
+
+async def list_models(request: Request) -> Response:
+    return JSONResponse(ModelList(data=await service_of(request).models()))
+
+
+async def get_model(request: Request) -> Response:
+    return JSONResponse(await service_of(request).model(request.path_params["id"]))
+
+
+async def health(request: Request) -> Response:
+    """Whether requests would be served: for load balancers."""
+    service = service_of(request)
+    verbose = is_verbose(request.scope)
+    answer = await service.state() if verbose else Health(status=service.health)
+    return JSONResponse(answer, status_code=200 if answer.status == "ok" else 503)
+
+
+async def live(request: Request) -> Response:
+    """Whether a restart would help: for supervisors."""
+    service = service_of(request)
+    return JSONResponse(Health(status=service.health), status_code=200 if service.alive else 503)
