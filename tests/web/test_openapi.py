@@ -162,7 +162,7 @@ MANAGED = [
 """Tests of the management hold all that it tells against its description."""
 
 OF_THE_MODEL = re.compile(
-    r"maximum context length|is no token id of this model|are made for one request"
+    r"maximum context length|is no token id of this model|a request may have at most"
     r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
     r"|this model's vectors have|^instruction: this model's files"
     r"|^model: it (judges no pairs|makes no embeddings)|makes no token of it"
