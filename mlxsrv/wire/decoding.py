@@ -49,6 +49,7 @@ class RequestDecoder(Generic[T]):
         reasons: Mapping[str, str] | None = None,
         idle: Callable[[T], list[str]] = _nothing_idle,
     ) -> None:
+        self.kind = kind
         self._decoder = msgspec.json.Decoder(kind)
         self._known = Fields(kind)
         self._check = check

@@ -17,7 +17,8 @@ from msgspec import Struct
 from mlxsrv.version import __version__
 from mlxsrv.wire import constraints, embeddings, infill, openai, requests, tokens
 from mlxsrv.wire.management import Problem
-from mlxsrv.wire.operations import OPERATIONS, Operation
+from mlxsrv.wire.operation import Operation
+from mlxsrv.wire.operations import OPERATIONS
 
 Schema = dict[str, Any]
 
@@ -44,7 +45,7 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
     """The OpenAPI document of an app.
 
     Args:
-        routes: (method, path) of what the app serves; a path's parameters may have converters.
+        routes: (method, path) of what the app serves, as OPERATIONS has them.
         prefix: the path where the app is mounted, as ASGI has it: not quoted.
 
     Raises:
@@ -52,11 +53,11 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
     """
     known = {(operation.method, operation.path): operation for operation in OPERATIONS}
     paths: dict[str, Schema] = {}
-    for method, route in routes:
-        path = re.sub(r":\w+}", "}", route)
+    for method, path in routes:
         if (method, path) not in known:
             raise ValueError(f"{method} {path} is not described")
-        paths.setdefault(path, {})[method.lower()] = _operation(known[method, path])
+        operation = known[method, path]
+        paths.setdefault(operation.described_path, {})[method.lower()] = _operation(operation)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -100,7 +101,7 @@ def _operation(operation: Operation) -> Schema:
     described: Schema = {"operationId": operation.id, "summary": operation.summary}
     if operation.description:
         described["description"] = operation.description
-    parameters = [*_path_parameters(operation.path), *_query_parameters(operation.query)]
+    parameters = [*_path_parameters(operation.described_path), *_query_parameters(operation.query)]
     if parameters:
         described["parameters"] = parameters
     if not operation.open:  # a server without keys asks for none

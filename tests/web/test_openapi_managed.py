@@ -17,7 +17,8 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from mlxsrv.wire.operations import OPERATIONS, Operation
+from mlxsrv.wire.operation import Operation
+from mlxsrv.wire.operations import OPERATIONS
 from tests.support.client import CHAT, Body, chat
 from tests.support.effort import examples
 from tests.support.fixtures import Folders

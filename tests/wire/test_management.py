@@ -26,7 +26,8 @@ from mlxsrv.wire.management import (
     StatisticsQuery,
 )
 from mlxsrv.wire.openapi import document
-from mlxsrv.wire.operations import OPERATIONS, Operation
+from mlxsrv.wire.operation import Operation
+from mlxsrv.wire.operations import OPERATIONS
 from tests.support.schemas import Body, as_sent
 
 PROFILE: Body = {
