@@ -1,4 +1,7 @@
-"""What is asked of a model, and what an answer is made of: the words that all floors share."""
+"""Requests and answers in no dialect: sampling and steering, and the pieces of an answer.
+
+All floors share these types.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Literal, Protocol
 import msgspec
 import numpy as np
 
-# What is asked.
+# Requests.
 
 
 class Sampling(msgspec.Struct, frozen=True):
@@ -45,7 +48,7 @@ SteeringMode = Literal["additive", "clamp"]
 
 
 class Steering(msgspec.Struct, frozen=True):
-    """What is added to one row's hidden states; the batch's other rows are not touched.
+    """Changes to one row's hidden states; the batch's other rows are not touched.
 
     `values` are (feature, strength) of the SAE of that attachment, sorted. `additive` adds each
     feature's direction, multiplied by its strength. `clamp` adds as much of it as brings the
@@ -82,11 +85,11 @@ class Constraint(Protocol):
         """Go on to the state after `token`."""
 
 
-# What an answer is made of.
+# Answers.
 
 FinishReason = Literal["stop", "length", "tool_calls", "timeout"]
 Channel = Literal["content", "reasoning"]
-"""What a piece of an answer is: what the model says, or what it thinks before."""
+"""The kind of a piece of an answer: content, or the thoughts that come before it."""
 
 
 class TokenScore(msgspec.Struct, frozen=True):
@@ -110,7 +113,7 @@ class RankedToken(msgspec.Struct, frozen=True):
 
 
 PromptScore = tuple[RankedToken, ...] | None
-"""What could stand at one place: the prompt's own token, then the likeliest. None at the first."""
+"""Tokens at one place of a prompt: its own, then the likeliest. None at the first place."""
 
 
 class ToolUse(msgspec.Struct, frozen=True):

@@ -129,8 +129,14 @@ class EngineClient:
         self._watchdog.wake()
 
     async def embed(self, order: Embed, progressed: Callable[[], None] = lambda: None) -> Vectors:
-        """The vectors of texts; `progressed` is called while they take several slices. If the
-        caller is cancelled, what is not computed yet is dropped.
+        """Embed texts. If the caller is cancelled, the texts that are not computed yet are dropped.
+
+        Args:
+            order: the texts.
+            progressed: called while they take several slices.
+
+        Returns:
+            Their vectors, `(texts, width)`; or the logits of pairs, `(pairs, labels)`.
 
         Raises:
             EngineFailed: the device thread died.
@@ -214,7 +220,10 @@ class EngineClient:
         return memory
 
     async def report(self) -> Report:
-        """What the device's memory and this client's models hold. Raises EngineFailed."""
+        """The use of the device's memory, and this client's models in numbers.
+
+        Raises EngineFailed.
+        """
         report: Report = await self._ask(MakeReport())
         return report
 

@@ -151,8 +151,8 @@ class Attached(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What the device holds: bytes in use, free bytes kept for reuse, the most bytes ever used.
-    For each of the client's models: its rows, queue and prompt cache in numbers."""
+    """The use of the device's memory: bytes in use, free bytes kept for reuse, the most bytes ever
+    used. `models`: each of the client's models, its rows, queue and prompt cache in numbers."""
 
     active_bytes: int
     cache_bytes: int

@@ -45,18 +45,18 @@ class _Task(NamedTuple):
     """A load or an attachment, done a slice at a time; what it returns is its answer."""
 
     number: int
-    """Of the question that it answers."""
+    """The number of the question that it answers."""
     order: Load | Attach
     slices: Generator[None, None, Any]
 
 
 class Session:
-    """What the device thread holds for one client.
+    """One client's models, loads and attachments.
 
     Args:
         mailbox: where the client's events go.
-        clock: told what the thread works on.
-        residents: all models in memory, those of other clients too; weights are shared.
+        clock: stores which slice the thread is in.
+        residents: gives all models in memory, also other clients'; they share weights.
     """
 
     def __init__(self, mailbox: Mailbox, clock: Clock, residents: Residents) -> None:
@@ -87,7 +87,10 @@ class Session:
     # Orders.
 
     def obey(self, order: Order) -> None:
-        """Raises what is wrong with the order; `refuse` tells the client."""
+        """Do what the order says, or begin to.
+
+        Raises whatever is wrong with the order. The caller then calls `refuse`.
+        """
         match order:
             case Submit(job, constraint):
                 self.deliver(self._find(job.model).batch.submit(job, constraint))
@@ -112,8 +115,8 @@ class Session:
                 self._find(order.model).watch(order)
 
     def refuse(self, order: Order, error: BaseException) -> None:
-        """Tell the client that an order cannot be obeyed. An order that nothing comes back from,
-        such as Detach, is only logged."""
+        """Tell the client why an order failed. For orders without an answer, such as Detach, the
+        error is only logged."""
         if isinstance(error, (ServeError, ValueError)):
             _log.debug("an order was refused", exc_info=error)
             reason = one_line(error)
@@ -131,8 +134,8 @@ class Session:
                 self.deliver([Answered(number, answer)])
 
     def cancel_jobs(self) -> None:
-        """Free the rows of all jobs cancelled since the last call. All at once: each time that a
-        row leaves, the caches of the others are copied."""
+        """Free the rows of the jobs that were cancelled since the last call. All at once, because
+        the others' caches are copied each time."""
         cancelled, self._cancelled = self._cancelled, set()
         for model in self.models.values() if cancelled else ():
             model.cancel(cancelled)

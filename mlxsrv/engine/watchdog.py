@@ -1,8 +1,8 @@
-"""The watchdog: what the device thread is at, and whether it has been at it for too long.
+"""The watchdog: reports slices of the device thread's work that take too long.
 
-The thread stores what each slice of work is, and when it began: one store, no lock. The event loop
-looks at that from time to time while it waits for something, so the watchdog needs no thread, and
-no timer when there is no work.
+The device thread stores the slice that it begins, in one assignment and without a lock. The event
+loop reads it from time to time while it waits for the thread. So the watchdog needs no thread of
+its own, and no timer while there is no work.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.engine")
 
-_LOOKS = 4  # in the time that a slice may take
-_LONGEST = 1.0  # seconds between two looks at a slice that takes too long
+_LOOKS = 4  # within the time that a slice may take
+_LONGEST = 1.0  # seconds between two looks at a slice that has been reported
 
 
 class Slice(NamedTuple):
     """A piece of work that nothing interrupts."""
 
-    since: float  # by monotonic
+    since: float
+    """When it began, by `time.monotonic`."""
     what: str
     model: str
 
 
 class Clock:
-    """Set by the device thread, read by anybody."""
+    """The slice that the device thread is in: written by that thread, read by any.
+
+    A Slice is never changed, and replacing it is one assignment: a reader sees the old or the new.
+    """
 
     def __init__(self) -> None:
         self.slice: Slice | None = None
@@ -43,10 +47,13 @@ class Clock:
 
 
 class Watchdog:
-    """Tells of slices that take longer than `timeout` seconds, once each. Lives on a loop.
+    """Reports each slice that takes longer than `timeout` seconds, once. Used on one event loop.
 
     Args:
-        waiting: whether the loop still waits for the device thread.
+        clock: the device thread's.
+        loop: the event loop.
+        timeout: seconds; None reports nothing.
+        waiting: tells whether the loop waits for the device thread.
     """
 
     def __init__(
@@ -65,13 +72,13 @@ class Watchdog:
 
     @property
     def stalled(self) -> float:
-        """Seconds that the slice under way has taken, if it is too many; else 0."""
+        """Seconds that the current slice has taken, if that is too long; else 0."""
         current = self._clock.slice
         seconds = 0.0 if current is None else monotonic() - current.since
         return seconds if self._timeout is not None and seconds > self._timeout else 0.0
 
     def wake(self) -> None:
-        """The loop waits for something from now on."""
+        """Start looking: the loop waits for the device thread from now on."""
         if self._timer is None and self._timeout is not None:
             self._timer = self._loop.call_later(self._interval(self._timeout), self._look)
 
@@ -85,7 +92,7 @@ class Watchdog:
             self.wake()
 
     def look(self) -> None:
-        """Report a slice that takes too long, and that one has come to its end."""
+        """Report a slice that takes too long, or the end of one that was reported."""
         current = self._clock.slice
         if self.reported is not None and self.reported is not current:
             self._tell("slow step ended", self.reported)

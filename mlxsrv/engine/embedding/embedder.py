@@ -61,9 +61,6 @@ class Embedder:
         decoding: tells whether the model itself has streams.
     """
 
-    streaming = False
-    """It has no rows that decode."""
-
     def __init__(
         self,
         runner: Runner,
@@ -139,9 +136,6 @@ class Embedder:
             self._long = None
 
     # Slices.
-
-    def decode(self) -> list[Event]:
-        return []
 
     def prefill(self, *, beside: bool = False) -> list[Event]:
         """Run one slice; the events of the jobs that it completes.

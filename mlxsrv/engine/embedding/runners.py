@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxsrv.engine.embedding.encoders.layers import Encoder
 
 _INNER = ("language_model", "model", "transformer", "backbone")
-"""What mlx-lm's models call the part of them that is nearer to the layers."""
+"""Names in mlx-lm's models for the part of a model that is nearer to the layers."""
 
 
 class Runner(Protocol):

@@ -22,7 +22,7 @@ def working_memory() -> int:
 
 
 def report(models: Mapping[str, ResidentModel]) -> Report:
-    """What the device's memory and these models hold."""
+    """The use of the device's memory, and these models' statistics."""
     return Report(
         mx.get_active_memory(),
         mx.get_cache_memory(),

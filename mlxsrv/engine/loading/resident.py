@@ -6,8 +6,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
-from functools import partial
+from collections.abc import Generator, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
@@ -23,22 +22,16 @@ _log = logging.getLogger("mlxsrv.engine")
 
 
 class Worker(Protocol):
-    """Runs jobs of one kind on one model: a Batch generates text, an Embedder makes vectors."""
+    """Reads what jobs of one kind ask of one model, a slice at a time: prompts for a Batch, which
+    generates text, or texts for an Embedder, which makes vectors."""
 
     @property
     def idle(self) -> bool:
         """Whether it has no jobs."""
 
     @property
-    def streaming(self) -> bool:
-        """Whether it has rows that decode."""
-
-    @property
     def pending(self) -> bool:
         """Whether prompts or texts wait to be read, or are being read."""
-
-    def decode(self) -> list[Event]:
-        """One decode step of all rows."""
 
     def prefill(self, *, beside: bool) -> list[Event]:
         """Read one slice of prompts or texts; `beside`: other models have streams."""
@@ -56,7 +49,7 @@ class Worker(Protocol):
 
 
 class TextGeneration(NamedTuple):
-    """What a model that generates text has, and an encoder has not."""
+    """The parts of a model that generates text; an encoder has none of them."""
 
     batch: Batch
     prompt_cache: PromptCache
@@ -67,8 +60,8 @@ class ResidentModel:
     """A model in memory.
 
     Args:
-        loaded: what its client is told of it.
-        files: the arrays of its files, for models that are loaded from the same.
+        loaded: the answer to its client's order.
+        files: the arrays of its files; models that are loaded later from the same files share them.
         embedder: makes vectors of texts.
         generation: None for an encoder.
     """
@@ -124,29 +117,41 @@ class ResidentModel:
 
     @property
     def streaming(self) -> bool:
-        return any(worker.streaming for worker in self._workers)
+        """Whether rows are being decoded."""
+        return self._generation is not None and self._generation.batch.streaming
 
     def decode(self) -> list[Event]:
-        """One decode step."""
-        events = [event for worker in self._workers for event in _contain(worker, worker.decode)]
+        """One decode step, if it generates text."""
+        if self._generation is None:
+            return []
+        batch = self._generation.batch
+        try:
+            events = batch.decode()
+        except Exception as error:
+            return _fail(batch, error)
         self._tokens += sum(type(event) is Token for event in events)
         return events
 
     def prefill(self, *, beside: bool) -> list[Event]:
-        """One slice of prompts, and one of texts to embed; `beside`: other models have streams.
-
-        While there are streams, prompts and texts take turns: each may fill the streams' gap.
-        """
-        workers: Sequence[Worker] = self._workers
-        pending = [worker for worker in workers if worker.pending]
-        if len(pending) > 1 and (beside or self.streaming):
-            self._turn = (self._turn + 1) % len(pending)
-            workers = (pending[self._turn],)
+        """One slice of prompts, and one of texts to embed; `beside`: other models have streams."""
         events: list[Event] = []
-        for worker in workers:
-            events += _contain(worker, partial(worker.prefill, beside=beside))
-        jobs = [job for worker in self._workers for job in worker.take_progress()]
-        return events + [Progress(job) for job in jobs]
+        for worker in self._choose_workers(beside):
+            try:
+                events += worker.prefill(beside=beside)
+            except Exception as error:
+                events += _fail(worker, error)
+        for worker in self._workers:
+            events += [Progress(job) for job in worker.take_progress()]
+        return events
+
+    def _choose_workers(self, beside: bool) -> Sequence[Worker]:
+        """All. But while there are streams, prompts and texts take turns: a slice of each may fill
+        the streams' gap."""
+        pending = [worker for worker in self._workers if worker.pending]
+        if len(pending) < 2 or not (beside or self.streaming):
+            return self._workers
+        self._turn = (self._turn + 1) % len(pending)
+        return (pending[self._turn],)
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         for worker in self._workers:
@@ -167,12 +172,8 @@ class ResidentModel:
         return numbers
 
 
-def _contain(worker: Worker, work: Callable[[], list[Event]]) -> list[Event]:
-    """Run a slice. A worker finds out itself which job an error belongs to; one that escapes it
-    ends all of its jobs, and nobody else's."""
-    try:
-        return work()
-    except Exception as error:
-        _log.exception("a batch failed")
-        reason = f"{describe(error)} in a step"
-    return worker.fail(reason)
+def _fail(worker: Worker, error: Exception) -> list[Event]:
+    """End all of a worker's jobs, and no other worker's. A worker itself finds out which job an
+    error belongs to, so this is for an error that has escaped it."""
+    _log.error("a batch failed", exc_info=error)
+    return worker.fail(f"{describe(error)} in a step")

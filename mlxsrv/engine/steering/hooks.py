@@ -1,9 +1,9 @@
-"""Reaching into a model: something done to what a layer is given or gives, for one pass.
+"""Hooks: changing the hidden states at a layer's input or output, for one pass.
 
-A layer is hooked by changing its instance's class to a subclass of its own that has the same name:
-models look at their layers' attributes and classes, so a wrapper would be seen. The class is
-changed for the pass and then back, so a model that nobody steers is as mlx-lm made it, and there is
-nothing to undo when an SAE goes while rows that it steers stay.
+A hook changes the class of the layer's instance to a subclass that has the same name. It is no
+wrapper, because models look at their layers' attributes and classes. The class is changed for the
+pass and then back: a model that nobody steers is as mlx-lm made it, and nothing needs to be undone
+when an SAE is detached while rows that it steers go on.
 
 Used on the device thread only.
 """
@@ -19,23 +19,23 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 Change = Callable[[mx.array], mx.array]
-"""From hidden states `(rows, tokens, width)` to such as are to take their place."""
+"""From hidden states `(rows, tokens, width)` to those that replace them."""
 
 
 class Site(NamedTuple):
-    """A place in the residual stream: the output of a layer, or before it its input."""
+    """A place in the residual stream: a layer's output or, if `before`, its input."""
 
     layer: int
     before: bool = False
 
     @classmethod
     def of(cls, layer: int, before: bool) -> Site:
-        """What a layer is given is what the one below gives."""
+        """The site of a layer's output or input. A layer's input is the output of the one below."""
         return cls(layer - 1) if before and layer > 0 else cls(layer, before)
 
 
 def find_layers(model: Any) -> Sequence[Any]:
-    """The decoder layers of a model of mlx-lm's, the first first. Raises ValueError."""
+    """The decoder layers of one of mlx-lm's models, in order. Raises ValueError."""
     layers = getattr(model, "layers", None)
     if not isinstance(layers, (list, tuple)) or not layers:
         raise ValueError("this model does not say what its layers are")
@@ -44,7 +44,7 @@ def find_layers(model: Any) -> Sequence[Any]:
 
 @contextmanager
 def hooked(layers: Sequence[Any], changes: Mapping[Site, Change]) -> Iterator[None]:
-    """Make these changes in all passes of the block."""
+    """Within the block, make these changes in all passes of a model with these layers."""
     kinds: list[tuple[Any, type]] = []
     try:
         for index in {site.layer for site in changes}:
@@ -64,7 +64,7 @@ def hooked(layers: Sequence[Any], changes: Mapping[Site, Change]) -> Iterator[No
 
 @cache
 def _hooked_class(kind: type) -> type:
-    """A class like `kind`, whose call is changed as the instance's `_changes` say."""
+    """A subclass of `kind` whose call makes the changes in the instance's `_changes`."""
 
     def call(layer: Any, hidden: Any, *given: Any, **named: Any) -> Any:
         before, behind = layer._changes
@@ -77,14 +77,14 @@ def _hooked_class(kind: type) -> type:
 
 
 def _change_first(change: Change, output: Any) -> Any:
-    """Change a layer's hidden states, which may come with something else in a tuple."""
+    """Change a layer's hidden states, which may be the first item of a tuple."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     return change(output)
 
 
 def check_sites(model: Any, sites: Collection[Site], width: int) -> None:
-    """Raises ValueError with the reason, if hidden states of this width are not to be had there."""
+    """Raises ValueError with the reason, if a site has no hidden states of this width."""
     layers = find_layers(model)
     seen: dict[Site, list[Any]] = {}
     for site in sites:
@@ -100,7 +100,7 @@ def check_sites(model: Any, sites: Collection[Site], width: int) -> None:
         return look
 
     with hooked(layers, {site: look_at(site) for site in sites}):
-        # Never evaluated: only shapes are looked at.
+        # Not evaluated: MLX is lazy, and shapes are enough.
         model(mx.array([[0, 0]]), cache=make_prompt_cache(model))
     for site, hidden in seen.items():
         if len(hidden) != 1 or not isinstance(hidden[0], mx.array) or hidden[0].ndim != 3:

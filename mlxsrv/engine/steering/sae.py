@@ -1,9 +1,9 @@
 """A sparse autoencoder in memory: encoding hidden states, decoding, and the features' directions.
 
-- The encoder is kept by feature, as the decoder is, so that a few features' columns are rows.
-- All is computed in float32, whatever the hidden states come in.
-- What a feature makes of a token depends on no other token, nor on the batch; where a number of
-  features is the limit, the choice is made for each token alone.
+- The encoder is kept by feature, as the decoder is: a feature is a row of both.
+- Everything is computed in float32, whatever the type of the hidden states.
+- A feature's activation at a token depends on no other token and on no other row. Where only the k
+  highest features are active, they are chosen for each token alone.
 
 The formulas are those of SAELens (sae_lens/saes) and of Gemma Scope (arXiv:2408.05147); of topk
 those of sparsify, which are the same. Used on the device thread only.
@@ -21,18 +21,21 @@ from mlxsrv.formats.arrays import PIECE_BYTES, read_array
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.formats.sae_tensors import SAETensor, SAETensorRole, list_sae_tensors, sizes
 
-_LEAST_LENGTH = 1e-8  # of a decoder's row, where activations are counted in it
+_LEAST_LENGTH = 1e-8  # of a decoder's row, where activations are in units of it
 
 
 class Arrays(NamedTuple):
-    """All in float32. `encoder` and `decoder` are `(d_sae, d_in)`, biases of `(d_sae)` but for the
-    decoder's of `(d_in)`. Gated ones have no threshold, others no magnitude. `lengths` `(d_sae)`
-    are those of the decoder's rows, where activations count in them: the encoder is scaled by them
-    already, the decoder is as the file has it."""
+    """An SAE's arrays, all in float32.
+
+    `encoder` and `decoder` are `(d_sae, d_in)`, `decoder_bias` is `(d_in,)`, the others are
+    `(d_sae,)`. A gated SAE has magnitudes and no threshold. `lengths` are the lengths of the
+    decoder's rows, where activations are in units of these: the encoder is scaled by them already,
+    the decoder is as in the file.
+    """
 
     encoder: mx.array
     decoder: mx.array
-    encoder_bias: mx.array  # a gated one's of the gate
+    encoder_bias: mx.array  # a gated SAE's: the bias of the gate
     decoder_bias: mx.array
     threshold: mx.array | None = None
     magnitude_scale: mx.array | None = None
@@ -41,10 +44,11 @@ class Arrays(NamedTuple):
 
 
 class SAE:
-    """What `load_sae` makes of files.
+    """A sparse autoencoder; `load_sae` reads one.
 
     Attributes:
-        nbytes: of its arrays.
+        file: what its files say.
+        nbytes: the size of its arrays.
     """
 
     def __init__(self, file: SAEFile, arrays: Arrays) -> None:
@@ -53,37 +57,37 @@ class SAE:
         self._arrays = arrays
 
     def directions(self, features: Sequence[int]) -> mx.array:
-        """The decoder's rows of these features as the file has them, `(features, d_in)`.
+        """The decoder's rows of these features as in the file: `(features, d_in)`.
 
-        Raises IndexError for features that there are not.
+        Raises IndexError for features that do not exist.
         """
         return self._arrays.decoder[self._index(features)]
 
     def effects(self, features: Sequence[int]) -> mx.array:
-        """What an activation of 1 decodes to, for each of these features: `(features, d_in)`.
+        """The vectors that an activation of 1 decodes to, for each feature: `(features, d_in)`.
 
-        Raises IndexError for features that there are not.
+        Raises IndexError for features that do not exist.
         """
         directions, lengths = self.directions(features), self._arrays.lengths
         return directions if lengths is None else directions / lengths[self._index(features), None]
 
     def _index(self, features: Sequence[int]) -> mx.array:
         if any(not 0 <= feature < self.file.d_sae for feature in features):
-            raise IndexError(f"there are {self.file.d_sae} features")  # MLX would read elsewhere
+            raise IndexError(f"there are {self.file.d_sae} features")  # MLX would read other memory
         return mx.array(list(features), dtype=mx.int32)
 
     def encode(self, hidden: mx.array) -> mx.array:
-        """The activations `(..., d_sae)` in float32 of hidden states `(..., d_in)` of any type."""
+        """The activations `(..., d_sae)` in float32 at hidden states `(..., d_in)` of any type."""
         return self._activate(self._enter(hidden), self._arrays)
 
     def activations(self, hidden: mx.array, features: mx.array) -> mx.array:
-        """As `encode`, of the features `(m,)` alone: `(..., m)`."""
+        """The activations `(..., m)` of the features `(m,)` alone."""
         return self.probe(features)(hidden)
 
     def probe(self, features: mx.array) -> Callable[[mx.array], mx.array]:
-        """What gives the `activations` of these features, to be used again and again.
+        """A function from hidden states `(..., d_in)` to the activations of the features `(m,)`.
 
-        Costs what they cost, unless features compete for being active.
+        It computes these features only, unless features compete for being active.
         """
         if self.file.k is not None:
             return lambda hidden: self.encode(hidden)[..., features]
@@ -97,10 +101,14 @@ class SAE:
         return lambda hidden: self._activate(self._enter(hidden), chosen)
 
     def decode(self, activations: mx.array, hidden: mx.array) -> mx.array:
-        """What activations `(..., d_sae)` stand for, `(..., d_in)` in float32.
+        """The hidden states that activations stand for.
 
-        Where hidden states are normalized before encoding, that is undone with `hidden`, those
-        that the activations are of.
+        Args:
+            activations: `(..., d_sae)`.
+            hidden: the hidden states `(..., d_in)` that were encoded; they undo a normalization.
+
+        Returns:
+            `(..., d_in)` in float32.
         """
         if self._arrays.lengths is not None:
             activations = activations / self._arrays.lengths
@@ -114,7 +122,7 @@ class SAE:
         return decoded
 
     def _enter(self, hidden: mx.array) -> mx.array:
-        """What the encoder is given."""
+        """The encoder's input: hidden states, normalized as the SAE was trained."""
         hidden = hidden.astype(mx.float32)
         if self.file.normalization == "constant_norm_rescale":
             hidden = hidden * self._rescaling(hidden)
@@ -124,7 +132,7 @@ class SAE:
         return hidden - self._arrays.decoder_bias if self.file.subtracts_b_dec else hidden
 
     def _rescaling(self, hidden: mx.array) -> mx.array:
-        """What brings hidden states to the length that is usual, `√d_in`; of zeros nothing does."""
+        """The factors that scale hidden states to length `√d_in`; 1 for zeros."""
         length = mx.linalg.norm(hidden, axis=-1, keepdims=True)
         return mx.where(length > 0, self.file.d_in**0.5 / length, 1.0)
 
@@ -141,13 +149,13 @@ class SAE:
 
 
 def _moments(hidden: mx.array) -> tuple[mx.array, mx.array]:
-    """Mean and sample deviation, as PyTorch has it: SAELens is trained with that."""
+    """Mean and sample deviation, as in PyTorch: SAELens trains with it."""
     mean = hidden.mean(axis=-1, keepdims=True)
     return mean, mx.std(hidden, axis=-1, keepdims=True, ddof=1)
 
 
 def _keep(values: mx.array, k: int) -> mx.array:
-    """The k largest, exactly, whatever is equal; zeros elsewhere."""
+    """Keep exactly k of the largest values, even if some are equal; zeros elsewhere."""
     largest = mx.argpartition(-values, kth=k - 1, axis=-1)[..., :k]
     kept = mx.take_along_axis(values, largest, axis=-1)
     return mx.put_along_axis(mx.zeros_like(values), largest, kept, axis=-1)
@@ -193,7 +201,7 @@ def _limited(file: SAEFile) -> bool:
 
 
 def _read(file: SAEFile, tensor: SAETensor) -> Generator[None, None, mx.array]:
-    """The array, by feature; evaluated."""
+    """The tensor's array, by feature, evaluated; yields between slices."""
     pieces = read_array(file.weights, tensor.stored)
     if tensor.role not in ("encoder", "decoder"):
         (piece,) = pieces
@@ -203,7 +211,7 @@ def _read(file: SAEFile, tensor: SAETensor) -> Generator[None, None, mx.array]:
         mx.eval(array)
         yield
         return array
-    # Written into, piece by piece: to put pieces together would take the memory twice.
+    # Filled piece by piece: concatenating the pieces would take the memory twice.
     array = mx.zeros((file.d_sae, file.d_in))
     mx.eval(array)
     done = 0
@@ -220,10 +228,10 @@ def _read(file: SAEFile, tensor: SAETensor) -> Generator[None, None, mx.array]:
 
 
 def _rescale(read: dict[SAETensorRole, mx.array]) -> Generator[None, None, mx.array]:
-    """Scale the encoder by the lengths `(d_sae)` of the decoder's rows, and return these.
+    """Scale the encoder by the lengths of the decoder's rows; returns these, `(d_sae,)`.
 
-    It then gives SAELens's `pre * W_dec.norm(dim=-1)`. The decoder stays as it is, since its rows
-    are what steering adds.
+    The encoder then computes SAELens's `pre * W_dec.norm(dim=-1)`. The decoder is not scaled, since
+    steering adds its rows.
     """
     d_sae, d_in = read["decoder"].shape
     step = max(1, PIECE_BYTES // (4 * d_in))
