@@ -152,6 +152,18 @@ def test_named_tests_are_there(page: Path) -> None:
             assert f"def {name}(" in read(ROOT / "tests" / path), f"{page.name}: {span}"
 
 
+def test_named_classes_and_methods_are_there() -> None:
+    sources = [read(path) for path in (ROOT / "mlxsrv").rglob("*.py")]
+    named = [span for span in spans(DOCS / "architecture.md") if re.match(r"[A-Z][a-z]\w+", span)]
+    assert len(named) > 5
+    for span in named:
+        kind, _, method = span.partition(".")
+        assert any(
+            re.search(rf"^class {kind}\b", source, re.MULTILINE) and f"def {method}" in source
+            for source in sources
+        ), span
+
+
 @each_page
 def test_named_make_targets_are_there(page: Path) -> None:
     makefile = read(ROOT / "Makefile")
