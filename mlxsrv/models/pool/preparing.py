@@ -31,8 +31,9 @@ async def prepare(
     engine: EngineClient,
     check: Callable[[], None],
 ) -> Tokenizer:
-    """Find or download a model's files, and make its tokenizer. The model is PREPARING, then and
-    after.
+    """Find or download a model's files, and make its tokenizer.
+
+    The model is PREPARING before and after; during a download it is FETCHING.
 
     Args:
         draft: its draft model.
