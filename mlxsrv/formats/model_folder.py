@@ -67,7 +67,7 @@ _TOOLS = re.compile(r"\btools\b")
 
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
-    """What a model's files say of it.
+    """A model, as its files describe it.
 
     Attributes:
         context_length: in tokens; None where the files do not say.

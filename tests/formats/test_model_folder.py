@@ -1,4 +1,4 @@
-"""What folders say, compared with what mlx-lm makes of them, and all the ways to be broken."""
+"""Model folders: descriptions compared with mlx-lm's models, and all the ways to be broken."""
 
 from __future__ import annotations
 
@@ -702,7 +702,7 @@ FILES = [
 def test_whatever_a_file_holds_there_is_an_answer(
     name: str, content: Any, keep: bool, original: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Of files with anything in them, or with what they had and anything more."""
+    """Files of random content, or of their old content with random additions."""
     folder = tmp_path_factory.getbasetemp() / "fuzzed-e5-model"
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(original, folder)

@@ -1,4 +1,4 @@
-"""What is read of an SAE's files, what is refused and why, and files with anything in them."""
+"""SAE files: those that are read, those that are refused and why, and files of random content."""
 
 from __future__ import annotations
 
@@ -555,7 +555,7 @@ def spoil(
 
 
 def _answer(look: Callable[..., Any], *given: Path) -> Any:
-    """What it returns, or its reason: one line that can be sent and has no path in it."""
+    """Return the result, or the reason: one line that can be sent and has no path in it."""
     try:
         return look(*given)
     except ValueError as error:

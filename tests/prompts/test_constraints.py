@@ -1,4 +1,4 @@
-"""What a request binds its answers to."""
+"""The constraints that requests ask for."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ WHOLE: dict[str, Callable[[], Tokenizer]] = {
 
 
 class Wrapper:
-    """What mlx-lm's is to the encoder."""
+    """A tokenizer with the part of mlx-lm's interface that the encoder uses."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)

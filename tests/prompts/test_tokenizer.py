@@ -1,4 +1,4 @@
-"""What is derived from a model's text files."""
+"""The tokenizer: tokens, prompts and pipelines from a model's text files."""
 
 from __future__ import annotations
 

@@ -11,8 +11,10 @@ STOPS = st.lists(st.text(alphabet="ab\n你", min_size=1, max_size=4), max_size=4
 
 
 def first_match(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """What comes before the stop string that is complete first, and that: one character at a time,
-    as the rule is worded."""
+    """Return the text before the stop string that is complete first, and that string.
+
+    The text is read one character at a time, as the rule is worded.
+    """
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:

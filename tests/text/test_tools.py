@@ -639,7 +639,7 @@ def test_any_cut_of_any_text_gives_the_same(
 
 @given(SOUP)
 def test_a_marker_comes_out_only_with_what_was_no_call(text: str) -> None:
-    """What is content with a marker in it is the text of a call that could not be read."""
+    """Content with a marker in it is the text of a call that could not be read."""
     stage = ToolCalls(JSON)
     for part in [*stage.feed(text), *stage.flush(cut=False)]:
         if isinstance(part, str) and (START in part or END in part):

@@ -1,7 +1,7 @@
-"""llama.cpp's GBNF grammars, read into expressions.
+"""Parses llama.cpp's GBNF grammars into expressions.
 
-A grammar is rules `name ::= alternatives`, and the text is what `root` describes. An expression is
-characters of a class, a sequence, alternatives, a repetition or another rule:
+A grammar has rules `name ::= alternatives`; the rule `root` describes the text. An expression is a
+class of characters, a sequence, alternatives, a repetition or a reference to a rule:
 
     root   ::= "[" item ("," item)* "]"    # a comment
     item   ::= [a-z]{1,5} | "\\u00e9" | . | [^0-9\\n]+
@@ -20,11 +20,11 @@ import msgspec
 LAST = 0x10FFFF  # the last code point
 
 Ranges = tuple[tuple[int, int], ...]
-"""Code points, as sorted ranges apart from each other, both ends included."""
+"""Code points, as sorted ranges with gaps between them, both ends included."""
 
 
 class Chars(msgspec.Struct, frozen=True):
-    """One character out of some."""
+    """One character of a class."""
 
     ranges: Ranges
 
@@ -38,7 +38,7 @@ class Alt(msgspec.Struct, frozen=True):
 
 
 class Rep(msgspec.Struct, frozen=True):
-    """`most` is None where there is no bound."""
+    """A repetition; `most` is None if there is no bound."""
 
     item: Expr
     least: int
@@ -68,11 +68,11 @@ _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in '\\"[]-^'
 
 
 class GBNFError(ValueError):
-    """The text is not a grammar. The message says in which line."""
+    """The text is not a grammar. The message names the line."""
 
 
 def parse(text: str) -> Mapping[str, Expr]:
-    """The rules by name. All that are referred to are there, and so is `root`.
+    """Return the rules by name, with `root` and all that are referred to.
 
     Raises:
         GBNFError: it is not a grammar.
@@ -97,7 +97,7 @@ def _refs(expr: Expr) -> list[str]:
 
 
 class _Parser:
-    """Reads a grammar from its beginning to its end, once."""
+    """Reads one grammar."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -105,7 +105,7 @@ class _Parser:
         self._depth = 0
 
     def rules(self) -> dict[str, Expr]:
-        """Of two rules of one name the later counts."""
+        """Return all rules. If two have one name, the later one counts."""
         rules = {}
         self._skip(_SPACES)
         while self._at < len(self._text):
@@ -195,7 +195,7 @@ class _Parser:
         return expr
 
     def _times(self) -> tuple[int, int | None] | None:
-        """How often what stands before may come, if this says so."""
+        """Read how often the item before may come, if that is given here."""
         sign = self._peek()
         if sign and sign in "*+?":
             self._at += 1
@@ -215,7 +215,7 @@ class _Parser:
         return least, most
 
     def _char(self) -> int:
-        """The code point of a character, which may be escaped."""
+        """Read a character, which may be escaped, and return its code point."""
         char = self._peek()
         if not char:
             raise self._error("a text or class without an end")
@@ -238,7 +238,7 @@ class _Parser:
 
     def _skip(self, pattern: re.Pattern[str]) -> None:
         match = pattern.match(self._text, self._at)
-        assert match is not None  # these patterns match nothing, too
+        assert match is not None  # these patterns match the empty text, too
         self._at = match.end()
 
     def _skip_inside(self) -> None:

@@ -1,7 +1,7 @@
-"""GBNF grammars as llguidance takes them: as one regex where they are regular, else as Lark.
+"""Translates GBNF grammars for llguidance: into one regex if they are regular, else into Lark.
 
-Lark has a lexer: what may come next is cut into terminals, of which the longest match counts,
-whatever comes after. GBNF has none. Every character is a terminal of its own here, so the two
+Lark has a lexer: it splits the text into terminals, and the longest match counts whatever comes
+after. GBNF has none. So every character is a terminal of its own in the Lark grammar, and the two
 describe the same texts.
 """
 
@@ -11,12 +11,12 @@ from collections.abc import Mapping
 
 from mlxsrv.prompts.grammars.gbnf import Alt, Chars, Expr, Ranges, Ref, Rep, Seq, parse
 
-_LONGEST_REGEX = 64 * 1024  # characters, once rules are put in the place of their names
-_DEEPEST = 200  # rules in rules, as far as one regex goes
+_LONGEST_REGEX = 64 * 1024  # characters, after names of rules are replaced by the rules
+_DEEPEST = 200  # rules in rules, in one regex
 
 
 def translate(text: str) -> str:
-    """The grammar in Lark.
+    """Return the grammar in Lark.
 
     Raises:
         GBNFError: it is not a grammar.
@@ -37,7 +37,7 @@ def _regular(
     known: dict[str, str | None],
     within: tuple[str, ...],
 ) -> str | None:
-    """The rule as a regex; None if it leads back to itself, or is long. `known` is filled."""
+    """Return a rule as a regex, or None if it refers to itself or is too long; fill `known`."""
     if name in within or len(within) > _DEEPEST:
         return None
     if name not in known:

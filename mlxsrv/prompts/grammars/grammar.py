@@ -1,13 +1,12 @@
-"""Structured output: which tokens may come next for the text to stay within a grammar.
+"""Structured output: which tokens may come next, so that the text stays within a grammar.
 
 llguidance compiles a JSON schema, a regex, a list of choices, a Lark grammar or the calls of some
-tools, and says at each step which tokens may follow. Here is what it needs around it: limits and a
-trial compilation for what clients send, a cache, the model's own end tokens, and reasoning, which
-comes before the text that is constrained and is free.
+tools, and tells at each step which tokens may follow. This module adds limits, a cache, the model's
+own end tokens, and reasoning, which comes before the constrained text and is free.
 
-What is promised of a text that ends by itself, and not at its token limit, is that it is one that
-the grammar describes. JSON may have one space, or one newline and up to 20 spaces, wherever JSON
-allows whitespace: room for the ways models write it, and none to pad an answer without end.
+A text that ends by itself, and not at its token limit, is one that the grammar describes. JSON may
+have one space, or one newline and up to 20 spaces, wherever JSON allows whitespace. So models have
+room for their ways of writing it, and cannot pad an answer without end.
 """
 
 from __future__ import annotations
@@ -37,18 +36,21 @@ _CACHED = 64  # compiled grammars that a model keeps
 
 _WALKED = 4  # tokens
 
-# Items of the parser: for a step and a row. A terminal for each character takes more than a few
-# terminals do: 0.1 s for a step of 150,000 tokens at most.
+# Limits of llguidance's parser: items in a step and in a row. A grammar with a terminal for each
+# character needs more; a step of 150,000 tokens then takes at most 0.1 s.
 _ITEMS = 50_000, 2_000
 _ITEMS_OF_CHARACTERS = 1_000_000, 5_000
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):
-    """A model's tokens, as masks say them, and what llguidance makes of them.
+    """A model's tokens, for llguidance and as masks.
 
-    `known` has the bits of tokens that exist, `ends` those that end a text, `breaks` those that
-    are one or two newlines and nothing else. `added` are the tokens that are no part of the
-    vocabulary proper, by their text. `tokenizer` may have more tokens than the model.
+    Attributes:
+        tokenizer: llguidance's, which may have more tokens than the model.
+        added: the texts of added tokens, which are not part of the vocabulary proper.
+        known: mask of the tokens that exist.
+        ends: mask of the tokens that end a text.
+        breaks: mask of the tokens that are one or two newlines and nothing else.
     """
 
     tokenizer: LLTokenizer
@@ -76,10 +78,10 @@ class GrammarCompiler:
         self._compiled = functools.lru_cache(maxsize=_CACHED)(self._compile)
 
     def prepare(self, *, param: str) -> None:
-        """Derive what is derived from the tokenizer, once: a second for 150,000 tokens.
+        """Derive all that is needed from the tokenizer, once: a second for 150,000 tokens.
 
-        `compile` does it too. But this alone reads the tokenizer, so whoever must not use it
-        beside others calls this first, where it may, and then compiles anywhere.
+        `compile` does it too. Nothing else reads the tokenizer, which one thread at a time may use.
+        So a caller prepares while it has the tokenizer, and compiles without it.
 
         Raises:
             UnsupportedParameter: llguidance is not installed or cannot use the tokenizer.
@@ -87,11 +89,9 @@ class GrammarCompiler:
         self._derived(param)
 
     def compile(self, spec: GrammarSpec, *, param: str) -> CompiledGrammar:
-        """The grammar, ready to use; from the cache if it was compiled lately.
+        """Return the compiled grammar, from the cache if it was compiled lately.
 
-        A new one is tried in a process of its own first, for up to 5 s: some schemas of a
-        kilobyte keep the compiler busy for minutes, and others overflow its stack, which no
-        thread survives. Not for the event loop.
+        A new one is first tried in the sandbox, for up to 5 s. Not for the event loop.
 
         Raises:
             InvalidRequest: the grammar is not valid, not supported, or too much.
@@ -143,11 +143,11 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         vocabulary = self._vocabulary
-        assert vocabulary is not None  # compile() has seen to it
+        assert vocabulary is not None  # compile() has derived it
         grammar = translate(spec, vocabulary.tokenizer)
         if any(name in grammar.replace("\\", "") for name in vocabulary.added):
             grammar = without_forcing(grammar)
-        # Not verbose: errors are logged, and what a model says is not for the log.
+        # Not verbose: errors are logged, and a model's text does not belong in the log.
         step, row = _ITEMS_OF_CHARACTERS if spec.kind == "gbnf" else _ITEMS
         limits = LLParserLimits(verbose_errors=False, step_max_items=step, max_items_in_row=row)
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
@@ -160,30 +160,34 @@ class CompiledGrammar:
     """A compiled grammar. Any thread may use it."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
-        self._matcher = matcher  # never moves on: only its copies do
+        self._matcher = matcher  # stays at the beginning; copies of it are used
         self._vocabulary = vocabulary
 
     def constraint(self, think_end: Sequence[int] | None = None) -> Constraint:
-        """The grammar at its beginning, for one answer.
+        """Return the grammar at its beginning, for one answer.
 
-        With `think_end` a think block is open, as the prompt left it: the grammar applies after
-        these tokens, which close it, and one or two newlines may come between. An answer cannot
-        end before that. Without, it applies from the first token, and so none can be thought in
-        a block that the answer itself would open.
+        Args:
+            think_end: the tokens that close the think block that the prompt left open. The grammar
+                applies after them, and after one or two newlines that may follow. The answer cannot
+                end before. Without `think_end` the grammar applies from the first token, so the
+                answer cannot open a think block itself.
         """
-        grammar = _Grammar(self._matcher.deep_copy(), self._vocabulary)
+        grammar = _GrammarConstraint(self._matcher.deep_copy(), self._vocabulary)
         if not think_end:
             return grammar
-        return _AfterThinking(grammar, tuple(think_end), self._vocabulary)
+        return _ThinkingFirst(grammar, tuple(think_end), self._vocabulary)
 
 
-class _Grammar:
-    """A grammar in some state. One that cannot go on has a `failure`, and no more may come."""
+class _GrammarConstraint:
+    """A grammar at some place in an answer.
+
+    If it cannot go on, it has a `failure` and only allows the answer to end.
+    """
 
     def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
         self._matcher = matcher
         self._vocabulary = vocabulary
-        # llguidance's own mask, which is wider where the tokenizer has more tokens than the model.
+        # llguidance's mask, which is wider if the tokenizer has more tokens than the model.
         words = -(-vocabulary.tokenizer.vocab_size // 32)
         self._full = np.zeros(words, dtype=np.int32)
         self._address = self._full.ctypes.data
@@ -215,11 +219,11 @@ class _Grammar:
         log(_log, logging.WARNING, "grammar abandoned", reason=self.failure)
 
 
-class _AfterThinking:
-    """A grammar that waits for the end of a think block."""
+class _ThinkingFirst:
+    """A grammar constraint that begins after a think block."""
 
     def __init__(
-        self, grammar: _Grammar, think_end: tuple[int, ...], vocabulary: _Vocabulary
+        self, grammar: _GrammarConstraint, think_end: tuple[int, ...], vocabulary: _Vocabulary
     ) -> None:
         self._grammar = grammar
         self._think_end = think_end
@@ -252,8 +256,10 @@ class _AfterThinking:
 
 
 def _first_error(matcher: LLMatcher) -> str:
-    """What goes wrong within the first few tokens, if anything: automata are built as they are
-    walked, and one that explodes mostly does at once."""
+    """Return the error within the first few tokens, or an empty text.
+
+    Automata are built as they are walked. One that grows without bounds mostly does so at once.
+    """
     for _ in range(_WALKED):
         mask = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
         if matcher.is_stopped():
@@ -263,7 +269,7 @@ def _first_error(matcher: LLMatcher) -> str:
 
 
 def _bits(tokens: Iterable[int], size: int) -> Mask:
-    """A mask of `size` tokens in which those given are set."""
+    """Return a mask of `size` tokens in which those given are set."""
     bits = np.zeros(-(-size // 32) * 32, dtype=np.uint8)
     bits[list(tokens)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)

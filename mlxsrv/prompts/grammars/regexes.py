@@ -1,4 +1,4 @@
-"""Regexes as clients write them, in the words of the regex library that llguidance has."""
+"""Regexes as clients write them, for the regex library in llguidance."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _CLASSES = {
     "w": "[0-9A-Za-z_]",
     "W": "[^0-9A-Za-z_]",
     "s": r"[ \t\n\r\f\v]",
-    # ASCII alone would let a no-break space match, which is whitespace to JSON Schema.
+    # With ASCII alone a no-break space would match, which is whitespace in JSON Schema.
     "S": r"[^\s\x1c-\x1f\x{feff}]",
 }
 
 
 def ascii_classes(regex: str) -> str:
-    r"""The regex with `\d`, `\w` and `\s` for ASCII only, as JSON Schema's patterns have them.
+    r"""Return the regex with `\d`, `\w` and `\s` for ASCII only, as in JSON Schema's patterns.
 
-    In a class of characters they become a class in it, which means the same.
+    Inside a class of characters they become a nested class, which means the same.
     """
     return _ESCAPE.sub(lambda escape: _CLASSES.get(escape[1], escape[0]), regex)

@@ -11,7 +11,7 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", 
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
-    """What a text must be.
+    """A grammar that a text must follow.
 
     Attributes:
         kind: how `text` is read.

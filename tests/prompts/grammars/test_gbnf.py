@@ -107,7 +107,7 @@ def written(expr: Expr) -> str:
 
 
 class Reference:
-    """Where matches of a text may end, by the book. Rules nest up to `depth` levels."""
+    """Return where matches of a text may end, by definition. Rules nest up to `depth` levels."""
 
     def __init__(self, text: str, rules: Mapping[str, Expr]) -> None:
         self._text = text

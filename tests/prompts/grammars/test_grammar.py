@@ -1,4 +1,4 @@
-"""What grammars promise, driven by random weights: any token that the mask allows may be drawn."""
+"""Grammars with random sampling: any token that the mask allows may be drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What becomes of a client's JSON schema before it is compiled."""
+"""A client's JSON schema, prepared for the compiler."""
 
 from __future__ import annotations
 
