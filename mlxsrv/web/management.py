@@ -1,7 +1,7 @@
-"""The routes under `/api`: one table of what each reads and what the service does for it.
+"""The routes under `/api`: what the service does for each of them.
 
 A route's work gets the parts of the path and what was asked: the body or, where there is none, the
-query. It gives what is to be told, which goes out in an Envelope.
+query. It returns the `data` of the envelope.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from mlxsrv.service.service import Service
 from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire
-from mlxsrv.wire.decoding import RequestDecoder, read_query
+from mlxsrv.wire.decoding import read_query
+from mlxsrv.wire.operation import Operation
+from mlxsrv.wire.operations import MANAGEMENT
 
 Path = Mapping[str, str]
 Work = Callable[[Service, Path, Any], Awaitable[object]]
@@ -29,28 +31,18 @@ class _NoQuery(msgspec.Struct, frozen=True):
     pass
 
 
-def _reads(method: str, path: str, work: Work, query: type[Any] = _NoQuery) -> Route:
-    """A route without a body."""
-
+def _make_route(operation: Operation, work: Work) -> Route:
     async def endpoint(request: Request) -> Response:
-        asked = read_query(query, request.query_params)
+        headers: Mapping[str, str] | None = None
+        asked: Any
+        if operation.body is None:
+            asked = read_query(operation.query or _NoQuery, request.query_params)
+        else:
+            asked, headers = await read_request(request, operation.body, empty=b"{}")
         told = await work(service_of(request), request.path_params, asked)
-        return JSONResponse(wire.success(told))
+        return JSONResponse(wire.success(told), status_code=operation.status, headers=headers)
 
-    return Route(path, endpoint, methods=[method])
-
-
-def _asks(
-    method: str, path: str, work: Work, bodies: RequestDecoder[Any], *, status: int = 200
-) -> Route:
-    """A route with a body; none is an empty object."""
-
-    async def endpoint(request: Request) -> Response:
-        asked, headers = await read_request(request, bodies, empty=b"{}")
-        told = await work(service_of(request), request.path_params, asked)
-        return JSONResponse(wire.success(told), status_code=status, headers=headers)
-
-    return Route(path, endpoint, methods=[method])
+    return Route(operation.path, endpoint, methods=[operation.method])
 
 
 # The default steering.
@@ -133,122 +125,43 @@ async def _get_highest(service: Service, at: Path, asked: wire.TopRequest) -> ob
     return monitor.highest(asked.k, asked.metric)
 
 
-# Of paths that could be the same, the first counts.
+_WORK: Mapping[str, Work] = {
+    "listSAEs": lambda service, at, _: service.saes.all(),
+    "registerSAE": lambda service, at, asked: service.saes.register(asked),
+    "getAttachment": lambda service, at, asked: service.saes.attachment(asked.model),
+    "getSteering": _get_steering,
+    "setFeature": _set_feature,
+    "clearSteering": _clear_steering,
+    "setFeatures": _set_features,
+    "enableSteering": _enable,
+    "disableSteering": _disable,
+    "removeFeature": _remove_feature,
+    "getSAE": lambda service, at, _: service.saes.one(at["id"]),
+    "forgetSAE": lambda service, at, _: service.saes.forget(at["id"]),
+    "getCompatibility": lambda service, at, asked: service.saes.compatibility(
+        at["id"], asked.model, asked.layer
+    ),
+    "attachSAE": lambda service, at, asked: service.saes.attach(at["id"], asked.model, asked.layer),
+    "detachSAE": lambda service, at, asked: service.saes.detach(at["id"], asked.model),
+    "listProfiles": lambda service, at, _: service.profiles.all(),
+    "createProfile": lambda service, at, asked: service.profiles.add(asked),
+    "getActiveProfile": lambda service, at, asked: service.profiles.active(asked.model),
+    "importProfile": lambda service, at, asked: service.profiles.add(asked.profile),
+    "deactivateProfiles": lambda service, at, asked: service.profiles.deactivate(asked.model),
+    "getProfile": lambda service, at, _: service.profiles.one(at["id"]),
+    "updateProfile": lambda service, at, asked: service.profiles.update(at["id"], asked),
+    "deleteProfile": lambda service, at, _: service.profiles.remove(at["id"]),
+    "activateProfile": lambda service, at, _: service.profiles.activate(at["id"]),
+    "deactivateProfile": lambda service, at, _: service.profiles.deactivate_one(at["id"]),
+    "exportProfile": lambda service, at, _: service.profiles.export(at["id"]),
+    "getMonitor": _get_monitor,
+    "configureMonitor": lambda service, at, asked: service.steering.configure(asked),
+    "getHistory": _get_history,
+    "clearHistory": _clear_history,
+    "getStatistics": _get_statistics,
+    "clearStatistics": _clear_statistics,
+    "getHighest": _get_highest,
+}
+"""What the service does for each operation."""
 
-_SAES = [
-    _reads("GET", "/api/saes", lambda service, at, _: service.saes.all()),
-    _asks(
-        "POST",
-        "/api/saes",
-        lambda service, at, asked: service.saes.register(asked),
-        wire.REGISTER_REQUESTS,
-        status=202,
-    ),
-    _reads(
-        "GET",
-        "/api/saes/attachment",
-        lambda service, at, asked: service.saes.attachment(asked.model),
-        wire.ModelQuery,
-    ),
-]
-_STEERING = [
-    _reads("GET", "/api/saes/steering", _get_steering, wire.ModelQuery),
-    _asks("POST", "/api/saes/steering", _set_feature, wire.FEATURE_REQUESTS),
-    _reads("DELETE", "/api/saes/steering", _clear_steering, wire.ModelQuery),
-    _asks("POST", "/api/saes/steering/batch", _set_features, wire.FEATURES_REQUESTS),
-    _asks("POST", "/api/saes/steering/enable", _enable, wire.MODEL_REQUESTS),
-    _asks("POST", "/api/saes/steering/disable", _disable, wire.MODEL_REQUESTS),
-    _reads("DELETE", "/api/saes/steering/{idx}", _remove_feature, wire.ModelQuery),
-]
-_ONE_SAE = [
-    _reads("GET", "/api/saes/{id}", lambda service, at, _: service.saes.one(at["id"])),
-    _reads("DELETE", "/api/saes/{id}", lambda service, at, _: service.saes.forget(at["id"])),
-    _reads(
-        "GET",
-        "/api/saes/{id}/compatibility",
-        lambda service, at, asked: service.saes.compatibility(at["id"], asked.model, asked.layer),
-        wire.CompatibilityQuery,
-    ),
-    _asks(
-        "POST",
-        "/api/saes/{id}/attach",
-        lambda service, at, asked: service.saes.attach(at["id"], asked.model, asked.layer),
-        wire.ATTACH_REQUESTS,
-    ),
-    _asks(
-        "POST",
-        "/api/saes/{id}/detach",
-        lambda service, at, asked: service.saes.detach(at["id"], asked.model),
-        wire.MODEL_REQUESTS,
-    ),
-]
-_PROFILES = [
-    _reads("GET", "/api/profiles", lambda service, at, _: service.profiles.all()),
-    _asks(
-        "POST",
-        "/api/profiles",
-        lambda service, at, asked: service.profiles.add(asked),
-        wire.PROFILE_REQUESTS,
-        status=201,
-    ),
-    _reads(
-        "GET",
-        "/api/profiles/active",
-        lambda service, at, asked: service.profiles.active(asked.model),
-        wire.ModelQuery,
-    ),
-    _asks(
-        "POST",
-        "/api/profiles/import",
-        lambda service, at, asked: service.profiles.add(asked.profile),
-        wire.IMPORT_REQUESTS,
-        status=201,
-    ),
-    _asks(
-        "POST",
-        "/api/profiles/deactivate",
-        lambda service, at, asked: service.profiles.deactivate(asked.model),
-        wire.MODEL_REQUESTS,
-    ),
-    _reads("GET", "/api/profiles/{id}", lambda service, at, _: service.profiles.one(at["id"])),
-    _asks(
-        "PATCH",
-        "/api/profiles/{id}",
-        lambda service, at, asked: service.profiles.update(at["id"], asked),
-        wire.PROFILE_UPDATES,
-    ),
-    _reads(
-        "DELETE", "/api/profiles/{id}", lambda service, at, _: service.profiles.remove(at["id"])
-    ),
-    _reads(
-        "POST",
-        "/api/profiles/{id}/activate",
-        lambda service, at, _: service.profiles.activate(at["id"]),
-    ),
-    _reads(
-        "POST",
-        "/api/profiles/{id}/deactivate",
-        lambda service, at, _: service.profiles.deactivate_one(at["id"]),
-    ),
-    _reads(
-        "GET",
-        "/api/profiles/{id}/export",
-        lambda service, at, _: service.profiles.export(at["id"]),
-    ),
-]
-_MONITORING = [
-    _reads("GET", "/api/monitoring", _get_monitor, wire.ModelQuery),
-    _asks(
-        "POST",
-        "/api/monitoring/configure",
-        lambda service, at, asked: service.steering.configure(asked),
-        wire.MONITOR_REQUESTS,
-    ),
-    _reads("GET", "/api/monitoring/history", _get_history, wire.HistoryQuery),
-    _reads("DELETE", "/api/monitoring/history", _clear_history, wire.ForgetQuery),
-    _reads("GET", "/api/monitoring/statistics", _get_statistics, wire.StatisticsQuery),
-    _reads("DELETE", "/api/monitoring/statistics", _clear_statistics, wire.StatisticsQuery),
-    _asks("POST", "/api/monitoring/statistics/top", _get_highest, wire.TOP_REQUESTS),
-]
-
-ROUTES = [*_SAES, *_STEERING, *_ONE_SAE, *_PROFILES, *_MONITORING]
+ROUTES = [_make_route(operation, _WORK[operation.id]) for operation in MANAGEMENT]

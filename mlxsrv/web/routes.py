@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -12,33 +12,40 @@ from mlxsrv.web import completions, embeddings, management, status, tokens
 from mlxsrv.web.paths import UnversionedRoute
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import openapi
+from mlxsrv.wire.operations import BY_ID
 
 
 def make_routes(telemetry: Iterable[Route]) -> list[Route]:
     """Return the routes, those of the telemetry included. The first that matches is taken."""
     versioned = [
-        Route("/v1/chat/completions", completions.chat_completions, methods=["POST"]),
-        Route("/v1/completions", completions.text_completions, methods=["POST"]),
-        Route("/v1/embeddings", embeddings.embed, methods=["POST"]),
-        Route("/v1/rerank", embeddings.rerank, methods=["POST"]),
-        Route("/v1/score", embeddings.score, methods=["POST"]),
-        Route("/v1/models", status.list_models),
-        Route("/v1/models/{id:path}", status.get_model),
+        _route("createChatCompletion", completions.chat_completions),
+        _route("createCompletion", completions.text_completions),
+        _route("createEmbedding", embeddings.embed),
+        _route("rerank", embeddings.rerank),
+        _route("score", embeddings.score),
+        _route("listModels", status.list_models),
+        _route("getModel", status.get_model),
     ]
     return [
         *versioned,
         *map(UnversionedRoute, versioned),
-        Route("/infill", completions.infill, methods=["POST"]),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/tokenizer_info", tokens.tokenizer_info),
-        Route("/apply-template", tokens.apply_template, methods=["POST"]),
+        _route("infill", completions.infill),
+        _route("tokenize", tokens.tokenize),
+        _route("detokenize", tokens.detokenize),
+        _route("getTokenizerInfo", tokens.tokenizer_info),
+        _route("applyTemplate", tokens.apply_template),
         *management.ROUTES,
-        Route("/health", status.health),
-        Route("/health/live", status.live),
+        _route("getHealth", status.health),
+        _route("getLiveness", status.live),
         *telemetry,
-        Route("/openapi.json", describe_api),
+        _route("getDescription", describe_api),
     ]
+
+
+def _route(operation_id: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
+    """The operation's path and method, answered by `endpoint`."""
+    operation = BY_ID[operation_id]
+    return Route(operation.path, endpoint, methods=[operation.method])
 
 
 async def describe_api(request: Request) -> Response:
