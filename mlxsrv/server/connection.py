@@ -18,7 +18,7 @@ from mlxsrv.logs import log
 from mlxsrv.server.descriptors import most_connections
 from mlxsrv.server.framing import Framing
 from mlxsrv.web.app import App
-from mlxsrv.web.security.guard import MOST_HEADER_BYTES
+from mlxsrv.web.security.headers import MOST_HEADER_BYTES
 from mlxsrv.wire import openai
 from mlxsrv.wire.sse import encode_json
 

@@ -29,7 +29,9 @@ from mlxsrv.web.observability.telemetry import make_telemetry
 from mlxsrv.web.paths import place
 from mlxsrv.web.responses import refusal
 from mlxsrv.web.routes import make_routes
-from mlxsrv.web.security.guard import Cors, Guard, load_keys
+from mlxsrv.web.security.api_keys import load_keys
+from mlxsrv.web.security.guard import Guard
+from mlxsrv.web.security.origins import AllowedOrigins, Cors
 
 
 class App(Starlette):
@@ -42,13 +44,14 @@ class App(Starlette):
         self.default_model = catalogue.default
         keys = load_keys(settings)
         self.key_count = len(keys)
+        origins = AllowedOrigins(settings)
         telemetry = make_telemetry(settings)
         super().__init__(
             routes=make_routes(telemetry.routes),
             middleware=[
-                *([Middleware(Cors, settings)] if settings.allowed_origin else []),
+                *([Middleware(Cors, origins)] if settings.allowed_origin else []),
                 Middleware(RequestLog, telemetry.observers),
-                Middleware(Guard, settings, keys, local=local),
+                Middleware(Guard, settings, keys, origins, local=local),
             ],
             exception_handlers={ServeError: _serve_error, HTTPException: _http_error},
             lifespan=type(self).lifespan,

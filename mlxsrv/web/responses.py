@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mlxsrv.errors import RequestTimeout, ServeError
+from mlxsrv.errors import InvalidAPIKey, InvalidHTTP, RequestTimeout, ServeError
 from mlxsrv.generation import Answer, Usage
 from mlxsrv.service.outputs import (
     Answers,
@@ -58,7 +58,7 @@ def error_response(error: ServeError, headers: Mapping[str, str] | None = None) 
     return JSONResponse(
         openai.error_response(error),
         status_code=error.status,
-        headers={**_advice(error), **(headers or {})},
+        headers={**_headers(error), **(headers or {})},
     )
 
 
@@ -70,13 +70,17 @@ def refusal(scope: Scope, error: ServeError, headers: Mapping[str, str] | None =
     return JSONResponse(
         management.failure(error),
         status_code=error.status,
-        headers={**_advice(error), **(headers or {})},
+        headers={**_headers(error), **(headers or {})},
     )
 
 
-def _advice(error: ServeError) -> dict[str, str]:
-    if isinstance(error, RequestTimeout):
-        return {"Connection": "close"}  # or the rest of the body would be waited for
+def _headers(error: ServeError) -> dict[str, str]:
+    """The headers that HTTP wants beside this error."""
+    match error:
+        case RequestTimeout() | InvalidHTTP():  # nobody knows where the next request begins
+            return {"Connection": "close"}
+        case InvalidAPIKey():
+            return {"WWW-Authenticate": "Bearer"}
     return {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
 
 
