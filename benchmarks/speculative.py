@@ -26,7 +26,7 @@ from benchmarks.report import describe_machine, format_machine, format_table, wr
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.batch import Batch, weights
-from mlxsrv.engine.loading.layout import lay_out
+from mlxsrv.engine.loading.layout import lay_out_weights
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation import Sampling
@@ -76,7 +76,7 @@ def _layer(name: str) -> int:
 
 def _load(path: Path) -> Any:
     model, _ = load_model(path)
-    lay_out(model)
+    lay_out_weights(model)
     mx.eval(weights(model))
     return model
 

@@ -29,7 +29,7 @@ from benchmarks.report import describe_machine, format_machine, format_table, wr
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.batch import Batch, weights
-from mlxsrv.engine.loading.layout import lay_out
+from mlxsrv.engine.loading.layout import lay_out_weights
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.control_vectors import fit_vectors
@@ -117,7 +117,7 @@ WAYS = (
 
 def prepare(folder: Path, family: str) -> Subject:
     model, _ = load_model(write_model(folder / family, family, plain=True))
-    lay_out(model)
+    lay_out_weights(model)
     mx.eval(weights(model))
     config = FAMILIES[family].config
     width, layers = config["hidden_size"], config["num_hidden_layers"]

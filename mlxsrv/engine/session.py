@@ -7,7 +7,7 @@ it never touches a session.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlxsrv.engine.backend import release_memory, require_backend
@@ -34,11 +34,10 @@ from mlxsrv.engine.watchdog import Clock
 from mlxsrv.errors import EngineFailed, ModelNotLoaded, SAEIncompatible, ServeError
 
 if TYPE_CHECKING:
+    from mlxsrv.engine.loading.load import Residents
     from mlxsrv.engine.loading.resident import ResidentModel
 
 _log = logging.getLogger("mlxsrv.engine")
-
-Residents = Callable[[], Sequence["ResidentModel"]]
 
 
 class _Task(NamedTuple):
@@ -119,7 +118,7 @@ class Session:
         error is only logged."""
         if isinstance(error, (ServeError, ValueError)):
             _log.debug("an order was refused", exc_info=error)
-            reason = one_line(error)
+            reason = _reason(error)
         else:
             _log.error("an order failed", exc_info=error)
             reason = describe(error)
@@ -227,7 +226,7 @@ class Session:
             if not survivable(error):
                 raise
             _log.debug("load failed", exc_info=True)
-            reason = one_line(error)
+            reason = _reason(error)
         else:
             self.models[order.model] = model
             return model.loaded
@@ -246,7 +245,7 @@ class Session:
             attached = yield from model.attach(order)
         except Exception as error:
             _log.debug("attaching an SAE failed", exc_info=True)
-            reason = one_line(error)
+            reason = _reason(error)
         else:
             if self.models.get(order.model) is model:
                 return attached
@@ -254,7 +253,7 @@ class Session:
         raise SAEIncompatible(reason)
 
 
-def one_line(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """The message alone, or the error's type where it has none."""
     return " ".join(str(error).split()) or type(error).__name__
 

@@ -11,7 +11,7 @@ from mlx.nn.layers.linear import Linear
 from mlxsrv.engine.patches.openblas import bind_openblas
 
 
-def lay_out(model: Any, done: Container[int] = ()) -> None:
+def lay_out_weights(model: Any, done: Container[int] = ()) -> None:
     """Prepare a model's float32 weights for fast multiplication, where the CPU is the device.
 
     With OpenBLAS installed there is nothing to prepare. Without it, weights of linear layers are

@@ -33,6 +33,7 @@ from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.json_files import read_object
 
 Residents = Callable[[], Sequence[ResidentModel]]
+"""Gives the models that are in memory at the moment."""
 
 
 def load(order: Load, residents: Residents) -> Generator[None, None, ResidentModel]:
@@ -40,7 +41,7 @@ def load(order: Load, residents: Residents) -> Generator[None, None, ResidentMod
 
     Args:
         order: what to load.
-        residents: gives the models that are in memory at the moment; they share their arrays.
+        residents: the models in memory; those of the same files share their arrays.
 
     Raises what mlx-lm raises on files that it cannot use.
     """

@@ -21,7 +21,7 @@ from mlx_lm.utils import _get_classes, load_adapters, load_model
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.execution.batch import weights
 from mlxsrv.engine.faults import describe
-from mlxsrv.engine.loading.layout import lay_out
+from mlxsrv.engine.loading.layout import lay_out_weights
 
 FileStamps = frozenset[tuple[str, int, int]]
 """The files of a model: path, size, and time of change in nanoseconds."""
@@ -92,7 +92,7 @@ class WeightReader:
         folder = Path(path)
         model = load_encoder(folder) if encoder else self._map_decoder(folder)
         yield
-        lay_out(model)
+        lay_out_weights(model)
         stamps = stamp_files(folder)
         there = self._find(stamps)
         model.load_weights(list(there.items()), strict=False)
@@ -101,7 +101,7 @@ class WeightReader:
             yield
             _put_on(adapter, model)
             # A full fine-tune puts arrays of its own in the place of the base's.
-            lay_out(model, done=files.ids)
+            lay_out_weights(model, done=files.ids)
             files.keep({id(array) for array in weights(model)})
         # Layers are made with random weights that nobody reads, each of a key split off the one
         # before. Unless the last key is evaluated, the chain of keys grows with every load.

@@ -17,10 +17,10 @@ from mlxsrv.engine.embedding.encoders.layers import (
     TypedModule,
     activation,
     attend,
+    count_heads,
+    count_layers,
     embedding,
     epsilon,
-    head_count,
-    layer_count,
     linear,
     norm,
     size,
@@ -90,7 +90,7 @@ class _Embeddings(TypedModule):
 class _Layers(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.layer = [_Layer(config) for _ in range(layer_count(config))]
+        self.layer = [_Layer(config) for _ in range(count_layers(config))]
 
 
 class _Layer(TypedModule):
@@ -121,7 +121,7 @@ class _SelfAttention(TypedModule):
     def __init__(self, config: Config) -> None:
         super().__init__()
         width = size(config, "hidden_size")
-        self.heads = head_count(config)
+        self.heads = count_heads(config)
         self.query = linear(width, width)
         self.key = linear(width, width)
         self.value = linear(width, width)

@@ -156,12 +156,12 @@ def size(config: Config, key: str, default: int | None = None) -> int:
     return value
 
 
-def layer_count(config: Config) -> int:
+def count_layers(config: Config) -> int:
     """Raises ValueError."""
     return _at_most(config, "num_hidden_layers", _MOST_LAYERS)
 
 
-def head_count(config: Config) -> int:
+def count_heads(config: Config) -> int:
     """Raises ValueError if the width cannot be split among the heads."""
     heads = size(config, "num_attention_heads")
     if size(config, "hidden_size") % heads:
@@ -210,7 +210,7 @@ def _at_most(config: Config, key: str, limit: int) -> int:
 # Weights.
 
 
-def read_weights(folder: Path) -> dict[str, mx.array]:
+def map_weights(folder: Path) -> dict[str, mx.array]:
     """The tensors of `model*.safetensors` in the folder, mapped. Raises ValueError."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mlxsrv.engine.embedding.encoders.bert import Bert
-from mlxsrv.engine.embedding.encoders.layers import Dense, Encoder, fill, read_weights
+from mlxsrv.engine.embedding.encoders.layers import Dense, Encoder, fill, map_weights
 from mlxsrv.engine.embedding.encoders.modernbert import ModernBert
 from mlxsrv.formats.encoders import check_encoder, check_no_adapter, is_encoder
 from mlxsrv.formats.json_files import read_object
@@ -32,7 +32,7 @@ def load_encoder(folder: Path) -> Encoder:
     check_encoder(config)
     check_no_adapter(folder)
     encoder = ModernBert(config) if config["model_type"] == "modernbert" else Bert(config)
-    fill(encoder, read_weights(folder))
+    fill(encoder, map_weights(folder))
     encoder.eval()
     return encoder
 
@@ -40,5 +40,5 @@ def load_encoder(folder: Path) -> Encoder:
 def load_dense(folder: Path) -> Dense:
     """A Dense module of sentence-transformers, its weights mapped. Raises ValueError."""
     dense = Dense(read_dense_config(folder))
-    fill(dense, read_weights(folder))
+    fill(dense, map_weights(folder))
     return dense

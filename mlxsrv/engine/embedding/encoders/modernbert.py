@@ -17,10 +17,10 @@ from mlxsrv.engine.embedding.encoders.layers import (
     TypedModule,
     activation,
     attend,
+    count_heads,
+    count_layers,
     embedding,
     epsilon,
-    head_count,
-    layer_count,
     linear,
     norm,
     rope,
@@ -161,7 +161,7 @@ class _Attention(TypedModule):
     def __init__(self, config: Config, theta: float) -> None:
         super().__init__()
         width, bias = size(config, "hidden_size"), _flag(config, "attention_bias")
-        self.heads = head_count(config)
+        self.heads = count_heads(config)
         self.rope = rope(width // self.heads, base=theta)
         self.Wqkv = linear(width, 3 * width, bias=bias)
         self.Wo = linear(width, width, bias=bias)
@@ -205,7 +205,7 @@ def _norm(config: Config) -> Step:
 
 def _layer_kinds(config: Config) -> list[str]:
     """Each layer's kind. Raises ValueError."""
-    count, listed = layer_count(config), config.get("layer_types")
+    count, listed = count_layers(config), config.get("layer_types")
     if listed is None:
         every = size(config, "global_attn_every_n_layers", 3)
         return ["sliding_attention" if i % every else "full_attention" for i in range(count)]
