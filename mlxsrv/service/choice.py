@@ -18,12 +18,12 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.generation import Constraint, FinishReason, TokenScore
 from mlxsrv.service.lifecycle import State, follow
 from mlxsrv.service.outputs import (
-    Drawn,
     Ended,
     Opened,
     Output,
-    Prompted,
-    Text,
+    PromptInfo,
+    SampledTokens,
+    TextPiece,
     ToolInput,
     ToolStarted,
 )
@@ -174,13 +174,13 @@ class Choice:
         scores = None
         if self._spelling is not None:
             scores = rank_prompt(self.job.prompt, self._prompt, self._spelling)
-        return [Prompted(self.index, self.job.prompt if self._tells_tokens else None, scores)]
+        return [PromptInfo(self.index, self.job.prompt if self._tells_tokens else None, scores)]
 
     def _drawn(self, tokens: list[int]) -> list[Output]:
         """The ids that were read, and the end token, which is no text."""
         end = [self._end.id] if self._end is not None and not self.pipeline.stopped else []
         ids = (*tokens, *end)
-        return [Drawn(self.index, ids)] if ids else []
+        return [SampledTokens(self.index, ids)] if ids else []
 
     def _read_echo(self) -> list[Output]:
         if not self._echo or (self.job.scores is not None and not self._prompt):
@@ -191,7 +191,7 @@ class Choice:
             scores = self._scores.of_prompt(
                 echo, self.job.prompt, cut_top(self._prompt, self.job.logprobs or 0)
             )
-        return [Text(self.index, "content", echo, scores)]
+        return [TextPiece(self.index, "content", echo, scores)]
 
     def _read_scored(self, tokens: list[int], scores: Scores) -> list[Output]:
         """As `read`, a token at a time: each is content, or a thought, or part of a call."""
@@ -210,7 +210,7 @@ class Choice:
 
     def _extra(self, scores: tuple[TokenScore, ...]) -> list[Output]:
         """Scores that go with no text of their own."""
-        return [Text(self.index, "content", "", scores)] if scores else []
+        return [TextPiece(self.index, "content", "", scores)] if scores else []
 
     def _outputs(self, pieces: list[OutputPart]) -> list[Output]:
         return [self._output(piece) for piece in pieces]
@@ -224,4 +224,4 @@ class Choice:
             case (channel, text):
                 scored = self._scores is not None and channel == "content"
                 scores = self._scores.release(text) if self._scores and scored else ()
-                return Text(self.index, channel, text, scores)
+                return TextPiece(self.index, channel, text, scores)

@@ -24,7 +24,7 @@ from mlxsrv.wire.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 from mlxsrv.wire.infill import InfillRequest
 from mlxsrv.wire.requests import ChatRequest, CompletionRequest
 
-Asked = (
+AnyRequest = (
     ChatRequest
     | CompletionRequest
     | InfillRequest
@@ -32,10 +32,10 @@ Asked = (
     | RerankRequest
     | ScoreRequest
 )
-Operation = Literal["chat", "text_completion", "embeddings", "rerank", "score"]
+OperationName = Literal["chat", "text_completion", "embeddings", "rerank", "score"]
 """As OpenTelemetry's conventions name them; `rerank` and `score` are our own."""
 
-Tell = Callable[[float | None], None]
+TokenCallback = Callable[[float | None], None]
 """Told of each token the seconds since the one before it of its choice; None of the first."""
 
 
@@ -78,9 +78,9 @@ class RequestEnded(Struct, frozen=True, kw_only=True):
     time: int
     begun: float
     ended: float
-    operation: Operation | None = None
+    operation: OperationName | None = None
     model: str = ""
-    asked: Asked | None = None
+    asked: AnyRequest | None = None
     generated: Generated | None = None
     tokens: int | None = None
     error: str | None = None
@@ -90,7 +90,7 @@ class Observer(ModelObserver, Protocol):
     """Called on the event loop, in the middle of things: must be quick, and must not raise. Who
     implements it inherits, and need not know of what it does not care for."""
 
-    def tokens(self, model: str) -> Tell | None:
+    def tokens(self, model: str) -> TokenCallback | None:
         """Who is to be told of the tokens of a reply of this model; None: nobody."""
         return None
 

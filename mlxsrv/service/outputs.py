@@ -12,7 +12,7 @@ class Opened(msgspec.Struct, frozen=True):
     """The engine has the first of the jobs."""
 
 
-class Text(msgspec.Struct, frozen=True):
+class TextPiece(msgspec.Struct, frozen=True):
     choice: int
     channel: Channel
     text: str
@@ -36,7 +36,7 @@ class ToolInput(msgspec.Struct, frozen=True):
     text: str
 
 
-class Prompted(msgspec.Struct, frozen=True):
+class PromptInfo(msgspec.Struct, frozen=True):
     """The choice's prompt, before anything else of it: its ids, its scores, whichever were asked
     for."""
 
@@ -45,7 +45,7 @@ class Prompted(msgspec.Struct, frozen=True):
     scores: tuple[PromptScore, ...] | None
 
 
-class Drawn(msgspec.Struct, frozen=True):
+class SampledTokens(msgspec.Struct, frozen=True):
     """The ids of the tokens that were drawn since the last time; their text comes when it may."""
 
     choice: int
@@ -61,10 +61,10 @@ class Ended(msgspec.Struct, frozen=True):
     stop: str | None = None
 
 
-Output = Opened | Prompted | Text | Drawn | ToolStarted | ToolInput | Ended
+Output = Opened | PromptInfo | TextPiece | SampledTokens | ToolStarted | ToolInput | Ended
 
 
-class Answers:
+class AnswerBuilder:
     """The outputs of one reply, gathered into whole answers.
 
     Args:
@@ -79,7 +79,7 @@ class Answers:
 
     def add(self, output: Output) -> None:
         match output:
-            case Text(choice, channel, text, scores):
+            case TextPiece(choice, channel, text, scores):
                 draft = self._drafts[choice]
                 (draft.content if channel == "content" else draft.reasoning).append(text)
                 draft.scores += scores
@@ -87,10 +87,10 @@ class Answers:
                 self._drafts[choice].tools.append((id, name, []))
             case ToolInput(choice, index, text):
                 self._drafts[choice].tools[index][2].append(text)
-            case Prompted(choice, ids, prompt_scores):
+            case PromptInfo(choice, ids, prompt_scores):
                 draft = self._drafts[choice]
                 draft.prompt, draft.prompt_scores = ids, prompt_scores
-            case Drawn(choice, ids):
+            case SampledTokens(choice, ids):
                 self._drafts[choice].tokens += ids
             case Ended(choice, reason, usage, stop):
                 self._drafts[choice].reason = reason

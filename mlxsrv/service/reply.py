@@ -64,7 +64,7 @@ class Reply:
         forget: Callable[[Reply], None],
     ) -> None:
         kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
-        self.who = Identity(
+        self.identity = Identity(
             id=f"{kind}-{uuid.uuid4().hex}",
             created=int(time.time()),
             model=lease.model.entry.name,
@@ -85,7 +85,7 @@ class Reply:
 
         observers = resources.observers
         timed = request.timed or observers
-        self._timing = Timing(observers, self.who.model) if timed else None
+        self._timing = Timing(observers, self.identity.model) if timed else None
         self._loop = asyncio.get_running_loop()
         self._begun = self._loop.time()
         self._first_text: float | None = None  # when the first text was read
@@ -166,13 +166,13 @@ class Reply:
             partial(plan_request, self.request, tokenizer)
         )
         self._tokenized()
-        steering = await self._resources.steering.resolve(self.request, self.who.model)
+        steering = await self._resources.steering.resolve(self.request, self.identity.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
         self._thinks = tokenizer.thinks
         factory = ChoiceFactory(
             self._resources,
             self.request,
-            self.who.model,
+            self.identity.model,
             self._lease.context_length,
             tokenizer,
             plan,
@@ -205,7 +205,7 @@ class Reply:
     def _confirm_steering(self, job: Job) -> Job:
         if job.steering is None:
             return job
-        steering = self._resources.steering.confirm(self.request, job.steering, self.who.model)
+        steering = self._resources.steering.confirm(self.request, job.steering, self.identity.model)
         return msgspec.structs.replace(job, steering=steering)
 
     # What ends the reply early. A reply that has ended stays as it is.
@@ -244,7 +244,7 @@ class Reply:
         match event:
             case Activations():
                 self._note_progress(choice)
-                self._resources.steering.record(self.who.model, self.who.id, event)
+                self._resources.steering.record(self.identity.model, self.identity.id, event)
                 return
             case Progress():
                 self._note_progress(choice)
@@ -385,8 +385,8 @@ class Reply:
             return None
         ended = self._error is None and not self._disconnected
         return Generated(
-            id=self.who.id,
-            model=self.who.model,
+            id=self.identity.id,
+            model=self.identity.model,
             usage=self.usage(),
             reasons=tuple(choice.reason for choice in self._choices) if ended else (),
             begun=timing.begun,
@@ -433,7 +433,7 @@ class Reply:
     def _log_fields(self) -> dict[str, Any]:
         return {
             "request": self._request_id,
-            "model": self.who.model,
+            "model": self.identity.model,
             "user": self.request.user,
         }
 

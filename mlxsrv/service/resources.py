@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.service.observing import Observer
-from mlxsrv.service.steering.desk import SteeringDesk
+from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.settings import Settings
 
 
@@ -22,7 +22,7 @@ class Resources:
 
     settings: Settings
     pool: Pool
-    steering: SteeringDesk
+    steering: SteeringRegistry
     observers: Sequence[Observer]
     fingerprint: str
     job_ids: Iterator[int]

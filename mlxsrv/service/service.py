@@ -45,8 +45,8 @@ from mlxsrv.service.planning import PromptRequest
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.steering.attachments import SAEs
-from mlxsrv.service.steering.desk import SteeringDesk
 from mlxsrv.service.steering.profiles import Profiles
+from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
@@ -96,7 +96,7 @@ class Service:
         self.pool = Pool(Catalogue(settings), settings, observers)
         self.saes = SAEs(self.pool, settings)
         store = ProfileStore(Path(settings.data_dir))
-        self.steering = SteeringDesk(self.pool, self.saes, store)
+        self.steering = SteeringRegistry(self.pool, self.saes, store)
         self.profiles = Profiles(self.steering, store)
         self._resources = Resources(
             settings,

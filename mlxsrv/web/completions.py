@@ -62,7 +62,7 @@ def _answer(
     if not asked.stream:
         return ReplyBody(reply, fold, headers=headers)
     frames = stream(
-        reply.who,
+        reply.identity,
         streams.usage_mode(asked.stream_options),
         choices=asked.all_choices,
         scored=asked.likeliest is not None,

@@ -49,79 +49,79 @@ def _make_route(operation: Operation, work: Work) -> Route:
 
 
 async def _get_steering(service: Service, at: Path, asked: wire.ModelQuery) -> object:
-    return (await service.steering.asked(asked.model)).shown
+    return (await service.steering.find(asked.model)).as_object
 
 
 async def _set_feature(service: Service, at: Path, asked: wire.FeatureRequest) -> object:
-    held = await service.steering.asked(asked.model)
-    held.change({asked.feature_idx: asked.value}, asked.mode, "feature_idx")
-    return held.shown
+    attached = await service.steering.find(asked.model)
+    attached.set_features({asked.feature_idx: asked.value}, asked.mode, "feature_idx")
+    return attached.as_object
 
 
 async def _set_features(service: Service, at: Path, asked: wire.FeaturesRequest) -> object:
-    held = await service.steering.asked(asked.model)
-    held.change(asked.steering, asked.mode, "steering")
-    return held.shown
+    attached = await service.steering.find(asked.model)
+    attached.set_features(asked.steering, asked.mode, "steering")
+    return attached.as_object
 
 
 async def _enable(service: Service, at: Path, asked: wire.ModelRequest) -> object:
-    held = await service.steering.asked(asked.model)
-    held.enabled = True
-    return held.shown
+    attached = await service.steering.find(asked.model)
+    attached.enabled = True
+    return attached.as_object
 
 
 async def _disable(service: Service, at: Path, asked: wire.ModelRequest) -> object:
-    held = await service.steering.asked(asked.model)
-    held.enabled = False
-    return held.shown
+    attached = await service.steering.find(asked.model)
+    attached.enabled = False
+    return attached.as_object
 
 
 async def _clear_steering(service: Service, at: Path, asked: wire.ModelQuery) -> object:
-    held = await service.steering.asked(asked.model)
-    held.drop(None)
-    return held.shown
+    attached = await service.steering.find(asked.model)
+    attached.remove_features(None)
+    return attached.as_object
 
 
 async def _remove_feature(service: Service, at: Path, asked: wire.ModelQuery) -> object:
-    held = await service.steering.asked(asked.model)
+    attached = await service.steering.find(asked.model)
     text = at["idx"]
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise InvalidFeatureIndex(f"{text!r:.40} is no feature", param="idx")
-    held.require([int(text)], "idx")
-    held.drop([int(text)])
-    return held.shown
+    attached.require_features([int(text)], "idx")
+    attached.remove_features([int(text)])
+    return attached.as_object
 
 
 # Monitoring.
 
 
 async def _get_monitor(service: Service, at: Path, asked: wire.ModelQuery) -> object:
-    return (await service.steering.asked(asked.model)).monitor.state
+    return (await service.steering.find(asked.model)).monitor.state
 
 
 async def _get_history(service: Service, at: Path, asked: wire.HistoryQuery) -> object:
-    monitor = (await service.steering.asked(asked.model)).monitor
+    monitor = (await service.steering.find(asked.model)).monitor
     return monitor.history(asked.limit, asked.request_id)
 
 
 async def _clear_history(service: Service, at: Path, asked: wire.ForgetQuery) -> object:
-    monitor = (await service.steering.asked(asked.model)).monitor
+    monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_history(asked.request_id)
     return monitor.state
 
 
 async def _get_statistics(service: Service, at: Path, asked: wire.StatisticsQuery) -> object:
-    return (await service.steering.asked(asked.model)).monitor.statistics(asked.chosen)
+    return (await service.steering.find(asked.model)).monitor.statistics(asked.chosen)
 
 
 async def _clear_statistics(service: Service, at: Path, asked: wire.StatisticsQuery) -> object:
-    monitor = (await service.steering.asked(asked.model)).monitor
+    monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_statistics(asked.chosen)
     return monitor.state
 
 
 async def _get_highest(service: Service, at: Path, asked: wire.TopRequest) -> object:
-    monitor = (await service.steering.asked(asked.model)).monitor
+    monitor = (await service.steering.find(asked.model)).monitor
     return monitor.highest(asked.k, asked.metric)
 
 

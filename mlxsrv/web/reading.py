@@ -8,14 +8,14 @@ from typing import TypeVar
 from msgspec import Struct
 from starlette.requests import Request
 
-from mlxsrv.service.observing import Asked, Operation
+from mlxsrv.service.observing import AnyRequest, OperationName
 from mlxsrv.service.service import Service
 from mlxsrv.web.bodies import read_body
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.wire.decoding import RequestDecoder
 
 T = TypeVar("T", bound=Struct)
-A = TypeVar("A", bound=Asked)
+A = TypeVar("A", bound=AnyRequest)
 
 
 def service_of(request: Request) -> Service:
@@ -45,7 +45,7 @@ async def read_request(
 
 
 async def read_recorded(
-    request: Request, decoder: RequestDecoder[A], operation: Operation
+    request: Request, decoder: RequestDecoder[A], operation: OperationName
 ) -> tuple[A, Mapping[str, str]]:
     """As `read_request`; the observers are told what a model is asked for."""
     record = record_of(request.scope)

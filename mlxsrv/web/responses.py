@@ -15,13 +15,13 @@ from starlette.types import Receive, Scope, Send
 from mlxsrv.errors import InvalidAPIKey, InvalidHTTP, RequestTimeout, ServeError
 from mlxsrv.generation import Answer, Usage
 from mlxsrv.service.outputs import (
-    Answers,
-    Drawn,
+    AnswerBuilder,
     Ended,
     Opened,
     Output,
-    Prompted,
-    Text,
+    PromptInfo,
+    SampledTokens,
+    TextPiece,
     ToolInput,
     ToolStarted,
 )
@@ -122,7 +122,7 @@ class ReplyStream(StreamingResponse):
 
     def _frame(self, output: Output) -> bytes:
         match output:
-            case Text(choice, channel, text, scores):
+            case TextPiece(choice, channel, text, scores):
                 return self._stream.text(choice, channel, text, scores)
             case ToolStarted(choice, index, id, name):
                 return self._stream.tool(choice, index, id, name)
@@ -132,9 +132,9 @@ class ReplyStream(StreamingResponse):
                 return self._stream.end(choice, reason, usage, stop)
             case Opened():
                 return self._stream.opening()
-            case Drawn(choice, tokens):
+            case SampledTokens(choice, tokens):
                 return self._stream.tokens(choice, tokens)
-            case Prompted(choice, prompt):  # a stream has no scores of its prompt
+            case PromptInfo(choice, prompt):  # a stream has no scores of its prompt
                 return b"" if prompt is None else self._stream.prompt(choice, prompt)
 
 
@@ -157,11 +157,11 @@ class ReplyBody(Response):
 
     async def _whole(self) -> object:
         request = self._reply.request
-        answers = Answers(request.all_choices, scored=request.likeliest is not None)
+        answers = AnswerBuilder(request.all_choices, scored=request.likeliest is not None)
         while answers.usage is None:
             for output in await self._reply.outputs():
                 answers.add(output)
-        return self._fold(self._reply.who, answers.make(), answers.usage)
+        return self._fold(self._reply.identity, answers.make(), answers.usage)
 
 
 @asynccontextmanager

@@ -16,8 +16,8 @@ from mlxsrv.wire.requests import Count, NotEmpty, PositiveInt, TokenId, User
 
 MOST_TEXTS = 2048
 
-Tokens = Annotated[list[TokenId], Meta(min_length=1)]
-Many = Annotated[list[NotEmpty | TokenId | Tokens], Meta(min_length=1, max_length=MOST_TEXTS)]
+TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
+Many = Annotated[list[NotEmpty | TokenId | TokenIds], Meta(min_length=1, max_length=MOST_TEXTS)]
 Side = Literal["left", "right"]
 
 

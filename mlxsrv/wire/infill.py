@@ -85,15 +85,17 @@ class InfillCompletion(Struct, frozen=True, kw_only=True):
     error: ErrorBody | UnsetType = UNSET
 
 
-def infill_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> InfillCompletion:
+def infill_completion(
+    identity: Identity, answers: Sequence[Answer], usage: Usage
+) -> InfillCompletion:
     """The whole response to a request that is not streamed."""
     [answer] = answers
     tokens = UNSET if answer.tokens is None else [*answer.tokens]
-    return _last(who, answer.content, answer.reason, answer.stop, usage, tokens)
+    return _last(identity, answer.content, answer.reason, answer.stop, usage, tokens)
 
 
 def _last(
-    who: Identity,
+    identity: Identity,
     content: str,
     reason: FinishReason,
     stop: str | None,
@@ -104,7 +106,7 @@ def _last(
     return InfillCompletion(
         content=content,
         tokens=tokens,
-        model=who.model,
+        model=identity.model,
         tokens_predicted=usage.completion_tokens,
         tokens_evaluated=usage.prompt_tokens,
         tokens_cached=usage.cached_tokens,
@@ -140,7 +142,7 @@ class InfillStream(Stream):
         self, choice: int, reason: FinishReason, usage: Usage | None, stop: str | None = None
     ) -> bytes:
         assert usage is not None  # there is one choice
-        return frame(_last(self._who, "", reason, stop, usage))
+        return frame(_last(self._identity, "", reason, stop, usage))
 
     def error(self, error: ServeError) -> bytes:
         return frame(InfillCompletion(content="", error=error_response(error).error))

@@ -21,7 +21,7 @@ Value = Annotated[float, Meta(ge=-200, le=200)]
 ProfileName = Annotated[str, Meta(min_length=1, max_length=100)]
 ProfileText = Annotated[str, Meta(max_length=500)]
 HistorySize = Annotated[int, Meta(ge=1, le=1000)]
-Numbers = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(,[0-9]{1,9})*(?!\n)$", max_length=5000)]
+NumberList = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(,[0-9]{1,9})*(?!\n)$", max_length=5000)]
 Metric = Literal["mean", "max", "active_ratio", "count"]
 
 # Around everything.
@@ -175,7 +175,7 @@ class ForgetQuery(ModelQuery, frozen=True, kw_only=True):
 class StatisticsQuery(ModelQuery, frozen=True, kw_only=True):
     """`features`: numbers with commas between them; none: all that there are."""
 
-    features: Numbers | None = None
+    features: NumberList | None = None
 
     @property
     def chosen(self) -> frozenset[int] | None:

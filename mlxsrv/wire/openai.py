@@ -169,14 +169,14 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     error: ErrorBody | UnsetType = UNSET
 
 
-def chat_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
+def chat_completion(identity: Identity, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
     """The whole response of a chat that was not streamed."""
     prompt, scores = answers[0].prompt, answers[0].prompt_scores
     return ChatCompletion(
-        id=who.id,
-        created=who.created,
-        model=who.model,
-        system_fingerprint=who.system_fingerprint,
+        id=identity.id,
+        created=identity.created,
+        model=identity.model,
+        system_fingerprint=identity.system_fingerprint,
         choices=[_chat_choice(index, answer) for index, answer in enumerate(answers)],
         usage=UsageBody.of(usage),
         prompt_token_ids=UNSET if prompt is None else [*prompt],
@@ -228,11 +228,11 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
     error: ErrorBody | UnsetType = UNSET
 
 
-def text_completion(who: Identity, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
+def text_completion(identity: Identity, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
     """The whole response of a text completion that was not streamed. It has no field for
     reasoning, so all text is text."""
     choices = [_text_choice(index, answer) for index, answer in enumerate(answers)]
-    return make_text_completion(who, choices, UsageBody.of(usage), TimingsBody.of(usage))
+    return make_text_completion(identity, choices, UsageBody.of(usage), TimingsBody.of(usage))
 
 
 def _text_choice(index: int, answer: Answer) -> TextChoice:
@@ -249,16 +249,16 @@ def _text_choice(index: int, answer: Answer) -> TextChoice:
 
 
 def make_text_completion(
-    who: Identity,
+    identity: Identity,
     choices: list[TextChoice],
     usage: UsageBody | UnsetType | None,
     timings: TimingsBody | UnsetType = UNSET,
 ) -> TextCompletion:
     return TextCompletion(
-        id=who.id,
-        created=who.created,
-        model=who.model,
-        system_fingerprint=who.system_fingerprint,
+        id=identity.id,
+        created=identity.created,
+        model=identity.model,
+        system_fingerprint=identity.system_fingerprint,
         choices=choices,
         usage=usage,
         timings=timings,

@@ -315,7 +315,7 @@ _SET_BY: Mapping[str, Schema] = {
 
 
 def _constraints(properties: Schema) -> list[Schema]:
-    names = [name for name in (*requests.GUIDES, "response_format") if name in properties]
+    names = [name for name in (*requests.FORM_FIELDS, "response_format") if name in properties]
     return [_set(name) for name in names]
 
 

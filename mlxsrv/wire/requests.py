@@ -182,7 +182,7 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
 }
 """Fields of a request that are one thing; a decoded request says the same in all it has."""
 
-GUIDES = (
+FORM_FIELDS = (
     *("guided_regex", "guided_choice", "guided_grammar", "guided_json"),
     *("structured_outputs", "grammar", "json_schema"),
 )

@@ -60,7 +60,7 @@ class Stream(ABC):
     number of pieces of each choice and its `end`. `error` ends all choices that are still open.
 
     Args:
-        who: what all chunks share.
+        identity: what all chunks share.
         usage: where the stream tells its usage.
         choices: how many there are. Their pieces may come in any order.
         scored: whether text chunks have log-probabilities, an empty list for no tokens.
@@ -69,14 +69,14 @@ class Stream(ABC):
 
     def __init__(
         self,
-        who: Identity,
+        identity: Identity,
         usage: UsageMode,
         *,
         choices: int = 1,
         scored: bool = False,
         timed: bool = False,
     ) -> None:
-        self._who = who
+        self._identity = identity
         self._mode = usage
         self._choices = choices
         self._scored = scored
@@ -232,10 +232,10 @@ class ChatStream(ChunkStream):
 
     def _of(self, choices: list[ChunkChoice]) -> ChatChunk:
         return ChatChunk(
-            id=self._who.id,
-            created=self._who.created,
-            model=self._who.model,
-            system_fingerprint=self._who.system_fingerprint,
+            id=self._identity.id,
+            created=self._identity.created,
+            model=self._identity.model,
+            system_fingerprint=self._identity.system_fingerprint,
             choices=choices,
             usage=self._usage,
             timings=self._timings,
@@ -291,4 +291,4 @@ class CompletionStream(ChunkStream):
         )
 
     def _of(self, choices: list[TextChoice]) -> TextCompletion:
-        return make_text_completion(self._who, choices, self._usage, self._timings)
+        return make_text_completion(self._identity, choices, self._usage, self._timings)

@@ -42,7 +42,7 @@ _WANTED = re.compile(
 )
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class StartupAttachment(msgspec.Struct, frozen=True):
     """An SAE to attach at start."""
 
     model: str
@@ -50,13 +50,13 @@ class Wanted(msgspec.Struct, frozen=True):
     layer: int | None
 
 
-def wanted_attachments(settings: Settings, catalogue: Catalogue) -> tuple[Wanted, ...]:
+def startup_attachments(settings: Settings, catalogue: Catalogue) -> tuple[StartupAttachment, ...]:
     """What `--attach-sae` says. Blocks if it names models that are not known yet.
 
     Raises:
         SettingsError: it cannot be read, no such model is served, or one is named twice.
     """
-    wanted: dict[str, Wanted] = {}
+    wanted: dict[str, StartupAttachment] = {}
     for text in settings.attach_sae:
         said = _WANTED.fullmatch(text)
         if said is None:
@@ -69,13 +69,13 @@ def wanted_attachments(settings: Settings, catalogue: Catalogue) -> tuple[Wanted
         if entry.name in wanted:
             raise SettingsError(f"attach_sae: {entry.name!r} can have one SAE, not two")
         layer = None if said["layer"] is None else int(said["layer"])
-        wanted[entry.name] = Wanted(entry.name, said["sae"], layer)
+        wanted[entry.name] = StartupAttachment(entry.name, said["sae"], layer)
     return tuple(wanted.values())
 
 
 def check_steering(settings: Settings, catalogue: Catalogue) -> None:
     """Raises SettingsError for what is wrong with any setting of steering."""
-    wanted_attachments(settings, catalogue)
+    startup_attachments(settings, catalogue)
     control_vectors(settings)
     SAELibrary(settings)
 
@@ -87,7 +87,7 @@ class SAEs:
         self._pool = pool
         self._attachments = Attachments(pool)
         self._library = SAELibrary(settings)
-        self._wanted = wanted_attachments(settings, pool.catalogue)
+        self._wanted = startup_attachments(settings, pool.catalogue)
         self._beginning: asyncio.Task[None] | None = None
 
     # Those that are known.

@@ -27,7 +27,7 @@ class _Seen(NamedTuple):
     event: Activations
 
 
-class Running:
+class RunningStatistics:
     """Mean and deviation of numbers that come one by one, by Welford's method, which does not lose
     the small differences of large numbers (Knuth, TAOCP 2, 4.2.2)."""
 
@@ -62,7 +62,7 @@ class Running:
         return self.active / self.count if self.count else 0.0
 
 
-_METRICS: Mapping[Metric, Callable[[Running], float]] = {
+_METRICS: Mapping[Metric, Callable[[RunningStatistics], float]] = {
     "mean": lambda running: running.mean,
     "max": lambda running: running.max,
     "active_ratio": lambda running: running.active_ratio,
@@ -78,7 +78,7 @@ class Monitor:
         self.features: tuple[int, ...] = ()
         self._top: int | None = None
         self._history: deque[_Seen] = deque(maxlen=_USUAL_HISTORY)
-        self._statistics: dict[int, Running] = {}
+        self._statistics: dict[int, RunningStatistics] = {}
 
     @property
     def top(self) -> int:
@@ -136,7 +136,7 @@ class Monitor:
         for feature, value in event.values:
             running = self._statistics.get(feature)
             if running is None:
-                running = self._statistics[feature] = Running()
+                running = self._statistics[feature] = RunningStatistics()
             running.add(value)
 
     # The history.
@@ -178,7 +178,7 @@ class Monitor:
         return [_told(feature, running) for feature, running in ranked[:k]]
 
 
-def _told(feature: int, running: Running) -> FeatureStatistics:
+def _told(feature: int, running: RunningStatistics) -> FeatureStatistics:
     return FeatureStatistics(
         feature_idx=feature,
         count=running.count,

@@ -16,7 +16,7 @@ import msgspec
 
 from mlxsrv.errors import InvalidFeatureIndex, SAENotAttached
 from mlxsrv.models.profile_store import Profile, ProfileStore
-from mlxsrv.service.steering.desk import Held, SteeringDesk
+from mlxsrv.service.steering.registry import ModelSteering, SteeringRegistry
 from mlxsrv.wire.management import (
     ProfileContent,
     ProfileExport,
@@ -32,8 +32,8 @@ V = TypeVar("V")
 class Profiles:
     """The profiles of one app. Every method may raise StoreFailed."""
 
-    def __init__(self, desk: SteeringDesk, store: ProfileStore) -> None:
-        self._desk = desk
+    def __init__(self, registry: SteeringRegistry, store: ProfileStore) -> None:
+        self._registry = registry
         self._store = store
         self._changing = anyio.Lock()
 
@@ -81,26 +81,26 @@ class Profiles:
             )
             _check_features(profile)
             await _in_thread(lambda: self._store.replace(profile))
-            for held in self._desk.following(id):
-                self._follow(held, profile)
+            for attached in self._registry.with_profile(id):
+                self._follow(attached, profile)
         return _object(profile)
 
-    def _follow(self, held: Held, profile: Profile) -> None:
+    def _follow(self, attached: ModelSteering, profile: Profile) -> None:
         try:
-            fits = self._desk.fitting(profile) is held
+            fits = self._registry.for_profile(profile) is attached
         except (SAENotAttached, InvalidFeatureIndex):
             fits = False
         if not fits:
-            held.drop(None)
+            attached.remove_features(None)
         else:
-            held.values, held.mode = dict(profile.steering), profile.mode
+            attached.values, attached.mode = dict(profile.steering), profile.mode
 
     async def remove(self, id: str) -> None:
         """Forget a profile; a default steering that it is ends. Raises ProfileNotFound."""
         async with self._changing:
             await _in_thread(lambda: self._store.remove(id))
-            for held in self._desk.following(id):
-                held.drop(None)
+            for attached in self._registry.with_profile(id):
+                attached.remove_features(None)
 
     # The default steering.
 
@@ -114,16 +114,16 @@ class Profiles:
         """
         async with self._changing:
             profile = await self._profile(id)
-            held = self._desk.fitting(profile)
-            held.follow(profile)
-            return held.shown
+            attached = self._registry.for_profile(profile)
+            attached.use_profile(profile)
+            return attached.as_object
 
     async def deactivate(self, model: str | None) -> SteeringObject:
         """End a model's active profile, if it has one. Raises ModelNotFound, SAENotAttached."""
-        held = await self._desk.asked(model)
-        if held.profile is not None:
-            held.drop(None)
-        return held.shown
+        attached = await self._registry.find(model)
+        if attached.profile is not None:
+            attached.remove_features(None)
+        return attached.as_object
 
     async def deactivate_one(self, id: str) -> SteeringObject:
         """As `deactivate`, of the profile's own model and if it is the active one.
@@ -133,20 +133,20 @@ class Profiles:
         """
         async with self._changing:
             profile = await self._profile(id)
-            held = await self._desk.asked(profile.model_id)
-            if held.profile == id:
-                held.drop(None)
-            return held.shown
+            attached = await self._registry.find(profile.model_id)
+            if attached.profile == id:
+                attached.remove_features(None)
+            return attached.as_object
 
     async def active(self, model: str | None) -> ProfileObject | None:
         """A model's active profile. Raises ModelNotFound."""
         try:
-            held = await self._desk.asked(model)
+            attached = await self._registry.find(model)
         except SAENotAttached:
             return None
-        if held.profile is None:
+        if attached.profile is None:
             return None
-        return await self.one(held.profile)
+        return await self.one(attached.profile)
 
     # Files.
 

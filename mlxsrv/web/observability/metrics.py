@@ -31,7 +31,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxsrv.models.pool.observing import ModelEvicted, ModelFailed, ModelLoaded
-from mlxsrv.service.observing import Generated, Observer, RequestEnded, Tell
+from mlxsrv.service.observing import Generated, Observer, RequestEnded, TokenCallback
 from mlxsrv.service.service import Service
 from mlxsrv.version import __version__
 from mlxsrv.wire.openai import Health
@@ -205,7 +205,7 @@ class Metrics(Observer):
 
     # What happens.
 
-    def tokens(self, model: str) -> Tell:
+    def tokens(self, model: str) -> TokenCallback:
         gaps = self._live.gaps.get(model)
         if gaps is None:
             gaps = self._live.gaps[model] = Gaps()

@@ -11,7 +11,7 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from mlxsrv.service.observing import Asked, Operation, RequestEnded
+from mlxsrv.service.observing import AnyRequest, OperationName, RequestEnded
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.paths import find_route
 
@@ -26,8 +26,8 @@ class RequestRecord:
     def __init__(self) -> None:
         self.time = time.time_ns()
         self.begun = time.monotonic()
-        self.operation: Operation | None = None
-        self.asked: Asked | None = None
+        self.operation: OperationName | None = None
+        self.asked: AnyRequest | None = None
         self.model = ""
         self.reply: Reply | None = None
         self.tokens: int | None = None

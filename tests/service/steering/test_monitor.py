@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.engine.events import Activations
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.service.steering.monitor import Monitor, Running
+from mlxsrv.service.steering.monitor import Monitor, RunningStatistics
 from mlxsrv.wire.management import FeatureStatistics
 
 
@@ -27,7 +27,7 @@ def tell(monitor: Monitor, *tokens: dict[int, float], completion: str = "chatcmp
 @given(st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=50), st.floats(-1e6, 1e6))
 def test_running_numbers_are_numpys(values: list[float], offset: float) -> None:
     values = [value + offset for value in values]
-    running = Running()
+    running = RunningStatistics()
     for value in values:
         running.add(value)
     assert (running.count, running.min, running.max) == (len(values), min(values), max(values))

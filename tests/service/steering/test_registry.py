@@ -55,59 +55,59 @@ def run(folder: Path, work: Callable[[Service], Awaitable[None]], **options: Any
 
 def test_what_the_engine_is_told(folder: Path) -> None:
     async def work(service: Service) -> None:
-        desk = service.steering
-        assert await desk.resolve(asking(), "t") is None
-        assert await desk.resolve(asking(steering={}), "t") is None
+        registry = service.steering
+        assert await registry.resolve(asking(), "t") is None
+        assert await registry.resolve(asking(steering={}), "t") is None
         await service.saes.attach("one", None, None)
-        number = desk.held("t").attachment.number
-        assert await desk.resolve(asking(), "t") is None
-        told = await desk.resolve(asking(steering={9: 2.0, 5: -1.0, 7: 0.0}), "t")
+        number = registry.get("t").attachment.number
+        assert await registry.resolve(asking(), "t") is None
+        told = await registry.resolve(asking(steering={9: 2.0, 5: -1.0, 7: 0.0}), "t")
         assert told == Steering(number, "additive", ((5, -1.0), (9, 2.0)))
-        told = await desk.resolve(asking(steering={7: 0.0}, steering_mode="clamp"), "t")
+        told = await registry.resolve(asking(steering={7: 0.0}, steering_mode="clamp"), "t")
         assert told == Steering(number, "clamp", ((7, 0.0),))
-        assert await desk.resolve(asking(steering={7: 0.0}), "t") is None
-        desk.held("t").change({3: 1.0}, None, "steering")
-        assert await desk.resolve(asking(), "t") == Steering(number, values=((3, 1.0),))
-        assert await desk.resolve(asking(steering={}), "t") is None
-        desk.held("t").enabled = False
-        assert await desk.resolve(asking(), "t") is None
+        assert await registry.resolve(asking(steering={7: 0.0}), "t") is None
+        registry.get("t").set_features({3: 1.0}, None, "steering")
+        assert await registry.resolve(asking(), "t") == Steering(number, values=((3, 1.0),))
+        assert await registry.resolve(asking(steering={}), "t") is None
+        registry.get("t").enabled = False
+        assert await registry.resolve(asking(), "t") is None
 
     run(folder, work)
 
 
 def test_control_vectors_and_features_go_together(folder: Path) -> None:
     async def work(service: Service) -> None:
-        desk = service.steering
+        registry = service.steering
         usual = Steering(vectors=(("calm", 0.5),))
-        assert await desk.resolve(asking(), "t") == usual
-        assert await desk.resolve(asking(control_vector={}), "t") is None
-        assert await desk.resolve(asking(control_vector={"calm": 0}), "t") is None
+        assert await registry.resolve(asking(), "t") == usual
+        assert await registry.resolve(asking(control_vector={}), "t") is None
+        assert await registry.resolve(asking(control_vector={"calm": 0}), "t") is None
         await service.saes.attach("one", None, None)
-        number = desk.held("t").attachment.number
-        told = await desk.resolve(asking(steering={5: 1.0}, control_vector={"calm": -2}), "t")
+        number = registry.get("t").attachment.number
+        told = await registry.resolve(asking(steering={5: 1.0}, control_vector={"calm": -2}), "t")
         assert told == Steering(number, values=((5, 1.0),), vectors=(("calm", -2.0),))
-        assert desk.confirm(asking(), told, "t") == told
+        assert registry.confirm(asking(), told, "t") == told
         with pytest.raises(InvalidRequest, match="'calm'"):
-            desk.confirm(asking(), Steering(vectors=(("nothing", 1.0),)), "t")
+            registry.confirm(asking(), Steering(vectors=(("nothing", 1.0),)), "t")
 
     run(folder, work, control_vector=(f"{folder / 'calm.safetensors'}:0.5",))
 
 
 def test_a_request_does_not_meet_another_sae_than_it_asked_for(folder: Path) -> None:
     async def work(service: Service) -> None:
-        desk = service.steering
+        registry = service.steering
         await service.saes.attach("one", None, None)
         request = asking(steering={5: 1.0})
-        told = await desk.resolve(request, "t")
-        assert desk.confirm(request, told, "t") == told
-        assert desk.confirm(request, None, "t") is None
+        told = await registry.resolve(request, "t")
+        assert registry.confirm(request, told, "t") == told
+        assert registry.confirm(request, None, "t") is None
         await service.saes.detach("one", None)
         with pytest.raises(SAENotAttached):
-            desk.confirm(request, told, "t")
+            registry.confirm(request, told, "t")
         await service.saes.attach("one", None, None)
         with pytest.raises(SAENotAttached):
-            desk.confirm(request, told, "t")
-        assert desk.confirm(asking(), told, "t") is None  # it was the default's
+            registry.confirm(request, told, "t")
+        assert registry.confirm(asking(), told, "t") is None  # it was the default's
 
     run(folder, work)
 

@@ -1,8 +1,8 @@
-"""What a request's rows have added: what it names itself, a profile, or the default.
+"""Steering of requests: what a request asks for, a profile, or the default of its model.
 
-Each attachment has a default steering and a monitor, which end with it: they are found by the
-attachment's number, so that nothing has to be told when it goes, and what a new one starts with is
-fresh. Used on the event loop.
+Each attachment of an SAE has a default steering and a monitor, which end with it. They are found by
+the attachment's number, so nobody has to remove them when it is detached, and a new attachment
+starts with new ones. Used on the event loop.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mlxsrv.service.steering.monitor import Monitor
 from mlxsrv.wire.management import MonitorObject, MonitorRequest, SteeringObject
 from mlxsrv.wire.requests import GenerationRequest
 
-_MOST_FEATURES = 1000  # of the default steering, as of a request's
-_MOST_NAMES = 20  # that a message lists
+_MOST_FEATURES = 1000  # of the default steering; a request's may have as many
+_MOST_NAMES = 20  # in an error message
 
 
-class Held:
-    """What goes with one attachment: the default steering, the profile it is from, a monitor."""
+class ModelSteering:
+    """The default steering of a model with an SAE, the profile it comes from, and the monitor."""
 
     def __init__(self, attachment: Attachment) -> None:
         self.attachment = attachment
@@ -39,12 +39,12 @@ class Held:
         self.monitor = Monitor()
 
     @property
-    def shown(self) -> SteeringObject:
+    def as_object(self) -> SteeringObject:
         values = dict(sorted(self.values.items()))
         return SteeringObject(enabled=self.enabled, mode=self.mode, values=values)
 
-    def require(self, features: Iterable[int], param: str) -> None:
-        """Raises InvalidFeatureIndex for what is no feature of the SAE."""
+    def require_features(self, features: Iterable[int], param: str) -> None:
+        """Raises InvalidFeatureIndex if the SAE does not have one of these features."""
         d_sae = self.attachment.file.d_sae
         for feature in features:
             if not 0 <= feature < d_sae:
@@ -54,9 +54,16 @@ class Held:
                     param=param,
                 )
 
-    def change(self, values: Mapping[int, float], mode: SteeringMode | None, param: str) -> None:
-        """Set features of the default steering by hand, all or none. Raises InvalidFeatureIndex."""
-        self.require(values, param)
+    def set_features(
+        self, values: Mapping[int, float], mode: SteeringMode | None, param: str
+    ) -> None:
+        """Set features of the default steering, all or none. It is no profile's any more.
+
+        Raises:
+            InvalidFeatureIndex: the SAE has no such feature.
+            InvalidRequest: there are too many features.
+        """
+        self.require_features(values, param)
         changed = {**self.values, **values}
         if len(changed) > _MOST_FEATURES:
             raise InvalidRequest(
@@ -67,51 +74,51 @@ class Held:
         self.mode = mode or self.mode
         self.profile = None
 
-    def drop(self, features: Collection[int] | None) -> None:
-        """Take features out of the default steering, or all."""
+    def remove_features(self, features: Collection[int] | None) -> None:
+        """Remove these features, or all, from the default steering. It is no profile's any more."""
         gone = set(self.values) if features is None else features
         self.values = {k: value for k, value in self.values.items() if k not in gone}
         self.profile = None
 
-    def follow(self, profile: Profile) -> None:
-        """Make a profile that fits the default."""
+    def use_profile(self, profile: Profile) -> None:
+        """Make `profile`, which must fit, the default steering."""
         self.values, self.mode, self.enabled = dict(profile.steering), profile.mode, True
         self.profile = profile.id
 
 
-class SteeringDesk:
-    """What is steered and watched, of all models of one app."""
+class SteeringRegistry:
+    """The steering and the monitors of all models of one app."""
 
     def __init__(self, pool: Pool, saes: SAEs, store: ProfileStore) -> None:
         self._pool = pool
         self._saes = saes
         self._store = store
         self._vectors = pool.vectors
-        self._held: dict[str, Held] = {}
+        self._by_model: dict[str, ModelSteering] = {}
 
     # Attachments.
 
-    def held(self, model: str, *, param: str | None = None) -> Held:
-        """What goes with the attachment of the model of this name. Raises SAENotAttached."""
+    def get(self, model: str, *, param: str | None = None) -> ModelSteering:
+        """The steering of the model of this name. Raises SAENotAttached."""
         attachment = self._pool.attachments.get(model)
         if attachment is None:
-            self._held.pop(model, None)
+            self._by_model.pop(model, None)
             where = "" if param is None else f"{param}: "
             raise SAENotAttached(f"{where}no SAE is attached to {model}", param=param)
-        held = self._held.get(model)
-        if held is None or held.attachment.number != attachment.number:
-            held = self._held[model] = Held(attachment)
-        return held
+        attached = self._by_model.get(model)
+        if attached is None or attached.attachment.number != attachment.number:
+            attached = self._by_model[model] = ModelSteering(attachment)
+        return attached
 
-    async def asked(self, model: str | None) -> Held:
-        """As `held`, of the model that a request names. Raises ModelNotFound, SAENotAttached."""
-        return self.held(await self._saes.name(model))
+    async def find(self, model: str | None) -> ModelSteering:
+        """As `get`, for the name that a request gives. Raises ModelNotFound, SAENotAttached."""
+        return self.get(await self._saes.name(model))
 
-    def fitting(self, profile: Profile, *, param: str | None = None) -> Held:
-        """The attachment that a profile is for.
+    def for_profile(self, profile: Profile, *, param: str | None = None) -> ModelSteering:
+        """The steering of the model that a profile is for.
 
         Raises:
-            SAENotAttached: its SAE is not at its layer of its model.
+            SAENotAttached: the profile's SAE is not attached at its layer of its model.
             InvalidFeatureIndex: the SAE has no such feature.
         """
         model = self._pool.catalogue.name(profile.model_id)
@@ -122,29 +129,29 @@ class SteeringDesk:
                 f"{profile.layer} of {profile.model_id!r:.200}, which is not attached",
                 param=param,
             )
-        held = self.held(model)
-        held.require(profile.steering, param or "steering")
-        return held
+        attached = self.get(model)
+        attached.require_features(profile.steering, param or "steering")
+        return attached
 
-    def following(self, profile: str) -> list[Held]:
-        """The attachments whose default steering is this profile."""
-        models = [model for model in self._held if model in self._pool.attachments]
-        return [held for held in map(self.held, models) if held.profile == profile]
+    def with_profile(self, profile: str) -> list[ModelSteering]:
+        """The models whose default steering is the profile with this id."""
+        models = [model for model in self._by_model if model in self._pool.attachments]
+        return [attached for attached in map(self.get, models) if attached.profile == profile]
 
     # Requests.
 
     async def resolve(self, request: GenerationRequest, model: str) -> Steering | None:
-        """What the request's rows have added, of the SAE that is attached now.
+        """The steering of the request's rows, with the SAE that is attached now.
 
         Raises:
-            ProfileNotFound, StoreFailed: the profile cannot be had.
-            SAENotAttached: what it names is for an SAE that is not there.
+            ProfileNotFound, StoreFailed: the profile cannot be read.
+            SAENotAttached: the steering is for an SAE that is not attached.
             InvalidFeatureIndex: the SAE has no such feature.
-            InvalidRequest: a control vector that the model does not have.
+            InvalidRequest: the model does not have the control vector.
         """
         vectors = await self._chosen_vectors(request, model)
         if request.profile is not None or request.steering:
-            await self._saes.begin()  # what is to be attached at start counts as attached
+            await self._saes.begin()  # wait for SAEs that are attached at start
         if request.profile is not None:
             profile = await self._profile(request.profile)
             if self._pool.catalogue.name(profile.model_id) != model:
@@ -153,17 +160,17 @@ class SteeringDesk:
                     f"is {model!r}",
                     param="profile",
                 )
-            held = self.fitting(profile, param="profile")
-            return _steering(held, profile.mode, profile.steering, vectors)
+            attached = self.for_profile(profile, param="profile")
+            return _steering(attached, profile.mode, profile.steering, vectors)
         if request.steering is not None:
             if not request.steering:
                 return _steering(None, "additive", {}, vectors)
-            held = self.held(model, param="steering")
-            held.require(request.steering, "steering")
+            attached = self.get(model, param="steering")
+            attached.require_features(request.steering, "steering")
             mode = request.steering_mode or "additive"
-            return _steering(held, mode, request.steering, vectors)
-        if model in self._pool.attachments and (held := self.held(model)).enabled:
-            return _steering(held, held.mode, held.values, vectors)
+            return _steering(attached, mode, request.steering, vectors)
+        if model in self._pool.attachments and (attached := self.get(model)).enabled:
+            return _steering(attached, attached.mode, attached.values, vectors)
         return _steering(None, "additive", {}, vectors)
 
     async def _profile(self, name: str) -> Profile:
@@ -175,8 +182,8 @@ class SteeringDesk:
     def confirm(
         self, request: GenerationRequest, steering: Steering | None, model: str
     ) -> Steering | None:
-        """What was resolved, now that the model is loaded. A default that has ended with its SAE
-        is left out.
+        """What is left of a resolved steering, now that the model is loaded. A default steering
+        whose SAE was detached meanwhile is left out.
 
         Raises:
             SAENotAttached, InvalidRequest: what the request names is not there any more.
@@ -194,14 +201,14 @@ class SteeringDesk:
         raise SAENotAttached(f"the SAE was detached from {model} while the request waited")
 
     def record(self, model: str, completion: str, event: Activations) -> None:
-        """Note what the watched features made of one token of a completion."""
+        """Note the activations of the watched features for one token of a completion."""
         if model in self._pool.attachments:
-            self.held(model).monitor.record(completion, event)
+            self.get(model).monitor.record(completion, event)
 
     # Control vectors.
 
     async def _chosen_vectors(self, request: GenerationRequest, model: str) -> dict[str, float]:
-        """Control vectors and their scales: the request's, or the default model's."""
+        """Control vectors and their scales: the request's or, for the default model, all."""
         asked = request.control_vector
         entry = self._pool.catalogue.known(model)
         if self._vectors and entry is not None and entry.description is None:
@@ -229,7 +236,7 @@ class SteeringDesk:
             )
 
     def _vectors_of(self, model: str) -> list[str]:
-        """The names of those that fit a model, as far as that is known."""
+        """The names of the control vectors that fit a model, as far as that is known."""
         there = self._pool.model(model)
         if there is not None and there.loaded is not None:
             return list(there.loaded.vectors)
@@ -248,27 +255,31 @@ class SteeringDesk:
 
     async def configure(self, request: MonitorRequest) -> MonitorObject:
         """Raises ModelNotFound, SAENotAttached, InvalidFeatureIndex, InvalidRequest."""
-        held = await self.asked(request.model)
-        held.require(request.features or (), "features")
-        monitor = held.monitor
+        attached = await self.find(request.model)
+        attached.require_features(request.features or (), "features")
+        monitor = attached.monitor
         monitor.configure(
             enabled=request.enabled,
             features=request.features,
             top=request.top_k,
             history_size=request.history_size,
         )
-        name = held.attachment.model
+        name = attached.attachment.model
         watch = Watch(name, monitor.features, monitor.top) if monitor.enabled else Watch(name)
         self._pool.engine.watch(watch)
         return monitor.state
 
 
 def _steering(
-    held: Held | None, mode: SteeringMode, values: Mapping[int, float], vectors: Mapping[str, float]
+    attached: ModelSteering | None,
+    mode: SteeringMode,
+    values: Mapping[int, float],
+    vectors: Mapping[str, float],
 ) -> Steering | None:
-    """None if it comes to nothing. To add a feature 0 times is nothing; to clamp it to 0 is not."""
+    """The steering, or None if it changes nothing. Adding a feature 0 times changes nothing, but
+    clamping it to 0 does."""
     kept = {feature: value for feature, value in values.items() if value or mode == "clamp"}
     scales = tuple(sorted((name, scale) for name, scale in vectors.items() if scale))
-    if held is None or not kept:
+    if attached is None or not kept:
         return Steering(vectors=scales) if scales else None
-    return Steering(held.attachment.number, mode, tuple(sorted(kept.items())), scales)
+    return Steering(attached.attachment.number, mode, tuple(sorted(kept.items())), scales)
