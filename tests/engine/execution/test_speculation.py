@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
@@ -17,9 +16,10 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Event, PromptRead, Token
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.speculation import Gain, check_draft, find_obstacle
+from mlxsrv.engine.execution.speculation import check_draft, find_obstacle
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from mlxsrv.generation import Mask, Sampling
 from tests.support.effort import per_cache
 from tests.support.tiny import write_model
@@ -56,20 +56,20 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load
 
 
-class Always(Gain):
+class Always(SpeculationController):
     """Finds rounds worth it at all times with as many proposals as given, or else as the dice
     fall, some plain steps among them."""
 
     def __init__(self, proposals: int | None = None) -> None:
         super().__init__()
         self._dice = random.Random(0)
-        self._proposals = proposals
+        self._fixed = proposals
 
     def affords(self, unread: int) -> bool:
-        return self._proposals is not None or unread > 16 or self._dice.random() < 0.8
+        return self._fixed is not None or unread > 16 or self._dice.random() < 0.8
 
     def choose(self, most: int) -> int:
-        return min(self._proposals or self._dice.randint(1, 5), most)
+        return min(self._fixed or self._dice.randint(1, 5), most)
 
     def saw_round(self, proposed: int, accepted: int, seconds: float) -> None:
         """Nothing to find out."""
@@ -94,7 +94,7 @@ def make(
     max_rows: int = 4,
     chunk: int = 64,
     cache_bytes: int = 0,
-    gain: Gain | None = None,
+    controller: SpeculationController | None = None,
 ) -> Batch:
     batch = Batch(
         model,
@@ -104,7 +104,7 @@ def make(
         draft=draft,
     )
     if batch._speculation is not None:
-        batch._speculation._gain = gain or Always()
+        batch._speculation._controller = controller or Always()
     return batch
 
 
@@ -237,7 +237,7 @@ def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
     place = next(i for i in range(12, 30) if expected[i] not in expected[:i])
     end = frozenset({expected[place]}) if ends == "end token" else frozenset[int]()
     most = 30 if ends == "end token" else place + 1
-    batch = make(model, models("qwen3"), cache_bytes=CACHE_BYTES, gain=Always(7))
+    batch = make(model, models("qwen3"), cache_bytes=CACHE_BYTES, controller=Always(7))
     events = tokens_of(run_alone(batch, job(0, first, most, end_tokens=end)))
     answer = [event.id for event in events]
     assert answer == expected[: place + 1]
@@ -255,7 +255,7 @@ def test_no_round_behind_a_token_that_ends_the_row(models: Any) -> None:
     expected = solo(model, prompt)
     place = next(i for i in range(4, 30) if expected[i] not in expected[:i])
     # The first round draws all tokens before the end, and with them the end as its next input.
-    batch = make(model, models("qwen3"), gain=Always(place - 1))
+    batch = make(model, models("qwen3"), controller=Always(place - 1))
     batch.submit(job(0, prompt, end_tokens=frozenset({expected[place]})))
     assert run(batch)[0] == expected[: place + 1]
     assert batch.statistics()["drafted"] == place - 1
@@ -284,7 +284,7 @@ def test_the_draft_reads_in_slices_and_only_what_it_has_not_read(models: Any) ->
     model = models("qwen3")
     [long, *tails] = prompts(3, seed=5, low=300, high=300)
     draft = Counting(models("qwen3", "perturbed"))
-    batch = make(model, draft, chunk=64, gain=Always(4))
+    batch = make(model, draft, chunk=64, controller=Always(4))
     draft.fed.clear()
     batch.submit(job(0, long))
     assert run(batch)[0] == solo(model, long)
@@ -401,131 +401,8 @@ def test_an_error_of_the_draft_costs_nobody_a_token(models: Any) -> None:
 def test_the_first_trial_is_soon(models: Any) -> None:
     model = models("qwen3")
     [prompt] = prompts(1, seed=12, low=12, high=12)
-    batch = make(model, models("qwen3", "another"), gain=Gain())
+    batch = make(model, models("qwen3", "another"), controller=SpeculationController())
     assert batch.statistics()["speculating"] == 0
     batch.submit(job(0, prompt))
     assert run(batch)[0] == solo(model, prompt)
     assert batch.statistics()["drafted"] > 0
-
-
-# Gain, by a clock of its own: times are in plain steps.
-
-
-def simulate(
-    gain: Gain,
-    tokens: int,
-    *,
-    chance: float,
-    pass_of: Callable[[int], float],
-    proposal: float,
-    unread: int = 0,
-    reading: float = 0.0,
-    seed: int = 0,
-) -> float:
-    """Seconds that so many tokens take; `chance` is that of a proposal, `pass_of` what the model's
-    pass over so many tokens takes."""
-    dice = np.random.default_rng(seed)
-    seconds, drawn = 0.0, 0
-    while drawn < tokens:
-        if not gain.affords(unread):
-            taken = pass_of(1) * dice.uniform(0.9, 1.1)
-            gain.saw_step(taken)
-            drawn += 1
-        elif unread > 16:
-            read = gain.bound(min(unread, 64))
-            taken = reading * read
-            gain.saw_reading(read, taken)
-            unread -= read
-        else:
-            count = gain.choose(tokens)
-            accepted = 0
-            while accepted < count and dice.random() < chance:
-                accepted += 1
-            taken = (pass_of(count + 1) + proposal * count) * dice.uniform(0.9, 1.1)
-            held_up = 20.0 if dice.random() < 0.02 else 0.0  # something else had the machine
-            gain.saw_round(count, accepted, taken + held_up)
-            drawn += accepted + 1
-        seconds += taken
-    return seconds
-
-
-def flat(tokens: int) -> float:
-    """A pass of a device that waits for its memory."""
-    return 1 + 0.02 * (tokens - 1)
-
-
-def dear(tokens: int) -> float:
-    """A pass over several tokens is another kind of work than one over a single token."""
-    return 1.0 if tokens == 1 else 2.2 + 0.15 * tokens
-
-
-def steep(tokens: int) -> float:
-    """A pass of one that does not."""
-    return 0.6 + 0.4 * tokens
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("pass_of", [flat, steep, dear])
-@pytest.mark.parametrize(("chance", "proposal"), [(0.0, 0.1), (0.0, 1.0), (0.9, 1.0), (0.2, 0.3)])
-def test_what_does_not_help_costs_little(
-    chance: float, proposal: float, pass_of: Callable[[int], float], seed: int
-) -> None:
-    gain = Gain()
-    taken = simulate(gain, 2000, chance=chance, pass_of=pass_of, proposal=proposal, seed=seed)
-    assert taken < 2000 / 0.96
-
-
-def test_a_trial_goes_on_to_long_rounds_while_all_proposals_hold() -> None:
-    gain = Gain()
-    for _ in range(4):
-        gain.saw_step(1.0)
-    sizes: list[int] = []
-    while not sizes or sizes[-1] < 8:
-        assert gain.affords(0)
-        sizes.append(gain.choose(100))
-        gain.saw_round(sizes[-1], sizes[-1], 2.5 + 0.1 * sizes[-1])
-    assert sizes == [2, 4, 8]
-    assert gain.on
-
-
-def test_trials_that_fail_get_rarer() -> None:
-    taken = simulate(Gain(), 20_000, chance=0.0, pass_of=steep, proposal=1.0)
-    assert taken < 20_000 / 0.985
-
-
-def test_reading_long_prompts_for_short_answers_costs_little() -> None:
-    gain = Gain()
-    rows = [
-        simulate(gain, 20, chance=0.9, pass_of=flat, proposal=0.1, unread=2000, reading=0.02)
-        for _ in range(100)
-    ]
-    assert sum(rows) < 2000 / 0.95
-
-
-def test_reading_prompts_is_paid_by_what_rounds_save() -> None:
-    gain = Gain()
-    rows = [
-        simulate(gain, 300, chance=0.9, pass_of=flat, proposal=0.1, unread=500, reading=0.02)
-        for _ in range(20)
-    ]
-    assert 6000 / sum(rows) > 1.8
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize(
-    ("chance", "pass_of", "proposal", "speed"),
-    [
-        (0.9, flat, 0.1, 2.4),
-        (0.95, dear, 0.1, 1.4),
-        (0.7, flat, 0.1, 1.6),
-        (0.95, steep, 0.1, 1.3),
-        (0.5, flat, 0.05, 1.3),
-    ],
-)
-def test_what_helps_is_used(
-    chance: float, pass_of: Callable[[int], float], proposal: float, speed: float, seed: int
-) -> None:
-    gain = Gain()
-    taken = simulate(gain, 2000, chance=chance, pass_of=pass_of, proposal=proposal, seed=seed)
-    assert gain.on
-    assert 2000 / taken > speed

@@ -52,7 +52,7 @@ def make(model: Any, *, padding: int | None = None, draft: Any = None) -> Batch:
         draft=draft,
     )
     if batch._speculation is not None:
-        batch._speculation._gain = Always()
+        batch._speculation._controller = Always()
     return batch
 
 

@@ -415,7 +415,7 @@ def test_a_draft_model_changes_nothing_in_what_is_steered(
     [prompt] = prompts(1, seed=13)
     steering = additive((3, STRONG))
     assert batch._speculation is not None
-    batch._speculation._gain = Always()
+    batch._speculation._controller = Always()
     assert answers(batch, [ask(0, prompt, steering)])[0] == alone(model, prompt, steering)
     assert batch.statistics()["drafted"] > 0
 

@@ -1,0 +1,151 @@
+"""Proposals that help are used, others cost little: by a clock of its own, in plain steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
+
+
+def simulate(
+    controller: SpeculationController,
+    tokens: int,
+    *,
+    chance: float,
+    pass_of: Callable[[int], float],
+    proposal: float,
+    unread: int = 0,
+    reading: float = 0.0,
+    seed: int = 0,
+) -> float:
+    """Seconds that so many tokens take; `chance` is that of a proposal, `pass_of` what the model's
+    pass over so many tokens takes."""
+    dice = np.random.default_rng(seed)
+    seconds, drawn = 0.0, 0
+    while drawn < tokens:
+        if not controller.affords(unread):
+            taken = pass_of(1) * dice.uniform(0.9, 1.1)
+            controller.saw_step(taken)
+            drawn += 1
+        elif unread > 16:
+            read = controller.bound(min(unread, 64))
+            taken = reading * read
+            controller.saw_reading(read, taken)
+            unread -= read
+        else:
+            count = controller.choose(tokens)
+            accepted = 0
+            while accepted < count and dice.random() < chance:
+                accepted += 1
+            taken = (pass_of(count + 1) + proposal * count) * dice.uniform(0.9, 1.1)
+            held_up = 20.0 if dice.random() < 0.02 else 0.0  # something else had the machine
+            controller.saw_round(count, accepted, taken + held_up)
+            drawn += accepted + 1
+        seconds += taken
+    return seconds
+
+
+def flat(tokens: int) -> float:
+    """A pass of a device that waits for its memory."""
+    return 1 + 0.02 * (tokens - 1)
+
+
+def dear(tokens: int) -> float:
+    """A pass over several tokens is another kind of work than one over a single token."""
+    return 1.0 if tokens == 1 else 2.2 + 0.15 * tokens
+
+
+def steep(tokens: int) -> float:
+    """A pass of one that does not."""
+    return 0.6 + 0.4 * tokens
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("pass_of", [flat, steep, dear])
+@pytest.mark.parametrize(("chance", "proposal"), [(0.0, 0.1), (0.0, 1.0), (0.9, 1.0), (0.2, 0.3)])
+def test_what_does_not_help_costs_little(
+    chance: float, proposal: float, pass_of: Callable[[int], float], seed: int
+) -> None:
+    controller = SpeculationController()
+    taken = simulate(controller, 2000, chance=chance, pass_of=pass_of, proposal=proposal, seed=seed)
+    assert taken < 2000 / 0.96
+
+
+def test_rounds_get_longer_while_all_proposals_hold() -> None:
+    """Although the first are no faster than plain steps: only long ones may be worth it."""
+    controller = SpeculationController()
+    for _ in range(4):
+        controller.saw_step(1.0)
+    sizes: list[int] = []
+    for _ in range(9):
+        assert controller.affords(0)
+        sizes.append(controller.choose(100))
+        controller.saw_round(sizes[-1], sizes[-1], 3.0 + 0.1 * sizes[-1])
+    assert sizes == [2, 3, 4, 5, 6, 7, 8, 8, 8]
+    assert controller.on
+    controller.saw_round(8, 7, 3.8)
+    assert controller.choose(100) == 7
+
+
+def test_plain_steps_are_timed_anew_now_and_then() -> None:
+    """They get slower with the text, and rounds with them, which are no worse for it."""
+    controller, second = SpeculationController(), 1.0
+    for _ in range(4):
+        controller.saw_step(second)
+    plain_steps = 0
+    for _ in range(400):
+        second *= 1.01
+        if controller.affords(0):
+            count = controller.choose(100)
+            controller.saw_round(count, count, 2 * second)
+        else:
+            plain_steps += 1
+            controller.saw_step(second)
+    assert controller.on
+    assert 4 <= plain_steps <= 4 * 400 // 64
+
+
+def test_trials_that_fail_get_rarer() -> None:
+    taken = simulate(SpeculationController(), 20_000, chance=0.0, pass_of=steep, proposal=1.0)
+    assert taken < 20_000 / 0.985
+
+
+def test_reading_long_prompts_for_short_answers_costs_little() -> None:
+    controller = SpeculationController()
+    rows = [
+        simulate(controller, 20, chance=0.9, pass_of=flat, proposal=0.1, unread=2000, reading=0.02)
+        for _ in range(100)
+    ]
+    assert sum(rows) < 2000 / 0.95
+
+
+def test_reading_prompts_is_paid_by_what_rounds_save() -> None:
+    controller = SpeculationController()
+    rows = [
+        simulate(controller, 300, chance=0.9, pass_of=flat, proposal=0.1, unread=500, reading=0.02)
+        for _ in range(20)
+    ]
+    assert 6000 / sum(rows) > 1.8
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("chance", "pass_of", "proposal", "speed"),
+    [
+        (0.9, flat, 0.1, 2.4),
+        (0.95, dear, 0.1, 1.4),
+        (0.7, flat, 0.1, 1.6),
+        (0.95, steep, 0.1, 1.3),
+        (0.5, flat, 0.05, 1.3),
+    ],
+)
+def test_what_helps_is_used(
+    chance: float, pass_of: Callable[[int], float], proposal: float, speed: float, seed: int
+) -> None:
+    controller = SpeculationController()
+    taken = simulate(controller, 2000, chance=chance, pass_of=pass_of, proposal=proposal, seed=seed)
+    assert controller.on
+    assert 2000 / taken > speed
