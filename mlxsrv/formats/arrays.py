@@ -64,7 +64,7 @@ def list_arrays(path: Path) -> dict[str, StoredArray]:
     Raises:
         UnusableFile: the file cannot be read, or contradicts itself.
     """
-    with _reading(path):
+    with reading_file(path):
         size = check_content(path)
         found = _list_npz(path, size) if path.suffix == ".npz" else _list_safetensors(path)
         # If arrays overlapped, a small file could ask for any amount of memory.
@@ -85,7 +85,7 @@ def read_array(path: Path, stored: StoredArray) -> Iterator[Floats]:
     total = math.prod(stored.shape) // max(width, 1)
     layout = np.dtype(_LAYOUTS[stored.dtype])
     step = max(1, PIECE_BYTES // (4 * max(width, 1)))
-    with _reading(path), _opened(path, stored) as file:
+    with reading_file(path), _opened(path, stored) as file:
         for done in range(0, total, step):
             rows = min(step, total - done)
             data = _read(file, rows * width * layout.itemsize)
@@ -116,13 +116,13 @@ def _read(file: IO[bytes], count: int) -> bytes:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading_file(path: Path) -> Iterator[None]:
     """Turn all errors of reading a file into UnusableFile with the file's name."""
     try:
         yield
     except UnusableFile as error:
         text = str(error)
-        raise UnusableFile(text if path.name in text else f"{path.name!r}: {text}") from None
+        raise UnusableFile(text if repr(path.name) in text else f"{path.name!r}: {text}") from None
     except OSError as error:
         raise UnusableFile(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
     except (

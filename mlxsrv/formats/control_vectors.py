@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
 
-from mlxsrv.formats.arrays import StoredArray, list_arrays, read_array
+from mlxsrv.formats.arrays import StoredArray, list_arrays, read_array, reading_file
 from mlxsrv.formats.files import UnusableFile, check_content
 from mlxsrv.formats.gguf import is_gguf, list_gguf
 
@@ -48,7 +47,7 @@ def read_vector(path: Path) -> VectorFile:
         UnusableFile: it cannot be read, is cut short, or holds no control vector; the message has
             the file's name without its folder.
     """
-    with _reading(path):
+    with reading_file(path):
         return _look_into(path)[0]
 
 
@@ -58,7 +57,7 @@ def read_directions(file: VectorFile) -> dict[int, Direction]:
     Raises:
         UnusableFile: as `read_vector`; also if a number is not finite, or the file has changed.
     """
-    with _reading(file.path):
+    with reading_file(file.path):
         found, directions = _look_into(file.path)
         if found != file:
             raise UnusableFile("it has changed since the server looked at it")
@@ -66,18 +65,6 @@ def read_directions(file: VectorFile) -> dict[int, Direction]:
             layer: np.concatenate([piece.ravel() for piece in read_array(file.path, stored)])
             for layer, stored in directions.items()
         }
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Turn all errors of reading a file into UnusableFile with the file's name."""
-    try:
-        yield
-    except OSError as error:
-        raise UnusableFile(f"{path.name!r}: {error.strerror or 'it cannot be read'}") from None
-    except ValueError as error:
-        text = str(error)
-        raise UnusableFile(text if repr(path.name) in text else f"{path.name!r}: {text}") from None
 
 
 def _look_into(path: Path) -> tuple[VectorFile, Mapping[int, StoredArray]]:

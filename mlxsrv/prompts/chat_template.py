@@ -7,13 +7,14 @@ has looked at its loops.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from jinja2 import TemplateError
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.time_limit import time_limit
 
 _SECONDS = 5.0  # for a client's template
@@ -66,37 +67,31 @@ class ChatTemplate:
         """
         return [name for name in names if name in self._reserved]
 
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        variables: Mapping[str, Any],
-        continue_final: bool,
-        answers: bool,
-        tools: Sequence[Mapping[str, Any]] | None,
-        template: str | None,
-    ) -> str:
-        """Render a chat; the arguments are those of `Tokenizer.render`.
+    def render(self, chat: Chat) -> str:
+        """Render a chat.
 
         Raises:
             UnsupportedParameter: there is no template.
             InvalidRequest: the template refuses these messages, or a client's template fails.
         """
-        if not self.exists and template is None:
+        if not self.exists and chat.template is None:
             raise UnsupportedParameter(
                 "this model has no chat template; use /v1/completions", param="messages"
             )
         apply = partial(
             self._apply,
-            list(messages),
+            list(chat.messages),
             tokenize=False,
-            add_generation_prompt=answers and not continue_final,
-            continue_final_message=continue_final,
-            tools=None if tools is None else list(tools),
-            **variables,
+            add_generation_prompt=chat.answers and not chat.continue_final,
+            continue_final_message=chat.continue_final,
+            tools=None if chat.tools is None else list(chat.tools),
+            **chat.variables,
         )
         try:
-            return str(apply()) if template is None else _apply_within_limit(apply, template)
+            if chat.template is None:
+                return str(apply())
+            with time_limit(_SECONDS, "the template"):
+                return str(apply(chat_template=chat.template))
         except (
             TemplateError,
             ValueError,
@@ -107,14 +102,15 @@ class ChatTemplate:
             AttributeError,
         ) as error:
             what, param = "messages: the model's chat template refused them", "messages"
-            if template is not None:
+            if chat.template is not None:
                 what, param = "chat_template: it cannot be rendered", "chat_template"
             raise InvalidRequest(f"{what}: {error}", param=param) from None
 
-    def render_alone(self, message: Mapping[str, Any], variables: Mapping[str, Any]) -> str | None:
-        """Render one message without a place for an answer; None if the template refuses that."""
+    def render_first(self, chat: Chat) -> str | None:
+        """Render the first message alone; None if the template refuses that."""
+        variables = {**chat.variables, "tools": chat.tools}
         try:
-            return str(self._apply([message], tokenize=False, **variables))
+            return str(self._apply(list(chat.messages[:1]), tokenize=False, **variables))
         except Exception:  # a template may raise anything
             return None
 
@@ -140,8 +136,3 @@ class ChatTemplate:
         if self._wrapper._chat_template is not None:
             return self._wrapper.apply_chat_template
         return self._wrapper._tokenizer.apply_chat_template
-
-
-def _apply_within_limit(apply: Callable[..., Any], template: str) -> str:
-    with time_limit(_SECONDS, "the template"):
-        return str(apply(chat_template=template))

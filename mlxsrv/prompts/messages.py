@@ -1,8 +1,8 @@
-"""A chat's messages as chat templates take them: plain dicts, with text only."""
+"""A chat as chat templates take it: its messages are plain dicts with text only."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +11,25 @@ from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from mlxsrv.wire.requests import Message, ToolCall
 
 PlainMessage = dict[str, Any]
+
+
+class Chat(msgspec.Struct, frozen=True, kw_only=True):
+    """Messages with all that decides how they are rendered.
+
+    Attributes:
+        variables: the template's, besides the messages.
+        continue_final: the last message goes on.
+        answers: the beginning of an answer follows, unless the last message goes on.
+        tools: those that the model may call.
+        template: a client's template, in place of the model's.
+    """
+
+    messages: Sequence[PlainMessage]
+    variables: Mapping[str, Any] = {}
+    continue_final: bool = False
+    answers: bool = True
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template: str | None = None
 
 
 def chat_messages(messages: Sequence[Message]) -> list[PlainMessage]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.json_files import JSONObject, read_object
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -20,12 +22,11 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     repetition_penalty: float | None = None
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def read_config(path: Path) -> JSONObject:
     """Return the object in a file, or an empty one if it is missing or broken, as mlx-lm does."""
     try:
-        # Not msgspec: configs of recurrent models hold Infinity, which is no JSON.
-        return msgspec.convert(json.loads(path.read_bytes()), dict[str, Any])
-    except (OSError, ValueError):  # msgspec's and json's errors are ValueErrors
+        return read_object(path)
+    except UnusableFile:
         return {}
 
 

@@ -12,7 +12,7 @@ from mlxsrv.generation import Bans
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
-from mlxsrv.prompts.messages import PlainMessage
+from mlxsrv.prompts.messages import Chat, PlainMessage
 from mlxsrv.text.infill import ProjectFile
 from mlxsrv.text.tools import ToolCalls, ToolDialect
 from mlxsrv.wire.infill import InfillRequest
@@ -67,18 +67,17 @@ def plan_chat(
             "known here",
             param="tools",
         )
-    prompt = tokenizer.render(
-        messages,
+    chat = Chat(
+        messages=messages,
         variables=_variables(request, tokenizer),
         continue_final=bool(request.continue_final_message),
         answers=request.add_generation_prompt is not False,
         tools=tools or None,
         template=request.chat_template,
-        budget=tokenizer.budget("messages"),
-        last=_last_tokens(request, tokenizer),
     )
+    budget, last = tokenizer.budget("messages"), _last_tokens(request, tokenizer)
     return PromptPlan(
-        [prompt],
+        [tokenizer.render(chat, budget, last)],
         ["messages"],
         dialect=dialect,
         parallel=request.parallel_tool_calls is not False,

@@ -21,6 +21,7 @@ from mlxsrv.prompts.encoding import (
     TokenBudget,
     Truncation,
 )
+from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.model_defaults import (
     end_tokens,
     read_config,
@@ -246,25 +247,11 @@ class Tokenizer:
         return [ids for ids in dict.fromkeys(found) if ids]
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        variables: Mapping[str, Any],
-        continue_final: bool,
-        answers: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template: str | None = None,
-        budget: TokenBudget | None = None,
-        last: int | None = None,
+        self, chat: Chat, budget: TokenBudget | None = None, last: int | None = None
     ) -> Prompt:
-        """Return the prompt of a chat, by the model's template.
+        """Return the prompt of a chat, by the model's template or the chat's own.
 
         Args:
-            variables: the template's, besides the messages.
-            continue_final: the last message goes on.
-            answers: the beginning of an answer follows, unless the last message goes on.
-            tools: those that the model may call.
-            template: a client's template, in place of the model's.
             last: how many tokens of the end are wanted, if not all.
 
         Raises:
@@ -273,31 +260,19 @@ class Tokenizer:
             ContextLengthExceeded: the chat is so far over the budget that its tokens were not
                 counted.
         """
-        text = self.chat_template.render(
-            messages,
-            variables=variables,
-            continue_final=continue_final,
-            answers=answers,
-            tools=tools,
-            template=template,
-        )
+        text = self.chat_template.render(chat)
         tokens = self._encode(text, False, budget, last)
         checkpoint = 0
-        if template is None and last is None:
-            checkpoint = self._system_tokens(tokens, messages, {**variables, "tools": tools})
+        if chat.template is None and last is None:
+            checkpoint = self._system_tokens(tokens, chat)
         thinking = self.thinks and text.rstrip().endswith(self._wrapper.think_start)
         return self._keep_last(Prompt(tokens, text, thinking, checkpoint), last)
 
-    def _system_tokens(
-        self,
-        tokens: tuple[int, ...],
-        messages: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-    ) -> int:
+    def _system_tokens(self, tokens: tuple[int, ...], chat: Chat) -> int:
         """Return how many of `tokens` the leading system message alone accounts for."""
-        if not self.marks_checkpoints or messages[0]["role"] != "system":
+        if not self.marks_checkpoints or chat.messages[0]["role"] != "system":
             return 0
-        text = self.chat_template.render_alone(messages[0], variables)
+        text = self.chat_template.render_first(chat)
         if text is None:  # a template that insists on a user's message; only time is lost
             return 0
         alone = tuple(self._encoder.encode(text, special=False))

@@ -13,6 +13,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.prompts.encoding import Truncation
+from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
 from mlxsrv.text.tools import ToolCalls, ToolOpened
 from tests.support.fixtures import ModelFolder
@@ -84,9 +85,7 @@ def test_sampling_defaults_are_the_models_own(folder: Path) -> None:
 
 
 def render(tokenizer: Tokenizer, **more: Any) -> Any:
-    more.setdefault("variables", {})
-    more.setdefault("continue_final", False)
-    return tokenizer.render(more.pop("messages", HELLO), **more)
+    return tokenizer.render(Chat(**{"messages": HELLO, **more}))
 
 
 def test_a_chat_is_what_the_template_renders(folder: Path) -> None:

@@ -14,6 +14,7 @@ from mlxsrv.cli import main
 from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.orders import Load
 from mlxsrv.engine.session import Session
+from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY
 
@@ -64,10 +65,10 @@ def plug() -> None:
             _fail_at_tokens(qwen3.Model)
         return (yield from load(self, order))
 
-    def faulty_render(self: Tokenizer, messages: Any, **more: Any) -> Any:
-        if messages[-1]["content"] == PANIC:
+    def faulty_render(self: Tokenizer, chat: Chat, *args: Any, **named: Any) -> Any:
+        if chat.messages[-1]["content"] == PANIC:
             raise PanicException("the tokenizer panicked")
-        return render(self, messages, **more)
+        return render(self, chat, *args, **named)
 
     Session._load = faulty_load  # type: ignore[method-assign]
     Tokenizer.render = faulty_render  # type: ignore[method-assign]
