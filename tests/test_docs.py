@@ -20,6 +20,7 @@ import mlxsrv
 from mlxsrv.engine import row
 from mlxsrv.errors import ServeError
 from mlxsrv.models.pool import model
+from mlxsrv.service import lifecycle
 from mlxsrv.settings import option_parser, options, options_table
 from mlxsrv.wire.operations import OPERATIONS
 from tests.test_house import FLOORS
@@ -282,6 +283,7 @@ def test_every_room_is_told_with_its_floor_and_its_own_sentence() -> None:
 
 
 STATES: dict[str, Mapping[Any, Collection[Any]]] = {
+    "reply": lifecycle.FOLLOWS,
     "row": row._NEXT,
     "model": model.FOLLOWING,
 }
