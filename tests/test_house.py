@@ -41,7 +41,7 @@ LIBRARIES = {
     "mlx": {"engine"},
     "mlx_lm": {"engine", "prompts/tokenizer", "prompts/token_texts"},
     "starlette": {"web"},
-    "uvicorn": {"cli", "server"},
+    "uvicorn": {"server"},
 }
 """Where a library may be imported: a package, or one file."""
 

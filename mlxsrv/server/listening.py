@@ -1,0 +1,60 @@
+"""The listening socket."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+from mlxsrv.settings import Settings
+
+BACKLOG = 2048
+
+
+class ListenError(Exception):
+    """The server cannot listen on its address; the message says why in one line."""
+
+
+def bind(settings: Settings) -> socket.socket:
+    """Return a socket that is bound to the address of the settings and does not listen yet.
+
+    Raises:
+        ListenError: the name is unknown, or the port is taken.
+    """
+    with _told(settings):
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.setblocking(False)
+        return listener
+
+
+def listen(listener: socket.socket, settings: Settings) -> None:
+    """Let clients connect; they wait until the app is there. Raises ListenError."""
+    with _told(settings):
+        listener.listen(BACKLOG)
+
+
+def is_loopback(listener: socket.socket) -> bool:
+    address = ipaddress.ip_address(listener.getsockname()[0].partition("%")[0])
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _told(settings: Settings) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ListenError(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}"
+        ) from None

@@ -1,0 +1,35 @@
+"""The end of the process, at a time that no thread can put off."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from typing import NoReturn
+
+
+class ProcessEnd:
+    """Ends the process at a deadline.
+
+    Python waits for its threads before it exits. A thread that tokenizes or renders a template
+    cannot be stopped, and may take minutes. `os._exit` does not wait.
+    """
+
+    def __init__(self) -> None:
+        self.status = 0
+        self._deadline = math.inf  # by time.monotonic
+        self._timer: threading.Timer | None = None
+
+    def within(self, seconds: float) -> None:
+        """End the process in `seconds` at the latest. An earlier deadline stays as it is."""
+        deadline = time.monotonic() + seconds
+        if deadline < self._deadline:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._deadline, self._timer = deadline, threading.Timer(seconds, self.now)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def now(self) -> NoReturn:
+        os._exit(self.status)

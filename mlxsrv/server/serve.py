@@ -1,0 +1,57 @@
+"""Serve until a signal: from the settings to the exit status."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+
+from mlxsrv.engine.backend import require_backend
+from mlxsrv.logs import configure, log
+from mlxsrv.server.descriptors import raise_limit
+from mlxsrv.server.listening import bind, is_loopback, listen, url_of
+from mlxsrv.server.server import Server
+from mlxsrv.settings import Settings
+from mlxsrv.web.app import create_app
+
+_log = logging.getLogger("mlxsrv.server")
+
+_THREADS_SECONDS = 1.0  # at the very end, for threads to finish
+
+
+def serve(settings: Settings) -> int:
+    """Run the server in this process until a signal, and return the exit status.
+
+    Returns:
+        0 after a shutdown, 3 if the engine failed under `--exit-on-failure`.
+
+    Raises:
+        SettingsError: a model, a key file or an SAE of the settings cannot be used.
+        BackendMissing: MLX has no back end for this machine.
+        ListenError: the address cannot be used.
+    """
+    gc.disable()  # until the model is loaded: imports make no garbage, and collections cost 6 %
+    configure(settings.log_level, settings.log_format)
+    raise_limit()
+    require_backend()
+    listener = bind(settings)
+    local = is_loopback(listener)
+    app = create_app(settings, local=local)
+    # A client that connects from here on waits for the app; one that came before was refused.
+    listen(listener, settings)
+    # transformers would log lines of its own about prompts that this server refuses anyway.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    url = url_of(listener)
+    log(_log, logging.INFO, "listening", url=url, model=app.default_model, keys=app.key_count)
+    if not local and not app.key_count:
+        why = "whoever can reach this address can use the server; --api-key-file FILE asks for keys"
+        log(_log, logging.WARNING, "no api key", why=why)
+    server = Server(app)
+    # uvicorn handles signals only while it runs, and raises them again after its shutdown, when
+    # there is nothing left to do for them.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, server.handle_exit)
+    server.run(sockets=[listener])
+    server.end.within(_THREADS_SECONDS)
+    return server.end.status
