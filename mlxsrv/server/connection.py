@@ -1,7 +1,7 @@
-"""One client's connection: uvicorn's, with limits of time and size, and refusals in our shape.
+"""One client's connection: uvicorn's, with limits of time and size, and refusals in our own shape.
 
 It overrides methods of uvicorn's protocol classes, which are not a public interface. Tested with
-uvicorn 0.54, h11 0.16 and httptools 0.9.
+uvicorn 0.54, h11 0.16 and httptools 0.9; `tests/server/test_connection.py` fails with others.
 """
 
 from __future__ import annotations
@@ -25,85 +25,62 @@ from mlxsrv.wire.sse import encode_json
 try:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
 except ImportError:
-    # Two classes of one shape, of which mypy knows the first.
+    # The two classes have one shape; mypy knows the first one only.
     from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol  # type: ignore[assignment]
 
 _log = logging.getLogger("mlxsrv.server")
 
 
 class Connection(Protocol):
-    """uvicorn's connection, but a client has only so long, and so many bytes, for the head of a
-    request, and hears in our shape of what is no HTTP. One that takes nothing of its answer for as
-    long as a request may take is cut off: nothing else would end a write that waits for it.
+    """uvicorn's connection, with limits on what the client may take.
 
-    While the app has a request, its own limits hold. What is sent is framed before uvicorn's parser
-    sees it. Only httptools calls `on_headers_complete`.
+    The head of a request must arrive in `body_timeout` seconds, and may have `MOST_HEADER_BYTES`.
+    While the app has a request, the app's own limits hold. A client that reads nothing of its
+    answer for `stall_timeout` seconds is cut off, because nothing else would end a write that waits
+    for it. `Framing` checks the bytes before uvicorn's parser sees them, and what is not HTTP is
+    refused in our own shape.
+
+    Everything runs on the event loop. Only httptools calls `on_headers_complete`.
     """
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
         app = self.config.app
         assert isinstance(app, App)
-        self._patience = app.settings.body_timeout
-        self._hurry: asyncio.TimerHandle | None = None
-        self._most_stall = app.settings.stall_timeout
-        self._stall: asyncio.TimerHandle | None = None
+        self._head_timeout = app.settings.body_timeout
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._stall_timeout = app.settings.stall_timeout
+        self._stall_timer: asyncio.TimerHandle | None = None
         self._framing = Framing(MOST_HEADER_BYTES)
-        # Requests that are not answered yet, first come first. uvicorn's `cycle` is the last of
-        # them. Only httptools reads a request before the one in front of it is answered.
+        self._refusal: ServeError | None = None  # nothing after it is read
+        # Requests without a whole answer, the oldest first. uvicorn's `cycle` is the newest. Only
+        # httptools reads a request before the one in front of it is answered.
         self._cycles: deque[Any] = deque()
+
+    # The connection.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             self._refuse(Overloaded("the server has as many connections as it can take"))
-        self._watch()
+        self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn tells only the last, and the first is being answered
+        for cycle in self._cycles:  # uvicorn tells only the newest, and the oldest has the app
             cycle.disconnected = True
             cycle.message_event.set()
         self._cycles.clear()
-        # uvicorn leaves it where the client has reset the connection, and it would hold on to this.
+        # uvicorn leaves this timer running after a reset, and the timer would keep this object.
         self._unset_keepalive_if_required()
-        self._relax()
-        self._end_stall()
+        self._end_head_timer()
+        self._end_stall_timer()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._await_reader()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._end_stall()
-
-    def on_response_complete(self) -> None:
-        if self._cycles:
-            self._cycles.popleft()
-        super().on_response_complete()
-        self._await_reader()
-
-    def _await_reader(self, before: int | None = None) -> None:
-        """Look from time to time whether less is unsent than `before`: nothing is added to it."""
-        self._end_stall()
-        unsent = self.transport.get_write_buffer_size()
-        if unsent and unsent == before:
-            self.transport.abort()
-        elif unsent:
-            self._stall = self.loop.call_later(self._most_stall, self._await_reader, unsent)
-
-    def give_up(self) -> None:
-        """Wait no more for a client that does not read: it has had its time to."""
-        if self.flow.write_paused:
-            self.transport.abort()
-
-    def _end_stall(self) -> None:
-        if self._stall is not None:
-            self._stall.cancel()
-            self._stall = None
+    # Requests.
 
     def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
         try:
             for piece in self._framing.pieces(data):
                 super().data_received(piece)
@@ -111,7 +88,7 @@ class Connection(Protocol):
                     return
         except ServeError as error:
             self._refuse(error)
-        self._watch()
+        self._watch_head()
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -119,37 +96,95 @@ class Connection(Protocol):
         if self.scope["http_version"] == "1.0":
             _end_by_closing(self.cycle)
 
+    def on_response_complete(self) -> None:
+        if self._cycles:
+            self._cycles.popleft()
+        super().on_response_complete()
+        self._watch_reader()
+        self._send_refusal()
+
+    def _watch_head(self) -> None:
+        """Limit the time in which the next head arrives; none runs while a request is answered."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._end_head_timer()
+        elif self._head_timer is None and not self.transport.is_closing():
+            self._head_timer = self.loop.call_later(self._head_timeout, self.transport.close)
+
+    def _end_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    # A client that does not read.
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall_timer()
+
+    def _watch_reader(self, before: int | None = None) -> None:
+        """Cut the client off if it has read nothing since the last look.
+
+        Args:
+            before: bytes that were unsent at the last look. Nothing has been added to them, since
+                writing is paused or the answer is complete.
+        """
+        self._end_stall_timer()
+        unsent = self.transport.get_write_buffer_size()
+        if unsent and unsent == before:
+            self.transport.abort()
+        elif unsent:
+            self._stall_timer = self.loop.call_later(
+                self._stall_timeout, self._watch_reader, unsent
+            )
+
+    def _end_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def give_up(self) -> None:
+        """At shutdown, cut off a client that does not read: it has had its time to."""
+        if self.flow.write_paused:
+            self.transport.abort()
+
+    # Refusals.
+
     def send_400_response(self, msg: str) -> None:
         self._refuse(InvalidHTTP(msg))
 
-    def _watch(self) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._relax()
-        elif self._hurry is None and not self.transport.is_closing():
-            self._hurry = self.loop.call_later(self._patience, self.transport.close)
-
-    def _relax(self) -> None:
-        if self._hurry is not None:
-            self._hurry.cancel()
-            self._hurry = None
-
     def _refuse(self, error: ServeError) -> None:
-        if self.transport.is_closing():
+        """Read no more; answer with `error` after the requests before it, then close."""
+        self._refusal = error
+        self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        """Send the refusal if its turn has come: no whole request before it waits for an answer."""
+        if self._refusal is None or self.transport.is_closing():
             return
-        cycle = self._cycles[0] if self._cycles else self.cycle
-        if cycle is None or cycle.response_complete or not cycle.response_started:
-            self.transport.write(_last_response(error))
+        oldest = self._cycles[0] if self._cycles else self.cycle
+        if oldest is not None and not oldest.response_complete:
+            if not oldest.more_body:
+                return
+            # The request that is refused is the oldest one: it ends in the middle of its body.
+            if oldest.response_started:
+                self.transport.close()
+                return
+        self.transport.write(_last_response(self._refusal))
         self.transport.close()
 
 
 def _end_by_closing(cycle: Any) -> None:
-    """Have httptools' cycle end a body by closing the connection, as HTTP/1.0 wants it: uvicorn
-    would send such clients the sizes of chunks."""
+    """Make httptools' cycle end a body by closing the connection, as HTTP/1.0 wants it. uvicorn
+    would send chunks, which such clients do not know."""
     send = cycle.send
     cycle.chunked_encoding = False
 
     async def send_unframed(message: Any) -> None:
-        # As long as what comes: uvicorn checks the sum of it against Content-Length.
+        # uvicorn checks what is sent against Content-Length, so the length follows each message.
         cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 

@@ -126,17 +126,6 @@ def test_leaving_with_another_request_behind_frees_the_row(
     assert answer(ask(narrow_client, chat()))
 
 
-def test_a_stream_is_not_interrupted_by_a_refusal_of_what_is_behind(narrow: Server) -> None:
-    with RawClient(narrow, endless()) as client:
-        client.until(FIRST_CONTENT)
-        client.socket.sendall(BEHIND + b"no request\r\n\r\n")
-        client.socket.settimeout(10)
-        while part := client.socket.recv(65536):
-            client.data += part
-    assert client.data.count(b"HTTP/1.1 ") == 1
-    assert left(narrow, client)
-
-
 def test_leaving_the_queue_of_whole_answers_frees_the_place(narrow: Server, how: HangUp) -> None:
     with RawClient(narrow, endless()) as running:
         running.until(FIRST_CONTENT)

@@ -213,6 +213,28 @@ def test_pipelined_requests_are_answered_in_turn(hurried: Server) -> None:
     assert send(hurried, one + one + CLOSING).statuses == [200, 200, 200]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_is_no_request_is_refused_after_the_requests_before_it(
+    hurried: Server, streaming: bool
+) -> None:
+    body = json.dumps(chat(stream=streaming, max_tokens=300)).encode()
+    first = head(f"Content-Length: {len(body)}") + body
+    models = head(path="/v1/models", method="GET")
+    got = send(hurried, first + models + b"no request\r\n\r\n" + models)
+    assert got.statuses == [200, 200, 400]
+    answers = got.data.split(b"HTTP/1.1 ")[1:]
+    assert (b"data: [DONE]" if streaming else b'"finish_reason":"length"') in answers[0]
+    assert b'"object":"list"' in answers[1]
+    assert b'"invalid_http"' in answers[2]
+
+
+def test_a_body_that_breaks_off_is_refused_in_its_own_place(hurried: Server) -> None:
+    body = head(f"Content-Length: {len(BODY)}") + BODY
+    got = send(hurried, body + head("Transfer-Encoding: chunked") + b"no size\r\n")
+    assert got.statuses == [200, 400]
+    assert got.data.endswith(b'"code":"invalid_http"}}')
+
+
 @pytest.mark.parametrize("protocol", ["h2c", "websocket", "h2c, websocket", "x"])
 def test_an_upgrade_is_not_taken_up(hurried: Server, protocol: str) -> None:
     lines = [f"Upgrade: {protocol}", "Connection: Upgrade, HTTP2-Settings, close"]
