@@ -10,7 +10,8 @@ from mlxsrv.errors import UnsupportedParameter
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
 from mlxsrv.text.tools import ToolDialect
 from mlxsrv.wire.constraints import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
-from mlxsrv.wire.requests import ChatRequest, GenerationRequest, NamedTool
+from mlxsrv.wire.generation_request import GenerationRequest
+from mlxsrv.wire.requests import ChatRequest, NamedTool
 
 # Every grammar of llama.cpp has this, and no Lark grammar can.
 _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)

@@ -15,8 +15,9 @@ from mlxsrv.prompts.infill import infill
 from mlxsrv.prompts.messages import Chat, PlainMessage
 from mlxsrv.text.infill import ProjectFile
 from mlxsrv.text.tools import ToolCalls, ToolDialect
+from mlxsrv.wire.generation_request import GenerationRequest
 from mlxsrv.wire.infill import InfillRequest
-from mlxsrv.wire.requests import ChatRequest, CompletionRequest, GenerationRequest
+from mlxsrv.wire.requests import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer

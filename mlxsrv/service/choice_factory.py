@@ -13,7 +13,8 @@ from mlxsrv.service.choice import Choice
 from mlxsrv.service.parameters import end_tokens, sampling
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.scores import Scores
-from mlxsrv.wire.requests import ChatRequest, GenerationRequest
+from mlxsrv.wire.generation_request import GenerationRequest
+from mlxsrv.wire.requests import ChatRequest
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.grammars.grammar import CompiledGrammar

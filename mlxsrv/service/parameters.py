@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING, TypeVar
 
 from mlxsrv.generation import Sampling
-from mlxsrv.wire.requests import GenerationRequest
+from mlxsrv.wire.generation_request import GenerationRequest
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer

@@ -12,7 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.generation import Vectors
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.requests import Count, NotEmpty, PositiveInt, TokenId, User
+from mlxsrv.wire.generation_request import Count, NotEmpty, PositiveInt, TokenId, User
 
 MOST_TEXTS = 2048
 

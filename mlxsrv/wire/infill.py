@@ -10,8 +10,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from mlxsrv.errors import InvalidRequest, ServeError, UnsupportedParameter
 from mlxsrv.generation import Answer, Channel, FinishReason, TokenScore, Usage
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.generation_request import GenerationRequest, check_generation
 from mlxsrv.wire.openai import ErrorBody, Identity, error_response
-from mlxsrv.wire.requests import GenerationRequest, check_generation
 from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
 from mlxsrv.wire.streams import Stream
 from mlxsrv.wire.timings import TimingsBody

@@ -14,7 +14,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from mlxsrv.errors import ServeError
 from mlxsrv.generation import SteeringMode
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.requests import Features, NotEmpty
+from mlxsrv.wire.generation_request import Features, NotEmpty
 
 Layer = Annotated[int, Meta(ge=0, le=9999)]
 Value = Annotated[float, Meta(ge=-200, le=200)]

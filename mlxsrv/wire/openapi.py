@@ -15,7 +15,15 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.version import __version__
-from mlxsrv.wire import constraints, embeddings, infill, openai, requests, tokens
+from mlxsrv.wire import (
+    constraints,
+    embeddings,
+    generation_request,
+    infill,
+    openai,
+    requests,
+    tokens,
+)
 from mlxsrv.wire.management import Problem
 from mlxsrv.wire.operation import Operation
 from mlxsrv.wire.operations import OPERATIONS
@@ -254,7 +262,7 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     for name in ("FeaturesRequest", "ProfileRequest", "ProfileUpdate"):
         schemas[name]["properties"]["steering"]["propertyNames"] = _FEATURE
     chat["properties"]["chat_template"]["description"] = "Where the operator allows it."
-    for name in requests.SPELLINGS["max_tokens"]:
+    for name in generation_request.SPELLINGS["max_tokens"]:
         chat["properties"][name]["description"] = "-1: none is given."
     text["properties"]["prompt"] = _PROMPT
     structured = schemas["StructuredOutputs"]
@@ -315,7 +323,9 @@ _SET_BY: Mapping[str, Schema] = {
 
 
 def _constraints(properties: Schema) -> list[Schema]:
-    names = [name for name in (*requests.FORM_FIELDS, "response_format") if name in properties]
+    names = [
+        name for name in (*generation_request.FORM_FIELDS, "response_format") if name in properties
+    ]
     return [_set(name) for name in names]
 
 

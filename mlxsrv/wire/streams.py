@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from mlxsrv.errors import ServeError
 from mlxsrv.generation import Channel, FinishReason, TokenScore, Usage
+from mlxsrv.wire.generation_request import StreamOptions
 from mlxsrv.wire.logprobs import ChatLogprobs, TextLogprobs, TextScores, chat_logprobs
 from mlxsrv.wire.openai import (
     ChatChunk,
@@ -28,7 +29,6 @@ from mlxsrv.wire.openai import (
     error_response,
     make_text_completion,
 )
-from mlxsrv.wire.requests import StreamOptions
 from mlxsrv.wire.sse import DONE, PLACEHOLDER, frame, text_frames
 from mlxsrv.wire.timings import TimingsBody
 

@@ -8,7 +8,8 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.requests import ChatRequest, Message, TokenId, Tool, check_ending
+from mlxsrv.wire.generation_request import TokenId
+from mlxsrv.wire.requests import ChatRequest, Message, Tool, check_ending
 
 # Requests.
 

@@ -163,7 +163,7 @@ MANAGED = [
 
 OF_THE_MODEL = re.compile(
     r"maximum context length|is no token id of this model|a request may have at most"
-    r"|no tool is called that|not a JSON (object|schema)|^best_of: this server returns all"
+    r"|there is no tool of that name|not a JSON (object|schema)|^best_of: this server returns all"
     r"|this model's vectors have|^instruction: this model's files"
     r"|^model: it (judges no pairs|makes no embeddings)|makes no token of it"
     r"|^missing required parameter: (text_|queries|documents|items|data_)|the pairs are given as"

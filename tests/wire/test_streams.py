@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletionChunk
 
 from mlxsrv.errors import EngineFailed
 from mlxsrv.generation import Answer, Channel, TokenScore, ToolUse, Usage
+from mlxsrv.wire.generation_request import StreamOptions
 from mlxsrv.wire.openai import Identity, chat_completion, text_completion
-from mlxsrv.wire.requests import StreamOptions
 from mlxsrv.wire.streams import ChatStream, CompletionStream, Stream, UsageMode, usage_mode
 from tests.support.schemas import (
     Body,

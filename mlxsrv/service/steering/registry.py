@@ -20,8 +20,8 @@ from mlxsrv.models.pool.pool import Pool
 from mlxsrv.models.profile_store import Profile, ProfileStore
 from mlxsrv.service.steering.attachments import SAEs
 from mlxsrv.service.steering.monitor import Monitor
+from mlxsrv.wire.generation_request import GenerationRequest
 from mlxsrv.wire.management import MonitorObject, MonitorRequest, SteeringObject
-from mlxsrv.wire.requests import GenerationRequest
 
 _MOST_FEATURES = 1000  # of the default steering; a request's may have as many
 _MOST_NAMES = 20  # in an error message

@@ -1,0 +1,272 @@
+"""The fields that all requests for text have, and the checks of fields that depend on others.
+
+A request Struct has the fields that this server honours, so its types say most of what can be wrong
+with a value. The checks here are for fields that do not go together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta, Struct
+
+from mlxsrv.errors import InvalidRequest
+from mlxsrv.generation import SteeringMode
+from mlxsrv.wire.constraints import (
+    ChoiceForm,
+    Choices,
+    Form,
+    GrammarForm,
+    GrammarText,
+    JSONForm,
+    Regex,
+    RegexForm,
+    SchemaOrText,
+    StructuredOutputs,
+    read_schema,
+    structured_forms,
+)
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Int32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+PositiveInt = Annotated[int, Meta(ge=1)]
+# Clients of many servers send -1 for no limit.
+Count = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]
+NotEmpty = Annotated[str, Meta(min_length=1)]
+# Bounds that no honest request reaches: else only the size of the body would be one.
+StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
+BadWord = Annotated[str, Meta(pattern=r"\S", max_length=1000)]
+User = Annotated[str, Meta(max_length=1000)]
+TokenId = Int32
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(gt=0, le=10)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Likeliest = Annotated[int, Meta(ge=0, le=20)]
+# Which features exist depends on the SAE. 1,000 directions are some megabytes a request.
+Features = Annotated[dict[int, Annotated[float, Meta(ge=-200, le=200)]], Meta(max_length=1000)]
+Scale = Annotated[float, Meta(ge=-100, le=100)]
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(Struct, frozen=True, kw_only=True):
+    """The fields of chats, text completions and infills. None: the default is used."""
+
+    model: str | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=4096)] | None = None
+    seed: Int64 | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = None
+    n_predict: Count | None = None
+    min_tokens: Annotated[int, Meta(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=1000)] | None = None
+    truncate_prompt_tokens: Count | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=1000)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Meta(min_length=1, max_length=2**20)] | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    guided_regex: Regex | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    guided_json: SchemaOrText | None = None
+    structured_outputs: StructuredOutputs | None = None
+    grammar: str | None = None
+    json_schema: SchemaOrText | None = None
+    profile: NotEmpty | None = None
+    steering: Features | None = None
+    steering_mode: SteeringMode | None = None
+    control_vector: NotEmpty | Annotated[dict[NotEmpty, Scale], Meta(max_length=100)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    prompt_logprobs: Likeliest | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    timings_per_token: bool | None = None
+    verbose: bool | None = None
+    user: User | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens an answer may have, if the request says."""
+        limit: int | None = self._given("max_tokens", none=-1)
+        return limit
+
+    @property
+    def repetition(self) -> float | None:
+        penalty: float | None = self._given("repetition_penalty")
+        return penalty
+
+    def _given(self, name: str, none: object = None) -> Any:
+        """The value of a field under any of its SPELLINGS. `none` means the same as null."""
+        values = (getattr(self, each) for each in SPELLINGS[name])
+        return next((value for value in values if value not in (None, none)), None)
+
+    @property
+    def timed(self) -> bool:
+        """Whether the answer tells how long it took."""
+        return bool(self.timings_per_token or self.verbose)
+
+    @property
+    def choices(self) -> int:
+        """How many answers to each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def all_choices(self) -> int:
+        """How many answers to all prompts together."""
+        return self.choices
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to score beside each one generated; None: no scores at all."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each answer begins with its prompt."""
+        return False
+
+    @property
+    def forms(self) -> list[Form]:
+        """The forms that the request asks for. A decoded request has at most one.
+
+        Raises:
+            InvalidRequest, UnsupportedParameter: a field is wrong. A decoded request raises none.
+        """
+        forms: list[Form] = []
+        if self.guided_regex is not None:
+            forms.append(RegexForm("guided_regex", self.guided_regex))
+        if self.guided_choice is not None:
+            forms.append(ChoiceForm("guided_choice", self.guided_choice))
+        for name in ("guided_grammar", "grammar"):
+            if text := getattr(self, name):  # llama.cpp's clients send "" for none
+                forms.append(GrammarForm(name, text))
+        for name in ("guided_json", "json_schema"):
+            if (schema := getattr(self, name)) is not None:
+                forms.append(JSONForm(name, read_schema(schema, name)))
+        if self.structured_outputs is not None:
+            forms.extend(structured_forms(self.structured_outputs))
+        return forms
+
+
+SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "max_tokens": ("max_tokens", "max_completion_tokens", "n_predict"),
+    "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
+}
+"""Names of fields that mean the same. A decoded request has the same value in all that it gives."""
+
+FORM_FIELDS = (
+    *("guided_regex", "guided_choice", "guided_grammar", "guided_json"),
+    *("structured_outputs", "grammar", "json_schema"),
+)
+"""The fields, beside a chat's `response_format`, that ask for a form."""
+
+# Checks.
+
+
+def _check_spellings(request: GenerationRequest) -> None:
+    for names in SPELLINGS.values():
+        given = {name: getattr(request, name) for name in names}
+        check_same({name: None if value == -1 else value for name, value in given.items()})
+
+
+def check_same(given: Mapping[str, Any]) -> None:
+    """Raises InvalidRequest if two of these fields are given with different values."""
+    told = [(name, value) for name, value in given.items() if value is not None]
+    for name, value in told[1:]:
+        first, other = told[0]
+        if type(value) is not type(other) or value != other:
+            raise InvalidRequest(
+                f"{name}: {_shown(value)} is not {_shown(other)}, as in {first}, which means the "
+                "same; give one of them",
+                param=name,
+            )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)[:100] if isinstance(value, str | int | float) else "this"
+
+
+def _check_limits(request: GenerationRequest, *, echo: bool = False) -> None:
+    for name in (*SPELLINGS["max_tokens"], "truncate_prompt_tokens"):
+        if getattr(request, name) == 0 and not (echo and name == "max_tokens"):
+            echoing = "; 0 needs echo, to score the prompt" if name == "max_tokens" else ""
+            raise InvalidRequest(
+                f"{name}: expected `int` >= 1, or -1 for none{echoing}", param=name
+            )
+    if request.min_tokens and request.limit is not None and request.min_tokens > request.limit:
+        raise InvalidRequest(
+            f"min_tokens: {request.min_tokens} is more than max_tokens, which is {request.limit}",
+            param="min_tokens",
+        )
+
+
+def _check_forms(request: GenerationRequest) -> None:
+    match request.forms:
+        case [one, another, *_]:
+            raise InvalidRequest(
+                f"{another.param}: cannot be combined with {one.param}; an answer follows only one "
+                "of them",
+                param=another.param,
+            )
+
+
+def _check_stream(request: GenerationRequest) -> None:
+    if not request.stream:
+        return
+    if request.prompt_logprobs is not None:
+        raise InvalidRequest(
+            "prompt_logprobs: not in a stream; leave out stream", param="prompt_logprobs"
+        )
+    options = request.stream_options
+    if options is not None and options.continuous_usage_stats and not options.include_usage:
+        path = "stream_options.continuous_usage_stats"
+        raise InvalidRequest(f"{path}: needs include_usage to be true", param=path)
+
+
+def _check_steering(request: GenerationRequest) -> None:
+    if request.profile is not None and request.steering is not None:
+        raise InvalidRequest(
+            "steering: cannot be combined with profile, which has its own steering",
+            param="steering",
+        )
+    if request.steering_mode is not None and request.steering is None:
+        raise InvalidRequest(
+            "steering_mode: needs steering, whose mode it is",
+            param="steering_mode",
+        )
+
+
+def check_generation(request: GenerationRequest, *, echo: bool = False) -> None:
+    """Raises InvalidRequest if fields that all kinds have do not go together."""
+    _check_limits(request, echo=echo)
+    _check_spellings(request)
+    _check_forms(request)
+    _check_stream(request)
+    _check_steering(request)
+
+
+def idle_options(request: GenerationRequest) -> list[str]:
+    """The options of a stream, in a request that does not ask for one."""
+    return [] if request.stream_options is None or request.stream else ["stream_options"]
