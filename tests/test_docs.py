@@ -23,7 +23,7 @@ from mlxsrv.models.pool import model
 from mlxsrv.service import lifecycle
 from mlxsrv.settings import option_parser, options, options_table
 from mlxsrv.wire.operations import OPERATIONS
-from tests.test_house import FLOORS
+from tests.test_house import FLOORS, WITHOUT_MLX
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -280,6 +280,12 @@ def test_every_room_is_told_with_its_floor_and_its_own_sentence() -> None:
             room = f"{path.parent.relative_to(package)}/"
             there[room] = floor, text.partition("\n\n")[0].replace("\n", " ")
     assert told == there
+
+
+def test_the_parts_without_mlx_are_told() -> None:
+    told = read(DOCS / "architecture.md").partition("import no MLX:\n")[2].partition("\n\n")[0]
+    paths = re.findall(r"`([\w/]+)(?:\.py)?`", told)
+    assert {path.rstrip("/") for path in paths} == WITHOUT_MLX
 
 
 STATES: dict[str, Mapping[Any, Collection[Any]]] = {
