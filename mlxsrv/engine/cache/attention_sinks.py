@@ -1,12 +1,12 @@
-"""Bounded caches that keep the first tokens, for rows that are decoded together.
+"""Attention sinks: bounded KV caches that keep the first tokens, for rows that decode together.
 
-A model attends to the first tokens of a text whatever they say, and falls apart when they are gone
-(Xiao et al. 2023, "attention sinks"). mlx-lm's bounded cache keeps four of them, but its batch
-cache drops them with the oldest. So here a batch has them apart, in front of its window of the
-last tokens, and rows see those that have left the window.
+A model attends to the first tokens of a text whatever they say, and writes nonsense when they are
+gone (Xiao et al. 2023, "attention sinks"). mlx-lm's cache of one row keeps four of them, but
+that of a batch drops them. So here a batch keeps them apart, in front of its window of
+the last tokens. A row attends to those that have left the window.
 
-Every token sees the first ones and the last before it, whether read or drawn. In mlx-lm, what a
-token of a long prompt sees depends on the chunks it is read in; here they follow its neighbours.
+A token attends to the first tokens and to the last before it, whether it was read or drawn. In
+mlx-lm, what a token of a long prompt attends to depends on the chunks in which it is read.
 
 Used on the device thread only.
 """
@@ -23,13 +23,14 @@ KEPT = 4
 
 
 class SinkCache(RotatingKVCache):  # type: ignore[misc]  # mlx-lm has no types
-    """One layer's cache of one row: the first `KEPT` tokens and the last, `max_size` in all."""
+    """The KV cache of one layer and one row: its first `KEPT` tokens and its last, `max_size` in
+    all."""
 
     def __init__(self, max_size: int) -> None:
         super().__init__(max_size, keep=KEPT)
 
     def make_mask(self, N: int, window_size: int | None = None, return_array: bool = False) -> Any:
-        """`(N, cached + N)`: what each of the next N tokens may see."""
+        """`(N, cached + N)`: the tokens that each of the next N may attend to."""
         last = self.max_size - KEPT
         if N == 1 or self.offset + N <= last:
             return super().make_mask(N, window_size, return_array)
@@ -45,15 +46,16 @@ class SinkCache(RotatingKVCache):  # type: ignore[misc]  # mlx-lm has no types
 
 
 class BatchSinkCache:
-    """The same for the rows of a batch. All methods are those of mlx-lm's batch caches."""
+    """The KV cache of one layer for the rows of a batch. Its methods are those of mlx-lm's batch
+    caches."""
 
     def __init__(self, caches: Sequence[SinkCache]) -> None:
         self._window = BatchRotatingKVCache.merge(list(map(_window, caches)))
-        # (rows, heads, KEPT, size of a head) each; None before any row has seen a token
+        # (rows, heads, KEPT, head size) each; None before any row has seen a token
         self._keys: Any = None
         self._values: Any = None
         self._shortest = min(cache.offset for cache in caches)  # tokens of a row, at least
-        self._padding = 0  # of the prompts that are being read, at most
+        self._padding = 0  # padding of the prompts that are being read, at most
         used = [cache for cache in caches if not cache.empty()]
         if used:
             self._keys = mx.concatenate([_first(c, c.keys, used[0].keys) for c in caches])
@@ -65,7 +67,7 @@ class BatchSinkCache:
 
     @property
     def offset(self) -> mx.array:
-        """(rows,), the tokens that each has seen."""
+        """`(rows,)`: how many tokens each has seen."""
         offset: mx.array = self._window.offset
         return offset
 
@@ -101,14 +103,14 @@ class BatchSinkCache:
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array:
-        """(rows, 1, N, KEPT + the window): what each of the next N tokens of a row may see."""
+        """`(rows, 1, N, KEPT + window)`: the tokens that each of a row's next N may attend to."""
         window: mx.array = self._window.make_mask(N, window_size, return_array)
         positions = self.offset[:, None] + mx.arange(N)
         sinks = mx.arange(KEPT) <= positions[:, None, :, None] - self._window.max_size
         return mx.concatenate([sinks, window], axis=-1)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Take `(rows, heads, tokens, size of a head)` each; all that there is now."""
+        """Add keys and values `(rows, heads, tokens, head size)`. Returns all that are kept."""
         if self._keys is None:
             self._keys, self._values = _zeros(keys), _zeros(values)
         if self._shortest < KEPT:
@@ -122,8 +124,8 @@ class BatchSinkCache:
         )
 
     def _catch(self, sinks: mx.array, new: mx.array) -> mx.array:
-        """The sinks with those of a row's first tokens that are among the new ones."""
-        # Padding that is caught is overwritten when the token of its place comes.
+        """The sinks, with those of the rows' first tokens that are among the new ones."""
+        # Padding that is taken for a token is overwritten when the token of that position comes.
         places = mx.arange(KEPT) - self.offset[:, None]
         among = (places >= 0) & (places < new.shape[2])
         places = mx.clip(places, 0, new.shape[2] - 1)[:, None, :, None]
@@ -155,7 +157,7 @@ class BatchSinkCache:
 
 
 def _window(cache: SinkCache) -> RotatingKVCache:
-    """A row's last tokens."""
+    """The last tokens of a row, as a cache of mlx-lm's."""
     window = RotatingKVCache(cache.max_size - KEPT)
     length = min(cache.offset, window.max_size)
     if length:
@@ -167,7 +169,7 @@ def _window(cache: SinkCache) -> RotatingKVCache:
 
 
 def _first(cache: SinkCache, kept: Any, like: mx.array) -> mx.array:
-    """The first tokens' keys or values of one row, those that it lacks as zeros."""
+    """Keys or values of the first tokens of a row; zeros for those that it has not seen."""
     if cache.offset == 0:
         return _zeros(like[:1])
     first = cache._temporal_order(kept)[..., : min(KEPT, cache.offset), :]

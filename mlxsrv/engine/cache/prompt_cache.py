@@ -1,18 +1,18 @@
-"""Prompts that have been read before, so that what they share is not read again.
+"""The prompt cache: KV caches of texts that were read before, so they are not read again.
 
-An entry is the cache of one row, as mlx-lm's classes hold it, under the tokens that it has seen.
-A lookup finds the entry that shares the longest prefix with a prompt. Attention caches can be cut
-back to any length, so whatever is shared counts. Recurrent and full sliding-window caches cannot:
-there an entry counts only if the prompt begins with all of it, which is why entries are made where
-later prompts are likely to go on, at the end of a prompt and at the end of an answer.
+An entry is the KV cache of one row, as mlx-lm's classes hold it, under the tokens that it has seen.
+A lookup finds the entry that shares the longest prefix with a prompt. The caches of attention
+layers can be cut back to any length, so any shared prefix is of use. Those of recurrent layers and
+full sliding windows cannot: such an entry is of use only if the prompt begins with all of it. So
+entries are made where later prompts are likely to go on: at the end of a prompt and of an answer.
 
-What was added to a row's hidden states is in its cache, so an entry counts only for prompts that
-are steered alike.
+Steering changes what a KV cache holds, so an entry is of use only to prompts that are steered
+alike.
 
-Beginnings of less than `LEAST` tokens are not worth a copy. Tokens are kept as arrays, and the
-length of a common prefix is one comparison of two: 0.15 ms for prompts of a hundred thousand
-tokens, where mlx-lm's trie of nested dicts takes 12 ms of the device thread to find such a one,
-61 ms to file it, and 22 MB to keep it.
+Prefixes of less than `LEAST` tokens are not worth a copy. Tokens are kept as arrays, and a common
+prefix is found by one comparison of two: 0.15 ms for prompts of a hundred thousand tokens. mlx-lm's
+trie of nested dicts takes the device thread 12 ms to find such a prompt and 61 ms to store it, and
+takes 22 MB.
 
 Used on the device thread only.
 """
@@ -28,7 +28,8 @@ from mlx_lm.models.cache import CacheList, ChunkedKVCache, trim_prompt_cache
 
 from mlxsrv.generation import Steering
 
-Cache = list[Any]  # mlx-lm's, one entry per layer
+Cache = list[Any]
+"""The KV cache of a row or of a batch: an object of mlx-lm's for each layer."""
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 
 _Begins = tuple[bytes, Steering | None]
@@ -38,7 +39,7 @@ _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes woul
 
 
 class Entry:
-    """One row's cache and what it has seen."""
+    """The KV cache of one row, and the tokens that it has seen."""
 
     __slots__ = ("begins", "cache", "nbytes", "tokens", "trimmable")
 
@@ -50,19 +51,23 @@ class Entry:
         self.nbytes: int = sum(layer.nbytes for layer in cache) + tokens.nbytes
 
     def covers(self, other: Entry) -> bool:
-        """Whether `other` has nothing that this entry cannot be cut back to."""
+        """Whether this entry can be cut back to what `other` holds, which is then superfluous."""
         shared = common_prefix(self.tokens, other.tokens)
         return shared == other.tokens.size and (self.trimmable or shared == self.tokens.size)
 
 
 class PromptCache:
-    """Rows' caches by their tokens. Beyond `max_bytes` the least recently used go; 0 keeps none."""
+    """KV caches by their tokens.
+
+    Args:
+        max_bytes: beyond these the least recently used entries are dropped; 0 keeps none.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self._entries: list[Entry] = []  # the least recently used first
         self.nbytes = 0
-        self.changes = 0  # of what is kept: a look-up is good until the next
+        self.changes = 0  # grows when entries come or go: a lookup is good until then
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -74,7 +79,8 @@ class PromptCache:
     def take(
         self, tokens: Sequence[int] | Tokens, steering: Steering | None = None
     ) -> tuple[Cache, int] | None:
-        """A copy of a cache that holds the first n of `tokens`, and n; None if nothing helps."""
+        """Returns a copy of a KV cache that holds the first n of `tokens`, and n; None if there is
+        none."""
         entry, shared = self._find(tokens, steering)
         if entry is None:
             return None
@@ -86,11 +92,11 @@ class PromptCache:
         return cache, shared
 
     def wants(self, tokens: int) -> bool:
-        """Whether a cache of so many tokens would be kept, if it is not too large."""
+        """Whether a KV cache of so many tokens is kept, if it is not too large."""
         return tokens >= LEAST and self.max_bytes > 0
 
     def put(self, tokens: Sequence[int], cache: Cache, steering: Steering | None = None) -> None:
-        """Keep `cache`, which has seen `tokens`; the caller gives it away."""
+        """Keep `cache`, which has seen `tokens`. The caller must not use it any more."""
         if not self.wants(len(tokens)):
             return
         entry = Entry(as_tokens(tokens), cache, steering)
@@ -105,7 +111,7 @@ class PromptCache:
             self._drop(self._entries[0])
 
     def forget(self, tokens: Sequence[int], steering: Steering | None = None) -> None:
-        """Drop what a row that has seen `tokens` may have left, or have begun from."""
+        """Drop the entries that a row with these tokens may have left, or begun from."""
         if len(tokens) < LEAST or not self._entries:
             return
         seen = as_tokens(tokens)
@@ -145,19 +151,19 @@ def _begins(tokens: Tokens, steering: Steering | None) -> _Begins:
 
 
 def can_cut(cache: Cache) -> bool:
-    """Whether the cache can be cut back to any earlier length."""
+    """Whether the KV cache can be cut back to any earlier length."""
     return all(map(_layer_can_cut, cache))
 
 
 def _layer_can_cut(layer: Any) -> bool:
     if isinstance(layer, CacheList):
         return can_cut(list(layer.caches))
-    # mlx-lm calls a chunked cache trimmable, but what it has dropped in front does not come back.
+    # mlx-lm calls a chunked cache trimmable, but tokens that it has dropped do not come back.
     return bool(layer.is_trimmable()) and not isinstance(layer, ChunkedKVCache)
 
 
 def common_prefix(a: Tokens, b: Tokens) -> int:
-    """How many tokens `a` and `b` begin with in common."""
+    """The length of the longest common prefix."""
     length = min(a.size, b.size)
     differs = a[:length] != b[:length]
     first = int(differs.argmax()) if length else 0
@@ -165,5 +171,5 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
 
 
 def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
-    """Ids as an array; one that is an array already, as it is."""
+    """Token ids as an array; an array is returned as it is."""
     return np.asarray(tokens, dtype=np.uint32)

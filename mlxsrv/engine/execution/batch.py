@@ -18,8 +18,8 @@ from typing import Any, cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.prompt_cache import PromptCache
-from mlxsrv.engine.cache.row_caches import Caches
 from mlxsrv.engine.events import Event, Failed, Started
 from mlxsrv.engine.execution.decode import Decoder
 from mlxsrv.engine.execution.prefill import Prefill
@@ -61,14 +61,14 @@ class Batch:
         max_rows: int,
         pace: Pace,
         cached: PromptCache,
-        caches: Caches | None = None,
+        caches: KVCacheFactory | None = None,
         padding: int | None = None,
         draft: Any | None = None,
         steerer: Steerer | None = None,
     ) -> None:
         self._pace = pace
         self._cached = cached
-        caches = Caches(model) if caches is None else caches
+        caches = KVCacheFactory(model) if caches is None else caches
         steerer = Steerer(model) if steerer is None else steerer
         self._prefill = Prefill(model, pace=pace, cached=cached, caches=caches, steerer=steerer)
         self.batched = self._prefill.batched

@@ -97,7 +97,7 @@ class Step:
 
 
 class Launched(NamedTuple):
-    """What steps under way tell beside their tokens; read together with these."""
+    """Results of the steps under way beside their tokens, and read together with these."""
 
     proofs: tuple[Proof, ...] = ()
     drawn: tuple[StepLogprobs, ...] = ()

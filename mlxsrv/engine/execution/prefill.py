@@ -25,8 +25,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory, merge
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache, as_tokens, can_cut
-from mlxsrv.engine.cache.row_caches import Caches, merge
 from mlxsrv.engine.events import Activations
 from mlxsrv.engine.execution.prefill_stages import PartialPrompt, QueuedPrompt, SliceOutcome
 from mlxsrv.engine.execution.prompt_queue import PromptQueue
@@ -53,7 +53,13 @@ class Prefill:
     """
 
     def __init__(
-        self, model: Any, *, pace: Pace, cached: PromptCache, caches: Caches, steerer: Steerer
+        self,
+        model: Any,
+        *,
+        pace: Pace,
+        cached: PromptCache,
+        caches: KVCacheFactory,
+        steerer: Steerer,
     ) -> None:
         self.batched = caches.batched
         self.cuts = caches.cuts
@@ -340,7 +346,7 @@ def try_padding(model: Any) -> Generator[None, None, bool]:
     of mlx-lm's do, so models that have one are tried: a layer that swallows padding is off by as
     much as its logits vary, one that does not by rounding.
     """
-    caches = Caches(model)  # a model with a recurrent layer has no others
+    caches = KVCacheFactory(model)  # a model with a recurrent layer has no others
     if not any(_recurrent(layer) for layer in caches.make()):
         return True
     short, long = (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11)

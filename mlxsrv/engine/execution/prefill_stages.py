@@ -154,7 +154,7 @@ class PartialPrompt:
         return len(part)
 
     def find_untold(self, events: Sequence[Activations]) -> list[Activations]:
-        """Those of a slice's events that were not told before a fault had the text read anew."""
+        """The events of a slice but for those that were told before a fault had it read anew."""
         if self.recovering:
             return []
         told = self.queued[0].told

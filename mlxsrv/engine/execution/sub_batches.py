@@ -23,9 +23,9 @@ from mlxsrv.engine.steering.plan import SteeringPlan, forward
 
 
 class SubBatch:
-    """Rows and their batch cache, or one row and its own cache where a model's cannot be merged.
+    """Rows and their KV cache: that of a batch, or of one row where a model's cannot be merged.
 
-    `plan` is what passes add to them; to be made anew whenever the rows change.
+    `plan` is the steering of its rows, to be made anew whenever they change.
     """
 
     __slots__ = ("cache", "plan", "rows")
@@ -36,23 +36,23 @@ class SubBatch:
         self.plan: SteeringPlan | None = None
 
     def decode(self, model: Any, inputs: mx.array) -> mx.array:
-        """Feed each row its input `(rows,)`; logits `(rows, vocabulary)`, not evaluated."""
+        """Feed each row its input `(rows,)`. Returns logits `(rows, vocabulary)`, not evaluated."""
         logits: mx.array = forward(model, self.plan, inputs[:, None], self.cache)
         return logits[:, -1, :]
 
     def check(self, model: Any, tokens: mx.array) -> mx.array:
-        """Feed the only row several tokens `(n,)`; the logits behind each `(n, vocabulary)`."""
+        """Feed the only row tokens `(n,)`. Returns the logits behind each, `(n, vocabulary)`."""
         logits: mx.array = forward(model, self.plan, tokens[None], self.cache)
         return logits[0]
 
     def cut(self, tokens: int) -> None:
-        """Take back the last tokens that the rows were fed."""
+        """Forget the last tokens that the rows were fed."""
         if tokens:
             for layer in self.cache:
                 layer.trim(tokens)
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all rows but those at `indices`, of which there is at least one."""
+        """Drop all rows but those at `indices`, at least one."""
         chosen = mx.array(list(indices))
         for layer in self.cache:
             layer.filter(chosen)
@@ -65,7 +65,7 @@ class SubBatch:
         self.rows += other.rows
 
     def extract(self, index: int) -> Cache:
-        """The cache of one row alone."""
+        """The KV cache of one row alone."""
         return [layer.extract(index) for layer in self.cache]
 
     @property
@@ -79,7 +79,7 @@ def find_close(sub_batches: Sequence[SubBatch], padding: int) -> tuple[SubBatch,
 
 
 def _padding(one: SubBatch, other: SubBatch) -> int:
-    """Bytes by which the caches would grow if all rows were as long as the longest."""
+    """Bytes by which the KV caches would grow if all rows were as long as the longest."""
     longest = max(one.nbytes / len(one.rows), other.nbytes / len(other.rows))
     together = longest * (len(one.rows) + len(other.rows))
     return int(together) - one.nbytes - other.nbytes

@@ -14,8 +14,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
 from mlxsrv.engine.cache.prompt_cache import PromptCache
-from mlxsrv.engine.cache.row_caches import Caches, choose_caches
 from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner
 from mlxsrv.engine.events import Loaded
@@ -64,7 +64,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
     mapped = yield from reader.map(order.path, order.adapter)
     yield from reader.read(mapped)
     model = mapped.model
-    caches = yield from choose_caches(model, order.max_kv_size, order.kv_bits)
+    caches = yield from choose_kv_caches(model, order.max_kv_size, order.kv_bits)
     yield from warm_up(model, caches)
     draft, draft_notes = yield from _load_draft(order, reader, model, caches)
     vectors, vector_notes = fit_vectors(model, order.vectors)
@@ -113,7 +113,7 @@ def _load_encoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
 
 
 def _load_draft(
-    order: Load, reader: WeightReader, model: Any, caches: Caches
+    order: Load, reader: WeightReader, model: Any, caches: KVCacheFactory
 ) -> Generator[None, None, tuple[Any, tuple[str, ...]]]:
     """The draft model and no notes; or None and a note that says why it cannot be used.
 
@@ -129,7 +129,7 @@ def _load_draft(
     if (obstacle := find_obstacle(model, mapped.model)) is not None:
         return None, (f"draft_model: {obstacle}",)
     yield from reader.read(mapped)
-    yield from warm_up(mapped.model, Caches(mapped.model))
+    yield from warm_up(mapped.model, KVCacheFactory(mapped.model))
     return mapped.model, ()
 
 

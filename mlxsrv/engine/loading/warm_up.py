@@ -13,8 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.prompt_cache import PromptCache
-from mlxsrv.engine.cache.row_caches import Caches
 from mlxsrv.engine.embedding.runners import EncoderRunner
 from mlxsrv.engine.events import Failed
 from mlxsrv.engine.execution.batch import Batch
@@ -24,7 +24,7 @@ from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation import Sampling
 
 
-def warm_up(model: Any, caches: Caches) -> Generator[None, None, None]:
+def warm_up(model: Any, caches: KVCacheFactory) -> Generator[None, None, None]:
     """Generate text with two rows, one greedy and one sampled, yielding between passes.
 
     Raises ValueError if the model cannot compute.

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config
 
-from mlxsrv.engine.cache.row_caches import Caches, choose_caches
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
 from mlxsrv.engine.events import Failed, Token
 from mlxsrv.engine.execution.batch import weights
 from mlxsrv.engine.loading import load as loading
@@ -386,7 +386,7 @@ def test_a_quantized_cache_is_close_to_a_plain_one(
     model, _ = load_model(wide(family))
     tokens = mx.array([list(range(5, 45))])
     plain = model(tokens, cache=make_prompt_cache(model))[0]
-    maker = finish(choose_caches(model, None, 8))
+    maker = finish(choose_kv_caches(model, None, 8))
     near = model(tokens, cache=maker.make())[0]
     cosine = (plain * near).sum(-1) / mx.linalg.norm(plain, axis=-1) / mx.linalg.norm(near, axis=-1)
     assert 0.999 < cosine.min().item() < 1
@@ -506,6 +506,9 @@ def test_a_model_that_cannot_compute_is_not_loaded(
 
 def test_one_maker_makes_all_caches(model_folder: ModelFolder) -> None:
     model, _ = load_model(model_folder("qwen3"))
-    assert [type(layer).__name__ for layer in Caches(model).make()] == ["KVCache", "KVCache"]
-    bounded = Caches(model, max_size=32).make()
+    assert [type(layer).__name__ for layer in KVCacheFactory(model).make()] == [
+        "KVCache",
+        "KVCache",
+    ]
+    bounded = KVCacheFactory(model, max_size=32).make()
     assert [(type(layer).__name__, layer.max_size) for layer in bounded] == [("SinkCache", 32)] * 2

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
+from mlxsrv.engine.cache.kv_caches import PaddedKVCache, merge
 from mlxsrv.engine.cache.prompt_cache import Cache
-from mlxsrv.engine.cache.row_caches import RowsCache, merge
 
 
 def row(tokens: int) -> Cache:
@@ -20,24 +20,24 @@ def row(tokens: int) -> Cache:
     return [cache]
 
 
-def rows(*lengths: int) -> RowsCache:
+def rows(*lengths: int) -> PaddedKVCache:
     [merged] = merge([row(length) for length in lengths])
-    assert type(merged) is RowsCache
+    assert type(merged) is PaddedKVCache
     return merged
 
 
-def feed(cache: RowsCache, tokens: int = 1) -> None:
+def feed(cache: PaddedKVCache, tokens: int = 1) -> None:
     count = cache.left_padding.shape[0]
     cache.update_and_fetch(mx.ones((count, 2, tokens, 4)), mx.ones((count, 2, tokens, 4)))
 
 
-def mask(cache: RowsCache, tokens: int = 1, **options: Any) -> mx.array:
+def mask(cache: PaddedKVCache, tokens: int = 1, **options: Any) -> mx.array:
     made = cache.make_mask(tokens, **options)
     assert made is not None
     return made
 
 
-def agrees(cache: RowsCache) -> bool:
+def agrees(cache: PaddedKVCache) -> bool:
     expected = BatchKVCache.make_mask(cache, 1)
     made = cache.make_mask(1)
     if made is None:

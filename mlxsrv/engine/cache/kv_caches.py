@@ -1,7 +1,7 @@
-"""Making the caches of rows: as the model has them, bounded, or quantized; and of batches.
+"""Makes KV caches of rows, as the model has them, bounded or quantized; and merges them.
 
-Every cache of a model that is served comes from its one maker, so that rows, trials and kept
-prompts agree on the kind. What was asked for and cannot be had is noted, and left out.
+Every KV cache of a model comes from its one factory, so rows and kept prompts have the same kind.
+A wish that the model cannot fulfil is noted, and left out.
 
 Used on the device thread only.
 """
@@ -26,15 +26,16 @@ from mlxsrv.engine.cache.prompt_cache import Cache
 _GROUPS = (64, 32)  # elements with one scale; mlx-lm takes 64
 
 
-class Caches:
-    """Makes the cache of one row.
+class KVCacheFactory:
+    """Makes the KV cache of one row.
 
     Args:
         model: a model of mlx-lm's.
-        max_size: tokens that each layer keeps, where the model leaves the choice to others.
-        group: quantize keys and values by so many elements, ...
-        bits: ... to so many bits each.
-        notes: what could not be had, and why.
+        max_size: tokens that each layer keeps; all, unless given. Only for models that do not make
+            their own kind of cache.
+        group: elements of keys and values that share a scale when quantized.
+        bits: bits of a quantized element; not quantized, unless given.
+        notes: wishes that could not be fulfilled, and why.
     """
 
     def __init__(
@@ -78,10 +79,13 @@ class Caches:
         ]
 
 
-def choose_caches(
+def choose_kv_caches(
     model: Any, max_kv_size: int | None, kv_bits: int | None
-) -> Generator[None, None, Caches]:
-    """The maker of what was asked for, as far as the model can have it. Yields between trials."""
+) -> Generator[None, None, KVCacheFactory]:
+    """The factory of what was asked for, as far as the model can have it.
+
+    Yields between passes of the model, which find out whether it can.
+    """
     notes: list[str] = []
     plain: Cache = make_prompt_cache(model)
     if max_kv_size is not None and not all(type(layer) is KVCache for layer in plain):
@@ -92,13 +96,13 @@ def choose_caches(
         notes.append("kv_bits: a cache that max_kv_size bounds cannot be quantized; it is not")
         kv_bits = None
     if kv_bits is None:
-        return Caches(model, max_size=max_kv_size, notes=tuple(notes))
+        return KVCacheFactory(model, max_size=max_kv_size, notes=tuple(notes))
     group = _group(model, plain)
     yield
     if group is None:
         notes.append("kv_bits: this model has no cache that can be quantized; it is not")
-        return Caches(model, notes=tuple(notes))
-    quantized = Caches(
+        return KVCacheFactory(model, notes=tuple(notes))
+    quantized = KVCacheFactory(
         model,
         group=group,
         bits=kv_bits,
@@ -109,16 +113,16 @@ def choose_caches(
         for tokens in ([[1, 2, 3]], [[4]]):
             mx.eval(model(mx.array(tokens), cache=cache))
             yield
-    except Exception as error:  # not all attention can, nor all sizes of heads with all bits
+    except Exception as error:  # not all kinds of attention can, nor all head sizes
         reason = " ".join(str(error).split())
         notes.append(f"kv_bits: this model cannot have a quantized cache ({reason}); it has not")
-        return Caches(model, notes=tuple(notes))
+        return KVCacheFactory(model, notes=tuple(notes))
     return quantized
 
 
 def _group(model: Any, cache: Cache) -> int | None:
-    """The largest group that divides the heads of all caches that can be quantized."""
-    model(mx.array([[0]]), cache=cache)  # never evaluated: only shapes are looked at
+    """The largest group that divides the head sizes of all layers that can be quantized."""
+    model(mx.array([[0]]), cache=cache)  # not evaluated: only shapes are looked at
     layers = [layer for layer in cache if type(layer) is KVCache and not layer.empty()]
     sizes = [array.shape[-1] for layer in layers for array in (layer.keys, layer.values)]
     if not sizes:
@@ -134,35 +138,36 @@ def _mergeable(cache: Cache) -> bool:
 
 
 def merge(caches: Sequence[Cache]) -> Cache:
-    """Caches of single rows as one of a batch, layer by layer."""
+    """The KV caches of single rows as one of a batch."""
     return [_merge(list(layers)) for layers in zip(*caches, strict=True)]
 
 
 def _merge(layers: list[Any]) -> Any:
-    kind = RowsCache if type(layers[0]) is KVCache else layers[0]
+    kind = PaddedKVCache if type(layers[0]) is KVCache else layers[0]
     return kind.merge(layers)
 
 
-class RowsCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
-    """mlx-lm's cache of a batch, with less work for the masks of decode steps.
+class PaddedKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
+    """mlx-lm's KV cache of a left-padded batch, with less work for the masks of decode steps.
 
-    A step's mask `(rows, 1, 1, tokens)` tells only where rows are padded on their left. It is made
-    for many steps at once and cut to length at each: one operation, not ten. A row that is alone
-    is not padded, for what all rows are padded with is cut off, and needs no mask.
+    A step's mask `(rows, 1, 1, tokens)` says only where rows are padded. It is made for many steps
+    at once and cut to length at each: one operation instead of ten. A row that is alone has no
+    padding, since padding that all rows share is cut off, and so needs no mask.
     """
 
     def __init__(self, left_padding: list[int]) -> None:
         super().__init__(left_padding)
         self._ahead: mx.array | None = None
-        self._padding: mx.array | None = None  # of which rows it is
+        self._padding: mx.array | None = None  # the padding that `_ahead` was made for
 
     @classmethod
-    def merge(cls, caches: Sequence[KVCache]) -> RowsCache:
+    def merge(cls, caches: Sequence[KVCache]) -> PaddedKVCache:
         merged = super().merge(caches)
-        return merged if type(merged) is cls else cls([0] * len(caches))  # of empty ones
+        # Of empty caches mlx-lm makes its own kind.
+        return merged if type(merged) is cls else cls([0] * len(caches))
 
     def finalize(self) -> None:
-        self._ahead = None  # it changes the padding in place, where other methods replace it
+        self._ahead = None  # this changes the padding in place; others replace it
         super().finalize()
 
     def make_mask(self, N: int, return_array: bool = False, **kwargs: Any) -> mx.array | None:
