@@ -21,7 +21,7 @@ def adapter_bytes(folder: Path) -> int:
         lora = config.get("fine_tune_type", "lora") != "full"
         if lora:
             if "peft_type" in config:
-                raise UnusableFile("it is an adapter of PEFT's; mlx-lm reads its own only")
+                raise UnusableFile("it is a PEFT adapter; mlx-lm reads its own format only")
             _check_lora(config)
         tensors, _ = read_header(folder / "adapters.safetensors")
         if lora:

@@ -49,7 +49,7 @@ def check_architecture(config: JSONObject, *, trust_remote_code: bool) -> str:
         return family
     if config.get("model_file") is not None:
         if not trust_remote_code:
-            raise UnusableFile("it needs Python code of its own to be run: --trust-remote-code")
+            raise UnusableFile("it needs Python code of its own, which --trust-remote-code allows")
         return family
     module = _module(config)
     if module not in _modules("models"):

@@ -69,7 +69,7 @@ def list_arrays(path: Path) -> dict[str, StoredArray]:
         found = _list_npz(path, size) if path.suffix == ".npz" else _list_safetensors(path)
         # If arrays overlapped, a small file could ask for any amount of memory.
         if path.suffix != ".npz" and sum(stored.bytes for stored in found.values()) > size:
-            raise UnusableFile(f"{path.name!r} has arrays that lie on one another")
+            raise UnusableFile(f"{path.name!r} has arrays that overlap")
         return found
 
 
@@ -184,10 +184,10 @@ def _list_npz(path: Path, size: int) -> dict[str, StoredArray]:
     with _archive(path) as archive:
         members = archive.infolist()
         if len({member.filename for member in members}) < len(members):
-            raise UnusableFile("it has two members of one name")
+            raise UnusableFile("it has two members with one name")
         # The check of each member compares its two sizes, which only the directory tells.
         if sum(member.compress_size for member in members) > size:
-            raise UnusableFile("it has members that lie on one another, or beyond its end")
+            raise UnusableFile("it has members that overlap, or lie beyond its end")
         found: dict[str, StoredArray] = {}
         for member in members:
             stored = _look_into(archive, member)
@@ -205,7 +205,7 @@ def _look_into(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> StoredArray
         raise UnusableFile(f"{member.filename[:40]!r} is packed in a way that is not read")
     # A bias may be all zeros, so a small member may shrink by any factor.
     if member.file_size > PIECE_BYTES + _MOST_COMPRESSION * member.compress_size:
-        raise UnusableFile(f"{member.filename[:40]!r} would unpack to far more than it is")
+        raise UnusableFile(f"{member.filename[:40]!r} would unpack to far more bytes than it has")
     if not member.filename.endswith(".npy"):
         return None
     with archive.open(member) as file:

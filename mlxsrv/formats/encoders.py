@@ -57,14 +57,14 @@ def check_encoder(config: JSONObject) -> None:
     position = config.get("position_embedding_type")
     if position not in (None, "absolute"):
         raise UnusableFile(
-            f"its position embeddings are {position!r}; only 'absolute' ones are run"
+            f"its position embeddings are {position!r}; only 'absolute' ones are supported"
         )
     if config.get("is_decoder"):
-        raise UnusableFile("it is used as a decoder (is_decoder), which is not run here")
+        raise UnusableFile("it is used as a decoder (is_decoder), which is not supported")
     if config.get("lora_adaptations"):
-        raise UnusableFile("it has adapters inside (lora_adaptations), which are not run")
+        raise UnusableFile("it has adapters inside (lora_adaptations), which are not supported")
     if config.get("quantization") or config.get("quantization_config"):
-        raise UnusableFile("it is a quantized encoder; those are not run")
+        raise UnusableFile("it is a quantized encoder, which is not supported")
     if config.get("model_type") == "modernbert":
         _check_rope(config)
 
@@ -72,7 +72,7 @@ def check_encoder(config: JSONObject) -> None:
 def check_no_adapter(folder: Path) -> None:
     """Raise UnusableFile if an adapter comes with the encoder in `folder`."""
     if (folder / "adapter_config.json").exists():
-        raise UnusableFile("it comes with an adapter, which is not put on encoders")
+        raise UnusableFile("it comes with an adapter, which is not supported for encoders")
 
 
 def _check_rope(config: JSONObject) -> None:
@@ -81,7 +81,7 @@ def _check_rope(config: JSONObject) -> None:
     for place in (config.get("rope_scaling"), *(kinds.values() if isinstance(kinds, dict) else ())):
         found = place.get("rope_type", place.get("type")) if isinstance(place, dict) else None
         if found not in (None, "default"):
-            raise UnusableFile(f"its positions are scaled ({found!r}), which is not done")
+            raise UnusableFile(f"its positions are scaled ({found!r}), which is not supported")
 
 
 def read_cross_encoder_config(folder: Path) -> CrossEncoderConfig:
@@ -92,10 +92,12 @@ def read_cross_encoder_config(folder: Path) -> CrossEncoderConfig:
     """
     config = read_object(folder / "config.json")
     if not is_classifier(config):
-        raise UnusableFile("it is no cross-encoder with a classification head")
+        raise UnusableFile("it is not a cross-encoder with a classification head")
     labels = label_count(config)
     if labels > 2:
-        raise UnusableFile(f"its head has {labels} labels, and relevance is read from one or two")
+        raise UnusableFile(
+            f"its head has {labels} labels; only heads of one or two labels tell relevance"
+        )
     saved = _saved_activation(folder, config)
     if labels == 2 and saved in (None, "Identity"):  # what is saved where nobody has chosen
         return CrossEncoderConfig("softmax")
@@ -103,7 +105,7 @@ def read_cross_encoder_config(folder: Path) -> CrossEncoderConfig:
         return CrossEncoderConfig("sigmoid")
     if labels == 1 and saved == "Identity":
         return CrossEncoderConfig("identity")
-    raise UnusableFile(f"its scores of {labels} labels are made by {saved}, which is not done here")
+    raise UnusableFile(f"its scores of {labels} labels are made by {saved}, which is not supported")
 
 
 def label_count(config: Mapping[str, Any]) -> int:
@@ -137,5 +139,5 @@ def _saved_activation(folder: Path, config: JSONObject) -> str | None:
         return None
     found = TORCH_ACTIVATION.fullmatch(saved) if isinstance(saved, str) else None
     if found is None:
-        raise UnusableFile(f"its scores are made by {str(saved)[:100]!r}, which is not known here")
+        raise UnusableFile(f"its scores are made by {str(saved)[:100]!r}, which is not supported")
     return found[1]

@@ -60,7 +60,7 @@ def reading(folder: Path) -> Iterator[None]:
         name = os.path.basename(str(error.filename or folder))
         raise UnusableFile(f"{name!r} cannot be read: {error.strerror or error}") from None
     except ValueError as error:  # a path that no file can have
-        raise UnusableFile(f"a name of a file is no path: {error}") from None
+        raise UnusableFile(f"a file name in it is not valid: {error}") from None
 
 
 def read_start(path: Path, files: Iterable[str], limit: int) -> str:

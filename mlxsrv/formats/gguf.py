@@ -61,7 +61,7 @@ def list_gguf(path: Path) -> tuple[dict[str, StoredArray], dict[str, Any]]:
             found[name] = stored
     alignment = fields.get("general.alignment", 32)
     if alignment not in _ALIGNMENTS:
-        raise UnusableFile("its alignment is no power of two")
+        raise UnusableFile("its alignment is not a power of two")
     data = -(-cursor.position // int(alignment)) * int(alignment)
     arrays = {
         name: msgspec.structs.replace(stored, start=data + stored.start)
@@ -91,7 +91,7 @@ def _check_places(arrays: dict[str, StoredArray], size: int) -> None:
     if any(stored.start + stored.bytes > size for stored in arrays.values()):
         raise UnusableFile("it is cut short")
     if sum(stored.bytes for stored in arrays.values()) > size:
-        raise UnusableFile("it has arrays that lie on one another")
+        raise UnusableFile("it has arrays that overlap")
 
 
 class _Cursor:
@@ -138,5 +138,5 @@ class _Cursor:
         if kind == _TEXT:
             return self.text()
         if kind not in _LAYOUTS:
-            raise UnusableFile("its header has a value of a type that is not known")
+            raise UnusableFile("its header has a value of an unknown type")
         return self.number(_LAYOUTS[kind])

@@ -91,7 +91,9 @@ def read_pooling_config(folder: Path, *, decoder: bool, name: str = "") -> Pooli
     limits = next((found for file in _LIMITS if (found := read_optional_object(folder / file))), {})
     task = limits.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":
-        raise UnusableFile(f"its Transformer is for {str(task)[:100]!r}, not for vectors of tokens")
+        raise UnusableFile(
+            f"its Transformer's task is {str(task)[:100]!r}; only 'feature-extraction' is supported"
+        )
     prompts, default = _prompts(read_optional_object(folder / "config_sentence_transformers.json"))
     prompted = any(prompts.values())
     if os.path.lexists(folder / "modules.json"):
@@ -118,13 +120,15 @@ def _check_model(folder: Path, config: JSONObject, *, decoder: bool) -> None:
         for place in (config, text_config(config)):
             if place.get("use_bidirectional_attention") or place.get("is_causal") is False:
                 raise UnusableFile(
-                    "its attention looks both ways, and decoders here look back only"
+                    "it has bidirectional attention; decoders are run with causal attention only"
                 )
         return
     check_encoder(config)
     check_no_adapter(folder)
     if is_classifier(config):
-        raise UnusableFile("it has a head that judges texts; a cross-encoder answers at /v1/rerank")
+        raise UnusableFile(
+            "it is a cross-encoder, which scores pairs of texts; ask it at /v1/rerank"
+        )
 
 
 def read_dense_config(folder: Path) -> JSONObject:
@@ -138,10 +142,10 @@ def read_dense_config(folder: Path) -> JSONObject:
     found = TORCH_ACTIVATION.fullmatch(asked) if isinstance(asked, str) else None
     if found is None or found[1] not in _DENSE_ACTIVATIONS:
         raise UnusableFile(
-            f"{folder.name!r} has an activation function that is not known: {asked!r}"
+            f"{folder.name!r} has an activation function that is not supported: {asked!r}"
         )
     if config.get("use_residual"):
-        raise UnusableFile(f"{folder.name!r} has a residual connection, which is not computed")
+        raise UnusableFile(f"{folder.name!r} has a residual connection, which is not supported")
     for key in ("module_input_name", "module_output_name"):
         if config.get(key) not in (None, "sentence_embedding"):
             raise UnusableFile(f"{folder.name!r} is about {config[key]!r}, not the text's vector")
@@ -149,7 +153,7 @@ def read_dense_config(folder: Path) -> JSONObject:
         if type(config.get(key)) is not int:
             raise UnusableFile(f"{folder.name!r} does not say its {key}")
     if not (folder / "model.safetensors").is_file():
-        raise UnusableFile(f"{folder.name!r} has no model.safetensors, and no other file is read")
+        raise UnusableFile(f"{folder.name!r} has no model.safetensors; other files are not read")
     return {**config, "activation_function": found[1]}
 
 
@@ -165,17 +169,17 @@ def _read_modules(
         The pooling, the folders of the Dense modules, and whether vectors are normalized.
     """
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
-        raise UnusableFile("'modules.json' is no list of modules")
+        raise UnusableFile("'modules.json' is not a list of modules")
     kinds = [_module_class(module) for module in modules]
     normalize = kinds[-1:] == ["Normalize"]
     between = kinds[2:-1] if normalize else kinds[2:]
     if kinds[:2] != ["Transformer", "Pooling"] or set(between) - {"Dense"}:
         raise UnusableFile(
             f"its modules are {', '.join(kinds)[:200] or 'none'}; only Transformer, Pooling, "
-            "Dense and at last Normalize are computed"
+            "Dense and a final Normalize are supported"
         )
     if modules[0].get("path") not in (None, "", "."):
-        raise UnusableFile("its Transformer is in a folder of its own, where it is not looked for")
+        raise UnusableFile("its Transformer is in a folder of its own, which is not supported")
     own = read_object(_module_folder(folder, modules[1]) / "config.json")
     dense = tuple(_module_folder(folder, module) for module in modules[2 : 2 + len(between)])
     for path in dense:
@@ -187,7 +191,9 @@ def _module_class(module: JSONObject) -> str:
     """Return the class of a module, which must be sentence-transformers' own."""
     kind = module.get("type")
     if not isinstance(kind, str) or not kind.startswith("sentence_transformers."):
-        raise UnusableFile(f"it has a module of its own, {str(kind)[:100]!r}, which is not run")
+        raise UnusableFile(
+            f"it has a module of its own, {str(kind)[:100]!r}, which is not supported"
+        )
     return kind.rpartition(".")[2]
 
 
@@ -196,7 +202,7 @@ def _module_folder(folder: Path, module: JSONObject) -> Path:
     path = module.get("path")
     if not isinstance(path, str) or not re.fullmatch(r"(?!\.)[\w. -]+", path):
         raise UnusableFile(
-            f"'modules.json' names {str(path)[:100]!r}, which is no folder beside it"
+            f"'modules.json' names {str(path)[:100]!r}, which is not a folder beside it"
         )
     return folder / path
 
@@ -211,21 +217,25 @@ def parse_pooling(config: JSONObject, *, prompted: bool = True) -> Pooling:
         UnusableFile: this server does not compute it.
     """
     if prompted and config.get("include_prompt", True) is not True:
-        raise UnusableFile("its pooling leaves out the prompt (include_prompt), which is not done")
+        raise UnusableFile(
+            "its pooling leaves out the prompt (include_prompt), which is not supported"
+        )
     asked = config.get("pooling_mode")
     if asked is None:
         switches = {key: on for key, on in config.items() if key.startswith("pooling_mode_")}
         asked = [key.removeprefix("pooling_mode_") for key, on in switches.items() if on] or "mean"
     modes = [_mode(name) for name in (asked if isinstance(asked, list) else [asked])]
     if len(modes) != 1:
-        raise UnusableFile(f"its pooling joins several ways: {', '.join(modes)}")
+        raise UnusableFile(
+            f"its pooling concatenates several modes, which is not supported: {', '.join(modes)}"
+        )
     return modes[0]
 
 
 def _mode(name: object) -> Pooling:
     mode = _MODES.get(str(name))
     if mode is None:
-        raise UnusableFile(f"its pooling is not known: {str(name)[:100]!r}")
+        raise UnusableFile(f"its pooling is not supported: {str(name)[:100]!r}")
     return mode
 
 

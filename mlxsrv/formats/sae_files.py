@@ -271,7 +271,7 @@ def _saelens_kind(fields: JSONObject) -> tuple[Architecture, int | None]:
     options = fields.get("activation_fn_kwargs")
     options = options if isinstance(options, dict) else {}
     if options.get("signed"):
-        refuse("it takes the k largest by amount, whatever their sign")
+        refuse("it takes the k largest absolute values, which is not supported")
     if function == "topk" and architecture in ("standard", "topk"):
         architecture = "topk"
     elif function not in (None, "relu", name):
@@ -296,7 +296,7 @@ def _saelens_layer(hook_name: object, hook_layer: object) -> tuple[int | None, b
 
 def _normalization(value: object) -> Normalization:
     if value is True or value == "expected_average_only_in":
-        refuse("it scales hidden states by a factor that its files do not tell")
+        refuse("it scales hidden states by a factor that its files do not contain")
     if not (value is None or isinstance(value, bool | str)) or value not in _NORMALIZATIONS:
         refuse(f"it normalizes activations by {short(value)}, which is not supported")
     return _NORMALIZATIONS[value]
@@ -314,7 +314,7 @@ def _read_sparsify(weights: Path) -> SAEFile:
         ("skip_connection", "it has a skip connection"),
         ("embed_skip", "it has a skip connection"),
         ("gram_lookup", "it reads a table of n-grams"),
-        ("signed", "it takes the k largest by amount, whatever their sign"),
+        ("signed", "it takes the k largest absolute values, which is not supported"),
     ):
         if _flag(config, key, False):
             refuse(what)

@@ -115,7 +115,7 @@ def sizes(tensors: dict[SAETensorRole, SAETensor]) -> tuple[int, int]:
     if len(bias) != 1 or len(width) != 1:
         refuse("one of its biases is not a vector")
     if not (0 < bias[0] <= _LARGEST and 0 < width[0] <= _LARGEST):
-        refuse("it has no features, or far too many")
+        refuse("it has no features, or too many")
     return width[0], bias[0]
 
 

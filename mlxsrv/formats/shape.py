@@ -46,13 +46,13 @@ def check_shape(config: JSONObject, tensors: Mapping[str, Tensor]) -> None:
     most = min(_TOLERANCE * len(named) + _SPARE, MOST_LAYERS)
     for key, value in _depths(config):
         if value > most:
-            _refuse(key, value, "its weights are not of so many layers")
+            _refuse(key, value, "its weights do not have so many layers")
     sizes = [size for tensor in tensors.values() for size in tensor.shape]
     largest = _TOLERANCE * max([len(tensors), *sizes])
     for place in (config, text_config(config)):
         for key in _SIZES & place.keys():
             if type(place[key]) is int and place[key] > largest:
-                _refuse(key, place[key], "no tensor in its weights is of such a size")
+                _refuse(key, place[key], "no tensor in its weights has such a size")
 
 
 def _refuse(key: str, value: int, why: str) -> None:

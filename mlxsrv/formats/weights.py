@@ -85,7 +85,7 @@ def _read_index(path: Path) -> set[str]:
         raise UnusableFile(f"{_INDEX!r} names no files")
     for name in shards.values():
         if not isinstance(name, str) or re.search(r"[/\\\0]", name):
-            raise UnusableFile(f"{_INDEX!r} names what is no file beside it")
+            raise UnusableFile(f"{_INDEX!r} names something that is not a file beside it")
         if not fnmatchcase(name, _WEIGHTS):
             raise UnusableFile(f"{_INDEX!r} names {name[:100]!r}, and only {_WEIGHTS} are read")
     return set(shards.values())

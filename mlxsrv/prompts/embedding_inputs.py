@@ -172,7 +172,7 @@ def _prompt(request: EmbeddingRequest, config: PoolingConfig) -> str:
     if request.instruction is not None:
         if not _INSTRUCTION.search(found):
             raise UnsupportedParameter(
-                "instruction: this model's files have no prompt that holds one",
+                "instruction: this model's files have no prompt with an instruction; leave it out",
                 param="instruction",
             )
         return _INSTRUCTION.sub(lambda _: request.instruction or "", found)
@@ -183,10 +183,10 @@ def _prompt(request: EmbeddingRequest, config: PoolingConfig) -> str:
 
 def _check_length(tokens: Sequence[int], longest: int | None, path: str) -> None:
     if not tokens:
-        raise InvalidRequest(f"{path}: the model's tokenizer makes no token of it", param=path)
+        raise InvalidRequest(f"{path}: the model's tokenizer gives no token for it", param=path)
     if longest is not None and len(tokens) > longest:
         raise ContextLengthExceeded(
             f"{path}: this model's maximum context length is {longest} tokens; the text has "
-            f"{len(tokens)}; truncate: true would have it cut",
+            f"{len(tokens)}; truncate: true would cut it",
             param=path,
         )

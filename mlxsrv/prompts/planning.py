@@ -65,7 +65,7 @@ def plan_chat(
     if tools and (dialect is None or not _has_variable("tools", request, tokenizer)):
         raise UnsupportedParameter(
             "tools: this model's chat template has no tools, or calls them in a way that is not "
-            "known here",
+            "supported",
             param="tools",
         )
     chat = Chat(
@@ -185,7 +185,7 @@ def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> PromptPlan:
     prompt = infill(tokenizer, prefix, request.input_suffix, files, budget)
     if prompt is None:
         raise UnsupportedParameter(
-            "model: it has no fill-in-the-middle tokens, so it cannot infill; ask another",
+            "model: it has no fill-in-the-middle tokens, so it cannot infill; choose another model",
             param="model",
         )
     return _plan_text(request, [prompt], ["input_prefix"], tokenizer)
@@ -243,7 +243,7 @@ def check_ids(tokens: Sequence[int], path: str, tokenizer: Tokenizer) -> None:
         if token >= tokenizer.vocabulary:
             where = f"{path}[{i}]"
             raise InvalidRequest(
-                f"{where}: {token} is no token id of this model; it has {tokenizer.vocabulary}",
+                f"{where}: {token} is not a token id of this model; it has {tokenizer.vocabulary}",
                 param=where,
             )
 
@@ -252,7 +252,8 @@ def _check_biases(request: GenerationRequest, tokenizer: Tokenizer) -> None:
     for token in request.logit_bias or {}:
         if token >= tokenizer.vocabulary:
             raise InvalidRequest(
-                f"logit_bias: {token} is no token id of this model; it has {tokenizer.vocabulary}",
+                f"logit_bias: {token} is not a token id of this model; it has "
+                f"{tokenizer.vocabulary}",
                 param="logit_bias",
             )
 

@@ -483,10 +483,10 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (_replace(SHARDS[1]), "one of several"),
     (_without(SHARDS[0]), f"'{SHARDS[0]}' is not there"),
     (_shard(x="model-00003-of-00003.safetensors"), "'model-00003-of-00003.safetensors' is not"),
-    (_shard(x="../model.safetensors"), "no file beside it"),
-    (_shard(x="/model.safetensors"), "no file beside it"),
-    (_shard(x="model\0.safetensors"), "no file beside it"),
-    (_shard(x=5), "no file beside it"),
+    (_shard(x="../model.safetensors"), "not a file beside it"),
+    (_shard(x="/model.safetensors"), "not a file beside it"),
+    (_shard(x="model\0.safetensors"), "not a file beside it"),
+    (_shard(x=5), "not a file beside it"),
     (_shard(x=".."), "only model"),
     (_shard(x="other.safetensors"), "'other.safetensors', and only model"),
     (_write(INDEX, "{}"), "something in it"),
@@ -548,7 +548,7 @@ def test_what_the_file_system_refuses_is_a_reason(folder: Path) -> None:
     change(folder / "config.json", model_file="x" * 300)
     assert reason(folder, trust_remote_code=True).endswith("cannot be read: File name too long")
     change(folder / "config.json", model_file="a\0b")
-    assert "is no path" in reason(folder, trust_remote_code=True)
+    assert "file name in it is not valid" in reason(folder, trust_remote_code=True)
 
 
 # What mlx-lm knows.

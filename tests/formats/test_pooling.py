@@ -245,7 +245,7 @@ def test_how_a_cross_encoder_judges(
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"architectures": ["BertModel"]}, "no cross-encoder"),
+        ({"architectures": ["BertModel"]}, "not a cross-encoder"),
         ({"id2label": {str(i): str(i) for i in range(5)}}, "5 labels"),
         ({"id2label": None, "num_labels": 3}, "3 labels"),
         ({"id2label": None, "num_labels": "x"}, "num_labels"),
@@ -275,19 +275,19 @@ def test_a_cross_encoder_makes_no_vectors(tmp_path: Path) -> None:
         ({"modules": modules("Transformer", "Pooling", "LayerNorm")}, "LayerNorm"),
         ({"modules": modules("Transformer", "WeightedLayerPooling")}, "WeightedLayerPooling"),
         ({"modules": modules("Transformer", "Dense")}, "modules are Transformer, Dense;"),
-        ({"modules": modules("Transformer", "Pooling", "Normalize", "Dense")}, "at last Normalize"),
-        ({"modules": modules("Normalize", "Transformer", "Pooling")}, "at last Normalize"),
+        ({"modules": modules("Transformer", "Pooling", "Normalize", "Dense")}, "a final Normalize"),
+        ({"modules": modules("Normalize", "Transformer", "Pooling")}, "a final Normalize"),
         ({"modules": []}, "modules are none"),
-        ({"modules": {}}, "no list"),
-        ({"modules": [1]}, "no list"),
+        ({"modules": {}}, "not a list"),
+        ({"modules": [1]}, "not a list"),
         ({"modules": "[" * 100_000}, "not valid JSON"),
         ({"modules": [{"type": "custom_st.Transformer"}]}, "custom_st"),
         ({"modules": [{**PLAIN[0], "path": "0_Transformer"}, PLAIN[1]]}, "folder of its own"),
-        ({"modules": [PLAIN[0], {**PLAIN[1], "path": "../1_Pooling"}]}, "no folder beside"),
-        ({"modules": [PLAIN[0], {**PLAIN[1], "path": ""}]}, "no folder beside"),
+        ({"modules": [PLAIN[0], {**PLAIN[1], "path": "../1_Pooling"}]}, "not a folder beside"),
+        ({"modules": [PLAIN[0], {**PLAIN[1], "path": ""}]}, "not a folder beside"),
         ({"modules": [PLAIN[0], {**PLAIN[1], "path": "2_Pooling"}]}, "config.json"),
         ({"_1_Pooling__config": {"pooling_mode": "attention"}}, "attention"),
-        ({"_1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "several ways: cls, mean"),
+        ({"_1_Pooling__config": {"pooling_mode": ["cls", "mean"]}}, "not supported: cls, mean"),
         (
             {
                 "_1_Pooling__config": pooling("cls_token", include_prompt=False),
@@ -345,7 +345,7 @@ def test_dense_layers_that_are_refused(change: dict[str, Any], reason: str, tmp_
     ],
 )
 def test_decoders_that_look_both_ways_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="both ways"):
+    with pytest.raises(ValueError, match="bidirectional"):
         read(write(tmp_path, config), decoder=True)
 
 

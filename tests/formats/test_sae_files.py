@@ -244,7 +244,7 @@ def change(path: Path, **values: Any) -> None:
         ({"architecture": "temporal"}, "not supported"),
         ({"architecture": ["standard"]}, "not supported"),
         ({"activation_fn_str": "tanh-relu"}, "activation function"),
-        ({"activation_fn": "topk", "activation_fn_kwargs": {"k": 3, "signed": True}}, "sign"),
+        ({"activation_fn": "topk", "activation_fn_kwargs": {"k": 3, "signed": True}}, "absolute"),
         ({"architecture": "topk"}, "k is None"),
         ({"architecture": "topk", "k": 17}, "k is 17, of 16"),
         ({"architecture": "topk", "k": 0}, "its k is 0"),
@@ -279,7 +279,7 @@ def test_what_a_config_rules_out(config: dict[str, Any], expected: str, tmp_path
         ({"skip_connection": True}, "skip"),
         ({"gram_lookup": True}, "n-grams"),
         ({"activation": "groupmax"}, "'groupmax'"),
-        ({"signed": True}, "sign"),
+        ({"signed": True}, "absolute"),
         ({"k": ...}, "its k"),
         ({"num_latents": 0, "expansion_factor": -1}, "expansion_factor"),
         ({"num_latents": 15}, "num_latents"),
@@ -345,7 +345,7 @@ BROKEN: list[tuple[str, bytes, str]] = [
         _header(
             {n: {"dtype": "F32", "shape": [512], "data_offsets": [0, 2048]} for n in "abc"}, 2048
         ),
-        "lie on one another",
+        "overlap",
     ),
 ]
 
@@ -429,7 +429,7 @@ def test_an_archive_of_two_that_share_a_name(tmp_path: Path) -> None:
     path = _npz(tmp_path)
     with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("b_enc.npy", _npy(np.zeros(16)))
-    assert "two members of one name" in reason(path)
+    assert "two members with one name" in reason(path)
 
 
 def test_numbers_of_an_archive_that_are_damaged(tmp_path: Path) -> None:

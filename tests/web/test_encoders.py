@@ -237,9 +237,9 @@ def test_each_does_only_what_it_is_for(client: httpx.Client) -> None:
 
     pair = {"query": "a", "documents": ["b"]}
     assert "/v1/rerank" in refusal(EMBEDDINGS, {"model": "judge", "input": "a"})
-    assert "no cross-encoder" in refusal(RERANK, {"model": "bert", **pair})
+    assert "not a cross-encoder" in refusal(RERANK, {"model": "bert", **pair})
     for model in ("bert", "judge"):
-        assert "writes no text" in refusal("/v1/chat/completions", chat(model=model))
+        assert "generates no text" in refusal("/v1/chat/completions", chat(model=model))
 
 
 def test_a_document_that_is_too_long_is_named(client: httpx.Client) -> None:

@@ -60,7 +60,7 @@ def _run(request: object, *, type: type[T]) -> T:
     except subprocess.TimeoutExpired:
         raise GrammarRefused(f"takes more than {_SECONDS:.0f} s to compile") from None
     if done.returncode < 0:
-        raise GrammarRefused("more than the compiler takes: references may be nested too deeply")
+        raise GrammarRefused("too much for the compiler: references may be nested too deeply")
     if done.returncode > 0 or not done.stdout:
         raise RuntimeError(f"cannot try a grammar: {done.stderr.decode(errors='replace')}")
     return msgspec.json.decode(done.stdout, type=type)
