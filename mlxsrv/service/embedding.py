@@ -16,7 +16,6 @@ from mlxsrv.engine.orders import Embed
 from mlxsrv.errors import (
     EngineFailed,
     ServeError,
-    ShuttingDown,
     UnsupportedParameter,
 )
 from mlxsrv.formats.encoders import CrossEncoderConfig
@@ -48,21 +47,18 @@ _log = logging.getLogger("mlxsrv.service.service")
 
 
 class EmbeddingTask:
-    """One request, from its claim on a model to its answer. Whoever makes it must `close` it."""
+    """One request, from its claim on a model to its answer. Its methods raise ServeError."""
 
-    def __init__(self, resources: Resources, lease: Lease, request_id: str) -> None:
+    def __init__(
+        self, resources: Resources, lease: Lease, work: TimedWork, request_id: str
+    ) -> None:
         self._resources = resources
         self._lease = lease
+        self._work = work
         self._request_id = request_id
         self._begun = asyncio.get_running_loop().time()
-        self._work = TimedWork(
-            resources.settings,
-            loading=lambda: lease.model.progressing,
-            heard=lambda: resources.pool.engine.heard,
-        )
 
     async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
-        """Raises ServeError."""
         with self._work.run():
             inputs, vectors = await self._compute(partial(self._plan_texts, request))
         return await anyio.to_thread.run_sync(
@@ -70,7 +66,6 @@ class EmbeddingTask:
         )
 
     async def rerank(self, request: RerankRequest) -> RerankResponse:
-        """Raises ServeError."""
         with self._work.run():
             inputs, logits = await self._compute(partial(self._plan_documents, request))
         scores = judge(logits, self._cross_encoder_config().activation)
@@ -78,45 +73,35 @@ class EmbeddingTask:
         return rerank_response(request, id, self._lease.model.name, scores, inputs.tokens)
 
     async def score(self, request: ScoreRequest) -> ScoreList:
-        """By a cross-encoder's judgement, or how near an embedder's vectors are.
-
-        Raises ServeError.
-        """
+        """The scores of a cross-encoder, or the cosine similarity of an embedder's vectors."""
         with self._work.run():
-            inputs, made = await self._compute(partial(self._plan_score, request))
+            inputs, outputs = await self._compute(partial(self._plan_score, request))
         if inputs.firsts:
-            scores = judge(made, self._cross_encoder_config().activation)
+            scores = judge(outputs, self._cross_encoder_config().activation)
         else:
-            ones = len(request.lists[0])
-            scores = cosines(made[:ones], made[ones:], request.pairs)
+            first = len(request.lists[0])
+            scores = cosines(outputs[:first], outputs[first:], request.pairs)
         id = f"score-{uuid.uuid4().hex}"
         return score_list(id, self._lease.model.name, scores, inputs.tokens)
-
-    def stop(self) -> None:
-        """End it from outside: the server is shutting down."""
-        self._work.end(ShuttingDown("the server is shutting down"))
-
-    def close(self) -> None:
-        self._work.close()
-        self._lease.return_row(self)
-        self._lease.release()
 
     async def _compute(
         self, plan: Callable[[Tokenizer], EmbeddingInputs]
     ) -> tuple[EmbeddingInputs, Vectors]:
-        """The texts' vectors, from the model's batches that other requests are part of, too."""
+        """What the model makes of the texts that `plan` returns. It may compute texts of several
+        requests together."""
         lease = self._lease
         tokenizer = await lease.tokenizer()
         self._work.enter(State.PREPARING)
         inputs = await lease.model.tokenizer_lock.run(partial(plan, tokenizer))
         await lease.enter()
         self._work.enter(State.QUEUED)
+        job_id = next(self._resources.job_ids)
+        order = Embed(job_id, lease.model.name, inputs.texts, inputs.firsts)
         await lease.borrow_row(self)
-        command = Embed(
-            next(self._resources.job_ids), lease.model.name, inputs.texts, inputs.firsts
-        )
-        vectors = await self._embed(command)
-        lease.return_row(self)
+        try:
+            vectors = await self._embed(order)
+        finally:
+            lease.return_row(self)
         log(
             _log,
             logging.INFO,
@@ -129,20 +114,20 @@ class EmbeddingTask:
         )
         return inputs, vectors
 
-    async def _embed(self, command: Embed) -> Vectors:
+    async def _embed(self, order: Embed) -> Vectors:
         self._work.enter(State.SUBMITTED)
         try:
-            return await self._resources.pool.engine.embed(command, self._work.note_progress)
+            return await self._resources.pool.engine.embed(order, self._work.note_progress)
         except EngineFailed:
             raise
         except ServeError as error:
-            # What went wrong inside is for the log.
+            # The reason may tell of the inside, so it is for the log only.
             log(
                 _log,
                 logging.ERROR,
                 "embedding failed",
                 request=self._request_id,
-                model=command.model,
+                model=order.model,
                 reason=error.message,
             )
             raise ServeError(

@@ -1,18 +1,15 @@
-"""All that one app serves: its models, and the replies that are under way.
+"""The service of one app: its models, and the requests that are under way.
 
-A Reply is made synchronously, so that everything known at once (an unknown model, a full queue, a
-server that is shutting down) is an error before anything has been spent on it. Its `admit` then
-does the waiting: for the model, for the tokenizer, for a row. Whoever answers the client reads
-`outputs`, in the same task group, and ends it with `close`.
+Making a Reply raises all that is known before anything is waited for: an unknown model, a full
+queue, a server that is shutting down. Its `admit` then waits: for the tokenizer, the model, a row.
+The caller reads its `outputs` in the same task group, and ends it with `close`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from datetime import UTC, datetime
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
 from itertools import count
@@ -20,9 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
-import msgspec
 
-from mlxsrv.engine.events import Report
 from mlxsrv.errors import (
     EngineFailed,
     InvalidRequest,
@@ -32,8 +27,6 @@ from mlxsrv.errors import (
 )
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.pool.lease import Lease
-from mlxsrv.models.pool.model import Model, ModelStatistics
-from mlxsrv.models.pool.model_files import capped
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
 from mlxsrv.prompts.messages import chat_messages
@@ -44,6 +37,7 @@ from mlxsrv.service.observing import Observer
 from mlxsrv.service.planning import PromptRequest
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
+from mlxsrv.service.status import model_object, model_states
 from mlxsrv.service.steering.attachments import SAEs
 from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
@@ -63,10 +57,7 @@ from mlxsrv.wire.openai import (
     EngineState,
     Health,
     HealthStatus,
-    MemoryState,
-    ModelDetails,
     ModelObject,
-    ModelState,
 )
 from mlxsrv.wire.requests import (
     ChatRequest,
@@ -89,7 +80,7 @@ V = TypeVar("V")
 
 
 class Service:
-    """All that one app serves: its models and the replies that are under way."""
+    """The models of one app, and the requests that are under way. Used on one event loop."""
 
     def __init__(self, settings: Settings, observers: Sequence[Observer] = ()) -> None:
         self.settings = settings
@@ -107,9 +98,8 @@ class Service:
             count(1),
         )
         self._replies: set[Reply] = set()
-        self._embeddings: set[EmbeddingTask] = set()
-        self._tokenizing: set[TimedWork] = set()
-        self._starting = False  # the default model is loaded for the first time
+        self._work: set[TimedWork] = set()
+        self._starting = False  # while the default model is loaded at start
         self._draining = False
         self._idle = asyncio.Event()
 
@@ -130,7 +120,7 @@ class Service:
         return await self._reply(request, request_id, "n")
 
     async def _reply(self, request: PromptRequest, request_id: str, param: str) -> Reply:
-        """`param` is the field to blame for too many choices."""
+        """`param` is the field that an error about too many choices names."""
         most = self.settings.max_choices
         if request.all_choices > most:
             raise InvalidRequest(
@@ -148,98 +138,78 @@ class Service:
         self._note_idle()
 
     def _check_template(self, request: ChatRequest) -> None:
-        """Raises UnsupportedParameter: a template is a program, and the operator's to allow."""
+        """Raises UnsupportedParameter: a template is a program, which the operator must allow."""
         if request.chat_template is not None and not self.settings.allow_chat_template:
             raise UnsupportedParameter(
-                "chat_template: this server runs the models' own templates only; its operator may "
+                "chat_template: this server runs only the models' own templates; its operator can "
                 "allow others with --allow-chat-template",
                 param="chat_template",
             )
 
-    # Requests that compute numbers.
-
-    async def embed(self, request: EmbeddingRequest, request_id: str) -> EmbeddingList:
-        """Raises ServeError."""
-        with await self._embedding(request.model, request_id) as embedding:
-            return await embedding.embed(request)
-
-    async def rerank(self, request: RerankRequest, request_id: str) -> RerankResponse:
-        """Raises ServeError."""
-        with await self._embedding(request.model, request_id) as embedding:
-            return await embedding.rerank(request)
-
-    async def score(self, request: ScoreRequest, request_id: str) -> ScoreList:
-        """Raises ServeError."""
-        with await self._embedding(request.model, request_id) as embedding:
-            return await embedding.score(request)
-
-    async def _embedding(
-        self, model: str | None, request_id: str
-    ) -> AbstractContextManager[EmbeddingTask]:
-        return self._under_way(EmbeddingTask(self._resources, await self._lease(model), request_id))
-
-    @contextlib.contextmanager
-    def _under_way(self, embedding: EmbeddingTask) -> Iterator[EmbeddingTask]:
-        self._embeddings.add(embedding)
-        try:
-            yield embedding
-        finally:
-            embedding.close()
-            self._embeddings.discard(embedding)
-            self._note_idle()
-
     async def _lease(self, model: str | None) -> Lease:
         """A claim on the model of this name, which may have to be looked for first."""
         entry = await self.pool.catalogue.find(model)
-        self._require_serving()
-        return self.pool.lease(entry)
-
-    def _require_serving(self) -> None:
         if self._draining:
             raise ShuttingDown("the server is shutting down")
         if self.pool.failure is not None:
             raise EngineFailed("the inference engine has failed; restart the server")
+        return self.pool.lease(entry)
+
+    # Requests that compute numbers. All raise ServeError.
+
+    async def embed(self, request: EmbeddingRequest, request_id: str) -> EmbeddingList:
+        async with self._timed_work(request.model) as (lease, work):
+            return await EmbeddingTask(self._resources, lease, work, request_id).embed(request)
+
+    async def rerank(self, request: RerankRequest, request_id: str) -> RerankResponse:
+        async with self._timed_work(request.model) as (lease, work):
+            return await EmbeddingTask(self._resources, lease, work, request_id).rerank(request)
+
+    async def score(self, request: ScoreRequest, request_id: str) -> ScoreList:
+        async with self._timed_work(request.model) as (lease, work):
+            return await EmbeddingTask(self._resources, lease, work, request_id).score(request)
+
+    # Requests that need a tokenizer only. All raise ServeError.
 
     async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        """Raises ServeError."""
         return await self._with_tokenizer(request.model, partial(tokenize, request))
 
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        """Raises ServeError."""
         return await self._with_tokenizer(request.model, partial(detokenize, request))
 
     async def apply_template(self, request: ChatRequest) -> AppliedTemplate:
-        """Raises ServeError."""
         self._check_template(request)
         return await self._with_tokenizer(request.model, partial(apply_template, request))
 
     async def tokenizer_info(self, request: TokenizerQuery) -> TokenizerInfo:
-        """Raises ServeError."""
         return await self._with_tokenizer(request.model, tokenizer_info)
 
-    async def _with_tokenizer(self, model: str | None, work: Callable[[Tokenizer], V]) -> V:
-        """Do `work` in a worker thread, with the model's tokenizer to itself.
+    async def _with_tokenizer(self, model: str | None, function: Callable[[Tokenizer], V]) -> V:
+        """Call `function` in a worker thread, which has the model's tokenizer to itself."""
+        async with self._timed_work(model) as (lease, work):
+            with work.run():
+                tokenizer = await lease.tokenizer()
+                work.enter(State.PREPARING)
+                return await lease.model.tokenizer_lock.run(partial(function, tokenizer))
+        raise AssertionError("it was done, or ended with an error")
 
-        Raises:
-            DeadlineExceeded, Overloaded, ShuttingDown: it was ended before it was done.
-        """
+    @contextlib.asynccontextmanager
+    async def _timed_work(self, model: str | None) -> AsyncIterator[tuple[Lease, TimedWork]]:
+        """A claim on a model, and the work that a clock or a shutdown may end."""
         lease = await self._lease(model)
-        timed = TimedWork(
+        work = TimedWork(
             self.settings,
             loading=lambda: lease.model.progressing,
             heard=lambda: self.pool.engine.heard,
         )
-        self._tokenizing.add(timed)
+        self._work.add(work)
         try:
-            with timed.run():
-                tokenizer = await lease.tokenizer()
-                timed.enter(State.PREPARING)
-                return await lease.model.tokenizer_lock.run(partial(work, tokenizer))
+            yield lease, work
         finally:
-            self._tokenizing.discard(timed)
+            work.close()
             lease.release()
+            self._work.discard(work)
             self._note_idle()
-        raise AssertionError("it was done, or ended with an error")
 
     # The requests that are under way.
 
@@ -254,7 +224,7 @@ class Service:
 
     @property
     def _busy(self) -> bool:
-        return bool(self._replies or self._embeddings or self._tokenizing)
+        return bool(self._replies or self._work)
 
     # The catalogue.
 
@@ -262,44 +232,23 @@ class Service:
         """Loaded models first, then by name."""
         catalogue = self.pool.catalogue
         await catalogue.refresh()
-        known = [self._model_object(entry) for entry in catalogue if entry.problem is None]
+        known = [self._describe(entry) for entry in catalogue if entry.problem is None]
         return sorted(known, key=lambda model: (not model.loaded, model.id))
 
     async def model(self, name: str) -> ModelObject:
         """Raises ModelNotFound."""
         catalogue = self.pool.catalogue
         await catalogue.refresh()
-        return self._model_object(await catalogue.find(name, download=False))
+        return self._describe(await catalogue.find(name, download=False))
 
-    def _model_object(self, entry: ModelEntry) -> ModelObject:
-        model = self.pool.model(entry.name)
-        shown = ModelObject(
-            id=entry.name,
-            created=entry.created,
-            owned_by=entry.name.rpartition("/")[0] or "mlxsrv",
-            loaded=model is not None and model.loaded is not None,
-            aliases=entry.aliases,
-        )
-        said = entry.description
-        if said is None:
-            return shown
-        return msgspec.structs.replace(
-            shown,
-            type=said.type,
-            context_length=capped(said.context_length, self.settings),
-            details=ModelDetails(
-                said.family, said.parameter_size, said.quantization_level, said.format
-            ),
-            size=said.size,
-            modified_at=datetime.fromtimestamp(said.modified_at, UTC),
-            capabilities=_capabilities(said.capabilities, model),
-        )
+    def _describe(self, entry: ModelEntry) -> ModelObject:
+        return model_object(entry, self.pool.model(entry.name), self.settings)
 
     # Life.
 
     @property
     def health(self) -> HealthStatus:
-        """Whether requests would be served. Takes nothing of the device thread."""
+        """Whether requests would be served. Does not ask the device thread."""
         if not self.alive:
             return "failed" if self.pool.failure is not None else "stalled"
         if self._draining:
@@ -308,35 +257,24 @@ class Service:
 
     @property
     def alive(self) -> bool:
-        """False once only a restart may help: the device thread is dead, or has been in one step
-        for longer than `step_timeout`."""
+        """False if only a restart may help: the device thread is dead, or has been in one step for
+        longer than `step_timeout`."""
         return self.pool.failure is None and not self.pool.stalled
 
     async def state(self) -> Health:
-        """The health, with what every model and the memory are at. A device thread that is dead,
-        or in a step that lasts, has no part in it."""
+        """The health, with the state of each model and of the memory. Those are left out if the
+        device thread is dead or does not answer in time."""
         status = self.health  # before the wait, in which a stall may end
         report, engine = None, EngineState(stalled_seconds=self.pool.stalled)
         with contextlib.suppress(ServeError), anyio.move_on_after(_REPORT_SECONDS):
             report = await self.pool.engine.report()
         if report is None:
             return Health(status=status, engine=engine)
-        pool = self.pool.statistics()
-        return Health(
-            status=status,
-            engine=engine,
-            models=[_model_state(model, report) for model in pool.models],
-            memory=MemoryState(
-                limit=pool.limit,
-                weights=pool.used,
-                active=report.active_bytes,
-                cached=report.cache_bytes,
-                peak=report.peak_bytes,
-            ),
-        )
+        models, memory = model_states(self.pool.statistics(), report)
+        return Health(status=status, engine=engine, models=models, memory=memory)
 
     def statistics(self) -> PoolStatistics:
-        """The state of all models, without the device thread."""
+        """The state of all models. Does not ask the device thread."""
         return self.pool.statistics()
 
     def label(self, name: str | None) -> str:
@@ -344,7 +282,7 @@ class Service:
         return self.pool.catalogue.label(name)
 
     def abandon(self) -> None:
-        """Leave the device thread without waiting for anything: the loop is gone."""
+        """Leave the device thread without waiting for anything: the event loop is gone."""
         self.pool.abandon()
 
     async def preload(self) -> None:
@@ -364,8 +302,8 @@ class Service:
             await self.pool.preload(await self.pool.catalogue.find(name))
 
     async def drain(self) -> None:
-        """Refuse new requests; let running ones finish for `shutdown_grace` seconds, then end them
-        with an error of their own form. Cancelling it skips the rest of the grace."""
+        """Refuse new requests, and give running ones `shutdown_grace` seconds to finish; then end
+        them with an error. Cancelling it skips the rest of that time."""
         self._draining = True
         try:
             await self._wait_idle(self.settings.shutdown_grace)
@@ -380,7 +318,7 @@ class Service:
                 await self._idle.wait()
 
     async def close(self) -> None:
-        """End what is still there and leave the device thread."""
+        """End the requests that are left, and leave the device thread."""
         self._draining = True
         self._end_all()
         await self.saes.close()
@@ -389,33 +327,9 @@ class Service:
     def _end_all(self) -> None:
         for reply in list(self._replies):
             reply.fail(ShuttingDown("the server is shutting down"))
-        for embedding in list(self._embeddings):
-            embedding.stop()
-        for timed in self._tokenizing:
-            timed.end(ShuttingDown("the server is shutting down"))
+        for work in self._work:
+            work.end(ShuttingDown("the server is shutting down"))
 
 
 _REPORT_SECONDS = 2.0
-_FAREWELL_SECONDS = 2.0  # for the last frames to reach clients that read them
-
-
-def _model_state(model: ModelStatistics, report: Report) -> ModelState:
-    return ModelState(
-        id=model.name,
-        state=model.status,
-        pinned=model.pinned,
-        requests=model.leases,
-        rows=model.rows,
-        max_rows=model.max_rows,
-        bytes=model.bytes,
-        idle_seconds=model.idle_seconds,
-        engine=report.models.get(model.name, {}),
-    )
-
-
-def _capabilities(said: tuple[str, ...], model: Model | None) -> tuple[str, ...]:
-    """What the files say, and what only the tokenizer's whole vocabulary tells once it is there."""
-    tokenizer = None if model is None else model.tokenizer
-    if tokenizer is None or not tokenizer.thinks or "chat" not in said or "thinking" in said:
-        return said
-    return (*said, "thinking")
+_FAREWELL_SECONDS = 2.0  # in which the last frames reach clients that read them

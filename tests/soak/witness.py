@@ -60,7 +60,7 @@ def take(app: App, tasks: int) -> Holdings:
             "waiting": sum(model.waiting for model in state.models),
             "turns": len(state.queue),
             "replies": len(service._replies),
-            "embeddings": len(service._embeddings),
+            "work": len(service._work),
             "receivers": len(engine._receivers),
             "questions": len(engine._questions),
         },

@@ -1,0 +1,82 @@
+"""Models as the API describes them: in the list of models, and in the health."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+
+from mlxsrv.engine.events import Report
+from mlxsrv.models.catalogue.catalogue import ModelEntry
+from mlxsrv.models.pool.model import Model, ModelStatistics
+from mlxsrv.models.pool.model_files import capped
+from mlxsrv.models.pool.pool import PoolStatistics
+from mlxsrv.settings import Settings
+from mlxsrv.wire.openai import MemoryState, ModelDetails, ModelObject, ModelState
+
+
+def model_object(entry: ModelEntry, model: Model | None, settings: Settings) -> ModelObject:
+    """An entry of the catalogue, with `model` if it is loaded or wanted."""
+    described = ModelObject(
+        id=entry.name,
+        created=entry.created,
+        owned_by=entry.name.rpartition("/")[0] or "mlxsrv",
+        loaded=model is not None and model.loaded is not None,
+        aliases=entry.aliases,
+    )
+    files = entry.description
+    if files is None:
+        return described
+    return msgspec.structs.replace(
+        described,
+        type=files.type,
+        context_length=capped(files.context_length, settings),
+        details=ModelDetails(
+            files.family, files.parameter_size, files.quantization_level, files.format
+        ),
+        size=files.size,
+        modified_at=datetime.fromtimestamp(files.modified_at, UTC),
+        capabilities=_capabilities(files.capabilities, model),
+    )
+
+
+def _capabilities(of_files: tuple[str, ...], model: Model | None) -> tuple[str, ...]:
+    """The capabilities that the files show, and thinking, which may need the tokenizer's whole
+    vocabulary."""
+    tokenizer = None if model is None else model.tokenizer
+    if tokenizer is None or not tokenizer.thinks:
+        return of_files
+    if "chat" not in of_files or "thinking" in of_files:
+        return of_files
+    return (*of_files, "thinking")
+
+
+def model_states(pool: PoolStatistics, report: Report) -> tuple[list[ModelState], MemoryState]:
+    """The states of all models and of the memory.
+
+    Args:
+        report: the device thread's part.
+    """
+    models = [_model_state(model, report.models.get(model.name, {})) for model in pool.models]
+    memory = MemoryState(
+        limit=pool.limit,
+        weights=pool.used,
+        active=report.active_bytes,
+        cached=report.cache_bytes,
+        peak=report.peak_bytes,
+    )
+    return models, memory
+
+
+def _model_state(model: ModelStatistics, engine: dict[str, int]) -> ModelState:
+    return ModelState(
+        id=model.name,
+        state=model.status,
+        pinned=model.pinned,
+        requests=model.leases,
+        rows=model.rows,
+        max_rows=model.max_rows,
+        bytes=model.bytes,
+        idle_seconds=model.idle_seconds,
+        engine=engine,
+    )
