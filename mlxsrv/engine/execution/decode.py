@@ -33,6 +33,7 @@ import mlx.core as mx
 
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache
 from mlxsrv.engine.events import Event, Failed, Likelihood, Token
+from mlxsrv.engine.execution.launch import launch
 from mlxsrv.engine.execution.speculation import Round, Speculation
 from mlxsrv.engine.execution.sub_batches import SubBatch, find_close
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
@@ -89,10 +90,10 @@ class Step:
         tokens, highest = self._sampler.draw_from(blocks)
         proof = Proof(self._rows, highest)
         if self._likelihoods is None:
-            mx.async_eval(tokens, highest)  # type: ignore[no-untyped-call]  # mlx's stubs
+            launch(tokens, highest)
             return tokens, (proof,), ()
         drawn = self._likelihoods(blocks if allowed is logits else Blocks(logits), tokens)
-        mx.async_eval(tokens, highest, *drawn[1:])  # type: ignore[no-untyped-call]  # as above
+        launch(tokens, highest, *drawn[1:])
         return tokens, (proof,), (drawn,)
 
 
@@ -197,8 +198,9 @@ class Decoder:
             self._launched = Launched(proofs, scores, self._look())
             keep = self._deliver(rows, inputs, last, events)
         else:
-            # What may come next depends on what came, so the model runs while that is looked at.
-            mx.async_eval(logits)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
+            # A constraint must see the token before it can tell what may follow. So the model runs
+            # while the constraints look at the tokens.
+            launch(logits)
             activations = self._look()
             keep = self._accept(rows, self._deliver(rows, inputs, last, events), events)
             self._inputs, proofs, scores = step.draw(logits, inputs)
@@ -241,7 +243,7 @@ class Decoder:
             if sub_batch.plan is not None and sub_batch.plan.activations is not None
         )
         for seen, _ in activations:
-            mx.async_eval(seen.arrays)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
+            launch(seen.arrays)
         return activations
 
     def _deliver(
@@ -352,18 +354,18 @@ class Decoder:
         [sub_batch] = self.sub_batches
         [row] = sub_batch.rows
         last, self._launched = self._launched, Launched()
-        came = self.speculation.run(self._model, sub_batch, self._inputs, proposals, self._round)
-        self._inputs, self._round = came.inputs, came
+        outcome = self.speculation.run(self._model, sub_batch, self._inputs, proposals, self._round)
+        self._inputs, self._round = outcome.inputs, outcome
         self._step, self._stepped = None, None  # the step's sampler is behind, its clock too
         self._count_step()
-        if came.broken or last.broken():
+        if outcome.broken or last.broken():
             events.append(_break(row))
             self._keep([])
             self.rounding = False
             return
         finish: FinishReason | None = None
         accepted = 0
-        for token in came.seen:
+        for token in outcome.seen:
             accepted += 1
             row.drawn.append(token)
             finish = row.finish_reason(token)
@@ -479,7 +481,7 @@ class Decoder:
             return
         cache = sub_batch.extract(index) if self._batched else sub_batch.cache
         # Evaluated behind the step that is under way, and then free of the batch's arrays.
-        mx.async_eval([layer.state for layer in cache])  # type: ignore[no-untyped-call]  # as above
+        launch([layer.state for layer in cache])
         self._cached.put(row.seen[:held], cache, row.job.steering)
 
 

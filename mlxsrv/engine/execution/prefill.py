@@ -315,7 +315,7 @@ def _look(
 def read_together(
     model: Any, cache: Cache, prompts: Sequence[tuple[int, ...]], plan: SteeringPlan | None = None
 ) -> None:
-    """Read one prompt into each row of the batch cache, in one pass, right-padded."""
+    """Read one prompt into each row of a batch's KV cache, in one pass, right-padded."""
     lengths = [len(prompt) for prompt in prompts]
     padding = [max(lengths) - length for length in lengths]
     if any(padding):
@@ -331,22 +331,22 @@ def read_together(
 
 def masks_padding(model: Any) -> bool:
     """Whether the model reads a padded prompt as it would the prompt alone."""
-    trial = try_padding(model)
+    probe = try_padding(model)
     while True:
         try:
-            next(trial)
+            next(probe)
         except StopIteration as stop:
             return bool(stop.value)
 
 
 def try_padding(model: Any) -> Generator[None, None, bool]:
-    """Find out what `masks_padding` tells, yielding between passes of the model.
+    """Find out what `masks_padding` returns, yielding between passes of the model.
 
-    Attention caches leave padding out themselves. A recurrent layer has to mask it, and not all
-    of mlx-lm's do, so models that have one are tried: a layer that swallows padding is off by as
-    much as its logits vary, one that does not by rounding.
+    Attention layers leave padding out. A recurrent layer has to mask it, and not all of mlx-lm's
+    do. So models that have one are tried: with a layer that reads padding as text, the logits are
+    off by as much as they vary, else by rounding.
     """
-    caches = KVCacheFactory(model)  # a model with a recurrent layer has no others
+    caches = KVCacheFactory(model)  # a model with a recurrent layer has its own kind only
     if not any(_recurrent(layer) for layer in caches.make()):
         return True
     short, long = (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11)

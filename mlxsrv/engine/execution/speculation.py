@@ -31,6 +31,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlxsrv.engine.cache.prompt_cache import Cache, as_tokens, common_prefix
+from mlxsrv.engine.execution.launch import launch
 from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.bans import Banning
@@ -102,7 +103,7 @@ class Draft:
         for _ in range(count):
             logits = self._feed(fed)[:, -1, : self._vocabulary]
             fed = sampler(logits).astype(mx.uint32)
-            mx.async_eval(fed)  # type: ignore[no-untyped-call]  # as mlx's stubs have it
+            launch(fed)
             proposals.append(fed)
         self._read += len(unread) + count
         return mx.concatenate(proposals)
