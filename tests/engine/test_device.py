@@ -221,6 +221,29 @@ def test_a_cancelled_job_hears_nothing_more_and_frees_its_row(model_folder: Mode
     run(test)
 
 
+def test_a_receiver_that_raises_ends_its_job_alone(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            heard = Listener()
+            bad = job(100_000)
+
+            def receive(event: JobEvent) -> None:
+                heard(event)
+                if isinstance(event, Token):
+                    raise RuntimeError("full")
+
+            client.submit(bad, receive)
+            other = await generate(client, job(50))
+            assert len(other.tokens) == 50
+            assert len(heard.tokens) == 1
+            assert isinstance(heard.events[-1], Failed)
+            assert "full" in heard.events[-1].reason
+            assert (await client.report()).models["m"]["rows"] == 0
+
+    run(test)
+
+
 @pytest.mark.parametrize("damage", ["missing", "truncated", "config"])
 def test_a_load_that_fails_says_why_and_can_be_tried_again(
     model_folder: ModelFolder, tmp_path: Path, damage: str

@@ -297,6 +297,18 @@ def test_a_cancelled_job_is_gone_at_whatever_stage(model_folder: ModelFolder) ->
     assert sum(map(sum, bench.slices)) <= 8 + 12
 
 
+def test_a_long_text_after_one_that_was_cancelled_is_read_from_its_beginning(
+    model_folder: ModelFolder,
+) -> None:
+    texts = (tuple(range(200, 320)),)
+    bench = Bench(model_folder("qwen3"), chunk=16)
+    bench.submit(0, make_texts(100))
+    bench.step(decoding=True)
+    bench.embedder.cancel([0])
+    found = bench.embed(texts, decoding=True)
+    np.testing.assert_allclose(found, Bench(model_folder("qwen3")).embed(texts), atol=1e-5)
+
+
 def test_an_error_fails_the_jobs_of_its_slice_only(model_folder: ModelFolder) -> None:
     bench = Bench(model_folder("qwen3"))
     inner = bench.runner.run
