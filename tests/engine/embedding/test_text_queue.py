@@ -48,6 +48,13 @@ def test_a_text_longer_than_a_slice_takes_turns_with_the_others() -> None:
     assert (lengths(queue), long(queue)) == ([], 400)
 
 
+def test_short_texts_do_not_starve_a_long_one() -> None:
+    queue = TextQueue(chunks=True)
+    add(queue, 7, 300)
+    add(queue, 8, *[40] * 3)
+    assert [lengths(queue, most=40) for _ in range(6)] == [[], [40], [], [40], [], [40]]
+
+
 def test_without_chunks_a_text_is_read_whole() -> None:
     queue = TextQueue(chunks=False)
     add(queue, 7, 300)
