@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 
 class Choice:
-    """Lives on the event loop. `receive` only notes what has come; `read` turns it into text on
-    its reader's time.
+    """Used on the event loop. `receive` only notes events; `read` makes text of them when the
+    reader wants it.
 
     Args:
-        index: of the choice in its reply.
-        job: what the engine is given.
-        constraint: what its tokens must follow.
-        pipeline: from its tokens to text, its own.
-        scores: where log-probabilities are wanted.
-        echo: the prompt, where the answer begins with it.
-        tells_tokens: whether the ids of the prompt and of what is drawn are told.
-        spelling: where the scores of the prompt are told: a token's bytes.
+        index: number of the choice in its reply.
+        job: what the engine gets.
+        constraint: the grammar that its tokens must follow.
+        pipeline: makes text of its tokens; no other choice uses it.
+        scores: given if log-probabilities are wanted.
+        echo: the prompt, if the answer begins with it.
+        tells_tokens: whether the outputs have the ids of the prompt and of generated tokens.
+        spelling: returns a token's bytes; given if the scores of the prompt are wanted.
     """
 
     def __init__(
@@ -84,12 +84,12 @@ class Choice:
 
     @property
     def tokens(self) -> int:
-        """Tokens sampled for the answer, the end token included."""
+        """The number of tokens sampled for the answer, with the end token."""
         return self.pipeline.tokens + self._end_tokens
 
     @property
     def waiting_tokens(self) -> int:
-        """Those that have arrived and were not read yet."""
+        """The number of tokens that have arrived and were not read yet."""
         return len(self._tokens)
 
     def enter(self, state: State) -> None:
@@ -110,7 +110,7 @@ class Choice:
         match event:
             case Token():
                 if event.finish == "stop":
-                    self._end_tokens = 1  # counts as sampled, but is no text
+                    self._end_tokens = 1  # it counts as sampled, but is not part of the text
                     self._end = event
                 else:
                     self._tokens.append(event.id)
@@ -130,7 +130,7 @@ class Choice:
                 self._finish("length")
 
     def read(self) -> list[Output]:
-        """What has come since the last read; ends with Ended if the choice is over."""
+        """Return what has come since the last read. Ended comes last, if the choice is over."""
         if self.state in (State.QUEUED, State.CLOSED):
             return []
         outputs = [*self._opening, *self._read_prompt(), *self._read_echo()]
@@ -162,12 +162,12 @@ class Choice:
 
     @property
     def reason(self) -> FinishReason:
-        """Why it has ended, in its client's words."""
+        """Why the choice ended, as its client is told."""
         finish = self.finish or "stop"
         return "tool_calls" if finish == "stop" and self.pipeline.calls else finish
 
     def _read_prompt(self) -> list[Output]:
-        """What is told of the prompt, once it is known."""
+        """The prompt's ids and scores, once they are known."""
         if not self._prompt_pending or (self._spelling is not None and not self._prompt):
             return []
         self._prompt_pending = False
@@ -177,7 +177,7 @@ class Choice:
         return [PromptInfo(self.index, self.job.prompt if self._tells_tokens else None, scores)]
 
     def _drawn(self, tokens: list[int]) -> list[Output]:
-        """The ids that were read, and the end token, which is no text."""
+        """The ids that were read, and the end token, which is not part of the text."""
         end = [self._end.id] if self._end is not None and not self.pipeline.stopped else []
         ids = (*tokens, *end)
         return [SampledTokens(self.index, ids)] if ids else []
@@ -194,14 +194,14 @@ class Choice:
         return [TextPiece(self.index, "content", echo, scores)]
 
     def _read_scored(self, tokens: list[int], scores: Scores) -> list[Output]:
-        """As `read`, a token at a time: each is content, or a thought, or part of a call."""
+        """As `read`, one token at a time: each is content, a thought, or part of a tool call."""
         outputs: list[Output] = []
         likelihoods, self._likelihoods = self._likelihoods, []
         for token, likelihood in zip(tokens, likelihoods, strict=True):
             inside = self.pipeline.aside
             pieces = self.pipeline.feed([token])
             if inside or self.pipeline.aside:
-                outputs += self._outputs(pieces)  # what waited may be the end of content
+                outputs += self._outputs(pieces)  # text that waited may be the end of the content
                 outputs += self._extra(scores.leave())
             else:
                 scores.take(token, likelihood)
@@ -209,7 +209,7 @@ class Choice:
         return outputs
 
     def _extra(self, scores: tuple[TokenScore, ...]) -> list[Output]:
-        """Scores that go with no text of their own."""
+        """Scores without text."""
         return [TextPiece(self.index, "content", "", scores)] if scores else []
 
     def _outputs(self, pieces: list[OutputPart]) -> list[Output]:

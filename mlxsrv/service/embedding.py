@@ -145,7 +145,7 @@ class EmbeddingTask:
         return plan_pairs(pairs, request, self._longest(None), tokenizer)
 
     def _plan_score(self, request: ScoreRequest, tokenizer: Tokenizer) -> EmbeddingInputs:
-        """Pairs for a cross-encoder; for others the texts of both sides, one after the other."""
+        """Pairs for a cross-encoder; for other models the texts of both sides."""
         ones, others = request.lists
         judging = self._lease.cross_encoder_config
         if not isinstance(judging, str):
@@ -154,7 +154,7 @@ class EmbeddingTask:
         config = self._lease.pooling_config
         if isinstance(config, str):
             raise UnsupportedParameter(
-                f"model: it judges no pairs of texts: {judging}; and it makes no "
+                f"model: it scores no pairs of texts: {judging}; and it makes no "
                 f"embeddings: {config}",
                 param="model",
             )
@@ -166,11 +166,11 @@ class EmbeddingTask:
         return plan_texts(texts, request, config, self._longest(config.max_length), tokenizer)
 
     def _cross_encoder_config(self) -> CrossEncoderConfig:
-        """How the model judges pairs of texts. Raises UnsupportedParameter."""
+        """How the model scores pairs of texts. Raises UnsupportedParameter."""
         found = self._lease.cross_encoder_config
         if isinstance(found, str):
             raise UnsupportedParameter(
-                f"model: it judges no pairs of texts: {found}", param="model"
+                f"model: it scores no pairs of texts: {found}", param="model"
             )
         return found
 
@@ -183,5 +183,6 @@ class EmbeddingTask:
         return found
 
     def _longest(self, own: int | None) -> int | None:
+        """How many tokens a text may have; `own` is the limit of the model's own files."""
         lengths = [length for length in (own, self._lease.context_length) if length is not None]
         return min(lengths, default=None)

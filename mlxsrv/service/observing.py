@@ -1,7 +1,7 @@
-"""What is told to those who watch the service: metrics, traces.
+"""Observers of the service, such as metrics and traces, and the records that they get.
 
-Nobody watches by default, and then nothing here is called for a token, and little for a request.
-Times are seconds of `time.monotonic`: a loop's own clock may tick in milliseconds.
+There are none by default, and then nothing here runs for a token, and little for a request. Times
+are seconds of `time.monotonic`, because a loop's own clock may tick in milliseconds.
 """
 
 from __future__ import annotations
@@ -33,17 +33,22 @@ AnyRequest = (
     | ScoreRequest
 )
 OperationName = Literal["chat", "text_completion", "embeddings", "rerank", "score"]
-"""As OpenTelemetry's conventions name them; `rerank` and `score` are our own."""
+"""The names of OpenTelemetry's conventions; `rerank` and `score` are our own."""
 
 TokenCallback = Callable[[float | None], None]
-"""Told of each token the seconds since the one before it of its choice; None of the first."""
+"""Called for each token, with the seconds since the token before it in its choice; None for the
+first token."""
 
 
 class Generated(Struct, frozen=True, kw_only=True):
-    """What one reply came to; a time is None where it did not come so far.
+    """The result of one reply.
 
-    `begun` is when it was made, `submitted` when the engine got the first of its jobs. `error` is
-    the code of what it failed with. Where it is None and there are no `reasons`, its client left.
+    Attributes:
+        reasons: why each choice ended; empty if the reply failed or its client left.
+        begun: when the reply was made.
+        submitted: when the engine got its first job; None if it got none.
+        first_token, last_token: when they arrived; None if there is none.
+        error: the code of the error that ended the reply, if one did.
     """
 
     id: str
@@ -62,12 +67,15 @@ class Generated(Struct, frozen=True, kw_only=True):
 
 
 class RequestEnded(Struct, frozen=True, kw_only=True):
-    """One request, when its answer has been sent or its client has left.
+    """One request, after its answer was sent or its client has left.
 
-    `route` is a path as it is served, "" where there is none; `model` a name of the catalogue, ""
-    where it has no such. `asked` is None where the body could not be read, `generated` where no
-    text was asked for or the request was refused; `tokens` are those of texts that were embedded.
-    `time` is when it began, in nanoseconds since 1970.
+    Attributes:
+        route: the path of the route; "" if no route matched.
+        time: when the request began, in nanoseconds since 1970.
+        model: a name of the catalogue; "" if it does not have the one that the request names.
+        asked: None if the body could not be decoded.
+        generated: None if the request was refused, or asks for no text.
+        tokens: the number of tokens of texts that were embedded.
     """
 
     method: str
@@ -87,11 +95,11 @@ class RequestEnded(Struct, frozen=True, kw_only=True):
 
 
 class Observer(ModelObserver, Protocol):
-    """Called on the event loop, in the middle of things: must be quick, and must not raise. Who
-    implements it inherits, and need not know of what it does not care for."""
+    """Its methods are called on the event loop, between other work: they must be quick, and must
+    not raise. An observer inherits from it, and implements only what it needs."""
 
     def tokens(self, model: str) -> TokenCallback | None:
-        """Who is to be told of the tokens of a reply of this model; None: nobody."""
+        """Return what is called for each token of a reply of this model; None: nothing."""
         return None
 
     def ended(self, request: RequestEnded) -> None:
@@ -107,13 +115,13 @@ class Observer(ModelObserver, Protocol):
         return None
 
     async def close(self) -> None:
-        """The app's lifespan ends; it may begin anew."""
+        """Called when the app's lifespan ends. Another one may begin."""
         return
 
 
 class Timing:
-    """When the tokens of one reply came. They are noted as they arrive: when they are read says
-    more of the client than of the engine."""
+    """The times at which the tokens of one reply arrived. The time at which they are read depends
+    on the client, not on the engine."""
 
     def __init__(self, observers: Sequence[Observer], model: str) -> None:
         told = [observer.tokens(model) for observer in observers]
@@ -122,13 +130,15 @@ class Timing:
         self.submitted: float | None = None
         self.first_token: float | None = None
         self.last_token: float | None = None
-        self._prompts_from: float | None = None  # when the first was begun
-        self._prompts_to: float | None = None  # when the last was read and had its first token
+        self._prompts_from: float | None = None  # when the engine began with the first prompt
+        self._prompts_to: float | None = (
+            None  # when the last prompt was read, or its first token came
+        )
 
     @property
     def timings(self) -> Timings | None:
-        """How long prompts and answers took; None: none is read yet. A prompt's time is measured on
-        the device thread up to its end, and from there to its first token here."""
+        """How long prompts and answers took; None if no prompt is read yet. The device thread
+        measures a prompt up to its end; the time from there to its first token is measured here."""
         if self._prompts_from is None or self._prompts_to is None:
             return None
         answer = 0.0
@@ -137,7 +147,7 @@ class Timing:
         return Timings(self._prompts_to - self._prompts_from, answer)
 
     def watch(self, receive: Receiver) -> Receiver:
-        """`receive`, of a job that is submitted now, but each token's time is noted."""
+        """Return `receive` for a job that is submitted now, with the time of each token noted."""
         if self.submitted is None:
             self.submitted = monotonic()
         tells = self._tells

@@ -1,5 +1,8 @@
-"""What a reply gives to whoever answers the client, in order: Opened; for each choice any number
-of texts and tool calls, then Ended; the last of these has the usage. Failures are raised."""
+"""The outputs of a reply, in no wire dialect.
+
+They come in this order: Opened; for each choice PromptInfo, then any number of texts, token ids and
+tool calls, then Ended. The last Ended has the usage. Failures are raised.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from mlxsrv.generation import Answer, Channel, FinishReason, PromptScore, TokenS
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """The engine has the first of the jobs."""
+    """The engine has the first job of the reply."""
 
 
 class TextPiece(msgspec.Struct, frozen=True):
+    """The next text of a choice's content or reasoning, with the scores of its tokens."""
+
     choice: int
     channel: Channel
     text: str
@@ -20,7 +25,7 @@ class TextPiece(msgspec.Struct, frozen=True):
 
 
 class ToolStarted(msgspec.Struct, frozen=True):
-    """The choice's call number `index` begins; its arguments follow."""
+    """Tool call number `index` of the choice begins. Its arguments follow."""
 
     choice: int
     index: int
@@ -29,7 +34,7 @@ class ToolStarted(msgspec.Struct, frozen=True):
 
 
 class ToolInput(msgspec.Struct, frozen=True):
-    """The next piece of a call's arguments."""
+    """The next piece of a tool call's arguments."""
 
     choice: int
     index: int
@@ -37,8 +42,7 @@ class ToolInput(msgspec.Struct, frozen=True):
 
 
 class PromptInfo(msgspec.Struct, frozen=True):
-    """The choice's prompt, before anything else of it: its ids, its scores, whichever were asked
-    for."""
+    """The ids and the scores of the choice's prompt, if the request asks for them."""
 
     choice: int
     tokens: tuple[int, ...] | None
@@ -46,14 +50,14 @@ class PromptInfo(msgspec.Struct, frozen=True):
 
 
 class SampledTokens(msgspec.Struct, frozen=True):
-    """The ids of the tokens that were drawn since the last time; their text comes when it may."""
+    """The ids of the next generated tokens. Their text may come later."""
 
     choice: int
     tokens: tuple[int, ...]
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """`stop` is the stop string that was found, if that is why."""
+    """The end of a choice. `stop` is the stop string that ended it, if one did."""
 
     choice: int
     reason: FinishReason
@@ -65,17 +69,17 @@ Output = Opened | PromptInfo | TextPiece | SampledTokens | ToolStarted | ToolInp
 
 
 class AnswerBuilder:
-    """The outputs of one reply, gathered into whole answers.
+    """Collects the outputs of one reply into whole answers.
 
     Args:
-        choices: how many there will be.
-        scored: whether log-probabilities were asked for.
+        choices: how many the reply has.
+        scored: whether the request asks for log-probabilities.
     """
 
     def __init__(self, choices: int, *, scored: bool) -> None:
         self._drafts = [_Draft() for _ in range(choices)]
         self._scored = scored
-        self.usage: Usage | None = None  # set: all choices have ended
+        self.usage: Usage | None = None  # set when all choices have ended
 
     def add(self, output: Output) -> None:
         match output:
@@ -102,7 +106,7 @@ class AnswerBuilder:
 
 
 class _Draft:
-    """One answer as far as it has come."""
+    """One answer, as far as it has come."""
 
     def __init__(self) -> None:
         self.content: list[str] = []

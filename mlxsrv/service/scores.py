@@ -15,20 +15,20 @@ _NEWLINES = b"\r\n"
 
 
 class Scores:
-    """Scores of the tokens of an answer's content, each given out with the text that it is in.
+    """Gives out the scores of an answer's content, each with the text that its token is in.
 
-    Text may wait, for the rest of a character or of a stop string, and some never comes; so tokens
-    wait here until the bytes that they write have been sent. Their bytes, joined, are the text's,
-    but for an end that a stop string cuts inside a token: that token is left out.
+    Text may wait, for the rest of a character or of a stop string, and some never comes. So tokens
+    wait here until the bytes that they write have been sent. The joined bytes of all tokens are the
+    text's, except where a stop string cuts a token: that token is left out.
 
     Args:
-        token_bytes: what a token writes.
-        spelling: the same, with special tokens by their names, as in a prompt.
+        token_bytes: returns the bytes that a token writes.
+        spelling: the same, but special tokens have their names, as in a prompt.
         strips_space: whether the text lacks the space that its first token begins with.
-        every: whether tokens that end up in no text are told too: see `rest`. That is the form of
-            text completions, where alternatives are told by name: the token itself is one of them,
-            and each has a name of its own.
-        ends: tokens that end answers; where one is ignored, it has its name all the same.
+        every: whether tokens that write no text have scores too: see `rest`. Text completions need
+            that. They also tell alternatives by name: the token itself is one of them, and each has
+            a name of its own.
+        ends: tokens that end answers. One that is ignored has its name in the scores.
         numbered: whether tokens are named by their ids.
     """
 
@@ -49,12 +49,14 @@ class Scores:
         self._numbered = numbered
         self._strips_space = strips_space
         self._after_block = False  # leading newlines are dropped after a think block
-        self._waiting: deque[tuple[int, TokenScore]] = deque()  # with where the token ends
+        self._waiting: deque[tuple[int, TokenScore]] = (
+            deque()
+        )  # with the position of the token's end
         self._seen = 0  # bytes of all tokens taken
         self._sent = 0  # bytes of the text given out
 
     def take(self, token: int, likelihood: Likelihood) -> None:
-        """A token of the content."""
+        """Take a token of the content."""
         data = self._token_bytes(token)
         if self._after_block:
             data = data.lstrip(_NEWLINES)
@@ -69,13 +71,13 @@ class Scores:
         self._waiting.append((self._seen, self._score(token, data, likelihood, named=named)))
 
     def leave(self) -> tuple[TokenScore, ...]:
-        """What came last is no content after all: a marker, a thought, a call. The score of the
-        token in which the content ended, if it did within one."""
+        """The last tokens are a marker, a thought or a tool call, and no content. Returns the score
+        of the token in which the content ended, if it ended within one."""
         self._after_block = True
         return self.cut()
 
     def cut(self) -> tuple[TokenScore, ...]:
-        """Forget what waits; but a token that the text has the beginning of is told with that."""
+        """Forget what waits. Returns the score of a token that is partly in the text, if any."""
         begun: tuple[TokenScore, ...] = ()
         if self._waiting:
             end, score = self._waiting[0]
@@ -87,7 +89,7 @@ class Scores:
         return begun
 
     def release(self, text: str) -> tuple[TokenScore, ...]:
-        """The scores that go with `text`, the next of the content."""
+        """The scores that go with `text`, the next piece of the content."""
         self._sent += len(text.encode())
         scores: list[TokenScore] = []
         while self._waiting and self._waiting[0][0] <= self._sent:
@@ -95,8 +97,8 @@ class Scores:
         return tuple(scores)
 
     def rest(self, end: Token | None) -> tuple[TokenScore, ...]:
-        """What still waits when an answer has ended by itself or at its limit. Where `every` token
-        is told: half a character, or a special token, and the token that ended the answer."""
+        """The scores that still wait when an answer has ended by itself or at its limit. With
+        `every`: those of half a character or a special token, and of the end token."""
         if not self._every:
             return self.cut()
         waiting = [score for _, score in self._waiting]
@@ -107,8 +109,12 @@ class Scores:
     def of_prompt(
         self, text: str, tokens: Sequence[int], likelihoods: Sequence[Likelihood]
     ) -> tuple[TokenScore, ...]:
-        """The scores of the tokens of a prompt, one for each, which is `text`. It may have special
-        tokens by their names, but not one that the tokenizer put before it."""
+        """The scores of the tokens of a prompt, one for each.
+
+        Args:
+            text: the prompt. It has special tokens by their names, but not one that the tokenizer
+                put before it.
+        """
         scores: list[TokenScore] = []
         data, at = text.encode(), 0
         for token, likelihood in zip(tokens, likelihoods, strict=True):
@@ -121,7 +127,7 @@ class Scores:
     def _score(
         self, token: int, data: bytes, likelihood: Likelihood, *, named: bool = False
     ) -> TokenScore:
-        """The score of a token that has written `data`, and is `named` as it is spelled."""
+        """The score of a token that has written `data`. With `named`, its name is its spelling."""
         ids = [other for other, _ in likelihood.top]
         logprobs = [logprob for _, logprob in likelihood.top]
         if self._every and likelihood.logprob is not None and token not in ids:
@@ -141,7 +147,11 @@ class Scores:
 
 
 def _shortened(score: TokenScore, written: int, *, named: bool) -> TokenScore:
-    """The score of a token of which so many bytes are text, unless it is named otherwise."""
+    """The score of a token of which only `written` bytes are in the text.
+
+    Args:
+        named: whether its name does not depend on its bytes.
+    """
     token, names = score.token[:written], score.names
     if names and not named:
         names = (text_name(token), *names[1:])
@@ -149,7 +159,7 @@ def _shortened(score: TokenScore, written: int, *, named: bool) -> TokenScore:
 
 
 def _distinct(ids: Sequence[int], names: Iterable[str]) -> Iterator[str]:
-    """The names, but the ids of tokens whose name a likelier one has."""
+    """The names of tokens; a token whose name a likelier one has is named by its id."""
     taken: set[str] = set()
     for id, name in zip(ids, names, strict=True):
         yield f"token_id:{id}" if name in taken else name
@@ -157,14 +167,14 @@ def _distinct(ids: Sequence[int], names: Iterable[str]) -> Iterator[str]:
 
 
 def cut_top(likelihoods: Sequence[Likelihood], most: int) -> list[Likelihood]:
-    """The same, with no more than so many of the likeliest tokens of each."""
+    """The same, with at most `most` of the likeliest tokens at each place."""
     return [msgspec.structs.replace(each, top=each.top[:most]) for each in likelihoods]
 
 
 def rank_prompt(
     tokens: Sequence[int], likelihoods: Sequence[Likelihood], spelling: Callable[[int], bytes]
 ) -> tuple[PromptScore, ...]:
-    """What could stand at each place of a prompt: its own token, then the likeliest others."""
+    """The tokens that could stand at each place of a prompt: its own, then the likeliest others."""
 
     def ranked(id: int, logprob: float, rank: int) -> RankedToken:
         return RankedToken(id, logprob, rank, spelling(id).decode(errors="replace"))

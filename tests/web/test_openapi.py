@@ -165,7 +165,7 @@ OF_THE_MODEL = re.compile(
     r"maximum context length|is not a token id of this model|a request may have at most"
     r"|there is no tool of that name|not a JSON (object|schema)|^best_of: this server returns all"
     r"|this model's vectors have|^instruction: this model's files"
-    r"|^model: it (judges no pairs|makes no embeddings)|gives no token for it"
+    r"|^model: it (scores no pairs|makes no embeddings)|gives no token for it"
     r"|^missing required parameter: (text_|queries|documents|items|data_)|the pairs are given as"
     r"|there may be one beside any number"
     r"|^(min_tokens|chat_template|add_generation_prompt|truncate_prompt_tokens): "

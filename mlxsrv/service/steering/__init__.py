@@ -1,1 +1,1 @@
-"""Steer requests: attached SAEs, profiles, and the activation monitor."""
+"""Steering of requests: attached SAEs, profiles, and the monitor of activations."""

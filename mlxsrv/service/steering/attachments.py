@@ -1,7 +1,7 @@
-"""SAEs: those that are known, and putting one on a model.
+"""SAEs: which ones are known, and attaching one to a model.
 
-Whether one fits is known from files alone, the SAE's and the model's, so that a refusal costs no
-load; the device thread looks again at the real thing.
+Whether an SAE fits a model is decided from their files, so that a refusal needs no load. The device
+thread checks it again when both are loaded.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from mlxsrv.wire.management import (
 
 _log = logging.getLogger("mlxsrv.service.service")
 
-# The model's name may hold anything; what follows it cannot hold an equals sign.
+# The model's name may hold any character; what follows it has no equals sign.
 _WANTED = re.compile(
     r"(?:(?P<model>.+)=)?(?P<sae>[A-Za-z0-9._-]{1,100})(?:@(?P<layer>[0-9]{1,4}))?"
 )
 
 
 class StartupAttachment(msgspec.Struct, frozen=True):
-    """An SAE to attach at start."""
+    """An SAE that is attached when the server starts."""
 
     model: str
     sae: str
@@ -51,10 +51,10 @@ class StartupAttachment(msgspec.Struct, frozen=True):
 
 
 def startup_attachments(settings: Settings, catalogue: Catalogue) -> tuple[StartupAttachment, ...]:
-    """What `--attach-sae` says. Blocks if it names models that are not known yet.
+    """What `--attach-sae` asks for. Blocks if it names models that are not known yet.
 
     Raises:
-        SettingsError: it cannot be read, no such model is served, or one is named twice.
+        SettingsError: it cannot be parsed, no such model is served, or a model is named twice.
     """
     wanted: dict[str, StartupAttachment] = {}
     for text in settings.attach_sae:
@@ -74,14 +74,14 @@ def startup_attachments(settings: Settings, catalogue: Catalogue) -> tuple[Start
 
 
 def check_steering(settings: Settings, catalogue: Catalogue) -> None:
-    """Raises SettingsError for what is wrong with any setting of steering."""
+    """Check the settings of steering. Raises SettingsError."""
     startup_attachments(settings, catalogue)
     control_vectors(settings)
     SAELibrary(settings)
 
 
 class SAEs:
-    """The SAEs of one app, and what models have them."""
+    """The SAEs of one app, and the models that they are attached to."""
 
     def __init__(self, pool: Pool, settings: Settings) -> None:
         self._pool = pool
@@ -90,7 +90,7 @@ class SAEs:
         self._wanted = startup_attachments(settings, pool.catalogue)
         self._beginning: asyncio.Task[None] | None = None
 
-    # Those that are known.
+    # Known SAEs.
 
     async def all(self) -> list[SAEObject]:
         await self._library.refresh()
@@ -113,7 +113,7 @@ class SAEs:
         return self._object(known)
 
     async def forget(self, id: str) -> None:
-        """Raises SAENotFound; SAEAttached while a model has it."""
+        """Forget an SAE. Raises SAENotFound; SAEAttached while a model has it."""
         await self._known(id)
         models = self._attached_to(id)
         if models:
@@ -157,22 +157,22 @@ class SAEs:
     async def compatibility(
         self, id: str, model: str | None, layer: int | None = None
     ) -> Compatibility:
-        """Whether the SAE could be attached. Raises SAENotFound, ModelNotFound."""
+        """Whether the SAE can be attached. Raises SAENotFound, ModelNotFound."""
         return _compare(await self._known(id), await self._entry(model), layer)
 
     async def _entry(self, model: str | None) -> ModelEntry:
-        """The model with what its files say. Raises ModelNotFound."""
+        """The model's entry, with the description of its files. Raises ModelNotFound."""
         catalogue = self._pool.catalogue
         await catalogue.refresh()
         return await catalogue.find(model, download=False)
 
     async def attach(self, id: str, model: str | None, layer: int | None) -> AttachmentObject:
-        """Put an SAE on a model, at the layer it was trained on if none is given.
+        """Attach an SAE to a model, at `layer` or else at the layer that it was trained on.
 
         Raises:
-            SAENotFound, ModelNotFound: there is none of that name.
-            SAEAttached: the model has one.
-            SAEIncompatible: it does not fit; the message says why.
+            SAENotFound, ModelNotFound: there is no SAE or model of that name.
+            SAEAttached: the model has an SAE already.
+            SAEIncompatible: the SAE does not fit; the message says why.
             ServeError: the model cannot be loaded.
         """
         known, entry = await self._known(id), await self._entry(model)
@@ -186,7 +186,9 @@ class SAEs:
         if file is not None and layer is None:
             layer = file.layer
             if layer is None:
-                raise SAEIncompatible(f"layer: {id} does not say which it is for", param="layer")
+                raise SAEIncompatible(
+                    f"layer: {id} does not say for which it is; give one", param="layer"
+                )
         if not fits.compatible or file is None or path is None or layer is None:
             raise SAEIncompatible(f"{id} cannot be attached: {'; '.join(fits.reasons)}")
         attachment = await self._attachments.attach(entry, id, path, file, layer, file.before)
@@ -196,25 +198,26 @@ class SAEs:
         return _attachment_object(entry.name, attachment)
 
     async def detach(self, id: str, model: str | None) -> AttachmentObject:
-        """Raises SAENotFound, ModelNotFound; SAENotAttached if the model does not have this one."""
+        """Detach an SAE. Raises SAENotFound, ModelNotFound; SAENotAttached if the model does not
+        have this one."""
         name = await self.name(model)
         there = self._pool.attachments.get(name)
         if there is None or there.sae_id != id:
             await self._known(id)
             elsewhere = ", ".join(self._attached_to(id))
-            hint = f"; it is to {elsewhere}" if elsewhere else ""
+            hint = f"; it is attached to {elsewhere}" if elsewhere else ""
             raise SAENotAttached(f"{id} is not attached to {name}{hint}")
         self._attachments.detach(name)
         log(_log, logging.INFO, "SAE detached", sae=id, model=name)
         return _attachment_object(name, None)
 
     async def attachment(self, model: str | None) -> AttachmentObject:
-        """What a model has. Raises ModelNotFound."""
+        """The attachment of a model. Raises ModelNotFound."""
         name = await self.name(model)
         return _attachment_object(name, self._pool.attachments.get(name))
 
     async def name(self, model: str | None) -> str:
-        """The name of the model that is meant. Raises ModelNotFound."""
+        """The full name of the model that a request names. Raises ModelNotFound."""
         name = self._pool.catalogue.name(model)
         if name not in self._pool.attachments:
             name = (await self._pool.catalogue.find(model, download=False)).name
@@ -223,11 +226,11 @@ class SAEs:
     # Life.
 
     async def begin(self) -> None:
-        """Attach what `--attach-sae` names, once however often it is called; returns when that is
-        over. A failure is logged, and the server goes on without."""
+        """Attach what `--attach-sae` names; return when that is over. Only the first call does it,
+        and later ones wait for it too. A failure is logged, and the server goes on without."""
         if self._beginning is None:
             self._beginning = asyncio.create_task(self._attach_wanted())
-        # Not awaited itself: who waits is not to be cancelled with it, nor it with them.
+        # The task itself is not awaited: cancelling a caller must not cancel it, nor the reverse.
         await asyncio.wait([self._beginning])
 
     async def _attach_wanted(self) -> None:
@@ -247,7 +250,7 @@ class SAEs:
                 _log.exception("SAE not attached")
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel what is under way."""
         if self._beginning is not None:
             self._beginning.cancel()
             await asyncio.gather(self._beginning, return_exceptions=True)
@@ -255,7 +258,7 @@ class SAEs:
 
 
 def _compare(known: SAEEntry, entry: ModelEntry, layer: int | None) -> Compatibility:
-    """Whether an SAE can be at this layer of a model, or at its own if None is given."""
+    """Whether an SAE fits this layer of a model; None: the layer that it was trained on."""
     file = known.file
     if file is None:
         reason = known.problem or "it is still being downloaded"
@@ -266,7 +269,7 @@ def _compare(known: SAEEntry, entry: ModelEntry, layer: int | None) -> Compatibi
 
 
 def _misfits(file: SAEFile, entry: ModelEntry, layer: int | None) -> list[str]:
-    """Why an SAE cannot be at a layer of a model."""
+    """The reasons why an SAE cannot be at a layer of a model."""
     said, reasons = entry.description, []
     if layer is None:
         reasons.append("its files do not say at which layer it is; name one")
@@ -282,7 +285,7 @@ def _misfits(file: SAEFile, entry: ModelEntry, layer: int | None) -> list[str]:
 
 
 def _doubts(file: SAEFile, entry: ModelEntry, layer: int | None) -> list[str]:
-    """Why an SAE may not do at a model what it was trained to."""
+    """The reasons why an SAE may not work as it was trained to."""
     doubts = []
     if entry.description is None:
         doubts.append("the model's files are not here, so it is not known whether it fits")

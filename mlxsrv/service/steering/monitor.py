@@ -1,8 +1,8 @@
-"""What the features of one SAE did: the last tokens one by one, all of them in statistics.
+"""The activations of one SAE's features: the last tokens one by one, and statistics of all tokens.
 
-Memory is bounded: the history has a size, and the statistics one entry for each feature that there
-is. `record` runs on the event loop once for each token of each row while somebody watches, so it
-only notes; what is told is made when it is asked for.
+Memory is bounded: the history has a size, and the statistics have one entry a feature. While
+somebody watches, `record` runs on the event loop for each token of each row, so it only notes. The
+answers of the API are made when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class _Seen(NamedTuple):
 
 
 class RunningStatistics:
-    """Mean and deviation of numbers that come one by one, by Welford's method, which does not lose
-    the small differences of large numbers (Knuth, TAOCP 2, 4.2.2)."""
+    """Mean and deviation of numbers that come one by one. Welford's method does not lose the small
+    differences of large numbers (Knuth, TAOCP 2, 4.2.2)."""
 
     __slots__ = ("active", "count", "max", "mean", "min", "squares")
 
@@ -37,7 +37,7 @@ class RunningStatistics:
         self.count = 0
         self.active = 0
         self.mean = 0.0
-        self.squares = 0.0  # of the differences from the mean, summed
+        self.squares = 0.0  # the sum of the squared differences from the mean
         self.min = math.inf
         self.max = -math.inf
 
@@ -54,7 +54,7 @@ class RunningStatistics:
 
     @property
     def deviation(self) -> float | None:
-        """The sample standard deviation; None of fewer than two numbers."""
+        """The sample standard deviation; None for fewer than two numbers."""
         return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else None
 
     @property
@@ -63,15 +63,15 @@ class RunningStatistics:
 
 
 _METRICS: Mapping[Metric, Callable[[RunningStatistics], float]] = {
-    "mean": lambda running: running.mean,
-    "max": lambda running: running.max,
-    "active_ratio": lambda running: running.active_ratio,
-    "count": lambda running: running.count,
+    "mean": lambda statistics: statistics.mean,
+    "max": lambda statistics: statistics.max,
+    "active_ratio": lambda statistics: statistics.active_ratio,
+    "count": lambda statistics: statistics.count,
 }
 
 
 class Monitor:
-    """Watches nothing until it is configured."""
+    """The monitor of one attachment. It watches nothing until it is configured."""
 
     def __init__(self) -> None:
         self.enabled = False
@@ -82,7 +82,7 @@ class Monitor:
 
     @property
     def top(self) -> int:
-        """How many of the highest to report of each token."""
+        """How many of the highest activations to report for each token."""
         if self._top is not None:
             return self._top
         return 0 if self.features else _USUAL_TOP
@@ -107,11 +107,11 @@ class Monitor:
         top: int | None = None,
         history_size: int | None = None,
     ) -> None:
-        """Change what is given. Statistics begin anew with other features: the mean of a feature
-        over all tokens and that over those where it was among the highest do not mix.
+        """Change what is given. Statistics start again when the features or `top` change: the mean
+        over all tokens, and the mean over those where a feature was among the highest, do not mix.
 
         Raises:
-            InvalidRequest: it is to watch, but nothing; then all is as it was.
+            InvalidRequest: it is enabled, but would watch nothing. Nothing is changed then.
         """
         before = self.enabled, self.features, self._top, self.top
         if enabled is not None:
@@ -122,27 +122,29 @@ class Monitor:
             self._top = top
         if self.enabled and not self.features and not self.top:
             self.enabled, self.features, self._top, _ = before
-            raise InvalidRequest("top_k: 0, and no features: that is nothing", param="top_k")
+            raise InvalidRequest(
+                "top_k: with 0 and without features, nothing would be watched", param="top_k"
+            )
         if history_size is not None:
             self._history = deque(self._history, maxlen=history_size)
         if (self.features, self.top) != (before[1], before[3]):
             self._statistics.clear()
 
     def record(self, completion: str, event: Activations) -> None:
-        """Note one token. What is on its way when the monitor is switched off is let go."""
+        """Note one token. Tokens that arrive after the monitor was disabled are ignored."""
         if not self.enabled:
             return
         self._history.append(_Seen(time.time(), completion, event))
         for feature, value in event.values:
-            running = self._statistics.get(feature)
-            if running is None:
-                running = self._statistics[feature] = RunningStatistics()
-            running.add(value)
+            statistics = self._statistics.get(feature)
+            if statistics is None:
+                statistics = self._statistics[feature] = RunningStatistics()
+            statistics.add(value)
 
     # The history.
 
     def history(self, limit: int, completion: str | None = None) -> list[HistoryEntry]:
-        """The newest first; of one completion, if it is named."""
+        """The last tokens, the newest first; only those of `completion`, if it is given."""
         return [
             HistoryEntry(
                 timestamp=seen.time,
@@ -163,28 +165,28 @@ class Monitor:
     # Statistics.
 
     def statistics(self, features: Collection[int] | None = None) -> list[FeatureStatistics]:
-        """By feature: of these, or of all that were reported."""
+        """The statistics of `features`, or of all that were reported, sorted by feature."""
         chosen = self._statistics if features is None else self._statistics.keys() & features
-        return [_told(feature, self._statistics[feature]) for feature in sorted(chosen)]
+        return [_as_object(feature, self._statistics[feature]) for feature in sorted(chosen)]
 
     def clear_statistics(self, features: Collection[int] | None = None) -> None:
         for feature in list(self._statistics) if features is None else features:
             self._statistics.pop(feature, None)
 
     def highest(self, k: int, metric: Metric) -> list[FeatureStatistics]:
-        """The `k` features with the highest values, equal ones by their numbers."""
+        """The `k` features with the highest values; equal ones are sorted by feature."""
         value = _METRICS[metric]
         ranked = sorted(self._statistics.items(), key=lambda item: (-value(item[1]), item[0]))
-        return [_told(feature, running) for feature, running in ranked[:k]]
+        return [_as_object(feature, statistics) for feature, statistics in ranked[:k]]
 
 
-def _told(feature: int, running: RunningStatistics) -> FeatureStatistics:
+def _as_object(feature: int, statistics: RunningStatistics) -> FeatureStatistics:
     return FeatureStatistics(
         feature_idx=feature,
-        count=running.count,
-        mean=running.mean,
-        std=running.deviation,
-        min=running.min,
-        max=running.max,
-        active_ratio=running.active_ratio,
+        count=statistics.count,
+        mean=statistics.mean,
+        std=statistics.deviation,
+        min=statistics.min,
+        max=statistics.max,
+        active_ratio=statistics.active_ratio,
     )

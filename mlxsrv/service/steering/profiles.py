@@ -1,7 +1,7 @@
-"""Profiles: steering under a name, kept over restarts; one may be a model's default steering.
+"""Profiles: named steering that outlives a restart. One may be the default steering of a model.
 
-The store blocks, so it is asked in worker threads; what reads a profile and then acts on it holds
-one lock, so that none acts on what has changed since.
+The store blocks, so it is called in worker threads. Methods that read a profile and then act on it
+hold a lock, so that none acts on a profile that has changed meanwhile.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Profiles:
         self._changing = anyio.Lock()
 
     async def all(self) -> list[ProfileObject]:
-        """By name."""
+        """All profiles, sorted by name."""
         return [_object(profile) for profile in await _in_thread(self._store.profiles)]
 
     async def one(self, id: str) -> ProfileObject:
@@ -49,7 +49,7 @@ class Profiles:
         return await _in_thread(lambda: self._store.profile(id))
 
     async def add(self, request: ProfileRequest) -> ProfileObject:
-        """Raises ProfileExists: the name is taken. InvalidFeatureIndex."""
+        """Store a new profile. Raises ProfileExists if the name is taken; InvalidFeatureIndex."""
         now = time.time()
         profile = Profile(
             name=request.name,
@@ -67,8 +67,8 @@ class Profiles:
         return _object(profile)
 
     async def update(self, id: str, request: ProfileUpdate) -> ProfileObject:
-        """Change what is given. Where the profile is the default steering, that changes with it,
-        or ends if the profile does not fit any more.
+        """Change what is given. A default steering that is this profile changes with it, or ends
+        if the profile does not fit any more.
 
         Raises:
             ProfileNotFound, ProfileExists, InvalidFeatureIndex.
@@ -96,7 +96,7 @@ class Profiles:
             attached.values, attached.mode = dict(profile.steering), profile.mode
 
     async def remove(self, id: str) -> None:
-        """Forget a profile; a default steering that it is ends. Raises ProfileNotFound."""
+        """Delete a profile. Default steering that is this profile ends. Raises ProfileNotFound."""
         async with self._changing:
             await _in_thread(lambda: self._store.remove(id))
             for attached in self._registry.with_profile(id):
@@ -109,7 +109,7 @@ class Profiles:
 
         Raises:
             ProfileNotFound.
-            SAENotAttached: its SAE is not at its layer of its model.
+            SAENotAttached: its SAE is not attached at its layer of its model.
             InvalidFeatureIndex: the SAE has no such feature.
         """
         async with self._changing:
@@ -126,7 +126,7 @@ class Profiles:
         return attached.as_object
 
     async def deactivate_one(self, id: str) -> SteeringObject:
-        """As `deactivate`, of the profile's own model and if it is the active one.
+        """As `deactivate`, for the profile's own model, and only if the profile is active.
 
         Raises:
             ProfileNotFound, ModelNotFound, SAENotAttached.
@@ -158,7 +158,7 @@ class Profiles:
 
 
 def _check_features(profile: Profile) -> None:
-    """What no SAE has; what this one has is known once it is attached."""
+    """Raises InvalidFeatureIndex for numbers that no SAE has. Others are checked at activation."""
     for feature in profile.steering:
         if not 0 <= feature < _MOST_FEATURES:
             raise InvalidFeatureIndex(
