@@ -77,8 +77,10 @@ def plan_chat(
         template=request.chat_template,
     )
     budget, last = tokenizer.budget("messages"), _last_tokens(request, tokenizer)
+    prompt = tokenizer.render(chat, budget, last)
+    _require_tokens(prompt, "messages" if request.chat_template is None else "chat_template")
     return PromptPlan(
-        [tokenizer.render(chat, budget, last)],
+        [prompt],
         ["messages"],
         dialect=dialect,
         parallel=request.parallel_tool_calls is not False,
@@ -226,9 +228,13 @@ def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer, last: int 
         check_length(prompt, budget)
         check_ids(prompt, path, tokenizer)
         encoded = tokenizer.prompt_of(prompt)
-    if not encoded.tokens:
-        raise InvalidRequest(f"{path}: must hold at least one token", param=path)
+    _require_tokens(encoded, path)
     return encoded
+
+
+def _require_tokens(prompt: Prompt, path: str) -> None:
+    if not prompt.tokens:
+        raise InvalidRequest(f"{path}: must give at least one token", param=path)
 
 
 def check_length(tokens: Sequence[int], budget: TokenBudget | None) -> None:

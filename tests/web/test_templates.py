@@ -137,6 +137,7 @@ def test_a_template_of_the_clients_is_used(trusting: httpx.Client) -> None:
         "{{ raise_exception('no') }}",
         "{{ messages.__class__.__mro__[1].__subclasses__() }}",
         "{{ 1 / 0 }}",
+        "{{ '' }}",
         "{{ nothing.at.all }}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
     ],
