@@ -1,7 +1,8 @@
-"""Open files and sockets: how many the process may have, and how many of them connections may take.
+"""File descriptors: how many the process may have, and how many of them connections may take.
 
-Without a descriptor to spare nothing can be opened: no model's file, no download, and no connection
-even to say so. So connections leave some to the rest of the process, and who comes then is told.
+Without a free descriptor nothing can be opened: no model file, no download, and not even a
+connection to say so. So connections leave some descriptors free, and a client that comes when only
+those are left gets a 503.
 """
 
 from __future__ import annotations
@@ -10,14 +11,15 @@ import resource
 from contextlib import suppress
 
 _SPARE = 64
-"""What connections leave: what is open anyway is about 20, a model has a file for each shard."""
+"""Descriptors that connections leave free. About 20 are open anyway, and a model has one file for
+each shard."""
 
 _ENOUGH = 2**20
-_DARWIN_MOST = 10_240  # OPEN_MAX, where the hard limit is none
+_DARWIN_MOST = 10_240  # OPEN_MAX, which bounds an infinite hard limit
 
 
 def raise_limit() -> None:
-    """Raise the process's limit of descriptors to what it may have. For who owns the process."""
+    """Raise the process's soft limit as far as it goes. Only who owns the process calls this."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for most in (_ENOUGH, _DARWIN_MOST):
         wanted = most if hard == resource.RLIM_INFINITY else min(hard, most)
@@ -28,7 +30,7 @@ def raise_limit() -> None:
 
 
 def most_connections() -> int:
-    """How many connections there may be at a time; half the limit where that is low."""
+    """How many connections there may be at once: the limit less those left free, at least half."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return _ENOUGH

@@ -23,7 +23,7 @@ from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.service.service import Service
 from mlxsrv.service.steering.attachments import check_steering
 from mlxsrv.settings import Settings, load_settings
-from mlxsrv.web.bodies import Bodies, Ignored
+from mlxsrv.web.bodies import Bodies, IgnoredFields
 from mlxsrv.web.middleware import RequestLog
 from mlxsrv.web.observability.telemetry import make_telemetry
 from mlxsrv.web.paths import place
@@ -58,7 +58,7 @@ class App(Starlette):
         )
         self.router.redirect_slashes = False  # a wrong path gets a 404 in our own shape
         self.settings = settings
-        self.ignored = Ignored()
+        self.ignored = IgnoredFields()
         self.bodies = Bodies(settings.max_bodies or 4 * settings.max_body)
         self._observers = telemetry.observers
         self._service: Service | None = None

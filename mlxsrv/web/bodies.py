@@ -1,4 +1,4 @@
-"""Bodies of requests: read within bounds, and told what of them meant nothing."""
+"""Bodies of requests: read within bounds, and the names of the fields that were ignored."""
 
 from __future__ import annotations
 
@@ -22,16 +22,18 @@ _MOST_LOGGED = 1000
 _INDEX = re.compile(r"\[\d+\]")
 
 
-class Share:
-    """What one request's body takes of the bound for all. Ends with `release`, which may be called
-    more than once."""
+class BodyShare:
+    """The part of the bound for all bodies that one request's body takes.
+
+    `release` gives it back, and may be called more than once.
+    """
 
     def __init__(self, bodies: Bodies) -> None:
         self._bodies = bodies
         self._bytes = 0
 
     def grow(self, size: int) -> None:
-        """Have room for `size` bytes in all. Raises Overloaded if there is none."""
+        """Make the share `size` bytes large. Raises Overloaded if there is no room."""
         if size > self._bytes:
             self._bodies.take(size - self._bytes, large=size > _SMALL)
             self._bytes = size
@@ -42,37 +44,40 @@ class Share:
 
 
 class Bodies:
-    """The bound for all bodies that are held, from their first byte until they are tokens.
+    """The bound for all bodies that an app holds, from their first byte until they are tokens.
 
-    Who finds no room is refused at once, so nobody waits for room while taking some. Small bodies
-    have an eighth on top for themselves: no number of large ones keeps them out. Lives on the
-    event loop, one for an app.
+    A body that finds no room is refused at once, so no body waits for room while it takes some. An
+    eighth more is for small bodies only, so large ones cannot keep them out. The event loop owns
+    it.
+
+    Args:
+        most: bytes that all bodies may have together.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.held = 0
 
-    def share(self) -> Share:
-        return Share(self)
+    def share(self) -> BodyShare:
+        return BodyShare(self)
 
     def take(self, size: int, *, large: bool) -> None:
         """Raises Overloaded."""
         most = self._most if large else self._most + self._most // 8
         if self.held + size > most:
             raise Overloaded(
-                f"the bodies of other requests take up the {self._most} bytes that there are for "
-                "all; try again"
+                f"the bodies of other requests take up the {self._most} bytes that all may have "
+                "together; try again"
             )
         self.held += size
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The body, refused as soon as it is known to be over `limit` bytes. It counts among all that
-    are held until the request is over, or gives up its share.
+    """Return the body. It counts for `Bodies` until the request is over or releases its share.
 
     Raises:
-        RequestTooLarge, Overloaded
+        RequestTooLarge: it has more than `limit` bytes, which Content-Length may already say.
+        Overloaded: there is no room for it.
     """
     share = share_of(request.scope)
     too_large = RequestTooLarge(f"the body is larger than {limit} bytes")
@@ -90,23 +95,23 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def share_of(scope: Scope) -> Share:
+def share_of(scope: Scope) -> BodyShare:
     """The share that the app gave the request."""
-    share: Share = scope["mlxsrv.body"]
+    share: BodyShare = scope["mlxsrv.body"]
     return share
 
 
-class Ignored:
-    """Fields of requests that mean nothing here: told in a header, and each once in the log.
+class IgnoredFields:
+    """Fields of requests that have no effect here: named in a header, and each once in the log.
 
-    Lives on the event loop, one for an app.
+    An app has one; the event loop owns it.
     """
 
     def __init__(self) -> None:
         self._logged: set[str] = set()
 
     def header(self, names: Sequence[str]) -> dict[str, str]:
-        """The header that names these fields, whose names may be anything and any number."""
+        """The header that names these fields. Clients choose the names, and how many there are."""
         if not names:
             return {}
         quoted = [quote(name, safe="[]") for name in names]
@@ -120,7 +125,7 @@ class Ignored:
 
     def _log(self, names: Sequence[str]) -> None:
         for name in names:
-            place = _INDEX.sub("[]", name[:_LONGEST_NAME])
-            if len(self._logged) < _MOST_LOGGED and place not in self._logged:
-                self._logged.add(place)
-                log(_log, logging.INFO, "field ignored", name=place)
+            path = _INDEX.sub("[]", name[:_LONGEST_NAME])
+            if len(self._logged) < _MOST_LOGGED and path not in self._logged:
+                self._logged.add(path)
+                log(_log, logging.INFO, "field ignored", name=path)

@@ -1,7 +1,7 @@
 """The routes under `/api`: what the service does for each of them.
 
-A route's work gets the parts of the path and what was asked: the body or, where there is none, the
-query. It returns the `data` of the envelope.
+The work of a route gets the path parameters and the decoded request: the body or, if the route has
+no body, the query. It returns the `data` of the envelope.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def _make_route(operation: Operation, work: Work) -> Route:
             asked = read_query(operation.query or _NoQuery, request.query_params)
         else:
             asked, headers = await read_request(request, operation.body, empty=b"{}")
-        told = await work(service_of(request), request.path_params, asked)
-        return JSONResponse(wire.success(told), status_code=operation.status, headers=headers)
+        data = await work(service_of(request), request.path_params, asked)
+        return JSONResponse(wire.success(data), status_code=operation.status, headers=headers)
 
     return Route(operation.path, endpoint, methods=[operation.method])
 

@@ -1,7 +1,7 @@
-"""What every request gets: an id, a line in the log, and an answer even to a bug.
+"""Middleware around every request: an id, a line in the log, and an answer even to a bug.
 
-Pure ASGI: Starlette's BaseHTTPMiddleware would put a task and a queue between a stream and its
-client, and hide the disconnect.
+It is pure ASGI: Starlette's BaseHTTPMiddleware would put a task and a queue between a stream and
+its client, and hide the disconnect.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _ID_LENGTH = 128
 
 def request_id(scope: Scope) -> str:
     """The id that the middleware gave the request."""
-    known: str = scope["mlxsrv.request_id"]
-    return known
+    identity: str = scope["mlxsrv.request_id"]
+    return identity
 
 
 class RequestLog:
-    """Gives each request its id, logs one line at its end, tells who watches, and turns a bug into
-    a 500."""
+    """Gives each request its id, logs one line at its end, tells the observers, and turns a bug
+    into a 500."""
 
     def __init__(self, app: ASGIApp, observers: Sequence[Observer] = ()) -> None:
         self._app = app
@@ -59,7 +59,7 @@ class RequestLog:
         try:
             await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
-            pass  # it left while sending its body: there is nobody to answer
+            pass  # it left while it sent its body, so nobody waits for an answer
         except BaseException as error:
             if not survivable(error):
                 raise
@@ -86,12 +86,12 @@ class RequestLog:
         for observer in self._observers:
             try:
                 observer.ended(ended)
-            except Exception:  # of a sampler, say, that is not ours: the request is answered
+            except Exception:  # such as an OpenTelemetry sampler's; the request is answered
                 log(_log, logging.ERROR, "observer failed", traceback=True, request=ended.id)
 
 
 def _accepted(given: str | None) -> str:
-    """The client's own id, if it is short and harmless in a header and a log; else a new one."""
+    """The client's own id if it is short and safe in a header and in a log; else a new one."""
     if given and len(given) <= _ID_LENGTH and given.isascii() and given.isprintable():
         return given
     return uuid.uuid4().hex

@@ -54,7 +54,7 @@ async def large_json(content: object, headers: Mapping[str, str]) -> Response:
 
 
 def error_response(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
-    """The one shape of an error."""
+    """An error in the shape of the OpenAI API."""
     return JSONResponse(
         openai.error_response(error),
         status_code=error.status,
@@ -63,7 +63,8 @@ def error_response(error: ServeError, headers: Mapping[str, str] | None = None) 
 
 
 def refusal(scope: Scope, error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error in the shape of what was asked: the management's has an envelope."""
+    """An error in the shape of its route: those under `/api` have an envelope. The request's record
+    notes the error."""
     record_of(scope).error = error.code
     if not path_below_mount(scope).startswith("/api/"):
         return error_response(error, headers)
@@ -85,9 +86,12 @@ def _headers(error: ServeError) -> dict[str, str]:
 
 
 class ReplyStream(StreamingResponse):
-    """A reply as server-sent events. Status 200 goes out when the engine has the job or, if that
-    takes long, with the first keep-alive comment. What fails before is an error like any other,
-    whatever Accept says: clients show their users a frame as it stands."""
+    """A reply as server-sent events.
+
+    Status 200 goes out when the engine has the job or, if that takes long, with the first
+    keep-alive comment. A failure before that is answered with its own status and JSON, whatever
+    Accept says, because clients show an event to their users as it is.
+    """
 
     media_type = "text/event-stream"
 
@@ -107,7 +111,7 @@ class ReplyStream(StreamingResponse):
                 await self.stream_response(send)
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        """Each item is one write: all frames that are ready, or a keep-alive comment."""
+        """Yield what is written at once: all frames that are ready, or a keep-alive comment."""
         outputs = self._first
         try:
             while True:
@@ -134,7 +138,7 @@ class ReplyStream(StreamingResponse):
                 return self._stream.opening()
             case SampledTokens(choice, tokens):
                 return self._stream.tokens(choice, tokens)
-            case PromptInfo(choice, prompt):  # a stream has no scores of its prompt
+            case PromptInfo(choice, prompt):  # a stream has no log-probabilities of its prompt
                 return b"" if prompt is None else self._stream.prompt(choice, prompt)
 
 
@@ -168,9 +172,9 @@ class ReplyBody(Response):
 async def _answering(reply: Reply, receive: Receive) -> AsyncIterator[None]:
     """Admit `reply` while the block answers it, and close it however the block ends.
 
-    Three tasks in one group: the block; the admission, which waits for the model and for a row;
-    and a watch on the client, which cancels the others when it goes away. `close` runs when all
-    three are over, so neither of the others can act on a closed reply.
+    Three tasks run in one group: the block; the admission, which waits for the model and for a row;
+    and a watch, which cancels the other two when the client goes away. `close` runs after all three
+    have ended, so none of them can act on a closed reply.
     """
     try:
         async with anyio.create_task_group() as group:
@@ -183,13 +187,17 @@ async def _answering(reply: Reply, receive: Receive) -> AsyncIterator[None]:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """What `work` gives. It is cancelled when the client goes away: ClientDisconnect then."""
+    """Return the result of `work`, which is cancelled when the client goes away.
+
+    Raises:
+        ClientDisconnect: the client went away; also whatever `work` raises.
+    """
     outcome: T | Exception | None = None
     async with anyio.create_task_group() as group:
         group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
         try:
             outcome = await work
-        except Exception as error:  # raised outside, or the group would wrap it
+        except Exception as error:  # raised outside the group, which would wrap it
             outcome = error
         group.cancel_scope.cancel()
     if outcome is None:

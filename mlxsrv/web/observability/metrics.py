@@ -1,8 +1,8 @@
-"""`GET /metrics`: what Prometheus reads, under vLLM's names where vLLM has one, so that what is
-drawn for the one can be drawn for the other.
+"""`GET /metrics`: metrics for Prometheus. Where vLLM has the same metric, its name is used, so
+dashboards for vLLM can be adapted.
 
-What can be asked when somebody looks (rows, queues, memory, caches) is asked then, and not kept.
-What happens in between is counted in a registry of the app's own: several apps may share a process.
+What has a state (rows, queues, memory, caches) is read at each scrape. What happens between two
+scrapes is counted in a registry of the app's own, because several apps may share a process.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from mlxsrv.service.service import Service
 from mlxsrv.version import __version__
 from mlxsrv.wire.openai import Health
 
-# Not OpenMetrics, in which prometheus-client spells a colon as an underscore.
+# Not OpenMetrics: prometheus-client replaces colons in names by underscores there.
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
-# vLLM's bounds, and below the first of two of them some for small models on fast machines.
+# vLLM's bounds in seconds; two lists begin lower, for small models on fast machines.
 _TTFT = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -58,11 +58,11 @@ _TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
 
 
 class Gaps:
-    """The seconds between the tokens of one model's answers, in buckets.
+    """A histogram of the seconds between the tokens of one model's answers.
 
-    One is told for each token, so it is no Histogram of prometheus-client's, which takes two locks
-    and searches its buckets from the first on. The event loop writes; a scrape copies the counts,
-    which may be a token ahead of their sum.
+    `tell` is called for each token. prometheus-client's own Histogram is too slow for that: it
+    takes two locks and searches its buckets one by one. The event loop writes, and a thread reads
+    at a scrape; it copies the counts, which may be one token ahead of the sum.
     """
 
     __slots__ = ("_counts", "_firsts", "_sum")
@@ -73,6 +73,7 @@ class Gaps:
         self._firsts = 0
 
     def tell(self, seconds: float | None) -> None:
+        """Count a token; None: it is the first of its choice, so there is no gap before it."""
         if seconds is None:
             self._firsts += 1
         else:
@@ -85,7 +86,7 @@ class Gaps:
 
     @property
     def buckets(self) -> list[tuple[str, float]]:
-        """The numbers of gaps up to each bound."""
+        """Each bound in seconds, and how many gaps are not above it."""
         bounds = [*map(floatToGoString, _GAP), "+Inf"]
         return list(zip(bounds, accumulate(list(self._counts)), strict=True))
 
@@ -95,7 +96,7 @@ class Gaps:
 
 
 class _Registry(CollectorRegistry):
-    """Without the time when each series was made, which would be a series of its own."""
+    """A registry that leaves out when each series was made: that would double the series."""
 
     def collect(self) -> Iterator[Metric]:
         for metric in super().collect():
@@ -104,7 +105,7 @@ class _Registry(CollectorRegistry):
 
 
 class _Live(Collector):
-    """What is made anew at each scrape."""
+    """Metrics that are made anew at each scrape."""
 
     def __init__(self) -> None:
         self.gaps: dict[str, Gaps] = {}
@@ -203,7 +204,7 @@ class Metrics(Observer):
             _name(name), help, ["model_name"], buckets=buckets, registry=self._registry
         )
 
-    # What happens.
+    # Events.
 
     def tokens(self, model: str) -> TokenCallback:
         gaps = self._live.gaps.get(model)
@@ -249,13 +250,13 @@ class Metrics(Observer):
     def model_evicted(self, event: ModelEvicted) -> None:
         self._evictions.labels(event.model, event.reason).inc()
 
-    # Who looks.
+    # A scrape.
 
     async def scrape(self, request: Request) -> Response:
         service: Service = request.app.service
         health = await service.state()
         self._live.gauges = [*_service_gauges(service, health), *_engine_gauges(health)]
-        # Some milliseconds for many models: the streams need not wait for it.
+        # It takes some milliseconds for many models, which streams need not wait for.
         text = await anyio.to_thread.run_sync(generate_latest, self._registry)
         return Response(text, headers={"Content-Type": _TEXT})
 
@@ -275,7 +276,7 @@ def _gauge(name: str, help: str, *labels: str) -> GaugeMetricFamily:
 
 
 def _service_gauges(service: Service, health: Health) -> list[Metric]:
-    """What is known without the engine: there also when a step of that lasts, or has no end."""
+    """Metrics that need no answer of the engine, and are there also while the engine is stalled."""
     info = _gauge("info", "1; its version is a label.", "version")
     info.add_metric([__version__], 1)
     ready = _gauge("ready", "Whether requests would be served.")

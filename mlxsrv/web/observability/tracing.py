@@ -1,12 +1,12 @@
-"""One OpenTelemetry span for each request that asks a model, with the attributes of the GenAI
-semantic conventions; never a word of what was asked or answered.
+"""Traces: one OpenTelemetry span for each request to a model, with the attributes of the GenAI
+semantic conventions. No text of a prompt or an answer is in it.
 
-A span is made when its request is over, with the times that it had: by then everything is known
-that a sampler may want, and nothing has been done for it while tokens were made.
+A span is made when its request is over, with the times of the request. By then everything is known
+that a sampler may need, and making it has cost nothing while tokens were generated.
 
-Where the process has a tracer provider (the app that this one is mounted in has configured one, or
-logfire has), that is used. Else there is one of our own, which exports by OTLP over HTTP; the
-standard OTEL_* variables say where to.
+If the process has a tracer provider, it is used: the parent app of a mounted app may have
+configured one, or logfire. Otherwise the app has its own provider, which exports by OTLP over HTTP;
+the standard OTEL_* variables say where to.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mlxsrv.wire.requests import ChatRequest, CompletionRequest
 Attributes = Iterator[tuple[str, AttributeValue | None]]
 
 _CLOSE_SECONDS = 3.0
-_LONGEST_NAME = 200  # of a model; what a client calls it may be anything
+_LONGEST_NAME = 200  # characters of a model's name, which a client may choose freely
 
 
 class Tracing(Observer):
@@ -70,7 +70,7 @@ class Tracing(Observer):
         span.end(_wall(request, request.ended))
 
     def _provider(self) -> trace.TracerProvider:
-        """The process's, if it has one by now; else our own, which is nobody else's."""
+        """The process's provider, if it has one by now; else this app's own."""
         shared = trace.get_tracer_provider()
         if not isinstance(shared, trace.ProxyTracerProvider):
             return shared
@@ -79,16 +79,16 @@ class Tracing(Observer):
         return self._own
 
     async def close(self) -> None:
-        """Send what is not sent yet, unless that takes long."""
+        """Send the spans that are not sent yet, for at most `_CLOSE_SECONDS`."""
         own, self._own = self._own, None
         if own is None:
             return
-        # A thread that does not keep the process: a collector that is gone may hold it up.
+        # A daemon thread does not keep the process alive: a collector that is gone may block it.
         loop, sent = asyncio.get_running_loop(), asyncio.Event()
 
         def shut_down() -> None:
             own.shutdown()
-            with suppress(RuntimeError):  # the loop has not waited
+            with suppress(RuntimeError):  # the loop has stopped waiting, and is closed
                 loop.call_soon_threadsafe(sent.set)
 
         threading.Thread(target=shut_down, name="mlxsrv-otel", daemon=True).start()
@@ -98,7 +98,7 @@ class Tracing(Observer):
 
 def _make_provider() -> TracerProvider:
     usual = Resource({SERVICE_NAME: "mlxsrv", SERVICE_VERSION: __version__})
-    # What the variables say of the service wins.
+    # The variables override what we know of the service.
     resource = Resource.create().merge(usual).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)
     exporter = _make_exporter()
@@ -115,7 +115,8 @@ def _make_exporter() -> SpanExporter | None:
 
 
 def _parent(headers: Mapping[str, str]) -> Context | None:
-    """What the span continues: that of the app around this one, else what the client has sent."""
+    """The parent of the span: None for the current span, which the app around this one has opened;
+    else the one that the client has sent."""
     if trace.get_current_span().get_span_context().is_valid:
         return None
     return propagate.extract(headers)
@@ -134,8 +135,8 @@ def _add_moments(span: Span, request: RequestEnded, one: Generated) -> None:
 
 
 def _set_status(span: Span, request: RequestEnded) -> None:
-    """An error where the server is to blame. By the conventions, what a client does wrong is none
-    of a server's span; `error.type` says it all the same."""
+    """Set the status to error if the server failed. By the conventions, a client's mistake is no
+    error of the server's span; `error.type` names it."""
     failed_midway = request.error is not None and request.status < 400
     if request.status >= 500 or failed_midway:
         span.set_status(StatusCode.ERROR, request.error)

@@ -90,7 +90,7 @@ def _check_size(scope: Scope) -> None:
 def _check_framing(headers: RequestHeaders) -> None:
     """Refuse two headers that say where the body ends: a proxy in front may follow the other."""
     if b"transfer-encoding" in headers and b"content-length" in headers:
-        raise InvalidHTTP("a request has either Content-Length or Transfer-Encoding")
+        raise InvalidHTTP("a request must not have both Content-Length and Transfer-Encoding")
 
 
 def _check_rate(allowance: Allowance) -> None:

@@ -1,8 +1,8 @@
-"""How often each client may ask.
+"""Rate limits: how many requests each client may send in a minute.
 
-A bucket holds `limit` requests and fills evenly, one every 60 / `limit` seconds, so a client may
-ask for `limit` at once and for as many in every minute after. All that is kept of a bucket is the
-time when it will be full: one that is full is as good as one that was never there.
+Each client has a bucket. It holds `limit` requests and fills evenly, one every 60 / `limit`
+seconds, so a client may send `limit` requests at once, and as many in each minute after that. Only
+the time when a bucket will be full is kept. A full bucket is the same as a new one.
 """
 
 from __future__ import annotations
@@ -19,27 +19,36 @@ _MOST_CLIENTS = 10_000
 
 
 class Allowance(msgspec.Struct, frozen=True):
-    """What a client has left after a request. Times are in seconds from then; `wait` is until the
-    next one would be granted, None if this one was."""
+    """What a client has left after a request. Times are in seconds from the request on."""
 
     limit: int
     remaining: int
     reset: float
+    """Until the bucket is full."""
     wait: float | None = None
+    """Until the next request would be granted; None if this one is granted."""
 
     @property
     def headers(self) -> dict[str, str]:
-        """In the words of OpenAI's API; whole seconds, rounded up, where HTTP wants them."""
-        told = {
+        """The headers of OpenAI's API; Retry-After is in whole seconds, rounded up."""
+        headers = {
             "X-RateLimit-Limit-Requests": str(self.limit),
             "X-RateLimit-Remaining-Requests": str(self.remaining),
             "X-RateLimit-Reset-Requests": _duration(self.reset),
         }
-        return told if self.wait is None else {**told, "Retry-After": str(math.ceil(self.wait))}
+        if self.wait is not None:
+            headers["Retry-After"] = str(math.ceil(self.wait))
+        return headers
 
 
 class RateLimit:
-    """The buckets of all clients that asked of late; the longest idle make room for new ones."""
+    """The buckets of recent clients; the one that was idle longest makes room for a new one.
+
+    Args:
+        limit: requests per minute.
+        clock: seconds; tests have their own.
+        most: clients that are remembered.
+    """
 
     def __init__(
         self,
@@ -58,11 +67,11 @@ class RateLimit:
         return len(self._full_at)
 
     def take(self, client: Hashable) -> Allowance:
-        """Take one request from the client's bucket, if it has one. A refusal takes nothing."""
+        """Take one request from the client's bucket. If the bucket is empty, nothing is taken."""
         now = self._clock()
         full_at = max(self._full_at.pop(client, now), now)
         over = full_at + self._interval - now - _MINUTE
-        # What sums of fractions are off by must not cost the last request of a full bucket.
+        # Rounding errors must not cost the last request of a full bucket.
         if over > 1e-6:
             self._full_at[client] = full_at
             return Allowance(self._limit, 0, full_at - now, wait=over)
@@ -74,7 +83,7 @@ class RateLimit:
 
 
 def _duration(seconds: float) -> str:
-    """As Go writes durations, and OpenAI with it: 20ms, 8.64s, 1m30s."""
+    """A duration as Go and OpenAI write it: 20ms, 8.64s, 1m30s."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"
     minutes, rest = divmod(seconds, _MINUTE)
