@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mlxsrv.commands import COMMANDS
+from mlxsrv.configuration import load_settings
 from mlxsrv.errors import ServeError
 from mlxsrv.server.listening import ListenError
 from mlxsrv.server.serve import serve
-from mlxsrv.settings import SettingsError, load_settings
+from mlxsrv.settings import SettingsError
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -1,5 +1,7 @@
-"""The commands beside serving: `mlxsrv models` and `mlxsrv pull`. Each takes its arguments, prints,
-and raises SettingsError or ServeError."""
+"""The commands besides serving: `mlxsrv models` and `mlxsrv pull`.
+
+Each takes its arguments, prints, and raises SettingsError or ServeError.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,18 @@ from typing import Final
 
 import msgspec
 
+from mlxsrv.configuration import option_parser, settings_from
 from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
-from mlxsrv.settings import SettingsError, option_parser, settle
+from mlxsrv.settings import SettingsError
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as `mlxsrv models --json` prints it; `problem` is why it cannot be served."""
+    """A model as `mlxsrv models --json` prints it.
+
+    `place` is its folder or its id on the hub; `problem` says why it cannot be served, None if it
+    can; `size` is in bytes.
+    """
 
     id: str
     aliases: tuple[str, ...]
@@ -33,8 +40,10 @@ class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def models(arguments: Sequence[str]) -> None:
-    """Print what a server with these options would serve, and what it would not, with the reason.
-    Nothing is loaded."""
+    """Print which models a server with these options would serve, and why not the others.
+
+    No model is loaded.
+    """
     parser = option_parser(
         "models",
         "List the models that a server with the same options would serve, and why others "
@@ -43,7 +52,7 @@ def models(arguments: Sequence[str]) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON, one list of objects.")
     flags = vars(parser.parse_args(arguments))
     as_json = flags.pop("json")
-    catalogue = Catalogue(settle(flags))
+    catalogue = Catalogue(settings_from(flags))
     catalogue.scan()
     lines = [_line(entry, default=entry.name == catalogue.default) for entry in catalogue]
     lines.sort(key=lambda line: (line.problem is not None, line.id))
@@ -58,17 +67,17 @@ def _line(entry: ModelEntry, *, default: bool) -> ModelLine:
         place=str(entry.source),
         problem=entry.problem,
     )
-    said = entry.description
-    if said is None:
+    known = entry.description
+    if known is None:
         return line
     return msgspec.structs.replace(
         line,
-        type=said.type,
-        context_length=said.context_length,
-        parameter_size=said.parameter_size,
-        quantization_level=said.quantization_level,
-        size=said.size,
-        capabilities=said.capabilities,
+        type=known.type,
+        context_length=known.context_length,
+        parameter_size=known.parameter_size,
+        quantization_level=known.quantization_level,
+        size=known.size,
+        capabilities=known.capabilities,
     )
 
 
@@ -84,7 +93,7 @@ def _table(lines: Iterable[ModelLine]) -> str:
         if line.problem is not None:
             note = f"cannot be served: {line.problem}"
         elif line.type is None:
-            note = "is fetched on first use"
+            note = "is downloaded on first use"
         values = (line.type, line.context_length, line.parameter_size, line.quantization_level)
         shown = ["-" if value is None else str(value) for value in values]
         rows.append((name, *shown, "-" if line.size is None else _bytes(line.size), note))
@@ -107,8 +116,8 @@ def pull(arguments: Sequence[str]) -> None:
     """Download a model into the Hugging Face cache and print its folder."""
     parser = argparse.ArgumentParser(
         prog="mlxsrv pull",
-        description="Download a model of the Hugging Face hub into its cache, where a server finds "
-        "it. A download that was interrupted goes on where it stopped.",
+        description="Download a model from the Hugging Face hub into its cache, where a server "
+        "finds it. A download that was interrupted continues where it stopped.",
     )
     parser.add_argument("repository", metavar="ORG/NAME[@REVISION]")
     parser.add_argument("--quiet", action="store_true", help="Show no progress.")
@@ -117,7 +126,7 @@ def pull(arguments: Sequence[str]) -> None:
         repository = hub_cache.Repository.parse(asked.repository)
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    # Imported here: it takes 0.1 s, which the other commands need not wait for.
+    # Imported here, because the import takes 0.1 s and the other commands do not need it.
     from mlxsrv.models.catalogue.download import fetch
 
     print(fetch(repository, progress=not asked.quiet and sys.stderr.isatty()))

@@ -1,4 +1,4 @@
-"""Everything that can go wrong and be told to a client.
+"""Every error that a client can be told.
 
 ServeError                    500 server_error            internal_error
 ├─ InvalidRequest             400 invalid_request_error   invalid_value
@@ -34,8 +34,8 @@ ServeError                    500 server_error            internal_error
 ├─ ShuttingDown               503 server_error            shutting_down
 └─ DeadlineExceeded           504 server_error            timeout
 
-Each class knows its status, type and code and, where waiting helps, after how many seconds to try
-again; an instance adds the message and the field it concerns (`param`).
+A class has the status, the type, the code and, where waiting helps, the seconds after which to try
+again. An instance adds the message and the field that it concerns (`param`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,12 @@ from typing import ClassVar
 
 
 class ServeError(Exception):
-    """An error with a place in the API. Raised anywhere, told by the web floor."""
+    """An error with a place in the API. Any floor raises it; `web/` sends it to the client.
+
+    Args:
+        message: one sentence for the client. It begins with the field, where there is one.
+        param: the path of the field, such as `messages[0].role`.
+    """
 
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
@@ -136,7 +141,7 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class RequestTimeout(InvalidRequest):
-    """The request's own body did not arrive in time."""
+    """The body of the request did not arrive in time."""
 
     status = 408
     code = "request_timeout"
@@ -171,7 +176,7 @@ class HostNotAllowed(ServeError):
 
 
 class RateLimited(ServeError):
-    """Who raises it says when to come back: it depends on the client's own past."""
+    """The guard adds Retry-After, which depends on the client's earlier requests."""
 
     status = 429
     type = "rate_limit_error"
@@ -191,7 +196,7 @@ class ModelNotLoaded(ServeError):
 
 
 class BackendMissing(ModelNotLoaded):
-    """MLX is installed without a back end for this machine."""
+    """MLX has no back end for this machine."""
 
 
 class InsufficientMemory(ServeError):

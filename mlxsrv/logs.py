@@ -1,7 +1,7 @@
 """Log lines: an event with fields, as text for people or as JSON for machines.
 
-The library only emits, on loggers below "mlxsrv"; who owns the process configures. `configure` is
-what the command line does.
+The package only logs, on loggers below "mlxsrv". The owner of the process configures logging; the
+command line does so with `configure`.
 """
 
 from __future__ import annotations
@@ -19,15 +19,23 @@ _FIELDS = "mlxsrv_fields"
 def log(
     logger: logging.Logger, level: int, event: str, *, traceback: bool = False, **fields: Any
 ) -> None:
-    """Log `event` with its fields; those that are None are left out. `traceback`: with that of the
-    exception that is being handled."""
+    """Log an event.
+
+    Args:
+        traceback: add the traceback of the exception that is being handled.
+        fields: what the line says about the event; a field that is None is left out.
+    """
     if logger.isEnabledFor(level):
         present = {name: value for name, value in fields.items() if value is not None}
         logger.log(level, event, exc_info=traceback, extra={_FIELDS: present})
 
 
 def configure(level: str, form: str) -> None:
-    """Send all lines to stderr in one form: mlxsrv's from `level` on, warnings of others."""
+    """Send log lines to stderr: mlxsrv's from `level` on, and warnings of other libraries.
+
+    Args:
+        form: "text" or "json".
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
@@ -35,12 +43,12 @@ def configure(level: str, form: str) -> None:
     root.setLevel("WARNING")
     logging.captureWarnings(True)
     logging.getLogger("mlxsrv").setLevel(level.upper())
-    # uvicorn's own notes on starting and stopping say nothing that ours do not.
+    # uvicorn's own lines about start and stop say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel("WARNING")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, event, then the fields."""
+    """Makes each line a JSON object: time, level, event, then the fields."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -55,7 +63,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """`12:00:01.234 info  stream end  model=demo tokens=12`."""
+    """Makes lines such as `12:00:01.234 info  stream end  model=demo tokens=12`."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
@@ -64,7 +72,7 @@ class TextFormatter(logging.Formatter):
         line = f"{time} {record.levelname.lower():<7} {record.getMessage()}  {text}".rstrip()
         if not record.exc_info:
             return line
-        # Set in, since what a client sent may be in the error's message, and have lines of its own.
+        # Indented: the error's message may contain what a client sent, with lines of its own.
         traceback = self.formatException(record.exc_info).splitlines()
         return "\n".join([line, *(f"    {_printable(text)}" for text in traceback)])
 
@@ -74,6 +82,6 @@ def _printable(text: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    """A value that stays on its line: what a client sent cannot forge another."""
+    """A value on one line, so that what a client sent cannot forge another line."""
     text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if text.isprintable() and " " not in text and text else repr(text)

@@ -1,18 +1,13 @@
-"""Every option of the server, once.
+"""All options of the server, in one Struct.
 
-A field's annotation is its whole story: type, bounds and help. The command line, the environment
-(`MLXSRV_PORT`), the TOML file and the table in docs/options.md are all read off the Struct, so an
-option cannot exist in one of them only. A flag overrides a variable, a variable the file, and the
-file the default.
+The annotation of a field has everything about its option: type, bounds and help. From the Struct,
+`configuration` makes the command line, the variables (`MLXSRV_PORT`), the keys of the TOML file and
+the table in docs/options.md, so no option is missing in one of them.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import re
-import tomllib
-from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -22,7 +17,7 @@ from msgspec import Meta
 ENV_PREFIX = "MLXSRV_"
 
 _BYTES = {"metavar": "BYTES", "bytes": True}  # may be written as 512MB, 12GB, 1.5GiB
-# `$` alone would let a newline follow.
+# `$` alone also matches before a newline at the end.
 Key = Annotated[str, Meta(pattern=r"^[!-~]+(?!\n)$")]
 Origin = Annotated[str, Meta(pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+/?)(?!\n)$")]
 HostName = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?!\n)$")]
@@ -31,11 +26,15 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", re.IGNORECASE)
 
 
 class SettingsError(ValueError):
-    """A setting has a wrong name or value; the message names where it came from."""
+    """A setting has a wrong name or value; the message says where it comes from."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """All options. Values are checked when the Struct is made: SettingsError names the field."""
+    """All options.
+
+    Raises:
+        SettingsError: a value is wrong; the message names the field.
+    """
 
     model: Annotated[
         tuple[str, ...],
@@ -98,9 +97,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     draft_model: Annotated[
         tuple[str, ...],
         Meta(
-            description="Small model that proposes tokens for MODEL (else for the default model), "
-            "which checks several at once. Used while few requests run, where it helps. "
-            "Repeatable.",
+            description="Small model that proposes tokens for MODEL (for the default model if none "
+            "is named); MODEL checks several of them in one step. It is used while few requests "
+            "run and while it makes them faster. Repeatable.",
             extra={"metavar": "[MODEL=]ID_OR_PATH"},
         ),
     ] = ()
@@ -114,7 +113,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_kv_size: Annotated[
         Annotated[int, Meta(ge=16)] | None,
         Meta(
-            description="Tokens that a KV cache keeps: the first four, and this many of the last.",
+            description="Tokens that a KV cache keeps: the first four, and the last TOKENS.",
             extra={"metavar": "TOKENS"},
         ),
     ] = None
@@ -139,17 +138,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     attach_sae: Annotated[
         tuple[str, ...],
         Meta(
-            description="Attach this SAE at start, to MODEL (else to the default model) and at "
-            "LAYER (else at the layer that it was trained on). Repeatable.",
+            description="Attach this SAE at start. MODEL is the default model if none is named; "
+            "LAYER is the layer that the SAE was trained on if none is given. Repeatable.",
             extra={"metavar": "[MODEL=]SAE[@LAYER]"},
         ),
     ] = ()
     control_vector: Annotated[
         tuple[str, ...],
         Meta(
-            description="Add this control vector, a .gguf or .safetensors file, to what the "
-            "default model generates, times SCALE (1). With 0, only requests that name it use it. "
-            "Repeatable.",
+            description="Steer everything that the default model generates with this control "
+            "vector, a .gguf or .safetensors file, times SCALE (default: 1). With 0, it applies "
+            "only to requests that name it. Repeatable.",
             extra={"metavar": "[NAME=]FILE[:SCALE]"},
         ),
     ] = ()
@@ -157,7 +156,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             min_length=1,
-            description="Folder of the steering profiles; created on first use.",
+            description="Folder for the steering profiles; it is created on first use.",
             extra={"metavar": "DIR"},
         ),
     ] = "~/.mlxsrv"
@@ -167,7 +166,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         str,
         Meta(
             pattern=r"^(/[^/?#\s]+)*/?(?!\n)$",
-            description="Path that a proxy in front strips, such as /llm; /openapi.json names it.",
+            description="Path that a proxy in front removes, such as /llm; /openapi.json names it.",
             extra={"metavar": "PATH"},
         ),
     ] = ""
@@ -190,7 +189,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[Origin, ...],
         Meta(
             description="Origin of web pages that may use this server from a browser, such as "
-            "https://app.example; * allows all, null those without one. Repeatable.",
+            "https://app.example; * allows all origins, null allows pages without one. Repeatable.",
             extra={"metavar": "ORIGIN"},
         ),
     ] = ()
@@ -219,17 +218,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(ge=0, description="Requests that may wait for a row, per model; beyond that: 503."),
     ] = 128
     max_choices: Annotated[
-        int, Meta(ge=1, description="Answers to one request at most: its prompts times `n`.")
+        int, Meta(ge=1, description="Most answers to one request: its prompts times `n`.")
     ] = 128
     default_max_tokens: Annotated[
-        int, Meta(ge=1, description="`max_tokens` of a chat that names none.")
+        int, Meta(ge=1, description="`max_tokens` of a chat request that gives none.")
     ] = 4096
     queue_timeout: Annotated[
         float,
         Meta(
             gt=0,
             description="Seconds a request may wait for other requests: for a row, for memory and "
-            "for earlier prompts; beyond that: 503. A load of its model does not count.",
+            "for earlier prompts; beyond that: 503. The load of its own model does not count.",
         ),
     ] = 300.0
     stall_timeout: Annotated[
@@ -244,11 +243,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[float, Meta(ge=0)] | None,
         Meta(
             description="Seconds a request may take in total, including waiting; 504 if there is "
-            "no text yet. 0: no limit, the default.",
+            "no text yet. 0 is no limit, the default.",
         ),
     ] = None
     keepalive: Annotated[
-        float, Meta(gt=0, description="Seconds of silence after which a stream gets a comment.")
+        float,
+        Meta(gt=0, description="Seconds without output after which a stream gets a comment."),
     ] = 15.0
     max_body: Annotated[
         int,
@@ -257,8 +257,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_bodies: Annotated[
         Annotated[int, Meta(ge=1024)] | None,
         Meta(
-            description="Bytes of all request bodies held at once, from their arrival until they "
-            "are tokens; beyond that: 503. Default: 4 times --max-body.",
+            description="Bytes that all request bodies may take together, each from its arrival "
+            "until it is tokenized; beyond that: 503. Default: 4 times --max-body.",
             extra=_BYTES,
         ),
     ] = None
@@ -266,16 +266,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds within which the headers of a request must arrive, and then "
-            "again its body; otherwise: 408.",
+            description="Seconds in which the headers of a request must arrive, and again as many "
+            "for its body; otherwise: 408.",
         ),
     ] = 30.0
     prefill_chunk: Annotated[
-        int, Meta(ge=16, description="Prompt tokens read between two decode steps, at most.")
+        int, Meta(ge=16, description="Most prompt tokens that are read between two decode steps.")
     ] = 512
     max_gap: Annotated[
         float,
-        Meta(gt=0, description="Seconds a stream may wait for a slice of another prompt."),
+        Meta(gt=0, description="Seconds that a stream may wait for a slice of another prompt."),
     ] = 0.2
     prompt_cache_bytes: Annotated[
         Annotated[int, Meta(ge=0)] | None,
@@ -289,8 +289,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds after which the engine counts as stalled if one step is still "
-            "running: the log says so, and /health and /health/live answer 503 until it ends.",
+            description="Seconds after which a step that still runs counts as a stall: the log "
+            "says so, and /health and /health/live answer 503 until the step ends.",
         ),
     ] = 120.0
     exit_on_failure: Annotated[
@@ -302,7 +302,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     shutdown_grace: Annotated[
-        float, Meta(ge=0, description="Seconds that running requests have to finish at shutdown.")
+        float, Meta(ge=0, description="Seconds in which running requests may finish at shutdown.")
     ] = 10.0
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -330,16 +330,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise SettingsError(f"{option.name}: {error}") from None
         if self.max_bodies is not None and self.max_bodies < self.max_body:
             raise SettingsError(
-                f"max_bodies: less than max_body ({self.max_body}), so such a body would never fit"
+                f"max_bodies: less than max_body ({self.max_body}), so the largest body cannot fit"
             )
 
     def __repr__(self) -> str:
-        """With secrets counted and not shown: a repr may end in a log or a traceback."""
+        """Shows the number of secrets only: a repr may end in a log or a traceback."""
         return f"Settings({', '.join(f'{o.name}={o.shown(self)}' for o in options())})"
 
 
 class Option(msgspec.Struct, frozen=True):
-    """One field of Settings as the outside sees it."""
+    """One field of Settings: as a flag, a variable, a key of the file and a row of the table."""
 
     name: str
     type: Any
@@ -350,7 +350,7 @@ class Option(msgspec.Struct, frozen=True):
     bytes: bool
     secret: bool
     guards: bool
-    """Whether the server is open without it: given but empty is then an error, and not none."""
+    """Whether it protects the server: if it is given but empty, that is an error."""
 
     @property
     def flag(self) -> str:
@@ -381,12 +381,13 @@ class Option(msgspec.Struct, frozen=True):
         return f"<{len(value)} secrets>" if self.secret else repr(value)
 
     def parse(self, text: str) -> Any:
-        """The value that `text`, from a flag or a variable, stands for."""
+        """Read the text of a flag or a variable. Raises SettingsError."""
         if self.repeatable:
             return self.check([part for part in text.split(",") if part.strip()])
         return self.check(_in_bytes(text) if self.bytes else text, strict=False)
 
     def check(self, value: Any, *, strict: bool = True) -> Any:
+        """Return the value with the option's type. Raises SettingsError."""
         if self.guards and not value:
             raise SettingsError("given, but empty; leave it out to serve without keys")
         if self.bytes and isinstance(value, str):
@@ -422,7 +423,7 @@ def _option(field: msgspec.structs.FieldInfo, annotation: Any) -> Option:
 
 
 def _in_bytes(text: str) -> str:
-    """`1.5GiB`, `12GB` or `12g` as a number; anything else as it is."""
+    """Return `1.5GiB`, `12GB` or `12g` as a number of bytes, and any other text unchanged."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         return text
@@ -430,120 +431,3 @@ def _in_bytes(text: str) -> str:
     return str(
         int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1))
     )
-
-
-def load_settings(
-    argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.environ
-) -> Settings:
-    """Settings from flags over variables over the `--config` file over defaults.
-
-    `argv` None reads no flags (an app mounted elsewhere does not own the command line).
-
-    Raises:
-        SettingsError: a value, a name or the file itself is wrong; one line that says where.
-    """
-    return settle(vars(option_parser().parse_args(argv)) if argv is not None else {}, environ)
-
-
-def settle(flags: dict[str, Any], environ: Mapping[str, str] = os.environ) -> Settings:
-    """As `load_settings`, of flags that `option_parser` has parsed. Raises SettingsError."""
-    path = flags.pop("config", None) or environ.get(ENV_PREFIX + "CONFIG")
-    values = _from_file(path) if path else {}
-    values |= _from_environment(environ)
-    values |= _from_flags(flags)
-    return Settings(**values)
-
-
-def _from_file(path: str) -> dict[str, Any]:
-    try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"--config {path}: {error}") from None
-    known = {option.name: option for option in options()}
-    values = {}
-    for key, value in table.items():
-        option = known.get(key.replace("-", "_"))
-        if option is None:
-            raise SettingsError(f"{path}: there is no option {key!r}")
-        values[option.name] = _named(f"{path}: {key}", option.check, value)
-    return values
-
-
-def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        option.name: _named(option.variable, option.parse, text)
-        for option in options()
-        if (text := environ.get(option.variable)) or (option.guards and text is not None)
-    }
-
-
-def _from_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        option.name: _named(
-            option.flag,
-            option.check if option.repeatable or option.switch else option.parse,
-            value,
-        )
-        for option in options()
-        if (value := flags.get(option.name)) is not None
-    }
-
-
-def _named(where: str, read: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return read(value)
-    except SettingsError as error:
-        raise SettingsError(f"{where}: {error}") from None
-
-
-def option_parser(
-    command: str = "",
-    does: str = "Serve MLX language models over an OpenAI-compatible HTTP API.\n"
-    "Other commands: mlxsrv models (what would be served), mlxsrv pull (download a model).",
-) -> argparse.ArgumentParser:
-    """A parser of all options, for the server or for another command."""
-    parser = argparse.ArgumentParser(
-        prog=f"mlxsrv {command}".rstrip(),
-        description=does,
-        epilog=f"Each option is also a variable ({ENV_PREFIX}PORT=9000) and a key of the TOML file "
-        "that --config names; a flag wins over a variable, a variable over the file. "
-        f"{ENV_PREFIX}PATCHES=off leaves MLX, mlx-lm and transformers unpatched.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config", metavar="FILE.toml", help="Read options from a TOML file.")
-    for option in options():
-        shown = f" (default: {option.shown_default})" if option.shown_default else ""
-        # argparse expands % in help texts
-        text = (_choices(option) + option.help + shown).replace("%", "%%")
-        if option.switch:
-            parser.add_argument(
-                option.flag,
-                dest=option.name,
-                action=argparse.BooleanOptionalAction,
-                default=None,
-                help=text,
-            )
-            continue
-        parser.add_argument(
-            option.flag,
-            dest=option.name,
-            action="append" if option.repeatable else "store",
-            metavar=option.metavar or option.name.rsplit("_", 1)[-1].upper(),
-            help=text,
-        )
-    return parser
-
-
-def _choices(option: Option) -> str:
-    return f"{{{','.join(option.choices)}}} " if option.choices else ""
-
-
-def options_table() -> str:
-    """The table of options in docs/options.md, in Markdown."""
-    rows = ["| option | variable | default | what |", "|---|---|---|---|"]
-    for option in options():
-        default = f"`{option.shown_default}`" if option.shown_default else ""
-        text = (_choices(option) + option.help).replace("|", "\\|")
-        rows.append(f"| `{option.flag}` | `{option.variable}` | {default} | {text} |")
-    return "\n".join(rows)

@@ -17,11 +17,12 @@ import pytest
 from starlette.routing import Route
 
 import mlxsrv
+from mlxsrv.configuration import option_parser, options_table
 from mlxsrv.engine import row
 from mlxsrv.errors import ServeError
 from mlxsrv.models.pool import model
 from mlxsrv.service import lifecycle
-from mlxsrv.settings import option_parser, options, options_table
+from mlxsrv.settings import options
 from mlxsrv.wire.operations import OPERATIONS
 from tests.test_house import FLOORS, WITHOUT_MLX
 

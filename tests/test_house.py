@@ -21,6 +21,7 @@ FLOORS = {
     "generation": 0,
     "logs": 0,
     "version": 0,
+    "configuration": 1,
     "text": 1,
     "formats": 1,
     "wire": 1,

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mlxsrv.settings import Settings, SettingsError, load_settings, options
+from mlxsrv.configuration import load_settings
+from mlxsrv.settings import Settings, SettingsError, options
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

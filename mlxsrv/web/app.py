@@ -18,11 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from mlxsrv.configuration import load_settings
 from mlxsrv.errors import MethodNotAllowed, RouteNotFound, ServeError
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.service.service import Service
 from mlxsrv.service.steering.attachments import check_steering
-from mlxsrv.settings import Settings, load_settings
+from mlxsrv.settings import Settings
 from mlxsrv.web.bodies import Bodies, IgnoredFields
 from mlxsrv.web.middleware import RequestLog
 from mlxsrv.web.observability.telemetry import make_telemetry
