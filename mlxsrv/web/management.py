@@ -162,6 +162,6 @@ _WORK: Mapping[str, Work] = {
     "clearStatistics": _clear_statistics,
     "getHighest": _get_highest,
 }
-"""What the service does for each operation."""
+"""The work of the service for each operation, by its id."""
 
 ROUTES = [_make_route(operation, _WORK[operation.id]) for operation in MANAGEMENT]

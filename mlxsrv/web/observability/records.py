@@ -19,7 +19,7 @@ _KEY = "mlxsrv.record"
 
 
 class RequestRecord:
-    """What is known about one request so far."""
+    """Everything that is known about one request so far."""
 
     __slots__ = ("asked", "begun", "error", "model", "operation", "reply", "time", "tokens")
 

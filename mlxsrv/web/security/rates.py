@@ -19,7 +19,7 @@ _MOST_CLIENTS = 10_000
 
 
 class Allowance(msgspec.Struct, frozen=True):
-    """What a client has left after a request. Times are in seconds from the request on."""
+    """The rest of a client's limit after a request. Times are in seconds from then on."""
 
     limit: int
     remaining: int
