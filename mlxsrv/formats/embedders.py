@@ -1,4 +1,4 @@
-"""Embedding models: how one is told from a model that generates text, where no file says it."""
+"""Tells embedding models from models that generate text, by files, name and architecture."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def read_cross_encoder_config(folder: Path) -> CrossEncoderConfig:
             f"its head has {labels} labels; only heads of one or two labels tell relevance"
         )
     saved = _saved_activation(folder, config)
-    if labels == 2 and saved in (None, "Identity"):  # what is saved where nobody has chosen
+    if labels == 2 and saved in (None, "Identity"):  # saved if no function was chosen
         return CrossEncoderConfig("softmax")
     if labels == 1 and saved in (None, "Sigmoid"):
         return CrossEncoderConfig("sigmoid")

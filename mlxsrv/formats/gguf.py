@@ -84,7 +84,7 @@ def _read_array(cursor: _Cursor) -> tuple[str, StoredArray | None]:
 
 
 def _check_places(arrays: dict[str, StoredArray], size: int) -> None:
-    """Raise UnusableFile for arrays beyond the file's end, or on one another.
+    """Raise UnusableFile for arrays that overlap, or lie beyond the file's end.
 
     Otherwise a small file could ask for any amount of memory.
     """

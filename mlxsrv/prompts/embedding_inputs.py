@@ -1,6 +1,6 @@
 """Embedding inputs: texts to be embedded or scored, as token ids with their prompts.
 
-How texts are prepared is said by the model's pooling config. Runs in a worker thread, with the
+The model's pooling config says how texts are prepared. Runs in a worker thread, which has the
 tokenizer to itself.
 """
 

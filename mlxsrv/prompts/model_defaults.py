@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.json_files import JSONObject, read_object
+from mlxsrv.formats.json_files import JSONObject, read_object, text_config
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
@@ -41,9 +41,9 @@ def sampling_defaults(generation: Mapping[str, Any]) -> SamplingDefaults:
         return SamplingDefaults()
 
 
-def vocabulary_size(config: Mapping[str, Any]) -> int | None:
+def vocabulary_size(config: JSONObject) -> int | None:
     """Return the width of the model's logits, or None if the config does not tell."""
-    for place in (config, config.get("text_config") or {}):
+    for place in (config, text_config(config)):
         if isinstance(size := place.get("vocab_size"), int):
             return size
     return None

@@ -33,7 +33,7 @@ class _ResponseBudget(TokenBudget, frozen=True):
 
     def refusal(self, found: str) -> ServeError:
         return RequestTooLarge(
-            f"at most {self.tokens} tokens are told of one text{found}", param=self.param
+            f"at most {self.tokens} tokens of one text are returned{found}", param=self.param
         )
 
 

@@ -179,6 +179,7 @@ def test_poolings(mode: dict[str, Any], wanted: str, tmp_path: Path) -> None:
         ("org/model", {**QWEN3, "architectures": ["Qwen3Model"]}, True, "last"),
         ("org/model", {**QWEN3, "architectures": ["QWenLMHeadModel"]}, True, "mean"),
         ("Qwen/Qwen3-0.6B", QWEN3, True, "mean"),
+        ("google/embeddinggemma-300m", QWEN3, True, "mean"),
     ],
 )
 def test_what_is_usual_where_nothing_is_said(
