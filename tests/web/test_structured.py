@@ -356,7 +356,7 @@ FORCED = {"tools": [tool("fine", {}), tool("bad", {"not": {}})], "tool_choice": 
 REFUSED: list[tuple[str, Body, str, str]] = [
     (CHAT, schema_format({"type": "objectx"}), "response_format", "Invalid type: objectx"),
     (CHAT, schema_format({"not": {}}, strict=False), "response_format", 'keys: ["not"]'),
-    (CHAT, {"guided_json": chain(2000, lambda ref: ref)}, "guided_json", "more than the compiler"),
+    (CHAT, {"guided_json": chain(2000, lambda ref: ref)}, "guided_json", "too much for the compil"),
     (COMPLETIONS, {"guided_json": {"$ref": "#"}}, "guided_json", "nothing can satisfy it"),
     (COMPLETIONS, {"guided_json": DEEP}, "guided_json", "more than 64 levels"),
     (COMPLETIONS, {"guided_json": {"const": "x" * 2**18}}, "guided_json", "at most 262144"),
