@@ -210,6 +210,28 @@ def test_files_stay_readable() -> None:
         assert lines <= 550, f"{module} has two reasons to change"
 
 
+def test_a_name_means_one_thing() -> None:
+    """A public class or type has a name that no other module uses for something else."""
+    places: dict[str, list[str]] = {}
+    for module in served():
+        for node in ast.parse(modules()[module].read_text()).body:
+            for name in types_of(node):
+                places.setdefault(name, []).append(module)
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def types_of(node: ast.stmt) -> list[str]:
+    """The public names of types that a statement defines."""
+    match node:
+        case ast.ClassDef(name=name):
+            names = [name]
+        case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
+            names = [] if name.isupper() else [name]
+        case _:
+            names = []
+    return [name for name in names if name[:1].isupper()]
+
+
 def test_public_names() -> None:
     assert sorted(mlxsrv.__all__) == ["Settings", "__version__", "create_app", "lifespan"]
     for name in mlxsrv.__all__:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from mlxsrv.engine.embedding.encoders.layers import (
+    ArrayFunction,
     Config,
     Encoder,
-    Step,
     TypedModule,
     activation,
     attend,
@@ -39,7 +39,7 @@ class Bert(Encoder):
             self.longest -= self.embeddings.padding + 1
         self.encoder = _Layers(config)
         if self.labels and roberta:
-            self.classifier: Step = _RobertaHead(self.width, self.labels)
+            self.classifier: ArrayFunction = _RobertaHead(self.width, self.labels)
         elif self.labels:
             self.pooler = _Pooler(self.width)
             self.classifier = linear(self.width, self.labels)

@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from mlxsrv.formats.encoders import is_classifier, label_count
 
 Config: TypeAlias = Mapping[str, Any]
-Step: TypeAlias = Callable[[mx.array], mx.array]
+ArrayFunction: TypeAlias = Callable[[mx.array], mx.array]
 """A layer or a function; MLX's own layers have no type for a checker."""
 
 _LARGEST = 10**7  # size in a config, which may hold anything
@@ -105,21 +105,21 @@ class Dense(TypedModule):
         return self._activation(self.linear(vectors))
 
 
-def linear(inputs: int, outputs: int, *, bias: bool = True) -> Step:
-    return cast(Step, Linear(inputs, outputs, bias=bias))
+def linear(inputs: int, outputs: int, *, bias: bool = True) -> ArrayFunction:
+    return cast(ArrayFunction, Linear(inputs, outputs, bias=bias))
 
 
-def embedding(count: int, width: int) -> Step:
-    return cast(Step, Embedding(count, width))
+def embedding(count: int, width: int) -> ArrayFunction:
+    return cast(ArrayFunction, Embedding(count, width))
 
 
-def norm(width: int, eps: float, *, bias: bool = True) -> Step:
-    return cast(Step, LayerNorm(width, eps=eps, bias=bias))
+def norm(width: int, eps: float, *, bias: bool = True) -> ArrayFunction:
+    return cast(ArrayFunction, LayerNorm(width, eps=eps, bias=bias))
 
 
-def rope(width: int, base: float) -> Step:
+def rope(width: int, base: float) -> ArrayFunction:
     """Rotary positions from 0, applied to halves as in all encoders here."""
-    return cast(Step, RoPE(width, base=base))
+    return cast(ArrayFunction, RoPE(width, base=base))
 
 
 def attend(queries: mx.array, keys: mx.array, values: mx.array, mask: mx.array) -> mx.array:
@@ -177,7 +177,7 @@ def epsilon(config: Config, key: str, default: float) -> float:
     return float(value)
 
 
-def activation(name: object) -> Step:
+def activation(name: object) -> ArrayFunction:
     """The function of this name in transformers. Raises ValueError if it is not known."""
     found = _ACTIVATIONS.get(name) if isinstance(name, str) else None
     if found is None:
@@ -185,7 +185,7 @@ def activation(name: object) -> Step:
     return found
 
 
-_ACTIVATIONS: dict[str, Step] = {
+_ACTIVATIONS: dict[str, ArrayFunction] = {
     "gelu": gelu,
     "gelu_python": gelu,
     "gelu_new": gelu_approx,

@@ -11,9 +11,9 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from mlxsrv.engine.embedding.encoders.layers import (
+    ArrayFunction,
     Config,
     Encoder,
-    Step,
     TypedModule,
     activation,
     attend,
@@ -198,7 +198,7 @@ class _Head(TypedModule):
         return self.norm(self._activation(self.dense(pooled)))
 
 
-def _norm(config: Config) -> Step:
+def _norm(config: Config) -> ArrayFunction:
     width, eps = size(config, "hidden_size"), epsilon(config, "norm_eps", 1e-5)
     return norm(width, eps=eps, bias=_flag(config, "norm_bias"))
 
