@@ -1,7 +1,7 @@
-"""The form that a request asks of its answers: JSON, a regex, choices or a grammar.
+"""The form that a request wants its answers to have: JSON, a regex, choices or a grammar.
 
-OpenAI, vLLM and llama.cpp have different fields for the same thing. Whichever field a client
-uses becomes one of the forms here, which remembers the field for errors.
+OpenAI, vLLM and llama.cpp have different fields for this. Each field becomes one of the forms here,
+which keeps the name of the field for error messages.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ SchemaText = Annotated[
 ]
 SchemaOrText = dict[str, Any] | SchemaText
 
-# Forms. `param` is the path of the field that asks.
+# Forms. `param` is the path of the field in the request.
 
 
 class JSONForm(Struct, frozen=True):
-    """JSON of a schema; `compact` allows no whitespace between its parts."""
+    """JSON that a schema describes; with `compact`, without whitespace between its parts."""
 
     param: str
     schema: dict[str, Any]
@@ -40,21 +40,21 @@ class JSONForm(Struct, frozen=True):
 
 
 class RegexForm(Struct, frozen=True):
-    """A text that the regex matches as a whole."""
+    """A text that the whole regex matches."""
 
     param: str
     regex: str
 
 
 class ChoiceForm(Struct, frozen=True):
-    """One of the choices, to the letter."""
+    """Exactly one of the choices."""
 
     param: str
     choices: list[str]
 
 
 class GrammarForm(Struct, frozen=True):
-    """A text of a grammar, in GBNF or Lark."""
+    """A text that a grammar describes, in GBNF or Lark."""
 
     param: str
     text: str
@@ -112,11 +112,11 @@ class StructuredOutputs(Struct, frozen=True):
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 REFUSED = ("whitespace_pattern", "structural_tag")
-"""Fields of a StructuredOutputs."""
+"""The fields of StructuredOutputs that are forms, and those that are refused."""
 
 
 def format_forms(given: ResponseFormat | None) -> Iterator[Form]:
-    """The form that a `response_format` asks for, if it asks for any."""
+    """The form that a `response_format` asks for, if any."""
     match given:
         case JSONObjectFormat(schema=schema):
             yield JSONForm("response_format", {"type": "object"} if schema is None else schema)
@@ -125,11 +125,11 @@ def format_forms(given: ResponseFormat | None) -> Iterator[Form]:
 
 
 def structured_forms(given: StructuredOutputs) -> Iterator[Form]:
-    """The forms that a `structured_outputs` asks for: it should be one.
+    """The forms that a `structured_outputs` asks for; the caller refuses more than one.
 
     Raises:
-        UnsupportedParameter: an option that cannot be honoured is set.
-        InvalidRequest: no form is given, or `json` holds no schema.
+        UnsupportedParameter: an option is set that is not supported.
+        InvalidRequest: no form is given, or `json` is not a schema.
     """
     for name in REFUSED:
         if getattr(given, name) is not None:
@@ -150,17 +150,17 @@ def structured_forms(given: StructuredOutputs) -> Iterator[Form]:
         forms.append(JSONForm("structured_outputs.json_object", {"type": "object"}, compact))
     if not forms:
         raise InvalidRequest(
-            "structured_outputs: says nothing; give json, regex, choice, grammar or json_object",
+            "structured_outputs: is empty; give json, regex, choice, grammar or json_object",
             param="structured_outputs",
         )
     yield from forms
 
 
 def read_schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:
-    """A schema, as the object that a string may hold.
+    """A schema as an object, also if it is given as a string of JSON.
 
     Raises:
-        InvalidRequest: the string holds none.
+        InvalidRequest: the string is not JSON of an object.
     """
     if not isinstance(given, str):
         return given

@@ -1,4 +1,4 @@
-"""From the bytes of a body to a Struct, and to errors that name what is wrong in them."""
+"""From the bytes of a body to a Struct, or to an error that says where the body is wrong."""
 
 from __future__ import annotations
 
@@ -28,16 +28,14 @@ def _nothing_idle(request: Struct) -> list[str]:
 
 
 class RequestDecoder(Generic[T]):
-    """Decodes bodies into one kind of request; made once, at module level.
+    """Decodes bodies into one kind of request. Made once, at module level.
 
     Args:
+        kind: the Struct.
         check: raises InvalidRequest if the fields do not go together.
-        neutral: fields that the kind does not have, and the values of theirs that do no harm.
-        reasons: why other values of these fields are refused, where there is more to say.
-        idle: the fields of a request that mean nothing beside its others.
-
-    Raises:
-        InvalidJSON, MissingParameter, InvalidRequest, UnsupportedParameter: `param` is the path.
+        neutral: fields that the kind does not have, with their values that ask for nothing.
+        reasons: why other values of these fields are refused, for the error message.
+        idle: returns the fields of a request that have no effect, because of its other fields.
     """
 
     def __init__(
@@ -58,7 +56,12 @@ class RequestDecoder(Generic[T]):
         self._idle = idle
 
     def decode(self, body: bytes) -> tuple[T, list[str]]:
-        """The request, and the names of fields that were ignored."""
+        """Return the request, and the names of the fields that were ignored.
+
+        Raises:
+            InvalidJSON, MissingParameter, InvalidRequest, UnsupportedParameter: `param` is the path
+                of the field.
+        """
         with _uncollected(body):
             return self._read(body)
 
@@ -83,8 +86,8 @@ class RequestDecoder(Generic[T]):
 
 @contextlib.contextmanager
 def _uncollected(body: bytes) -> Iterator[None]:
-    """Nobody looks for garbage while a large body is decoded: it makes none, and millions of new
-    objects would be looked through again and again, while everybody else waits."""
+    """Switch the garbage collector off while a large body is decoded. Decoding makes no garbage,
+    and the collector would walk through millions of new objects again and again."""
     collects = len(body) > _LARGE and gc.isenabled()
     if collects:
         gc.disable()
@@ -96,10 +99,10 @@ def _uncollected(body: bytes) -> Iterator[None]:
 
 
 def read_query(kind: type[T], values: Mapping[str, str]) -> T:
-    """A URL's query as one kind of Struct; what it has no field for is ignored.
+    """Decode a URL's query. Names that the Struct does not have are ignored.
 
     Raises:
-        InvalidRequest: `param` is the name.
+        InvalidRequest: a value is wrong; `param` is its name.
     """
     try:
         return msgspec.convert(values, kind, strict=False)
@@ -119,16 +122,16 @@ def _decode(decode: Callable[[Any], D], data: bytes | msgspec.Raw) -> D:
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    """Equality of JSON values: Python's has 1 equal True."""
+    """Whether two JSON values are equal. In Python 1 equals True, in JSON it does not."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
-# The path holds names of ours only; a value that is quoted before it may hold anything.
+# The path has only names of fields. A value that is quoted before it may hold any text.
 _PATH = re.compile(
     r"^(?P<what>.*?)(?: - at (?P<key>`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL
 )
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
-_ANY_KEY = "[...]"  # which of them, the path does not say
+_ANY_KEY = "[...]"  # any key of an object, in msgspec's paths
 _LONGEST = 300
 _LARGE = 1024 * 1024  # bytes of a body
 _LONGEST_KEY = 64
@@ -136,8 +139,12 @@ _MOST_KEYS = 10_000
 
 
 def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
-    """msgspec's error with its path turned into `param`. It is about `wrong_key`, if about any key
-    of the object at the path; `param` is the field alone, as OpenAI has it."""
+    """msgspec's error, with its path as `param`.
+
+    Args:
+        wrong_key: the key that the error is about, if it is about a key of the object at the path.
+            It is in the message only: OpenAI's `param` is the field.
+    """
     match = _PATH.match(text)
     assert match is not None  # the pattern matches any text
     what, path = match["what"], (match["path"] or "").replace(_ANY_KEY, "") or None
@@ -158,9 +165,12 @@ def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
 def _wrong_key(text: str, decode: Callable[[Any], object], data: bytes | msgspec.Raw) -> str | None:
     """The key that an error is about, or whose value it is about.
 
-    msgspec says only in which object the key is. So each of the object's entries is decoded on
-    its own, in an otherwise empty body, until one gives the same error. None: the error is not
-    about a key, the object lies deeper than in fields, or has too many entries to try.
+    msgspec says only in which object the key is. So each entry of the object is decoded alone, in
+    an otherwise empty body, until one gives the same error.
+
+    Returns:
+        None if the error is not about a key, the object is inside a list, or the object has too
+        many entries to try.
     """
     match = _PATH.match(text)
     assert match is not None  # the pattern matches any text
@@ -178,13 +188,13 @@ def _wrong_key(text: str, decode: Callable[[Any], object], data: bytes | msgspec
         except msgspec.ValidationError as error:
             if str(error) == text:
                 return key
-        except RecursionError:  # in an object that is one deeper here than in the body
+        except RecursionError:  # the object is one level deeper here than in the body
             return None
     return None
 
 
 def _entries(data: bytes | msgspec.Raw, names: list[str]) -> dict[str, msgspec.Raw]:
-    """The object that lies in these fields of a body; empty if there is none."""
+    """The object at this path of fields in a body; empty if there is none."""
     try:
         for name in names:
             data = msgspec.json.decode(data, type=dict[str, msgspec.Raw]).get(name, b"{}")

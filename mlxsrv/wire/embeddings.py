@@ -1,4 +1,5 @@
-"""Embeddings, as OpenAI has them, rerank, as Jina and Cohere have it, and score, as vLLM has it."""
+"""Requests and answers of OpenAI's embeddings, of rerank as Jina and Cohere have it, and of vLLM's
+score."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ Side = Literal["left", "right"]
 
 
 class TruncationFields(Struct, frozen=True, kw_only=True):
-    """What may be asked for texts that are too long: to cut them, where the default is a 400.
+    """The fields that ask to cut texts that are too long; by default they are refused with 400.
 
-    `truncate` is true or false, as text-embeddings-inference has it, with a `truncation_direction`;
-    or the side that is cut, as Cohere and NVIDIA have it. `truncate_prompt_tokens` is vLLM's: how
-    many tokens are left, -1 for as many as the model reads.
+    text-embeddings-inference has `truncate`, true or false, with a `truncation_direction`. For
+    Cohere and NVIDIA, `truncate` is the side that is cut. vLLM has `truncate_prompt_tokens`: how
+    many tokens are left, or -1 for as many as the model reads.
     """
 
     truncate: bool | Literal["NONE", "START", "END"] | None = None
@@ -59,7 +60,7 @@ class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
 
     @property
     def texts(self) -> list[str | list[int]]:
-        """Each text, whichever of OpenAI's four forms they came in."""
+        """The texts, whichever of OpenAI's four forms they have in the request."""
         if isinstance(self.input, str):
             return [self.input]
         if isinstance(self.input[0], int):
@@ -67,7 +68,7 @@ class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
         return cast(list[str | list[int]], self.input)
 
     def path(self, index: int) -> str:
-        """Where in the request a text is: a list of ids is one."""
+        """The path of a text in the request. A list of ids is one text."""
         one = isinstance(self.input, str) or isinstance(self.input[0], int)
         return "input" if one else f"input[{index}]"
 
@@ -97,7 +98,7 @@ _SIDES = (
     ("queries", "items"),
     ("data_1", "data_2"),
 )
-"""What vLLM calls the two sides of pairs; all mean the same."""
+"""vLLM's names for the two sides of pairs; all mean the same."""
 
 
 class ScoreRequest(TruncationFields, frozen=True, kw_only=True):
@@ -116,7 +117,7 @@ class ScoreRequest(TruncationFields, frozen=True, kw_only=True):
 
     @property
     def sides(self) -> tuple[str, str]:
-        """The names that the two sides have. Raises MissingParameter, InvalidRequest."""
+        """The names of the two sides. Raises MissingParameter, InvalidRequest."""
         given = {name for names in _SIDES for name in names if getattr(self, name) is not None}
         for names in _SIDES:
             if given == {*names}:
@@ -132,18 +133,18 @@ class ScoreRequest(TruncationFields, frozen=True, kw_only=True):
 
     @property
     def lists(self) -> tuple[list[str], list[str]]:
-        """The texts of each side, as they were given."""
+        """The texts of each side, as the request has them."""
         one, other = (getattr(self, name) for name in self.sides)
         return _as_list(one), _as_list(other)
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        """Which text of the first side goes with which of the second."""
+        """The pairs, as indices of the texts of both sides."""
         one, other = self.lists
         return [(0 if len(one) == 1 else i, i) for i in range(len(other))]
 
     def path(self, side: int, index: int) -> str:
-        """Where in the request a text is."""
+        """The path of a text in the request."""
         name = self.sides[side]
         return name if isinstance(getattr(self, name), str) else f"{name}[{index}]"
 
@@ -166,8 +167,8 @@ def _check_score(request: ScoreRequest) -> None:
     if len(one) not in (1, len(other)):
         name = request.sides[0]
         raise InvalidRequest(
-            f"{name}: {len(one)} texts beside {len(other)}; there may be one beside any number, or "
-            "as many",
+            f"{name}: {len(one)} texts for {len(other)} on the other side; there may be one beside "
+            "any number, or as many on both sides",
             param=name,
         )
 
@@ -244,10 +245,14 @@ class ScoreList(Struct, frozen=True, kw_only=True):
 def embedding_list(
     request: EmbeddingRequest, model: str, vectors: Vectors, tokens: int
 ) -> EmbeddingList:
-    """The response, vectors cut to the `dimensions` asked for and of unit length then.
+    """The response. Vectors that are cut to the request's `dimensions` have length 1.
+
+    Args:
+        vectors: of shape (texts, width).
+        tokens: how many tokens the texts have.
 
     Raises:
-        InvalidRequest: the vectors do not have so many dimensions.
+        InvalidRequest: the vectors have fewer `dimensions`.
     """
     width = vectors.shape[1]
     if request.dimensions is not None and request.dimensions > width:
@@ -266,7 +271,7 @@ def embedding_list(
 
 
 def normalise(vectors: Vectors) -> Vectors:
-    """Each vector of length 1, but for zeros, which stay zeros."""
+    """The vectors with length 1; zeros stay zeros. Shape (vectors, width)."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     return cast(Vectors, vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
 
@@ -285,7 +290,7 @@ def _encode(vector: Numbers) -> list[float] | str:
 def rerank_response(
     request: RerankRequest, id: str, model: str, scores: Numbers, tokens: int
 ) -> RerankResponse:
-    """The documents by their scores, the most relevant first."""
+    """The response: documents sorted by their scores, the most relevant first."""
     order = np.argsort(-scores, kind="stable")[: request.top_n]
     texts = request.texts
     return RerankResponse(

@@ -1,7 +1,7 @@
 """Log-probabilities, as OpenAI's two completion endpoints write them.
 
-Chat lists tokens, each with its bytes, so what is not text alone loses nothing. Text completions
-have the older form, four lists side by side, where a token is told by its string only.
+Chats have a list of tokens, each with its bytes, so a token that is no text alone loses nothing.
+Text completions have the older form: four lists, where a token is only a string.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from msgspec import Struct
 
 from mlxsrv.generation import PromptScore, TokenScore
 
-_LOWEST = -9999.0  # OpenAI's, for what is next to impossible; JSON has no infinity
+_LOWEST = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
 
 
 def _finite(logprob: float) -> float:
@@ -59,7 +59,7 @@ def _chat_token(score: TokenScore) -> TokenLogprob:
 
 
 def _names(score: TokenScore, name: Callable[[bytes], str]) -> Sequence[str]:
-    """What to call the token, then the likeliest ones."""
+    """The name of the token, then those of the likeliest tokens."""
     return score.names or [name(token) for token in (score.token, *(each for each, _ in score.top))]
 
 
@@ -80,8 +80,8 @@ class TextLogprobs(Struct, frozen=True):
 
 
 class TextScores:
-    """Writes the log-probabilities of one text, whole or piece by piece: offsets, in characters,
-    run on from piece to piece. Tokens that share a character share its offset."""
+    """Writes the log-probabilities of one text, whole or in pieces. Offsets are in characters and
+    go on from piece to piece. Tokens that share a character have its offset."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -101,7 +101,7 @@ class TextScores:
 
 
 def _text_top(score: TokenScore) -> dict[str, float] | None:
-    """The likeliest tokens, of which the token itself is one."""
+    """The likeliest tokens; the token itself is one of them."""
     if score.logprob is None:
         return None
     names = _names(score, text_name)[1:]
@@ -110,7 +110,7 @@ def _text_top(score: TokenScore) -> dict[str, float] | None:
 
 
 def text_name(token: bytes) -> str:
-    """What a text completion calls a token of these bytes, as OpenAI has it."""
+    """The name that OpenAI's text completions give to a token of these bytes."""
     try:
         return token.decode()
     except UnicodeDecodeError:
@@ -127,8 +127,8 @@ class PromptLogprob(Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
-"""For each token of a prompt what could stand there, by token id: the prompt's own and the
-likeliest. Null for the first."""
+"""For each token of a prompt, the tokens that could stand there by their ids: the prompt's own and
+the likeliest. Null for the first."""
 
 
 def prompt_logprobs(scores: Sequence[PromptScore]) -> PromptLogprobs:

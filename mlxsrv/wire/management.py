@@ -1,8 +1,8 @@
-"""What is asked and told under `/api`: SAEs, default steering, profiles, monitoring.
+"""Requests and answers under `/api`: SAEs, default steering, profiles, monitoring.
 
-Every answer is an Envelope: `success`, then `data` or `error`, the other null. What is not said of
-a request has its default; in an update it stays as it is. Features are numbers of an SAE's rows;
-as keys of JSON objects they are strings.
+Every answer is an Envelope with `success`, and with `data` or `error`; the other is null. A field
+that a request leaves out has its default; in an update it stays as it is. Features are numbers of
+an SAE's rows; as keys of JSON objects they are strings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HistorySize = Annotated[int, Meta(ge=1, le=1000)]
 NumberList = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(,[0-9]{1,9})*(?!\n)$", max_length=5000)]
 Metric = Literal["mean", "max", "active_ratio", "count"]
 
-# Around everything.
+# The envelope.
 
 
 class Details(Struct, frozen=True):
@@ -54,7 +54,7 @@ def failure(error: ServeError) -> Envelope:
     return Envelope(success=False, error=Problem(error.code, error.message, details))
 
 
-# What is asked. `model` names the model whose attachment is meant; none: the default model.
+# Requests. `model` names the model whose attachment is meant; null: the default model.
 
 
 class ModelRequest(Struct, frozen=True, kw_only=True):
@@ -173,7 +173,7 @@ class ForgetQuery(ModelQuery, frozen=True, kw_only=True):
 
 
 class StatisticsQuery(ModelQuery, frozen=True, kw_only=True):
-    """`features`: numbers with commas between them; none: all that there are."""
+    """`features` are numbers with commas between them; null: all."""
 
     features: NumberList | None = None
 
@@ -182,7 +182,7 @@ class StatisticsQuery(ModelQuery, frozen=True, kw_only=True):
         return None if self.features is None else frozenset(map(int, self.features.split(",")))
 
 
-# What is told. Times are Unix seconds.
+# Answers. Times are Unix seconds.
 
 
 class SAEObject(Struct, frozen=True, kw_only=True):

@@ -1,7 +1,7 @@
-"""What the server says: OpenAI's chat and text completion types, whole and in chunks.
+"""OpenAI's types of answers: chat and text completions, whole and in chunks; models; health.
 
-A fold makes of whole answers one response; `streams` writes the same as server-sent events. Fields
-that OpenAI requires are there even when null; those it leaves out are UNSET.
+A fold makes one response of whole answers; `streams` writes the same as server-sent events. Fields
+that OpenAI requires are there even if they are null; fields that it leaves out are UNSET.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class UsageBody(Struct, frozen=True):
 
 
 class Identity(Struct, frozen=True):
-    """What all chunks of a response share."""
+    """The fields that all chunks of a response share."""
 
     id: str
     created: int
@@ -170,7 +170,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
 
 
 def chat_completion(identity: Identity, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
-    """The whole response of a chat that was not streamed."""
+    """The response to a chat that is not streamed."""
     prompt, scores = answers[0].prompt, answers[0].prompt_scores
     return ChatCompletion(
         id=identity.id,
@@ -229,8 +229,8 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
 
 
 def text_completion(identity: Identity, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
-    """The whole response of a text completion that was not streamed. It has no field for
-    reasoning, so all text is text."""
+    """The response to a text completion that is not streamed. It has no field for reasoning, so
+    reasoning is a part of the text."""
     choices = [_text_choice(index, answer) for index, answer in enumerate(answers)]
     return make_text_completion(identity, choices, UsageBody.of(usage), TimingsBody.of(usage))
 

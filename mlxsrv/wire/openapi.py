@@ -1,7 +1,7 @@
-"""The API described, for `/openapi.json`: OpenAPI 3.1, made from the request and response types.
+"""The OpenAPI 3.1 document for `/openapi.json`, made from the operations and their types.
 
-What a Struct's types cannot say (which fields go together, the forms of a prompt) is added here,
-so that a body which the schemas allow is one that the server understands.
+Rules that the types of a Struct cannot express (which fields go together, the forms of a prompt)
+are added here, so that the server understands each body that the schemas allow.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
         prefix: the path where the app is mounted, as ASGI has it: not quoted.
 
     Raises:
-        ValueError: a route is none of OPERATIONS.
+        ValueError: OPERATIONS does not have a route.
     """
     known = {(operation.method, operation.path): operation for operation in OPERATIONS}
     paths: dict[str, Schema] = {}
@@ -112,7 +112,7 @@ def _operation(operation: Operation) -> Schema:
     parameters = [*_path_parameters(operation.described_path), *_query_parameters(operation.query)]
     if parameters:
         described["parameters"] = parameters
-    if not operation.open:  # a server without keys asks for none
+    if not operation.open:  # {}: a server without keys needs none
         described["security"] = [{}, {"bearer": []}, {"key": []}]
     if operation.asks is not None:
         described["requestBody"] = {
@@ -123,19 +123,19 @@ def _operation(operation: Operation) -> Schema:
         str(status): _error(status, operation)
         for status in sorted({*operation.errors, *_guarding(operation)})
     }
-    if operation.answer is openai.Health:  # answers in its own form when it is not well, too
+    if operation.answer is openai.Health:  # a server that is not well answers in the same form
         described["responses"]["503"] = _answer(operation, "No; the status tells why.")
     return described
 
 
 def _needs_body(kind: type[Struct]) -> bool:
-    """Whether nothing at all is no request of the kind; one of tokens needs one of three fields."""
+    """Whether an empty object is refused. Two kinds need one of several fields."""
     required = any(field.required for field in msgspec.structs.fields(kind))
     return required or kind in (tokens.TokenizeRequest, embeddings.ScoreRequest)
 
 
 def _guarding(operation: Operation) -> list[int]:
-    """What stands before every endpoint may answer in its place."""
+    """The statuses with which the guard in front of all endpoints may answer."""
     refusals = [400, 403, 431] if operation.open else [400, 401, 403, 429, 431]
     return refusals if operation.asks is None else [*refusals, 408]
 
@@ -158,7 +158,7 @@ def _query_parameters(query: type[Struct] | None) -> list[Schema]:
 
 
 def _without_null(schema: Schema) -> Schema:
-    """A query cannot say null."""
+    """The schema without null, which a query cannot have."""
     kinds = [kind for kind in schema.get("anyOf", [schema]) if kind != {"type": "null"}]
     return {name: value for name, value in kinds[0].items() if value is not None}
 
@@ -202,7 +202,7 @@ def _response(
 
 
 def _schema(kind: Any) -> Schema:
-    """A type's schema; a Struct's is a reference."""
+    """The schema of a type; for a Struct, a reference."""
     [schema], _ = msgspec.json.schema_components([kind], ref_template=_TEMPLATE)
     return schema
 
@@ -218,7 +218,7 @@ def _schemas() -> dict[str, Schema]:
     answered = [operation.answer for operation in OPERATIONS]
     chunks = [operation.chunk for operation in OPERATIONS]
     told = _components([*answered, *chunks, openai.ErrorResponse, Problem])
-    assert not asked.keys() & told.keys()  # a schema has one name, and a name one schema
+    assert not asked.keys() & told.keys()  # each name has one schema
     _tighten(asked)
     for schema in told.values():
         _require_all(schema)
@@ -233,7 +233,7 @@ def _components(kinds: Iterable[Any]) -> dict[str, Schema]:
 
 
 def _require_all(schema: Schema) -> None:
-    """What has a default is sent all the same; only what is UNSET is left out."""
+    """Require all fields with a default: they are sent too, and only UNSET ones are left out."""
     properties = schema["properties"]
     always = [name for name, field in properties.items() if "default" in field]
     schema["required"] = sorted({*schema["required"], *always})
@@ -252,7 +252,7 @@ def _tighten(schemas: dict[str, Schema]) -> None:
         properties = schema["properties"]
         properties["logit_bias"]["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
         properties["steering"]["propertyNames"] = _FEATURE
-        # More such rules than there are, and tools that make up bodies give up.
+        # With more rules, tools that generate bodies give up.
         properties["steering"]["description"] = "Not with `profile`."
         properties["steering_mode"]["description"] = "Only with `steering`."
         properties["prompt_logprobs"]["description"] = "Not with `stream`."
@@ -319,7 +319,7 @@ _SET_BY: Mapping[str, Schema] = {
     "response_format": {"properties": {"type": {"enum": ["json_object", "json_schema"]}}}
     | {"type": "object"},
 }
-"""What a field is like when it constrains the answer, where not any value does."""
+"""The values with which a field constrains the answer, if not all do."""
 
 
 def _constraints(properties: Schema) -> list[Schema]:
@@ -334,7 +334,7 @@ def _set(name: str) -> Schema:
 
 
 def _with(name: str, value: Schema) -> Schema:
-    """Objects whose `name` is there and is such a value."""
+    """The schema of objects whose field `name` has such a value."""
     return {"properties": {name: value}, "required": [name]}
 
 

@@ -1,8 +1,8 @@
 """Server-sent events, encoded by hand.
 
-All chunks of a stream that carry text are alike but for the text. So a chunk is encoded once per
-stream with a placeholder, cut there, and each token then costs only its own JSON string between
-halves that are ready: `benchmarks/sse.py` says what that saves.
+All text chunks of a stream differ only in their text. So a chunk is encoded once a stream, with a
+placeholder, and split there. Each token then costs only its own JSON string between the two halves:
+`benchmarks/sse.py` measures what that saves.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ DONE = b"data: [DONE]\n\n"
 KEEPALIVE = b": keep-alive\n\n"
 
 PLACEHOLDER = "\x00text\x00"
-"""Where a chunk's text goes. No text that reaches a client holds a NUL as it stands in JSON."""
+"""Stands for the text of a chunk. JSON escapes NUL, so no other part of a chunk looks like it."""
 
 _encode = msgspec.json.Encoder().encode
 _PLACEHOLDER_JSON = _encode(PLACEHOLDER)
 
-# JSON lets these stand as they are, but clients that cut a stream with str.splitlines() (httpx's
-# iter_lines among them) would break a frame there.
+# JSON does not escape these, but clients that split a stream with str.splitlines(), such as httpx's
+# iter_lines, would break a frame there.
 _LINE_BREAKS = (
     (b"\xe2\x80\xa8", b"\\u2028"),
     (b"\xe2\x80\xa9", b"\\u2029"),
@@ -30,7 +30,7 @@ _LINE_BREAKS = (
 
 
 def encode_json(value: object) -> bytes:
-    """`value` as one line of JSON by anybody's idea of a line. UTF-8, else nothing escaped."""
+    """`value` as JSON in UTF-8, without any character that some client takes for a line break."""
     data = _encode(value)
     if data.isascii():
         return data
@@ -41,18 +41,21 @@ def encode_json(value: object) -> bytes:
 
 
 def frame(value: object) -> bytes:
-    """One event that carries `value` as JSON."""
+    """One event with `value` as JSON."""
     return b"data: " + encode_json(value) + b"\n\n"
 
 
 def text_frames(chunk: object) -> Callable[[str], bytes]:
-    """An encoder of frames that differ in one text only.
+    """Return an encoder of frames that differ only in one text.
 
-    A closure, since it runs once per token: finding a method and its attributes would cost as much
-    again as encoding does.
+    It is a closure because it runs once a token: looking up a method and its attributes would cost
+    as much again as the encoding.
 
     Args:
-        chunk: the chunk as a Struct or dict, with PLACEHOLDER wherever the text goes.
+        chunk: a Struct or dict, with PLACEHOLDER in place of the text.
+
+    Raises:
+        ValueError: the chunk has no placeholder.
     """
     around = tuple(frame(chunk).split(_PLACEHOLDER_JSON))
     if len(around) == 1:

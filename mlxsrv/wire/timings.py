@@ -1,4 +1,4 @@
-"""How long a request took, as llama.cpp's server tells it."""
+"""The time that a request took, as llama.cpp's server reports it."""
 
 from __future__ import annotations
 

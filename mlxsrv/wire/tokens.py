@@ -1,4 +1,4 @@
-"""What is told of tokens: llama.cpp's shapes, and vLLM's where its fields are asked with."""
+"""Requests and answers about tokens: llama.cpp's, and vLLM's for requests with its fields."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> tuple[str, str | None]:
-        """The field that the text is in, and the text; None: it is a chat."""
+        """The name of the field with the text, and the text; None if the request has a chat."""
         return ("prompt", self.prompt) if self.content is None else ("content", self.content)
 
     @property
     def chat(self) -> ChatRequest:
-        """The chat of a request that has one."""
+        """The chat, if the request has one."""
         return ChatRequest(
             messages=self.messages or [],
             tools=self.tools,
@@ -47,7 +47,7 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
     @property
     def special(self) -> bool:
-        """Whether the tokens that the tokenizer puts around a text are wanted: by default, yes."""
+        """Whether to add the tokens that the tokenizer puts around a text; the default is yes."""
         return self.add_special_tokens is not False
 
 
@@ -68,7 +68,7 @@ def _check_tokenize(request: TokenizeRequest) -> None:
             raise InvalidRequest(f"{another}: cannot be combined with {one}", param=another)
         case ["messages"] if request.add_special_tokens:
             raise InvalidRequest(
-                "add_special_tokens: the chat template writes those of messages; leave it out",
+                "add_special_tokens: the chat template writes them for messages; leave it out",
                 param="add_special_tokens",
             )
         case ["messages"]:
@@ -76,7 +76,7 @@ def _check_tokenize(request: TokenizeRequest) -> None:
 
 
 def _idle_chat(request: TokenizeRequest) -> list[str]:
-    """Fields of a chat, where there is none."""
+    """The fields for chats, in a request without a chat."""
     if request.messages is not None:
         return []
     return [name for name in _OF_CHATS if getattr(request, name) is not None]

@@ -1,10 +1,10 @@
-"""Fields that a body has and its Struct has not, at any depth, by their paths.
+"""Finds fields that a body has and its Struct does not have, at any depth, with their paths.
 
-What is looked for derives from the Structs: objects that are Structs, alone or in lists. Objects
-that are the client's own, such as a JSON schema, have no unknown fields.
+Only objects that are Structs are searched, alone or in lists. Objects that are the client's own,
+such as a JSON schema, have no unknown fields.
 
-A body may be of 30 MB, so values are not decoded but cut out as they are, only so many objects are
-looked at, and of a place in lists, such as `messages[].foo`, the first is named.
+A body may have 30 MB. So values are not decoded but cut out, only a limited number of objects is
+searched, and of the fields at one place in lists, such as `messages[].foo`, the first is named.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _text = msgspec.json.Decoder(str).decode
 
 
 class Search:
-    """What one search has found: a path for each place."""
+    """The unknown fields that one search has found: one path for each place."""
 
     def __init__(self) -> None:
         self._paths: dict[str, str] = {}
@@ -46,7 +46,7 @@ class Search:
         return list(self._paths.values())
 
     def goes_on(self) -> bool:
-        """Count one more object; whether to look at it."""
+        """Count one more object. Returns whether to search it."""
         self._objects += 1
         return self._objects <= _MOST_OBJECTS and len(self._paths) < _MOST_NAMES
 
@@ -56,10 +56,10 @@ class Search:
 
 
 class Fields:
-    """The fields of a Struct; made once. No Struct holds itself.
+    """The fields of a Struct, which must not contain itself. Made once.
 
     Args:
-        place: where its objects are, with a dot at the end; without the indices of lists.
+        place: the path of its objects without the indices of lists, with a dot at the end.
     """
 
     def __init__(self, kind: type[Struct] | StructType, place: str = "") -> None:
@@ -76,8 +76,12 @@ class Fields:
         self._nested = {name: value for name, value in values.items() if value.matters}
 
     def read(self, body: bytes) -> tuple[dict[str, Raw], list[str]]:
-        """The unknown fields of a body that is such an object, and the paths of those in objects
-        within. Raises UnicodeDecodeError where one is no text, InvalidRequest of too many."""
+        """Return the unknown fields of a body, and the paths of those in objects inside it.
+
+        Raises:
+            UnicodeDecodeError: an unknown field is not UTF-8.
+            InvalidRequest: the body has too many fields.
+        """
         fields, search = _fields(body), Search()
         if len(fields) > _MOST_FIELDS:
             raise InvalidRequest(f"a body has at most {_MOST_FIELDS} fields, not {len(fields)}")
@@ -85,7 +89,7 @@ class Fields:
         return self._unknown(fields), search.paths
 
     def look_at(self, raw: Raw, path: str, search: Search) -> None:
-        """Note what is unknown in an object and within; `path` is the object's, with a dot."""
+        """Note the unknown fields of an object and inside it. `path` is its path, with a dot."""
         if search.goes_on():
             fields = _fields(raw)
             for name in self._unknown(fields):
@@ -93,8 +97,8 @@ class Fields:
             self._go_into(fields, path, search)
 
     def _unknown(self, fields: Mapping[str, Raw]) -> dict[str, Raw]:
-        """What is no field, but for values that are null. All are read as text: what is ignored
-        must be JSON all the same."""
+        """The unknown fields whose value is not null. All are read as text, because a field that is
+        ignored must be valid UTF-8 too."""
         unknown = {name: fields[name] for name in fields.keys() - self._known}
         return {name: raw for name, raw in unknown.items() if str(raw, "utf-8") != "null"}
 
@@ -104,10 +108,10 @@ class Fields:
 
 
 class _Value:
-    """A value that may hold Structs: one, one of several that a tag tells apart, or a list."""
+    """A value that may hold a Struct, one of several tagged Structs, or a list of them."""
 
     def __init__(self, kind: Type, place: str) -> None:
-        self._objects: dict[Any, Fields] = {}  # by tag; None where there is one kind
+        self._objects: dict[Any, Fields] = {}  # by tag; None if there is only one kind
         self._tag: str | None = None
         self._items: _Value | None = None
         for one in _alternatives(kind):

@@ -1,1 +1,1 @@
-"""Steering of requests: attached SAEs, profiles, and the monitor of activations."""
+"""Steer requests: attached SAEs, profiles, and the activation monitor."""
