@@ -18,7 +18,7 @@ _LEAST_STEPS = 4  # plain steps to be timed before rounds are compared with them
 _TIME_AGAIN = 64  # rounds, after which plain steps are timed anew: they get slower with the text
 
 _SHARE = 0.03  # of the time of plain steps: the most that is lost where proposals do not help
-_PROBE = 6.0  # steps' time that rounds may lose before they are given up
+_PROBE = 4.0  # steps' time that rounds may lose before they are given up
 _MOST_CREDIT = 512.0  # steps' time
 _READING = 1 / 64  # steps' time for which a draft reads a token, until it is known
 
@@ -42,7 +42,7 @@ class SpeculationController:
         self._rounds: deque[float] = deque(maxlen=_KEPT)  # seconds
         self._plain = 0.0  # seconds of a plain step: the median
         self._reading: float | None = None  # steps' time in which the draft reads a token
-        self._credit = _PROBE  # steps' time
+        self._credit = 2 * _PROBE  # steps' time: for the first rounds, and to read a text for them
         self._price = _PROBE  # credit with which rounds begin
         self._balance = 0.0  # steps' time that rounds have won of late
         self._proposals = _FIRST  # of the next round
