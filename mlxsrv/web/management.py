@@ -1,7 +1,7 @@
 """The routes under `/api`: what the service does for each of them.
 
-The work of a route gets the path parameters and the decoded request: the body or, if the route has
-no body, the query. It returns the `data` of the envelope.
+The handler of a route gets the path parameters and the decoded request: the body or, if the route
+has no body, the query. It returns the `data` of the envelope.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from mlxsrv.wire.decoding import read_query
 from mlxsrv.wire.operation import Operation
 from mlxsrv.wire.operations import MANAGEMENT
 
-Path = Mapping[str, str]
-Work = Callable[[Service, Path, Any], Awaitable[object]]
+PathParams = Mapping[str, str]
+Handler = Callable[[Service, PathParams, Any], Awaitable[object]]
 
 
 class _NoQuery(msgspec.Struct, frozen=True):
     pass
 
 
-def _make_route(operation: Operation, work: Work) -> Route:
+def _make_route(operation: Operation, handler: Handler) -> Route:
     async def endpoint(request: Request) -> Response:
         headers: Mapping[str, str] | None = None
         asked: Any
@@ -39,7 +39,7 @@ def _make_route(operation: Operation, work: Work) -> Route:
             asked = read_query(operation.query or _NoQuery, request.query_params)
         else:
             asked, headers = await read_request(request, operation.body, empty=b"{}")
-        data = await work(service_of(request), request.path_params, asked)
+        data = await handler(service_of(request), request.path_params, asked)
         return JSONResponse(wire.success(data), status_code=operation.status, headers=headers)
 
     return Route(operation.path, endpoint, methods=[operation.method])
@@ -48,43 +48,43 @@ def _make_route(operation: Operation, work: Work) -> Route:
 # The default steering.
 
 
-async def _get_steering(service: Service, at: Path, asked: wire.ModelQuery) -> object:
+async def _get_steering(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
     return (await service.steering.find(asked.model)).as_object
 
 
-async def _set_feature(service: Service, at: Path, asked: wire.FeatureRequest) -> object:
+async def _set_feature(service: Service, path: PathParams, asked: wire.FeatureRequest) -> object:
     attached = await service.steering.find(asked.model)
     attached.set_features({asked.feature_idx: asked.value}, asked.mode, "feature_idx")
     return attached.as_object
 
 
-async def _set_features(service: Service, at: Path, asked: wire.FeaturesRequest) -> object:
+async def _set_features(service: Service, path: PathParams, asked: wire.FeaturesRequest) -> object:
     attached = await service.steering.find(asked.model)
     attached.set_features(asked.steering, asked.mode, "steering")
     return attached.as_object
 
 
-async def _enable(service: Service, at: Path, asked: wire.ModelRequest) -> object:
+async def _enable(service: Service, path: PathParams, asked: wire.ModelRequest) -> object:
     attached = await service.steering.find(asked.model)
     attached.enabled = True
     return attached.as_object
 
 
-async def _disable(service: Service, at: Path, asked: wire.ModelRequest) -> object:
+async def _disable(service: Service, path: PathParams, asked: wire.ModelRequest) -> object:
     attached = await service.steering.find(asked.model)
     attached.enabled = False
     return attached.as_object
 
 
-async def _clear_steering(service: Service, at: Path, asked: wire.ModelQuery) -> object:
+async def _clear_steering(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
     attached = await service.steering.find(asked.model)
     attached.remove_features(None)
     return attached.as_object
 
 
-async def _remove_feature(service: Service, at: Path, asked: wire.ModelQuery) -> object:
+async def _remove_feature(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
     attached = await service.steering.find(asked.model)
-    text = at["idx"]
+    text = path["idx"]
     if not (text.isascii() and text.isdecimal() and len(text) < 10):
         raise InvalidFeatureIndex(f"{text!r:.40} is no feature", param="idx")
     attached.require_features([int(text)], "idx")
@@ -95,40 +95,44 @@ async def _remove_feature(service: Service, at: Path, asked: wire.ModelQuery) ->
 # Monitoring.
 
 
-async def _get_monitor(service: Service, at: Path, asked: wire.ModelQuery) -> object:
+async def _get_monitor(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
     return (await service.steering.find(asked.model)).monitor.state
 
 
-async def _get_history(service: Service, at: Path, asked: wire.HistoryQuery) -> object:
+async def _get_history(service: Service, path: PathParams, asked: wire.HistoryQuery) -> object:
     monitor = (await service.steering.find(asked.model)).monitor
     return monitor.history(asked.limit, asked.request_id)
 
 
-async def _clear_history(service: Service, at: Path, asked: wire.ForgetQuery) -> object:
+async def _clear_history(service: Service, path: PathParams, asked: wire.ForgetQuery) -> object:
     monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_history(asked.request_id)
     return monitor.state
 
 
-async def _get_statistics(service: Service, at: Path, asked: wire.StatisticsQuery) -> object:
+async def _get_statistics(
+    service: Service, path: PathParams, asked: wire.StatisticsQuery
+) -> object:
     return (await service.steering.find(asked.model)).monitor.statistics(asked.chosen)
 
 
-async def _clear_statistics(service: Service, at: Path, asked: wire.StatisticsQuery) -> object:
+async def _clear_statistics(
+    service: Service, path: PathParams, asked: wire.StatisticsQuery
+) -> object:
     monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_statistics(asked.chosen)
     return monitor.state
 
 
-async def _get_highest(service: Service, at: Path, asked: wire.TopRequest) -> object:
+async def _get_highest(service: Service, path: PathParams, asked: wire.TopRequest) -> object:
     monitor = (await service.steering.find(asked.model)).monitor
     return monitor.highest(asked.k, asked.metric)
 
 
-_WORK: Mapping[str, Work] = {
-    "listSAEs": lambda service, at, _: service.saes.all(),
-    "registerSAE": lambda service, at, asked: service.saes.register(asked),
-    "getAttachment": lambda service, at, asked: service.saes.attachment(asked.model),
+_HANDLERS: Mapping[str, Handler] = {
+    "listSAEs": lambda service, path, _: service.saes.all(),
+    "registerSAE": lambda service, path, asked: service.saes.register(asked),
+    "getAttachment": lambda service, path, asked: service.saes.attachment(asked.model),
     "getSteering": _get_steering,
     "setFeature": _set_feature,
     "clearSteering": _clear_steering,
@@ -136,32 +140,34 @@ _WORK: Mapping[str, Work] = {
     "enableSteering": _enable,
     "disableSteering": _disable,
     "removeFeature": _remove_feature,
-    "getSAE": lambda service, at, _: service.saes.one(at["id"]),
-    "forgetSAE": lambda service, at, _: service.saes.forget(at["id"]),
-    "getCompatibility": lambda service, at, asked: service.saes.compatibility(
-        at["id"], asked.model, asked.layer
+    "getSAE": lambda service, path, _: service.saes.one(path["id"]),
+    "forgetSAE": lambda service, path, _: service.saes.forget(path["id"]),
+    "getCompatibility": lambda service, path, asked: service.saes.compatibility(
+        path["id"], asked.model, asked.layer
     ),
-    "attachSAE": lambda service, at, asked: service.saes.attach(at["id"], asked.model, asked.layer),
-    "detachSAE": lambda service, at, asked: service.saes.detach(at["id"], asked.model),
-    "listProfiles": lambda service, at, _: service.profiles.all(),
-    "createProfile": lambda service, at, asked: service.profiles.add(asked),
-    "getActiveProfile": lambda service, at, asked: service.profiles.active(asked.model),
-    "importProfile": lambda service, at, asked: service.profiles.add(asked.profile),
-    "deactivateProfiles": lambda service, at, asked: service.profiles.deactivate(asked.model),
-    "getProfile": lambda service, at, _: service.profiles.one(at["id"]),
-    "updateProfile": lambda service, at, asked: service.profiles.update(at["id"], asked),
-    "deleteProfile": lambda service, at, _: service.profiles.remove(at["id"]),
-    "activateProfile": lambda service, at, _: service.profiles.activate(at["id"]),
-    "deactivateProfile": lambda service, at, _: service.profiles.deactivate_one(at["id"]),
-    "exportProfile": lambda service, at, _: service.profiles.export(at["id"]),
+    "attachSAE": lambda service, path, asked: service.saes.attach(
+        path["id"], asked.model, asked.layer
+    ),
+    "detachSAE": lambda service, path, asked: service.saes.detach(path["id"], asked.model),
+    "listProfiles": lambda service, path, _: service.profiles.all(),
+    "createProfile": lambda service, path, asked: service.profiles.add(asked),
+    "getActiveProfile": lambda service, path, asked: service.profiles.active(asked.model),
+    "importProfile": lambda service, path, asked: service.profiles.add(asked.profile),
+    "deactivateProfiles": lambda service, path, asked: service.profiles.deactivate(asked.model),
+    "getProfile": lambda service, path, _: service.profiles.one(path["id"]),
+    "updateProfile": lambda service, path, asked: service.profiles.update(path["id"], asked),
+    "deleteProfile": lambda service, path, _: service.profiles.remove(path["id"]),
+    "activateProfile": lambda service, path, _: service.profiles.activate(path["id"]),
+    "deactivateProfile": lambda service, path, _: service.profiles.deactivate_one(path["id"]),
+    "exportProfile": lambda service, path, _: service.profiles.export(path["id"]),
     "getMonitor": _get_monitor,
-    "configureMonitor": lambda service, at, asked: service.steering.configure(asked),
+    "configureMonitor": lambda service, path, asked: service.steering.configure(asked),
     "getHistory": _get_history,
     "clearHistory": _clear_history,
     "getStatistics": _get_statistics,
     "clearStatistics": _clear_statistics,
     "getHighest": _get_highest,
 }
-"""The work of the service for each operation, by its id."""
+"""The handler of the service for each operation, by its id."""
 
-ROUTES = [_make_route(operation, _WORK[operation.id]) for operation in MANAGEMENT]
+ROUTES = [_make_route(operation, _HANDLERS[operation.id]) for operation in MANAGEMENT]

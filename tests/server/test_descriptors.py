@@ -1,5 +1,5 @@
-"""Clients that take every descriptor: who is there is served, who comes is told, and when they have
-gone all is as before."""
+"""Clients that use up all descriptors: connected clients are served, new ones get a 503, and when
+they have left, all is as before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def crowd(server: Server) -> Iterator[list[socket.socket]]:
 
 
 def turned_away(clients: list[socket.socket]) -> list[bytes]:
-    """What those were told whom the server has left."""
+    """The last bytes that the server sent to each client whose connection it has closed."""
     told = []
     for client in clients:
         client.setblocking(False)

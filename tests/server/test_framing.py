@@ -21,7 +21,7 @@ NEXT = b"GET /next HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
 def read(*parts: bytes) -> bytes:
-    """What a parser would read of these packets."""
+    """The bytes of these packets that a parser would see."""
     framing = Framing(MOST)
     return b"".join(piece for part in parts for piece in framing.pieces(part))
 

@@ -317,7 +317,7 @@ def test_the_body_is_json_whatever_its_type_says(
 
 
 def _says(client: httpx.Client, *messages: Body) -> tuple[str, int]:
-    """What is said to `messages`, and how many tokens they are."""
+    """The answer to `messages`, and how many tokens these are."""
     body = ask(client, chat(messages=list(messages), max_tokens=16))
     return answer(body), body["usage"]["prompt_tokens"]
 

@@ -50,7 +50,7 @@ def sampled(path: str, **fields: Any) -> Body:
 
 
 def texts(body: Body) -> list[str]:
-    """What the choices of an answer say, which must come in order."""
+    """The texts of an answer's choices, which must come in order."""
     assert [choice["index"] for choice in body["choices"]] == [*range(len(body["choices"]))]
     return [answer({"choices": [choice]}) for choice in body["choices"]]
 

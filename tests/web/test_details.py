@@ -1,5 +1,5 @@
-"""What is told of an answer when a request asks: token ids, the prompt's scores, usage as it
-grows, and times."""
+"""Details of an answer that a request may ask for: token ids, log-probabilities of the prompt,
+usage as it grows, and timings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may be: how slow, how large, how deep, and how many of everything."""
+"""Limits on requests: how slow, how large, how deep, and how many of everything."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def hurried(
 
 
 class Answer:
-    """What came on a connection until it was closed."""
+    """The bytes that came on a connection until it was closed."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

@@ -145,7 +145,7 @@ def test_a_connection_that_takes_nothing_is_cut_off(folders: Folders, tmp_path: 
 
 
 def read_all(client: RawClient) -> bytes:
-    """What was not read so far, at full speed."""
+    """Read the rest of the answer at full speed."""
     client.socket.settimeout(PATIENCE)
     data = bytearray()
     while b"[DONE]" not in data[-100:]:

@@ -43,7 +43,7 @@ Samples = Mapping[tuple[str, frozenset[tuple[str, str]]], float]
 
 
 class Scrape:
-    """What one look at /metrics has shown."""
+    """The samples of one scrape of /metrics."""
 
     def __init__(self, text: str) -> None:
         families = list(text_string_to_metric_families(text))

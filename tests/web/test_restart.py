@@ -35,7 +35,7 @@ ROWS = 32
 FOR_EVER = 500_000
 WEIGHTS = "model.safetensors"
 END = rb"\[DONE\]|\r\n\r\n\{.*\}"
-"""Of a stream, or of an answer that is whole."""
+"""The end of a stream, or of an answer that is not streamed."""
 
 
 def left_in_peace(server: Server) -> None:
@@ -173,7 +173,7 @@ def hub_variables(hub: Hub, folder: Path) -> dict[str, str]:
 
 
 def partial_bytes(folder: Path) -> int:
-    """What has come so far of files that are being downloaded."""
+    """How many bytes of unfinished downloads have arrived."""
     found = (folder / "cache").glob("*/blobs/*.incomplete")
     return sum(path.stat().st_size for path in found)
 

@@ -198,7 +198,7 @@ def reference(folders: Folders) -> Any:
 
 
 def logits(model: Any, tokens: Sequence[int]) -> Array:
-    """Of what follows each of `tokens`, by mlx-lm alone."""
+    """The logits after each of `tokens`, by mlx-lm alone; shape (tokens, vocabulary)."""
     values: Array = np.array(model(mx.array([[*tokens]]))[0].astype(mx.float32))
     return values
 

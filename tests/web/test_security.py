@@ -1,5 +1,4 @@
-"""Who may use the server: keys, web pages, host names, and how often; what a log or a template may
-be made to do by a request."""
+"""Security: keys, pages, host names, rate limits; requests that attack the log or a template."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def served(folders: Folders, *, local: bool = True, **options: Any) -> Iterator[
 
 @pytest.fixture(scope="module")
 def plain(folders: Folders) -> Iterator[httpx.Client]:
-    """Of a server as it is on a desk: no keys, nothing allowed, on loopback."""
+    """A client of a server with default options: on loopback, without keys."""
     with served(folders) as client:
         yield client
 
@@ -590,7 +589,7 @@ ATTACKS = {
 
 @pytest.fixture(scope="module")
 def hostile(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """Of a model whose template tries what the message names."""
+    """A client of a model whose chat template tries the attack that the message names."""
     folder = write_model(tmp_path_factory.mktemp("hostile") / "m", "qwen3", plain=True)
     path = folder / "tokenizer_config.json"
     attacks = "".join(f"{{% elif what == '{name}' %}}{attack}" for name, attack in ATTACKS.items())

@@ -1,4 +1,4 @@
-"""What the log tells of streams that fail: which, how far they had come, and why."""
+"""The log names each stream that fails, how far it had come, and why it failed."""
 
 from __future__ import annotations
 

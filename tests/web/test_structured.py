@@ -100,7 +100,7 @@ KINDS: dict[str, tuple[Body, Callable[[str], Any]]] = {
     "structured regex": ({"structured_outputs": {"regex": REGEX}}, re.compile(REGEX).fullmatch),
     "structured grammar": ({"structured_outputs": {"grammar": GBNF}}, re.compile(SUM).fullmatch),
 }
-"""What asks for each kind of text, and whether a text is of it."""
+"""The fields that ask for each kind of text, and a test whether a text is of that kind."""
 
 CASES = [
     (path, kind)
@@ -134,7 +134,7 @@ def says(message: Body, reason: str) -> Said:
 
 
 def answers(client: httpx.Client, body: Body, path: str = CHAT) -> list[Said]:
-    """What the choices say, whole; the stream, with the same seed, must say the same."""
+    """The texts of the choices; a stream with the same seed must have the same."""
     whole, streamed = ask(client, body, path), stream(client, body, path)
     said = [
         says(choice.get("message") or {"content": choice["text"]}, choice["finish_reason"])
@@ -214,7 +214,7 @@ def test_its_tokens_are_scored(client: httpx.Client, path: str, kind: str) -> No
 
 
 def token_bytes(told: Any) -> bytes:
-    """What a token writes, as either form of log-probabilities tells it."""
+    """The bytes of a token, from either form of log-probabilities."""
     if isinstance(told, dict):
         return bytes(told["bytes"])
     data = re.fullmatch(r"bytes:((\\x..)+)", told)

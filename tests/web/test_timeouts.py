@@ -110,7 +110,7 @@ def test_a_stream_hears_of_an_overload_before_its_first_byte(
 
 
 def test_a_load_is_no_queue(folders: Folders, tmp_path: Path) -> None:
-    """Who comes first waits for the model for as long as that takes."""
+    """The first request waits for the load of its model, however long that takes."""
     model = f"t={folders.endless}"
     with (
         serving(tmp_path, "--model", model, "--queue-timeout", "0.2") as server,
@@ -198,7 +198,7 @@ def test_there_is_no_limit_to_the_whole_unless_one_is_set(folders: Folders, tmp_
 def test_who_asks_again_after_a_timeout_gets_an_answer_in_the_end(
     folders: Folders, tmp_path: Path, more: dict[str, bool]
 ) -> None:
-    """What is told of the prompt before any text is no answer."""
+    """Information about the prompt, sent before any text, does not count as an answer."""
     options = ["--prefill-chunk", f"{CHUNK}", "--request-timeout", "2"]
     body = completion(long(33, 50), max_tokens=1, **more)
     with (

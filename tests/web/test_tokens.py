@@ -307,7 +307,7 @@ def test_penalties_are_those_of_the_formulas(
 
 
 def _logits(model: Any, tokens: list[int]) -> Array:
-    """Of what follows `tokens`, by mlx-lm alone."""
+    """The logits of the token after `tokens`, by mlx-lm alone; shape (vocabulary,)."""
     logits: Array = np.array(model(mx.array([tokens]))[0, -1].astype(mx.float32))
     return logits
 

@@ -60,7 +60,7 @@ SCRIPTS: dict[str, tuple[str, int]] = {
     "bare": (marked('{"name": "now"}'), 3),
     "nameless": (f"So: {marked(NAMELESS)} and on", 4),
 }
-"""What models of these names say, and in how many bytes a token."""
+"""The text that a model of this name writes, and how many bytes each of its tokens has."""
 
 
 @pytest.fixture(scope="module")

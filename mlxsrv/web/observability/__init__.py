@@ -1,1 +1,1 @@
-"""Metrics, traces, and what they are told of each request."""
+"""Metrics and traces, and the record of each request that they receive."""
