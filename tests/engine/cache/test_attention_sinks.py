@@ -1,4 +1,4 @@
-"""Bounded caches: what each token may see is the first tokens and the last, whatever went on."""
+"""Bounded KV caches: a token attends to the first tokens and to the last, in any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch's own cache masks decode steps as mlx-lm's does."""
+"""The KV cache of a batch masks decode steps as mlx-lm's own does."""
 
 from __future__ import annotations
 

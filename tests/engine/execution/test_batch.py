@@ -114,7 +114,7 @@ def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None
 
 @pytest.mark.parametrize("family", per_cache(SMALL))
 @pytest.mark.slow
-def test_rows_in_lanes_of_their_own_equal_mlx_lm(models: Any, family: str) -> None:
+def test_rows_in_sub_batches_of_their_own_equal_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     asked = prompts(10, seed=12)
     lengths = [random.Random(13).randint(4, 24) for _ in asked]
@@ -126,7 +126,7 @@ def test_rows_in_lanes_of_their_own_equal_mlx_lm(models: Any, family: str) -> No
 
 
 @pytest.mark.slow
-def test_a_row_much_longer_than_the_others_has_a_lane_while_that_pays(models: Any) -> None:
+def test_a_row_much_longer_than_the_others_has_a_sub_batch_while_that_pays(models: Any) -> None:
     model = models("qwen3")
     short = prompts(4, seed=14, low=8, high=8)
     [long] = prompts(1, seed=15, low=4000, high=4000)

@@ -1,4 +1,4 @@
-"""Faults of a model: who is to blame fails, all others' text is as if nothing had been."""
+"""Faults of a model: the row that causes one fails, and the text of all others is the same."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ Fault = Callable[[int, mx.array], None]
 class Faulty:
     """The real model, but for what `fault` does and for logits that `spoil` changes.
 
-    Passes over one token of each row are counted: the steps, but where rows have sub-batches.
+    Passes over one token of each row are counted: the steps, unless rows have several sub-batches.
     """
 
     def __init__(self, model: Any, fault: Fault = lambda *_: None, spoil: Any = None) -> None:
@@ -547,7 +547,7 @@ def test_a_prompt_that_has_no_room_fails_alone(models: Any) -> None:
     assert texts(events) == alone(model, [each for each in asked if each[0].id != 1])
 
 
-# Faults that nobody is to blame for.
+# Faults whose cause is not found.
 
 
 def test_an_error_that_only_many_rows_have_ends(models: Any) -> None:

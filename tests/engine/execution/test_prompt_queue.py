@@ -1,4 +1,4 @@
-"""Who is read next: short prompts overtake, long ones are not starved, and what was read stays."""
+"""Which prompt is next: short ones overtake, long ones are not starved, what was read stays."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_little_memory_has_prompts_read_one_at_a_time(models: Any) -> None:
         assert texts(events)[number] == solo(model, prompt(number, size))
 
 
-# Prompts that are half read when nobody wants them any more.
+# Prompts that are half read when their clients leave.
 
 
 def read_some(batch: Batch, asked: Job, count: int) -> None:
@@ -350,7 +350,7 @@ def test_nothing_is_kept_of_numbers_that_are_none(tmp_path: Path) -> None:
     assert all(300 not in entry.tokens for entry in batch._cached._entries)
 
 
-# What is watched.
+# Watched activations.
 
 
 @pytest.fixture
