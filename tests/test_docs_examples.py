@@ -129,6 +129,14 @@ def test_a_curl_line_answers(server: str, page: str, block: str) -> None:
             assert message["reasoning_content"]
 
 
+def test_the_example_of_an_error_is_what_a_server_answers(server: str) -> None:
+    [example] = blocks(DOCS / "errors.md", "json")
+    body = {"messages": [{"role": "user", "content": "hello"}], "temperature": 3}
+    answer = httpx.post(f"{server}/v1/chat/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    assert answer.json() == json.loads(example)
+
+
 @pytest.mark.parametrize(("page", "block"), SDKS, ids=names(SDKS))
 def test_an_sdk_example_prints_an_answer(server: str, page: str, block: str) -> None:
     result = subprocess.run(
