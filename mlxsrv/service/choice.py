@@ -33,6 +33,9 @@ from mlxsrv.text.tools import ToolArguments, ToolOpened
 if TYPE_CHECKING:
     from mlxsrv.text.pipeline import OutputPart, TextPipeline
 
+# Looked up once: before Python 3.12 a member of an enum costs as much as the rest of a check.
+_QUEUED, _CLOSED = State.QUEUED, State.CLOSED
+
 
 class Choice:
     """Used on the event loop. `receive` only notes events; `read` makes text of them when the
@@ -131,10 +134,11 @@ class Choice:
 
     def read(self) -> list[Output]:
         """Return what has come since the last read. Ended comes last, if the choice is over."""
-        if self.state in (State.QUEUED, State.CLOSED):
+        if self.state is _QUEUED or self.state is _CLOSED:
             return []
-        outputs = [*self._opening, *self._read_prompt(), *self._read_echo()]
-        self._opening = []
+        outputs, self._opening = self._opening, []
+        outputs += self._read_prompt()
+        outputs += self._read_echo()
         tokens, self._tokens = self._tokens, []
         before = self.pipeline.tokens
         if self._scores is None:

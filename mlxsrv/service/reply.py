@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlxsrv.service.service")
 
+# Looked up once: before Python 3.12 a member of an enum costs as much as the rest of a check.
+_SUBMITTED, _CLOSED = State.SUBMITTED, State.CLOSED
+
 
 class Reply:
     """The answer to one request that generates text. Used on the event loop.
@@ -241,30 +244,24 @@ class Reply:
     # The engine's events, in callbacks on the loop.
 
     def _receive(self, choice: Choice, event: JobEvent) -> None:
+        if not isinstance(event, Started):
+            self._lifecycle.touch()
+            if choice.state is _SUBMITTED:
+                choice.enter(State.RUNNING)
+                self._follow_choices()
         match event:
-            case Activations():
-                self._note_progress(choice)
-                self._resources.steering.record(self.identity.model, self.identity.id, event)
-                return
             case Progress():
-                self._note_progress(choice)
+                return
+            case Activations():
+                self._resources.steering.record(self.identity.model, self.identity.id, event)
                 return
             case Failed():
                 self._fail_with(event)
-            case Started():
-                choice.receive(event)
             case _:
-                self._note_progress(choice)
                 choice.receive(event)
-                if choice.state is State.FINISHED:
+                if choice.finish is not None:
                     self._end_choice(choice)
         self._wakeup.wake()
-
-    def _note_progress(self, choice: Choice) -> None:
-        self._lifecycle.touch()
-        if choice.state is State.SUBMITTED:
-            choice.enter(State.RUNNING)
-            self._follow_choices()
 
     def _fail_with(self, event: Failed) -> None:
         error: ServeError
@@ -315,7 +312,7 @@ class Reply:
             # The prompt and its scores are no text of the answer.
             if self._first_text is None and choice.tokens:
                 self._first_text = self._loop.time()
-            if choice.state is State.CLOSED:
+            if choice.state is _CLOSED:
                 self._end_choice(choice)
             outputs += read
         if outputs and isinstance(outputs[-1], Ended) and self._all_read:
