@@ -38,7 +38,7 @@ from mlxsrv.service.planning import PromptRequest
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.status import model_object, model_states
-from mlxsrv.service.steering.attachments import SAEs
+from mlxsrv.service.steering.attachments import SAEs, check_steering
 from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.service.timed_work import TimedWork
@@ -77,6 +77,20 @@ if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
 V = TypeVar("V")
+
+
+def check_models(settings: Settings) -> str:
+    """Check what the settings say about models and steering; nothing is loaded.
+
+    Returns:
+        The name of the default model.
+
+    Raises:
+        SettingsError: a model, an adapter, an SAE or a control vector cannot be used.
+    """
+    catalogue = Catalogue(settings)
+    check_steering(settings, catalogue)
+    return catalogue.default
 
 
 class Service:

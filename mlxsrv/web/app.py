@@ -20,9 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxsrv.configuration import load_settings
 from mlxsrv.errors import MethodNotAllowed, RouteNotFound, ServeError
-from mlxsrv.models.catalogue.catalogue import Catalogue
-from mlxsrv.service.service import Service
-from mlxsrv.service.steering.attachments import check_steering
+from mlxsrv.service.service import Service, check_models
 from mlxsrv.settings import Settings
 from mlxsrv.web.bodies import Bodies, IgnoredFields
 from mlxsrv.web.middleware import RequestLog
@@ -40,9 +38,7 @@ class App(Starlette):
 
     def __init__(self, settings: Settings, *, local: bool) -> None:
         # A wrong model is an error now, not at the first request.
-        catalogue = Catalogue(settings)
-        check_steering(settings, catalogue)
-        self.default_model = catalogue.default
+        self.default_model = check_models(settings)
         keys = load_keys(settings)
         self.key_count = len(keys)
         origins = AllowedOrigins(settings)
