@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -102,6 +104,24 @@ def test_a_request_that_has_ended_has_no_clocks(state: State) -> None:
         clocks.bring_to(state)
         await asyncio.sleep(2 * SHORT)
         assert not clocks.expired
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("state", ENDED)
+def test_no_clock_holds_a_request_that_has_ended(state: State) -> None:
+    """A timer that goes on would hold the request until its time is over."""
+
+    async def test() -> None:
+        clocks = Clocks(LONG, LONG, LONG)
+        clocks.bring_to(state)
+        held = weakref.ref(clocks.lifecycle)
+        gc.disable()
+        try:
+            del clocks
+            assert held() is None
+        finally:
+            gc.enable()
 
     asyncio.run(test())
 

@@ -190,11 +190,7 @@ def test_there_is_no_limit_to_the_whole_unless_one_is_set(folders: Folders, tmp_
 # Asking again.
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{}, {"return_token_ids": True}, pytest.param({"echo": True}, marks=pytest.mark.long)],
-    ids=str,
-)
+@pytest.mark.parametrize("more", [{}, {"return_token_ids": True}, {"echo": True}], ids=str)
 def test_who_asks_again_after_a_timeout_gets_an_answer_in_the_end(
     folders: Folders, tmp_path: Path, more: dict[str, bool]
 ) -> None:
