@@ -20,6 +20,7 @@ import anyio.to_thread
 import msgspec
 
 from mlxsrv import cli
+from mlxsrv.server import serve
 from mlxsrv.settings import Settings
 from mlxsrv.web.app import App, create_app
 
@@ -100,5 +101,6 @@ class Witness:
 if __name__ == "__main__":
     witness = Witness()
     signal.signal(signal.SIGUSR1, witness.called)
-    setattr(cli, "create_app", witness.create)  # noqa: B010
+    assert serve.create_app is create_app  # type: ignore[attr-defined]  # or nobody would tell
+    setattr(serve, "create_app", witness.create)  # noqa: B010
     cli.main()

@@ -38,6 +38,7 @@ def accepts(compiled: LLMatcher, text: str) -> bool:
         ('root ::= [a-c]{2} [^a-c]{1,2} "x"{2,}', ["ab1xx", "cc\nxxxx"], ["ab1x", "a1xx"]),
         ("root ::= .{2}", ["\n😀", "ab"], ["a", "abc"]),
         ("root ::= [-a] [a-] [\\]\\\\^]", ["--]", "aa\\", "-a^"], ["b-]"]),
+        ("root ::= [a-zc-d] [^a-zc-d]", ["z1", "dé"], ["11", "zz"]),
         ('root ::= "\\x41\\u00e9\\U0001F600\\t\\"\\\\"', ['Aé😀\t"\\'], ["Aé😀"]),
         ('root ::= a-b | c_d\na-b ::= "1"\nc_d ::= "2"', ["1", "2"], ["12"]),
         ('root ::= # one\n  "a" |\n  "b" # two\n  | "c"\n\n\n', ["a", "b", "c"], ["ab"]),

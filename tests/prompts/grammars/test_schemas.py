@@ -129,6 +129,8 @@ def test_an_empty_list_is_a_list() -> None:
 def test_an_object_that_must_have_more_than_is_listed_is_open() -> None:
     schema = A | {"required": ["a"], "minProperties": 2}
     assert fits(schema, {"a": 1}, {"a": 1, "more": 2}) == [False, True]
+    schema = A | {"required": ["a"], "minProperties": 1}  # which is listed
+    assert fits(schema, {"a": 1}, {"a": 1, "more": 2}) == [True, False]
 
 
 def test_a_closed_object_may_have_what_it_requires() -> None:
