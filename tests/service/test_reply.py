@@ -10,6 +10,7 @@ import pytest
 
 from mlxsrv.errors import Overloaded, ShuttingDown
 from mlxsrv.service.lifecycle import State
+from mlxsrv.service.outputs import Ended
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.service import Service
 from mlxsrv.service.timed_work import TimedWork
@@ -100,3 +101,32 @@ def test_work_that_was_ended_takes_no_further_step() -> None:
             run(work)
 
     asyncio.run(test())
+
+
+@pytest.mark.slow
+def test_a_choice_that_waits_for_a_row_ends_with_the_time_of_its_reply(tmp_path: Path) -> None:
+    """The text of the first choice is an answer, so the reply does not fail."""
+    folder = write_model(tmp_path / "m", "qwen3", plain=True, max_position_embeddings=10**6)
+    message = Message(role="user", content="x")
+
+    async def test() -> None:
+        settings = Settings(model=(f"m={folder}",), max_concurrency=1, request_timeout=3)
+        service = Service(settings)
+        await service.pool.preload(await service.pool.catalogue.find(None))
+        reply = await service.chat(ChatRequest(messages=[message], max_tokens=10**5, n=2), "a")
+        admission = asyncio.create_task(reply.admit())
+        ends: list[Ended] = []
+        while len(ends) < 2:
+            ends += [output for output in await reply.outputs() if isinstance(output, Ended)]
+        assert [(end.choice, end.reason) for end in ends] == [(0, "timeout"), (1, "timeout")]
+        assert ends[-1].usage is not None
+        assert reply.state is State.FINISHED
+        reply.fail(ShuttingDown("too late"))
+        await admission
+        model = service.pool.model("m")
+        assert model is not None
+        assert (model.leases, model.rows.borrowed_tokens) == (0, 0)
+        reply.close()
+        await service.close()
+
+    asyncio.run(asyncio.wait_for(test(), 60))
