@@ -87,7 +87,7 @@ class EmbeddingTask:
     async def _compute(
         self, plan: Callable[[Tokenizer], EmbeddingInputs]
     ) -> tuple[EmbeddingInputs, Vectors]:
-        """What the model makes of the texts that `plan` returns. It may compute texts of several
+        """The model's outputs for the texts that `plan` returns. It may compute texts of several
         requests together."""
         lease = self._lease
         tokenizer = await lease.tokenizer()

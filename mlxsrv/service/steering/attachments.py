@@ -51,7 +51,7 @@ class StartupAttachment(msgspec.Struct, frozen=True):
 
 
 def startup_attachments(settings: Settings, catalogue: Catalogue) -> tuple[StartupAttachment, ...]:
-    """What `--attach-sae` asks for. Blocks if it names models that are not known yet.
+    """The attachments that `--attach-sae` asks for. Blocks if it names models not known yet.
 
     Raises:
         SettingsError: it cannot be parsed, no such model is served, or a model is named twice.

@@ -182,7 +182,7 @@ class SteeringRegistry:
     def confirm(
         self, request: GenerationRequest, steering: Steering | None, model: str
     ) -> Steering | None:
-        """What is left of a resolved steering, now that the model is loaded. A default steering
+        """The rest of a resolved steering, now that the model is loaded. A default steering
         whose SAE was detached meanwhile is left out.
 
         Raises:
