@@ -97,7 +97,7 @@ def test_what_has_ended_takes_nothing_up_again() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("state", ENDED)
+@pytest.mark.parametrize("state", sorted(ENDED, key=str))
 def test_a_request_that_has_ended_has_no_clocks(state: State) -> None:
     async def test() -> None:
         clocks = Clocks(SHORT, SHORT, SHORT)
@@ -108,7 +108,7 @@ def test_a_request_that_has_ended_has_no_clocks(state: State) -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("state", ENDED)
+@pytest.mark.parametrize("state", sorted(ENDED, key=str))
 def test_no_clock_holds_a_request_that_has_ended(state: State) -> None:
     """A timer that goes on would hold the request until its time is over."""
 
