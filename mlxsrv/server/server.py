@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import socket
+from enum import Enum, auto
 from types import FrameType
 
 import anyio
@@ -36,6 +37,15 @@ must be less than the descriptors that connections leave free. uvicorn has one n
 for the backlog."""
 
 
+class _Phase(Enum):
+    """The phases of the server, each after the one above it. uvicorn's `should_exit` is true after
+    the first signal."""
+
+    SERVING = auto()  # also while running requests may finish
+    HURRYING = auto()  # there was a second signal
+    OVER = auto()
+
+
 class Server(uvicorn.Server):
     """uvicorn's server, but it listens until running requests are over, so new ones get a 503."""
 
@@ -59,8 +69,7 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._loading: asyncio.Task[None] | None = None
         self.end = ProcessEnd()
-        self._hurried = False  # there was a second signal
-        self._over = False
+        self._phase = _Phase.SERVING
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -93,14 +102,14 @@ class Server(uvicorn.Server):
         log(_log, logging.INFO, "shutting down", grace=grace)
         self.end.within(grace + _CLOSING_SECONDS)
         self._draining = asyncio.create_task(self._app.drain())
-        if self._hurried:
+        if self._phase is _Phase.HURRYING:
             self._leave()
         await asyncio.gather(self._draining, return_exceptions=True)
         for connection in self.server_state.connections:
             if isinstance(connection, Connection):
                 connection.give_up()
         await super().shutdown(sockets)
-        self._over = True
+        self._phase = _Phase.OVER
         if self.server_state.tasks:  # they wait for threads, and nothing needs their results
             log(_log, logging.WARNING, "ending", requests=len(self.server_state.tasks))
             self.end.now()
@@ -108,10 +117,10 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         # A signal handler runs between two bytecodes of the loop's thread. There, only
         # call_soon_threadsafe may touch the loop; it also wakes the loop.
-        if self._over:  # uvicorn raises each signal again after the shutdown
+        if self._phase is _Phase.OVER:  # uvicorn raises each signal again after the shutdown
             return
         if self.should_exit:
-            self._hurried = True
+            self._phase = _Phase.HURRYING
             self.end.within(_HURRY_SECONDS)
         else:
             super().handle_exit(sig, frame)
@@ -121,7 +130,7 @@ class Server(uvicorn.Server):
     def _leave(self) -> None:
         """Leave the main loop and, after a second signal, skip the rest of the grace."""
         self._exiting.set()
-        if self._hurried and self._draining is not None:
+        if self._phase is _Phase.HURRYING and self._draining is not None:
             # A task that is cancelled before its first step never runs, and this one ends the
             # running requests with their last frames. So it is cancelled after that step.
             self._draining.get_loop().call_soon(self._draining.cancel)
