@@ -442,6 +442,24 @@ def test_numbers_of_an_archive_that_are_damaged(tmp_path: Path) -> None:
         list(load_sae(file))
 
 
+def test_a_packed_member_that_does_not_unpack(tmp_path: Path) -> None:
+    path = _npz(tmp_path)
+    _rewrite(path, "b_enc.npy", _npy(np.zeros(16)), zipfile.ZIP_DEFLATED)
+    data = bytearray(path.read_bytes())
+    begin = data.index(b"b_enc.npy") + len("b_enc.npy")
+    data[begin : begin + 4] = b"\xff" * 4  # no block of deflate begins so
+    path.write_bytes(data)
+    assert "'params.npz' is damaged" in reason(path)
+
+
+def test_an_archive_of_a_version_that_is_not_known(tmp_path: Path) -> None:
+    path = _npz(tmp_path)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 6] = 99  # tenths; zipfile raises NotImplementedError
+    path.write_bytes(data)
+    assert "'params.npz' is damaged" in reason(path)
+
+
 # Folders.
 
 
