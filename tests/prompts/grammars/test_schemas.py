@@ -354,6 +354,11 @@ def test_what_nothing_finite_satisfies_is_refused(schema: Schema) -> None:
         prepare(schema | {"$defs": {"endless": ENDLESS}})
 
 
+def test_an_array_may_have_no_more_items_than_it_must_have() -> None:
+    schema = {"type": "array", "prefixItems": [{"type": "integer"}], "items": False, "minItems": 1}
+    assert fits(schema, [1], [1, 2], []) == [True, False, False]
+
+
 def test_what_nothing_finite_satisfies_is_never_begun() -> None:
     schema = {
         "type": "object",
