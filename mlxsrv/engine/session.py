@@ -163,13 +163,13 @@ class Session:
     def _answer(self, question: Question) -> Any:
         """Raises BackendMissing."""
         require_backend()
-        from mlxsrv.engine.loading import device_memory, model_code
+        from mlxsrv.engine.loading import device_memory, weights
 
         match question:
             case GetMemory():
                 return device_memory.working_memory()
             case ImportModelCode(path):
-                return model_code.import_model_code(path)
+                return weights.import_model_code(path)
             case MakeReport():
                 return device_memory.report(self.models)
 

@@ -58,13 +58,13 @@ class SAEPlace(msgspec.Struct, frozen=True):
             ServeError: the download failed.
             ValueError: the files are there and cannot be used.
         """
-        # Imported on first use: this takes 0.1 s, and most servers never download.
-        from mlxsrv.models.catalogue.download import fetch_files
-
         here = snapshot(self.repository)
         if here is not None:
             with contextlib.suppress(ValueError):
                 return self._read(here)
+        # Imported on first use: this takes 0.1 s, and most servers never download.
+        from mlxsrv.models.catalogue.download import fetch_files
+
         return self._read(fetch_files(self.repository, self._choose, check=check))
 
     def _read(self, root: Path) -> tuple[Path, SAEFile]:

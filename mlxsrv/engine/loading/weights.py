@@ -9,6 +9,7 @@ Used on the device thread only.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from pathlib import Path
 from time import perf_counter
@@ -16,12 +17,14 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.utils import _get_classes, load_adapters, load_model
+from mlx_lm.utils import _get_classes, load_adapters, load_config, load_model
 
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.execution.batch import weights
 from mlxsrv.engine.faults import describe
 from mlxsrv.engine.loading.layout import lay_out_weights
+
+_log = logging.getLogger("mlxsrv.engine")
 
 FileStamps = frozenset[tuple[str, int, int]]
 """The files of a model: path, size, and time of change in nanoseconds."""
@@ -164,6 +167,14 @@ class WeightReader:
         fitting = size * self._seconds / max(perf_counter() - begun, 1e-6)
         # At most doubled: a slice from the system's file cache says little of one from the disk.
         self._slice = max(_LEAST_SLICE, min(int(fitting), 2 * self._slice, _MOST_SLICE))
+
+
+def import_model_code(path: str) -> None:
+    """Import mlx-lm's code for the model in folder `path`. Errors are left to its load."""
+    try:
+        _get_classes(load_config(Path(path)))
+    except Exception:
+        _log.debug("no code for the model in %s", path, exc_info=True)
 
 
 def headless_classes(config: dict[str, Any]) -> tuple[Any, Any]:
