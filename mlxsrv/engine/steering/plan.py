@@ -127,8 +127,6 @@ class SteeringPlan:
         sites = {site for each in given for site in each.directions}
         sites |= {each.clamp.site for each in given if each.clamp is not None}
         self._changes: dict[Site, Change] = {site: _Addition(site, steerings) for site in sites}
-        if watched is not None:
-            self._changes[watched.site] = self._look_at(self._changes.get(watched.site, _unchanged))
 
     def forward(self, tokens: mx.array, cache: Any) -> Any:
         """Run the model. Returns its logits `(rows, n, vocabulary)`, not evaluated.
@@ -137,16 +135,24 @@ class SteeringPlan:
             tokens: `(rows, n)`.
             cache: the KV cache of the rows.
         """
-        with hooked(self._layers, self._changes):
+        watched = self._watched
+        changes = self._changes if watched is None else self._watching(watched)
+        with hooked(self._layers, changes):
             return self._model(tokens, cache=cache)
 
-    def _look_at(self, change: Change) -> Change:
+    def _watching(self, watched: WatchList) -> Mapping[Site, Change]:
+        """The changes, with a look at the hidden states before them.
+
+        Made anew for each pass. If the plan kept it, the two would make a reference cycle, and an
+        unloaded model would stay in memory until the cyclic collector runs.
+        """
+        change = self._changes.get(watched.site, _unchanged)
+
         def look(hidden: mx.array) -> mx.array:
-            assert self._watched is not None
-            self.activations = PassActivations(self._watched, hidden)
+            self.activations = PassActivations(watched, hidden)
             return change(hidden)
 
-        return look
+        return {**self._changes, watched.site: look}
 
 
 def forward(model: Any, plan: SteeringPlan | None, tokens: mx.array, cache: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -485,6 +487,24 @@ def test_a_long_prompt_is_watched_in_parts(
     assert parts[0].keys() == whole[0].keys()
     for position, values in whole[0].items():
         assert parts[0][position] == pytest.approx(values, abs=1e-4)
+
+
+def test_what_watches_is_free_at_once(models: Models, sae: Path) -> None:
+    """A server freezes what the cyclic collector looks through, so a cycle would hold the model."""
+    model = models("qwen3")
+    steerer = attach(Steerer(model), sae)
+    steerer.watch(Watch("m", (3,), 2))
+    plan = steerer.plan([None])
+    assert plan is not None
+    gc.disable()
+    try:
+        plan.forward(mx.array([[1, 2, 3]]), make_prompt_cache(model))
+        assert plan.activations is not None
+        left = weakref.ref(plan)
+        del plan
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 def test_watching_ends(models: Models, sae: Path) -> None:
