@@ -182,7 +182,9 @@ class Pool:
         self._arrange()
 
     def _start_idle_time(self, model: Model) -> None:
-        timeout = None if self._limits.stays(model) else self._settings.idle_timeout
+        # After the pool's end nothing is loaded, so there is nothing to evict.
+        stays = self._closed or self._limits.stays(model)
+        timeout = None if stays else self._settings.idle_timeout
         model.start_idle_time(timeout, self._evict)
 
     def _forget(self, model: Model) -> None:

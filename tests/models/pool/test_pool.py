@@ -493,6 +493,19 @@ def test_after_its_end_a_pool_refuses_and_those_who_waited_do_not_wait_on(folder
     run(test)
 
 
+def test_who_leaves_after_the_end_of_a_pool_starts_no_idle_time(folder: Path, log: Log) -> None:
+    async def test() -> None:
+        wrong: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+        async with opened(folder, idle_timeout=0.01) as pool, using(pool, "a"):
+            await pool.close()
+        await asyncio.sleep(0.1)
+        assert wrong == []
+        assert [line["reason"] for line in log.of("model unloaded")] == ["shutdown"]
+
+    run(test)
+
+
 # All at once.
 
 
