@@ -56,7 +56,7 @@ from mlxsrv.engine.orders import (
     Watch,
 )
 from mlxsrv.engine.watchdog import Watchdog
-from mlxsrv.errors import EngineFailed, ServeError
+from mlxsrv.errors import EngineFailed, ServeError, ShuttingDown
 from mlxsrv.generation import Constraint, Vectors
 
 _log = logging.getLogger("mlxsrv.engine")
@@ -103,9 +103,14 @@ class EngineClient:
         return cls(DeviceThread.shared(), asyncio.get_running_loop(), step_timeout)
 
     def close(self) -> None:
-        """Drop all models and rows of this client. It must not be used afterwards."""
+        """Drop all models and rows of this client. Its questions fail with ShuttingDown, its jobs
+        end without an event. It must not be used afterwards."""
         self._receivers.clear()
         self._watchdog.close()
+        # The device thread forgets the questions, so they are answered here. By way of the mailbox,
+        # for the loop may be closed, or another than the one that runs.
+        over = ShuttingDown("the server is shutting down")
+        self._mailbox.post([Answered(number, over) for number in self._questions])
         self._send(Close())
 
     @property

@@ -17,7 +17,7 @@ import pytest
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.events import Failed, JobEvent, Progress, PromptRead, Started, Token
 from mlxsrv.engine.orders import Embed, Job, Load
-from mlxsrv.errors import ModelNotLoaded
+from mlxsrv.errors import ModelNotLoaded, ShuttingDown
 from mlxsrv.generation import Sampling
 from tests.support.effort import examples
 from tests.support.fixtures import ModelFolder
@@ -346,6 +346,20 @@ def test_a_client_that_is_closed_holds_nothing(model_folder: ModelFolder) -> Non
             after = await other.report()
             assert after.active_bytes - before < 4096
             assert after.cache_bytes == 0
+
+    run(test)
+
+
+def test_a_client_that_is_closed_keeps_nobody_waiting(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            loading = asyncio.create_task(client.load(load(model_folder("qwen3"))))
+            given_up = asyncio.create_task(client.report())
+            await asyncio.sleep(0)
+            given_up.cancel()
+        async with asyncio.timeout(10):
+            with pytest.raises(ShuttingDown):
+                await loading
 
     run(test)
 

@@ -376,12 +376,14 @@ class Pool:
                 self._log.dropped(model.name)
 
     async def close(self) -> None:
-        """Drop all models and leave the device thread."""
+        """Drop all models and leave the device thread. Who still waits gets ShuttingDown."""
         self._closed = True
         tasks = [task for model in self for task in (model.load_task, model.prepare_task) if task]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for model in self:
+            model.refuse_waiting(ShuttingDown("the server is shutting down"))
         self.abandon()
 
 

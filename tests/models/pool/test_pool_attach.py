@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from mlxsrv.errors import InsufficientMemory, SAEAttached, SAEIncompatible, SAENotAttached
+from mlxsrv.errors import (
+    InsufficientMemory,
+    SAEAttached,
+    SAEIncompatible,
+    SAENotAttached,
+    ShuttingDown,
+)
 from mlxsrv.formats.sae_files import read_sae
 from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
-from tests.models.pool.test_pool import Log, entry, folder, log, opened, run, until, use
+from tests.models.pool.test_pool import PATIENCE, Log, entry, folder, log, opened, run, until, use
 from tests.support.saes import write_sae
 
 __all__ = ["folder", "log"]  # fixtures
@@ -79,6 +85,24 @@ def test_what_cannot_be_attached_leaves_nothing(folder: Path, sae: Path, tmp_pat
                 assert pool.memory[1] <= max(before[1], pool.memory[1])
             await attach(saes, pool, "a", sae)
             saes.detach("a")
+
+    run(test)
+
+
+def test_attaching_ends_with_the_pool(folder: Path, sae: Path, log: Log) -> None:
+    """Before the model is loaded, or while it is, and once it is there."""
+
+    async def test() -> None:
+        for steps in range(0, 60, 4):
+            async with opened(folder) as pool:
+                saes = Attachments(pool)
+                attaching = asyncio.create_task(attach(saes, pool, "a", sae))
+                for _ in range(steps):
+                    await asyncio.sleep(0.002)
+                await pool.close()
+                async with asyncio.timeout(PATIENCE):
+                    [outcome] = await asyncio.gather(attaching, return_exceptions=True)
+                assert isinstance(outcome, ShuttingDown | Attachment)
 
     run(test)
 
