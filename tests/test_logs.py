@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 
+import mlxsrv
 from mlxsrv.logs import JsonFormatter, TextFormatter, log
 
 NASTY = 'a\nb "c" \x1b[31m é'
@@ -60,3 +63,12 @@ def test_a_traceback_in_text_cannot_forge_a_line(caplog: pytest.LogCaptureFixtur
     assert first.endswith("error   failed")
     assert len(rest) > 3
     assert all(line.startswith("    ") and line.isprintable() for line in rest)
+
+
+def test_the_names_of_loggers_do_not_follow_the_files() -> None:
+    """A parent app configures them by name."""
+    [root] = mlxsrv.__path__
+    sources = [path.read_text() for path in Path(root).rglob("*.py")]
+    names = {name for text in sources for name in re.findall(r'getLogger\("(mlxsrv\..+?)"\)', text)}
+    rooms = ("access", "engine", "models", "security", "server", "service", "web")
+    assert names == {f"mlxsrv.{room}" for room in rooms}

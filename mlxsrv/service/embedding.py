@@ -43,7 +43,7 @@ from mlxsrv.wire.embeddings import (
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
-_log = logging.getLogger("mlxsrv.service.service")
+_log = logging.getLogger("mlxsrv.service")
 
 
 class EmbeddingTask:

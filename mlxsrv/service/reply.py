@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mlxsrv.prompts.grammars.grammar import CompiledGrammar
     from mlxsrv.prompts.tokenizer import Tokenizer
 
-_log = logging.getLogger("mlxsrv.service.service")
+_log = logging.getLogger("mlxsrv.service")
 
 # Looked up once: before Python 3.12 a member of an enum costs as much as the rest of a check.
 _SUBMITTED, _CLOSED = State.SUBMITTED, State.CLOSED

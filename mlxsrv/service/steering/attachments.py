@@ -34,7 +34,7 @@ from mlxsrv.wire.management import (
     SAEObject,
 )
 
-_log = logging.getLogger("mlxsrv.service.service")
+_log = logging.getLogger("mlxsrv.service")
 
 # The model's name may hold any character; what follows it has no equals sign.
 _WANTED = re.compile(
