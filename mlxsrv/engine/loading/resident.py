@@ -162,14 +162,14 @@ class ResidentModel:
         return [event for worker in self._workers for event in worker.fail(reason)]
 
     def statistics(self) -> dict[str, int]:
-        numbers = {"tokens": self._tokens}
-        for worker in self._workers:
+        numbers: dict[str, int] = {}
+        for worker in reversed(self._workers):  # the embedder first, as `/health` lists them
             numbers |= worker.statistics()
         if self._generation is not None:
             prompt_cache = self._generation.prompt_cache
             numbers["prompt_cache_bytes"] = prompt_cache.nbytes
             numbers["prompt_cache_entries"] = len(prompt_cache)
-        return numbers
+        return numbers | {"tokens": self._tokens}
 
 
 def _fail(worker: Worker, error: Exception) -> list[Event]:

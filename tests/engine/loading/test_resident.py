@@ -69,3 +69,12 @@ def test_an_error_that_escapes_the_batch_spares_the_texts(
         events += round(model)
     ended = [event for event in events if isinstance(event, (Failed, Embedded))]
     assert [(type(event), event.job) for event in ended] == [(Failed, 1), (Embedded, 3)]
+
+
+def test_statistics_begin_with_the_texts(model_folder: ModelFolder) -> None:
+    """`/health?verbose=1` shows them in this order."""
+    names = [*load(model_folder("qwen3")).statistics()]
+    assert names == [
+        *("texts", "rows", "lanes", "reading", "waiting"),
+        *("prompt_cache_bytes", "prompt_cache_entries", "tokens"),
+    ]
