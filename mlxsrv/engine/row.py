@@ -103,9 +103,9 @@ class Row:
 
     @property
     def fresh(self) -> bool:
-        """Whether the next input of this row, which has not ended, is the last token of its text,
-        and not one that was drawn behind it."""
-        return self.state is not RowState.DECODING
+        """Whether the row's next input is the last token of its text, and not one that was drawn
+        behind it. A row that has ended is not fresh, also in the step that ends it."""
+        return self.state is not RowState.DECODING and not self.ended
 
     @property
     def seen(self) -> tuple[int, ...]:

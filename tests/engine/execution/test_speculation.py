@@ -406,3 +406,21 @@ def test_the_first_trial_is_soon(models: Any) -> None:
     batch.submit(job(0, prompt))
     assert run(batch)[0] == solo(model, prompt)
     assert batch.statistics()["drafted"] > 0
+
+
+def test_every_plain_step_of_a_row_is_measured_the_last_one_too(models: Any) -> None:
+    class Plain(SpeculationController):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps = 0
+
+        def affords(self, unread: int) -> bool:
+            return False
+
+        def saw_step(self, seconds: float) -> None:
+            self.steps += 1
+
+    controller = Plain()
+    batch = make(models("qwen3"), models("qwen3", "another"), controller=controller)
+    batch.submit(job(0, tuple(range(5, 15)), max_tokens=6))
+    assert len(run(batch)[0]) == controller.steps == 6
