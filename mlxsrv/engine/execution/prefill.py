@@ -211,7 +211,11 @@ class Prefill:
                 break
             # A twin of a prompt that was begun in this loop does not wait any more.
             if self._pads_well(left, longest) and queued in self._queue.waiting:
-                prompt = self._take(queued, free)
+                try:
+                    prompt = self._take(queued, free)
+                except Exception as error:  # it is still in the queue, so its turn comes again
+                    note(error, "a KV cache could not be opened")
+                    break
                 if prompt.left > left:
                     self._begin_long(prompt)
                     break

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import msgspec
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
@@ -545,6 +546,44 @@ def test_a_prompt_that_has_no_room_fails_alone(models: Any) -> None:
     events = run(make(Faulty(model, fault)), asked)
     assert {*failures(events)} == {1}
     assert texts(events) == alone(model, [each for each in asked if each[0].id != 1])
+
+
+class WithoutCache(Faulty):
+    """The real model, but the KV caches of some numbers cannot be made."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.refused: set[int] = set()
+        self.made = 0
+
+    def make_cache(self) -> list[Any]:
+        self.made += 1
+        if self.made in self.refused:
+            raise RuntimeError("no cache")
+        cache: list[Any] = make_prompt_cache(self._model)
+        return cache
+
+
+@pytest.mark.parametrize("refusals", [1, 1000])
+def test_all_hear_of_a_kv_cache_that_cannot_be_made(models: Any, refusals: int) -> None:
+    """The second prompt of a slice has none; the first is out of the queue by then."""
+    model = WithoutCache(models("qwen3"))
+    batch = make(model)
+    model.refused = set(range(model.made + 2, model.made + 2 + refusals))
+    asked = [(job(i, prompt(i)), None) for i in range(3)]
+    events = [event for each in asked for event in batch.submit(*each)]
+    while not batch.idle:
+        try:
+            events += batch.decode()
+            events += batch.prefill()
+        except RuntimeError as error:
+            events += batch.fail(str(error))
+    assert_told_once(events)
+    if refusals == 1:
+        assert texts(events) == alone(models("qwen3"), asked)
+    else:
+        assert {*failures(events)} == {0, 1, 2}
+    assert_empty(batch)
 
 
 # Faults whose cause is not found.
