@@ -25,9 +25,10 @@ serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS
 	exec $(BIN)/python -m mlxsrv $(ARGS)
 
 quick: check  ## lint, types, then the tests that need neither socket nor process: under a minute
-	MLXSRV_TESTS=quick $(BIN)/python -m pytest -q -n $(JOBS) -m 'not (slow or served or long)' $(ARGS)
+	MLXSRV_TESTS=quick $(BIN)/python -m pytest -q -n $(JOBS) --ignore tests/web --ignore tests/server \
+	  -m 'not (slow or served or long)' $(ARGS)
 
-test: check  ## lint, types, then every test (ARGS="-k stream")
+test: check  ## lint, types, then every test that is not long (ARGS="-k stream")
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 test-long: $(VENV)/.test  ## what takes long, and ten times the examples of hypothesis
