@@ -1,14 +1,16 @@
 """The device thread: one per process, the only thread that touches MLX arrays.
 
 MLX binds arrays and streams to threads, and its GPU back ends do not support concurrent use. So
-every load, prefill and decode step of every model of every app in the process happens here. A
-round: drain all orders, then do one slice of work for each model that has any.
+every load, prefill and decode step of every model of every app in the process happens here. A round
+of this thread: obey all orders that are there; then, for each model that has work, do one decode
+step and at most one slice of a load, of prompts or of texts.
 
 What crosses the thread's boundary, and who owns it:
 
 - Orders come down through a SimpleQueue, each with its client's mailbox. The drained orders are
   the only input of a round.
-- Events go up through the mailbox, one `call_soon_threadsafe` for all rows of a step.
+- Events go up through the mailbox: of each model once after its decode step and once after its
+  slice, if there are any, each time with one `call_soon_threadsafe`.
 - A client belongs to its event loop, a session to this thread. Neither touches the other's state.
 """
 
@@ -42,8 +44,8 @@ class DeviceThread:
     """The thread. `DeviceThread.shared()` gives the process's one instance.
 
     Started for the first client, it lives as long as the process: without clients it holds no
-    model and sleeps. Ending it sooner is not safe: MLX's thread-local destructors want the
-    interpreter after Python believes the thread gone, and abort if that is going too.
+    model and sleeps. Ending it sooner is not safe: MLX's thread-local destructors run after Python
+    has marked the thread as ended. If the interpreter shuts down at that time, they crash.
     """
 
     # One device, one thread: apps mounted side by side must share it, so none of them owns it.
@@ -141,7 +143,8 @@ class DeviceThread:
         session = self._sessions.get(mailbox)
         if isinstance(order, Open):
             self._sessions[mailbox] = Session(mailbox, self.clock, self._residents)
-            # By this thread, which uses it. What is wrong with it is the answer to GetMemory.
+            # This thread must import MLX. An import error is reported later, as the answer to
+            # GetMemory.
             with suppress(Exception):
                 import_engine()
         elif session is None:
@@ -151,9 +154,10 @@ class DeviceThread:
         else:
             session.obey(order)
 
-    # A method of its own: a name that stays bound between rounds would keep a session's models.
+    # A method of its own: a local variable that lives on between rounds would keep the models of a
+    # closed session in memory.
     def _work(self) -> None:
-        """One slice for each model of each client."""
+        """Do the work of one round, for each client's session."""
         for session in list(self._sessions.values()):
             session.step()
             if session.gone:

@@ -13,7 +13,8 @@ class Mailbox:
 
     Args:
         loop: the client's.
-        deliver: called on the loop with the events of one round.
+        deliver: called on the loop with the events of a model's decode step, of its slice, or of an
+            order.
     """
 
     def __init__(

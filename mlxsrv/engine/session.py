@@ -133,8 +133,11 @@ class Session:
                 self.deliver([Answered(number, answer)])
 
     def cancel_jobs(self) -> None:
-        """Free the rows of the jobs that were cancelled since the last call. All at once, because
-        the others' caches are copied each time."""
+        """Free the rows of the jobs that were cancelled since the last call.
+
+        All cancelled rows are removed together, because each removal copies the caches of the
+        remaining rows.
+        """
         cancelled, self._cancelled = self._cancelled, set()
         for model in self.models.values() if cancelled else ():
             model.cancel(cancelled)
@@ -176,7 +179,8 @@ class Session:
     # Work.
 
     def step(self) -> None:
-        """One slice for each load and attachment, then for each model."""
+        """Run a slice of each load and attachment. Then, for each model, a decode step and a slice
+        of prompts or texts; their events are delivered after each of the two."""
         self._run_tasks()
         models = list(self.models.items())
         streaming = [model for _, model in models if model.streaming]
@@ -196,7 +200,8 @@ class Session:
             if self.gone:
                 return
             if isinstance(task.order, Load):
-                # The second of two with the same folder waits for the weights that it will share.
+                # If two loads have the same folder, the second waits until the first has read the
+                # weights, then shares them.
                 if task.order.path in folders:
                     continue
                 folders.add(task.order.path)

@@ -1,8 +1,8 @@
 """The tensors of an SAE, by the names that each library gives them.
 
 A file must hold the tensors that its architecture needs and no others, since others may change the
-maths, and they must fit each other. The shape of a matrix tells its orientation. For a square
-matrix, where it does not, the library's custom does.
+maths, and they must fit each other. The shape of a matrix shows its orientation. The shape of
+a square matrix does not show this; then the library's convention decides.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from mlxsrv.prompts.time_limit import time_limit
 
 _SECONDS = 5.0  # for a client's template
 
-# End-of-turn tokens by family. Published models often forget to list theirs. So one that the chat
-# template ends a turn with counts, in chats.
+# End-of-turn tokens by family. Published models often forget to list theirs. So in chats, the
+# marker that the template writes at the end of a turn also counts as an end token.
 _TURN_ENDS = (
     "<|im_end|>",  # ChatML: Qwen and many others
     "<|eot_id|>",  # Llama 3

@@ -3,7 +3,8 @@
 The places are between an ASCII letter or digit and a space or line break, if for this tokenizer:
 
 - its normalizers change each character by itself, or with marks that follow it;
-- none of its added tokens spans such a place, or looks or swallows across it;
+- of its added tokens, none matches text on both sides, looks ahead or behind over it, or removes
+  whitespace next to it;
 - its own splitting of a text into words splits there, whatever stands around. This is tried with
   all short surroundings of characters of all kinds; patterns that look back are not trusted. Or the
   place is inside a word, and no token of its BPE model, so no merge, spans it.

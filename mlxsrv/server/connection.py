@@ -184,7 +184,8 @@ def _end_by_closing(cycle: Any) -> None:
     cycle.chunked_encoding = False
 
     async def send_unframed(message: Any) -> None:
-        # uvicorn checks what is sent against Content-Length, so the length follows each message.
+        # uvicorn checks what is sent against Content-Length, so the expected length is set again
+        # before each message.
         cycle.expected_content_length = len(message.get("body", b""))
         await send(message)
 

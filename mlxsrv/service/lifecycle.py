@@ -1,11 +1,11 @@
 """The states of a request, what may follow what, and how long it may stay in each.
 
 A reply, each of its choices and every other request that waits for a model have the states of
-`State`, and change them through `follow` only, which looks them up in `FOLLOWS`. The reply is as
-far as the furthest of its choices that have not ended, so it may go back: when one choice has ended
-and the next waits for a row, the reply is queued again.
+`State`, and change them through `follow` only, which looks them up in `FOLLOWS`. A reply with
+several choices has the state of its most advanced unfinished choice. So it may go back: when one
+choice has ended and the next waits for a row, the reply is queued again.
 
-Three clocks bound the time in a state, because each means something else:
+There are three time limits, because each has a different cause:
 
 - `--queue-timeout`: the server has too much to do. The client should try again later (503).
 - `--stall-timeout`: the engine does nothing for this request (504).
@@ -73,13 +73,13 @@ def follow(before: State, after: State) -> State:
 
 
 class Lifecycle:
-    """The state of one request, and the clocks that run in it. Used on the event loop.
+    """The state of one request, and the time limits that apply in it. Used on the event loop.
 
     The owner must bring it to a state of ENDED, so that its timers end.
 
     Args:
-        settings: have the length of each clock.
-        expire: called with the error when a clock runs out.
+        settings: have the time limits.
+        expire: called with the error when a time limit has passed.
         loading: returns whether the request's model is being downloaded or loaded.
         heard: returns when the engine last sent anything to anybody, in the loop's time. A prompt
             that waits for its turn does not stall while the engine reads other prompts.
@@ -113,7 +113,7 @@ class Lifecycle:
         return state in FOLLOWS[self.state]
 
     def enter(self, state: State) -> None:
-        """Change to `state`, or stay in it, and set its clocks.
+        """Change to `state`, or stay in it, and start its time limits.
 
         Raises:
             RuntimeError: `state` may not follow the current state.
@@ -125,7 +125,8 @@ class Lifecycle:
             self._stop()
             return
         self._moved = self._loop.time()
-        # Each wait has the whole of the queue timeout; one that began before the row came goes on.
+        # Each wait starts with the full timeout. But going from QUEUED to SUBMITTED does not
+        # restart it.
         if state is not before and not (before is State.QUEUED and state is State.SUBMITTED):
             self._queued = self._moved
         self._timer.cancel()

@@ -48,9 +48,10 @@ class Reply:
     """The answer to one request that generates text. Used on the event loop.
 
     Two tasks share it: one runs `admit`, the other reads `outputs`. Whoever makes a reply must
-    `close` it when both are over. The engine's events arrive in callbacks, between their steps;
-    these only note what has come, and `outputs` makes text of it when its reader wants it. The
-    callbacks of timers wake the reader too, so no read lasts longer than `keepalive` seconds.
+    `close` it when both are over. The engine's events arrive in callbacks of the event loop, while
+    no task runs; the callbacks only store the event, and `outputs` makes text of it when its reader
+    wants it. The callbacks of timers wake the reader too, so no read lasts longer than `keepalive`
+    seconds.
 
     Args:
         lease: the claim on the model, which the reply releases.
@@ -140,8 +141,8 @@ class Reply:
                 # It ended while it was queued, and a client that reads nothing has not heard yet.
                 self._lease.return_row(choice)
                 return
-            # No await from here on: a cancellation finds the row either not borrowed or the job
-            # submitted, and close() undoes both. Nor can the SAE be detached: the order to do so
+            # No await from here on: if the task is cancelled, either no row is held or the job is
+            # submitted; close() undoes both. Nor can the SAE be detached: the order to do so
             # would be behind the job in the device thread's inbox.
             self._submit(choice)
         log(
@@ -229,7 +230,7 @@ class Reply:
         self._wakeup.wake()
 
     def _expire(self, error: ServeError) -> None:
-        """One of the clocks has run out. Text that the client has is an answer; without any, the
+        """A time limit has passed. Text that the client has is an answer; without any, the
         reply fails."""
         if self._first_text is None:
             self.fail(error)
@@ -273,7 +274,8 @@ class Reply:
         self.fail(error, cause=event.reason)
 
     def _follow_choices(self) -> None:
-        """Be as far as the furthest choice that has not ended. A reply that has ended stays so."""
+        """Take the state of the most advanced unfinished choice; a reply that has ended keeps its
+        own."""
         if self.state in ENDED:
             return
         states = {choice.state for choice in self._choices}
@@ -401,7 +403,7 @@ class Reply:
         ttft = rate = None
         if self._first_text is not None:
             ttft = self._first_text - self._begun
-            # A clock may tick in milliseconds, and an answer be shorter.
+            # Some clocks have a resolution of milliseconds, and an answer can take less than that.
             decoding = now - self._first_text
             rate = (tokens - 1) / decoding if tokens > 1 and decoding > 0 else None
         log(

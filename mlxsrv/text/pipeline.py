@@ -23,8 +23,8 @@ class TextPipeline:
 
     Tools are called in content, and stop strings apply to the rest of the content. They do not
     apply to reasoning: a stop string found there, such as a blank line, would end the answer before
-    it began. Content that waits for the rest of a stop string goes on waiting across a think block
-    or a call, so it may be given after those.
+    it began. Content that waits for the rest of a stop string is still held back while a think
+    block or a call is sent, so it can come out after them.
 
     The caller removes the tokens that end an answer; every id given here counts.
 

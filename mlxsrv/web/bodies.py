@@ -33,7 +33,7 @@ class BodyShare:
         self._bytes = 0
 
     def grow(self, size: int) -> None:
-        """Make the share `size` bytes large. Raises Overloaded if there is no room."""
+        """Make the share `size` bytes large. Raises Overloaded if it does not fit."""
         if size > self._bytes:
             self._bodies.take(size - self._bytes, large=size > _SMALL)
             self._bytes = size
@@ -46,7 +46,7 @@ class BodyShare:
 class Bodies:
     """The bound for all bodies that an app holds, from their first byte until they are tokens.
 
-    A body that finds no room is refused at once, so no body waits for room while it takes some. An
+    A body that does not fit is refused at once, so no body waits for memory while it takes some. An
     eighth more is for small bodies only, so large ones cannot keep them out. The event loop owns
     it.
 
@@ -77,7 +77,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 
     Raises:
         RequestTooLarge: it has more than `limit` bytes, which Content-Length may already say.
-        Overloaded: there is no room for it.
+        Overloaded: it does not fit beside the others.
     """
     share = share_of(request.scope)
     too_large = RequestTooLarge(f"the body is larger than {limit} bytes")

@@ -6,7 +6,7 @@ that of a batch drops them. So here a batch keeps them apart, in front of its wi
 the last tokens. A row attends to those that have left the window.
 
 A token attends to the first tokens and to the last before it, whether it was read or drawn. In
-mlx-lm, what a token of a long prompt attends to depends on the chunks in which it is read.
+mlx-lm, what a token of a long prompt attends to depends on the slices in which it is read.
 
 Used on the device thread only.
 """

@@ -3,7 +3,7 @@
 - Beside running streams a slice is as long as they can bear: see Pace. Otherwise it takes at most a
   quarter of a second, for a stream may begin at any moment.
 - A decoder's vectors come from its inner model, without the output head.
-- A decoder reads a text that does not fit a slice a chunk at a time, into a KV cache of its own. An
+- A decoder reads a text that does not fit a slice in several, into a KV cache of its own. An
   encoder looks both ways and reads any text whole.
 
 Used on the device thread only.
@@ -41,7 +41,7 @@ _CLEAR_EVERY = 64  # slices; their shapes differ, so buffers of one seldom serve
 
 
 class _LongText:
-    """A text that is read a chunk at a time."""
+    """A text that is read in several slices."""
 
     def __init__(self, text: QueuedText, cache: list[Any]) -> None:
         self.text = text
@@ -217,7 +217,7 @@ class Embedder:
         return tokens.size
 
     def _read_on(self, long: _LongText, limit: int) -> int:
-        """Read a chunk of the long text. Returns its tokens."""
+        """Read a slice of the long text. Returns its tokens."""
         assert isinstance(self._runner, DecoderRunner)
         tokens = self._queue.tokens_of(long.text)[long.done : long.done + limit]
         hidden = self._runner.read(mx.array(tokens)[None], long.cache)

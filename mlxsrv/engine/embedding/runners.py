@@ -21,7 +21,7 @@ class Runner(Protocol):
     """A model that reads texts."""
 
     reads_chunks: bool
-    """Whether a text may be read a chunk at a time."""
+    """Whether a text may be read in several slices."""
     labels: int
     """Logits for a pair of texts; 0: the model makes vectors and judges no pairs."""
     longest: int | None

@@ -59,8 +59,8 @@ class TextQueue:
     """The texts of all jobs of one model.
 
     Args:
-        chunks: a text that is longer than a slice is read a chunk at a time, in several slices. One
-            such text at a time: it is `long`.
+        chunks: a text that does not fit a slice is read in several slices. One such text at a time:
+            it is `long`.
     """
 
     def __init__(self, *, chunks: bool) -> None:
@@ -109,13 +109,14 @@ class TextQueue:
         self.tokens = sum(text.length for text in self._waiting)
 
     def choose(self, limit: int, most: int) -> list[QueuedText]:
-        """Take the texts of the next slice; none if the slice is a chunk of the long text.
+        """Take the texts of the next slice; none if the slice belongs to the long text.
 
         They are neighbours in length, the longest being of the job whose turn it is. A long text
         takes turns with the others.
 
         Args:
-            limit: the most tokens of one text; a longer one is read in chunks, if that may be.
+            limit: the most tokens of one text; a longer one is read in several slices, where that
+                may be.
             most: the most tokens of a slice, padding included; one text may have more.
         """
         if self.long is not None and self._long_is_next:

@@ -149,7 +149,7 @@ class Batch:
     def decode(self) -> list[Event]:
         """Launch a step for all rows; return the tokens of the step before.
 
-        Or run a round: several tokens of the only row.
+        Or run a speculative round, which gives several tokens of the only row.
         """
         events, self._unsent = self._unsent, []
         if self._main.sub_batches:

@@ -4,20 +4,22 @@
   while Python looks at tokens. A row that ends has therefore drawn one token too many, which is
   dropped with the row.
 - Rows of very different lengths are decoded in sub-batches of their own, see `sub_batches`.
-- A row that is alone may be decoded in rounds of several tokens, see `speculation`.
+- A row that is alone may be decoded several tokens at a time, in speculative rounds: see
+  `speculation`.
 
-Between any two of a decoder's methods, whether the last step was a plain one or a round:
+Between any two of a decoder's methods, after a plain step and after a speculative round:
 
-- Each row's KV cache holds the row's text, `row.seen`; that of a fresh row all but the last token.
+- Each row's KV cache holds the row's text, `row.seen`. The KV cache of a fresh row does not hold
+  its last token yet.
 - Each row's input is the next token. It was drawn with the key of its position, and is neither fed
   to the model nor delivered.
 - The draft's KV cache holds a beginning of some row's text, of any length.
 
-So rounds may give way to plain steps, rows join and leave, and a row's cache is kept for later
-prompts, as if there were no rounds.
+So plain steps may follow speculative rounds, rows join and leave, and a row's cache is kept for
+later prompts, as if there were no speculative rounds.
 
-Even after an exception `row.drawn` are the tokens delivered, and the row's constraint has accepted
-`row.accepted_tokens` of them. So the row can be decoded from there, see `recovery`.
+`row.drawn` is always the list of delivered tokens, also after an exception. The row's constraint
+has accepted `row.accepted_tokens` of them. So the row can be decoded from there, see `recovery`.
 
 Used on the device thread only.
 """
@@ -78,8 +80,8 @@ class Step:
             inputs: `(rows,)`, the tokens behind which the logits are.
 
         Returns:
-            The tokens `(rows,)`; what shows whether they mean something; and how likely they are,
-            if a row asks. Log-probabilities are those before temperature, filters and masks.
+            The tokens `(rows,)`; the proof that the logits are not NaN; and how likely the tokens
+            are, if a row asks. Log-probabilities are those before temperature, filters and masks.
         """
         if self._penalties is not None:
             logits = self._penalties(logits, inputs)
@@ -134,7 +136,7 @@ class Decoder:
         model: a model of mlx-lm's.
         cached: where rows that end leave their KV caches.
         batched: whether KV caches can be merged; if not, there is one row.
-        padding: the most bytes of it for which rows share a pass.
+        padding: rows share a pass only if that needs at most this many bytes of padding.
         steerer: what rows are steered with.
         pace: learns how long steps take.
         speculation: a draft model that proposes tokens.
@@ -153,7 +155,7 @@ class Decoder:
     ) -> None:
         self.sub_batches: list[SubBatch] = []
         self.speculation = speculation
-        self.rounding = False  # a round is under way, or failed
+        self.rounding = False  # a speculative round is under way, or failed
         self._model = model
         self._cached = cached
         self._batched = batched
@@ -184,7 +186,8 @@ class Decoder:
     def decode(self, events: list[Event], *, waited: bool) -> None:
         """Launch a step for all rows, and append the tokens of the step before to `events`.
 
-        Or run a round: several tokens of the only row; but not while somebody is `waited` for.
+        Or run a speculative round, which gives several tokens of the only row; but not while
+        somebody is `waited` for.
         """
         if proposals := self._count_proposals(waited):
             self._run_round(proposals, events)
@@ -324,7 +327,7 @@ class Decoder:
         self._stepped = now
         self._round = None
 
-    # Rounds.
+    # Speculative rounds.
 
     def _count_proposals(self, waited: bool) -> int:
         """How many tokens to propose now; 0 for a plain step."""
@@ -356,7 +359,8 @@ class Decoder:
         last, self._launched = self._launched, Launched()
         outcome = self.speculation.run(self._model, sub_batch, self._inputs, proposals, self._round)
         self._inputs, self._round = outcome.inputs, outcome
-        self._step, self._stepped = None, None  # the step's sampler is behind, its clock too
+        # The sampler and the timing of the last plain step are out of date.
+        self._step, self._stepped = None, None
         self._count_step()
         if outcome.broken or last.broken():
             events.append(_break(row))
@@ -480,7 +484,7 @@ class Decoder:
         if not self._cached.wants(held):
             return
         cache = sub_batch.extract(index) if self._batched else sub_batch.cache
-        # Evaluated behind the step that is under way, and then free of the batch's arrays.
+        # It is computed after the running step. Then it no longer refers to the batch's arrays.
         launch([layer.state for layer in cache])
         self._cached.put(row.seen[:held], cache, row.job.steering)
 

@@ -4,8 +4,8 @@
   logits (MLX is lazy: the output head is never computed), and a fresh row draws its first token in
   the same step as all others.
 - What the prompt cache holds of a prompt is not read again.
-- Short prompts are read together, right-padded. One that does not fit a slice is read alone, a
-  chunk at a time. For which prompt is next, see `prompt_queue`; for the length of a slice, see
+- Short prompts are read together, right-padded. One that does not fit a slice is read alone, in
+  several slices. For which prompt is next, see `prompt_queue`; for the length of a slice, see
   `scheduling/pace`.
 - A prompt that is half read when its client leaves stays in the prompt cache, for a client that
   asks again.
@@ -147,7 +147,7 @@ class Prefill:
         return [prompt]
 
     def read(self, prompts: list[PartialPrompt], *, decoding: bool, beside: bool) -> SliceOutcome:
-        """Read one slice of these prompts: all of several, or a chunk of one."""
+        """Read one slice of these prompts: all of several, or a part of one."""
         began, starts = perf_counter(), [prompt.done for prompt in prompts]
         plan = self._steerer.plan([prompt.steering for prompt in prompts])
         if len(prompts) > 1:

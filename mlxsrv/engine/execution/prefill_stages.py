@@ -31,7 +31,7 @@ from mlxsrv.engine.sampling.processors import likelihoods, read_likelihoods
 from mlxsrv.engine.scheduling.pace import LEAST_CHUNK
 from mlxsrv.engine.steering.plan import SteeringPlan, forward
 
-_MOST_LOGITS = 16 * 1024 * 1024  # numbers, in a chunk of a prompt that is scored
+_MOST_LOGITS = 16 * 1024 * 1024  # numbers, in a slice of a prompt that is scored
 
 
 class QueuedPrompt(msgspec.Struct, eq=False):
@@ -181,7 +181,7 @@ class PartialPrompt:
 
 
 class PromptScorer:
-    """Gathers the likelihoods of one prompt's tokens, chunk by chunk."""
+    """Gathers the likelihoods of one prompt's tokens, slice by slice."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

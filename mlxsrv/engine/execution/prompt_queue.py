@@ -9,7 +9,7 @@ oldest prompt, the oldest has the next one. So:
 - Among long prompts alone, the first is read to its end, then the next. Slices by turns would make
   all of them as late as the last.
 
-Rows are for those who come first: a prompt for which there is no row yet overtakes nobody. Several
+Rows are given in order of arrival. A prompt without a row cannot overtake. Several
 prompts are half read at once where a shorter one overtakes. Each of them has a row, and needs the
 memory that the row will need. Where memory is short, they are read anew, one at a time.
 
@@ -69,7 +69,7 @@ class PromptQueue:
     def end(self, prompt: PartialPrompt) -> None:
         """Note that a prompt which took several slices is read."""
         self.begun.remove(prompt)
-        # Where memory was short, there is room for one more again.
+        # Where memory was short, one more may be half read again.
         self._most_begun = min(self._most_begun + 1, _MOST_BEGUN)
 
     def drop(self, job_ids: set[int]) -> list[PartialPrompt]:

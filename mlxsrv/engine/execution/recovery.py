@@ -3,11 +3,11 @@
 An exception does not tell which row caused it, for a step is one pass for all rows. So:
 
 - Prompts of a slice that failed are read again, each alone. One that fails alone ends.
-- Rows of a step that failed lose their KV caches, since these may be half of a step on. Their texts
-  are read anew, one row at a time, and each row is tried in a decoder of its own beside the others
-  until it is past the token at which the step failed. A row that fails alone ends. The others join
-  again and go on with the same tokens as if nothing had been: the token that was drawn and not
-  delivered is drawn again, with the same key.
+- Rows of a step that failed lose their KV caches, since these may already contain part of the
+  failed step. Their texts are read anew, one row at a time. Each row is then tried in a decoder of
+  its own, beside the others, until it is past the token at which the step failed. A row that fails
+  alone ends. The others join again and go on with the same tokens as if nothing had been: the token
+  that was drawn and not delivered is drawn again, with the same key.
 - A row that was in several failed slices for which no cause was found ends as well.
 - Where memory was short, there were just too many rows. So fewer are decoded together, until some
   have ended, and a row that fails alone has more attempts.
@@ -34,7 +34,8 @@ from mlxsrv.engine.row import Row, RowState
 _log = logging.getLogger("mlxsrv.engine")
 
 _MOST_FAULTS = 3  # of one row that are not explained, or in which memory was short
-_TRIAL = 2  # tokens; a fault of a step shows when its token is read, or the one before
+# A fault appears when its token is read, or one token earlier, so two tokens must pass.
+_TRIAL = 2
 
 
 class Recovery:
@@ -48,14 +49,15 @@ class Recovery:
     """
 
     def __init__(self, main: Decoder, trial: Decoder, prefill: Prefill, max_rows: int) -> None:
-        self.fitting = max_rows  # rows that memory has room for, as far as known
+        self.fitting = max_rows  # rows whose KV caches fit into memory, as far as known
         self._main = main
         self._trial = trial
         self._prefill = prefill
         self._max_rows = max_rows
         self._lost: deque[QueuedPrompt] = deque()  # rows to be read anew and tried, in turn
         self._reading: PartialPrompt | None = None  # the text of the first of them
-        self._passed = 0  # tokens that the row on trial has to draw, those before it included
+        # Tokens that the row must have drawn, counted from its beginning, before its trial ends.
+        self._passed = 0
 
     @property
     def lost(self) -> int:
@@ -159,7 +161,7 @@ class Recovery:
         return events
 
     def _widen(self, events: Iterable[Event]) -> None:
-        """Make room for one row more with each that ends well, and for all when none is left."""
+        """Let one more row decode for each that ends well, and all rows when none is left."""
         ended = sum(type(event) is Token and event.finish is not None for event in events)
         busy = self._main.sub_batches or self._trial.sub_batches or self.lost or self._prefill.asked
         self.fitting = min(self.fitting + ended, self._max_rows) if busy else self._max_rows

@@ -9,7 +9,7 @@ that holds saves a pass (Leviathan et al. 2023, Chen et al. 2023).
 - The draft draws with the same random numbers. Where both models give similar logits, they draw the
   same tokens at any temperature; its likeliest token would miss whatever the sampler does not
   favour.
-- Rounds are timed against plain steps, see `scheduling/speculation_controller`.
+- Speculative rounds are timed against plain steps, see `scheduling/speculation_controller`.
 
 Used on the device thread only.
 """
@@ -137,7 +137,7 @@ class Draft:
 
 
 class Round(NamedTuple):
-    """The outcome of a round: tokens to deliver, and the row's next input."""
+    """The outcome of a speculative round: tokens to deliver, and the row's next input."""
 
     seen: list[int]  # the row's input and the proposals that held
     following: int  # drawn behind them
@@ -200,11 +200,12 @@ class Speculation:
     def run(
         self, model: Any, sub_batch: SubBatch, inputs: mx.array, count: int, last: Round | None
     ) -> Round:
-        """Propose and check `count` tokens behind `inputs` `(1,)`, right after the round `last`.
+        """Propose and check `count` tokens behind `inputs` `(1,)`, right after the speculative
+        round `last`.
 
         The KV caches then hold all of them; `settle` cuts them back.
         """
-        mx.eval(inputs)  # so that a plain step under way is not part of the round's time
+        mx.eval(inputs)  # so that a plain step under way is not timed as well
         begun = perf_counter() if last is None else last.ended
         [row] = sub_batch.rows
         fed = mx.concatenate([inputs, self._draft.propose(inputs, count)])
@@ -274,7 +275,7 @@ def _count_vocabulary(model: Any) -> int:
 
 
 def _eligible(sub_batch: SubBatch) -> bool:
-    """Whether the only row can be decoded in rounds.
+    """Whether the only row can be decoded in speculative rounds.
 
     Masks, bans, penalties and log-probabilities are computed for one token at a time.
     """
@@ -291,7 +292,7 @@ def _eligible(sub_batch: SubBatch) -> bool:
 
 def _always_cuts(cache: Sequence[Any]) -> bool:
     """Whether the KV cache can be cut back at any length. One with a window can be until it is
-    full, which may be in the middle of a round."""
+    full, which may be in the middle of a speculative round."""
     return all(
         _always_cuts(layer.caches)
         if isinstance(layer, CacheList)

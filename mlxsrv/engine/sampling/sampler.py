@@ -63,7 +63,7 @@ _TRIES = 8  # of rejection sampling: each is rejected less than once in 16 times
 _NUMBERS = 3  # of a try: for a block, for a token in it, and to accept or reject
 _SLACK = 1 + 2**-10  # covers the rounding errors of the upper bounds
 
-_DRAWS = 10  # of a round from few candidates: 0.2**10 is less than once in a million times
+_DRAWS = 10  # of a sampling round from few candidates: 0.2**10 is less than once in a million times
 _MOST_ROUNDS = 40  # with one draw each, for any top_p
 _MOST_NUMBERS = 100  # 10 rounds of 10 draws of one number, or 40 single draws of two
 _GRID = 128  # points of an integral
@@ -201,9 +201,9 @@ class _Random:
     def _draw_filtered(self, weights: mx.array) -> mx.array:
         """Return the index `(rows, 1)` of a candidate that top-p and min-p keep.
 
-        A round draws several candidates, and the first one within top-p is taken. If none is,
-        every candidate up to the heaviest drawn one is outside of top-p as well, and the next round
-        draws from the rest. The number of rounds is fixed, so the host need not wait.
+        A sampling round draws several candidates, and the first one within top-p is taken. If none
+        is, every candidate up to the heaviest drawn one is outside of top-p as well, and the next
+        round draws from the rest. The number of rounds is fixed, so the host need not wait.
 
         Args:
             weights: `(rows, n)` of the candidates.

@@ -19,8 +19,8 @@ class Pace:
     takes many slices, and streams must not be slow all that time: it takes turns with them, a
     step's time each. Where steps alone fill the gap, short prompts take turns as well.
 
-    The time of a token is learnt from the gaps that came of it, so each slice corrects what this
-    model of a gap leaves out. Where only other models have streams, a slice may fill `max_gap` by
+    The time per token is measured from real gaps, so the next slice corrects errors of this
+    estimate. Where only other models have streams, a slice may fill `max_gap` by
     itself.
 
     Args:

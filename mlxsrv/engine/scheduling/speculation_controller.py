@@ -1,7 +1,8 @@
 """Whether a draft model's proposals are worth their time, and how many to ask for.
 
-A round proposes tokens and checks them in one pass. It is compared with the plain steps that would
-have drawn as many tokens. All times are counted in plain steps, so nothing depends on the machine.
+A speculative round proposes tokens and checks them in one pass. It is compared with the plain steps
+that would have drawn as many tokens. All times are counted in plain steps, so nothing depends on
+the machine. Every round of this file is a speculative one.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Load each model once, lend it to requests, evict it when others need room."""
+"""Load each model once, lend it to requests, evict it when others need its memory."""

@@ -24,7 +24,7 @@ class PoolLimits(msgspec.Struct, frozen=True):
         then the one whose last user entered longest ago.
 
         Args:
-            models: those that have room; some of them may still be loading.
+            models: those that have their memory; some of them may still be loading.
 
         Raises:
             InsufficientMemory: evicting all that may be evicted is not enough; the message has

@@ -88,7 +88,7 @@ class Lease:
         may end it.
         """
         await self.model.rows.acquire_on_behalf_of(borrower)
-        # A borrow that is cancelled holds nothing: anyio gives the token back before it raises.
+        # If the wait is cancelled, no row is held: anyio releases the slot before it raises.
         self._rows.add(borrower)
 
     def return_row(self, borrower: object) -> None:

@@ -52,12 +52,12 @@ class LoadState(Enum):
     FETCHING = auto()
     """Its files, or some of them, are downloaded."""
     WAITING = auto()
-    """It waits until other models have made room."""
+    """It waits until other models have freed memory, or a place among those that may be loaded."""
     LOADING = auto()
-    """It has room, and the device thread loads it."""
+    """Its memory is reserved, and the device thread loads it."""
     LOADED = auto()
     CLOSING = auto()
-    """It is loaded, and goes as soon as its users have left, to make room for another model."""
+    """It is loaded, and goes as soon as its users have left, to free memory for another."""
 
 
 _S = LoadState
@@ -121,7 +121,8 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
 class Model:
     """An entry of the catalogue that is loaded, or that somebody has a lease on.
 
-    `rows` lends as many tokens as the batch has rows: the holder of one is decoded at once.
+    `rows` is a limiter with one slot per row of the batch; a request with a slot can be decoded at
+    once.
     `tokenizer_lock` lends the tokenizer to one thread at a time.
     `compiling` bounds the threads, each with a process of its own, that compile grammars.
     """
@@ -194,7 +195,7 @@ class Model:
         return any(not ticket.done() for ticket in self._tickets)
 
     @property
-    def has_room(self) -> bool:
+    def has_memory(self) -> bool:
         """It is in memory, or on its way there: its bytes count."""
         return self._state is LoadState.LOADING or self._state in _IN_MEMORY
 
@@ -205,7 +206,7 @@ class Model:
 
     @property
     def progressing(self) -> bool:
-        """Its files, its tokenizer or its weights are on their way; it does not wait for room."""
+        """Its files, its tokenizer or its weights are on their way; it does not wait for memory."""
         if self._state is LoadState.UNUSED:
             return self.load_task is not None
         return self._state in _PREPARING or self._state is LoadState.LOADING

@@ -20,7 +20,7 @@ class ModelLoaded(Struct, frozen=True):
 
     model: str
     seconds: float
-    """The time of the load alone, without a download or a wait for room."""
+    """The time of the load alone, without a download or a wait for memory."""
     bytes: int
 
 

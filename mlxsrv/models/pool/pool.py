@@ -4,10 +4,10 @@ A lease is one request's claim on one model. It first waits for the model's toke
 only the model's files: so a prompt that does not fit is refused before anything is loaded. Then it
 enters: from there until its release the model stays.
 
-Models that are to be loaded queue for room. Idle models make room at once, the least recently used
-first. If that is not enough, models in use close: their users finish, new requests queue for the
-model's next load, and it goes when its last user has left. So no request takes a model away from
-another, and none waits for ever while others keep coming.
+Models that are to be loaded queue for memory. Idle models are unloaded for them at once, the least
+recently used first. If that is not enough, models in use close: their users finish, new requests
+queue for the model's next load, and it goes when its last user has left. So no request takes a
+model away from another, and none waits for ever while others keep coming.
 
 Everything here is owned by the event loop and used there only; the device thread only does what it
 is sent. Its inbox is first in, first out, so an unload is done before the load that follows it.
@@ -38,7 +38,7 @@ from mlxsrv.models.pool.model import Attachment, LoadState, Model, ModelStatisti
 from mlxsrv.models.pool.model_files import load_order
 from mlxsrv.models.pool.observing import ModelObserver, PoolLog
 from mlxsrv.models.pool.preparing import prepare
-from mlxsrv.models.pool.room_queue import RoomQueue, Unwanted
+from mlxsrv.models.pool.memory_queue import MemoryQueue, Unwanted
 from mlxsrv.models.pool.tasks import start_task
 from mlxsrv.settings import Settings
 
@@ -54,9 +54,9 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
     limit: int
     """Bytes that all models may take; 0 until the device thread has told the memory's size."""
     used: int
-    """Bytes that the models which have room take of it."""
+    """Bytes of it that are reserved: by models that are loaded, or are being loaded."""
     queue: tuple[str, ...]
-    """Models that wait for room, the next one first."""
+    """Models that wait for memory, the next one first."""
     models: tuple[ModelStatistics, ...]
 
 
@@ -74,7 +74,7 @@ class Pool:
         self._limits = PoolLimits(settings.max_models, settings.memory_limit or 0, pinned)
         self._most_leases = settings.max_concurrency + settings.max_queue  # of one model
         self._models: dict[str, Model] = {}  # those that are loaded or have leases
-        self._queue = RoomQueue()
+        self._queue = MemoryQueue()
         self._engine: EngineClient | None = None
         self._closed = False
 
@@ -112,8 +112,8 @@ class Pool:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The limit for all models, and what those that have room take of it; bytes."""
-        return self._limits.bytes, used_bytes(self._with_room())
+        """The limit for all models, and what of it is reserved; bytes."""
+        return self._limits.bytes, used_bytes(self._with_memory())
 
     @property
     def attachments(self) -> dict[str, Attachment]:
@@ -130,8 +130,8 @@ class Pool:
             models=tuple(model.statistics(pinned=self._limits.stays(model)) for model in self),
         )
 
-    def _with_room(self) -> list[Model]:
-        return [model for model in self if model.has_room]
+    def _with_memory(self) -> list[Model]:
+        return [model for model in self if model.has_memory]
 
     # Leases.
 
@@ -171,7 +171,7 @@ class Pool:
                     self._arrange()
             return
         if ticket is not None and model.withdraw(ticket, Withdrawn("its lease has ended")):
-            # If nobody else waits for the model, it needs no room any more.
+            # If nobody else waits for the model, it needs no memory any more.
             self._arrange()
         self._forget(model)
 
@@ -191,14 +191,14 @@ class Pool:
         if model.forgettable:
             self._models.pop(model.name, None)
 
-    # Room.
+    # Memory.
 
     def _arrange(self) -> None:
-        """Give room to the models whose turn it is; close and reopen others for it.
+        """Give memory to the models whose turn it is; close and reopen others for it.
 
-        Called whenever something has changed that room depends on. It decides everything anew, so
+        Called whenever something has changed that this depends on. It decides everything anew, so
         no decision is ever half made: a model is closing only while the head of the queue needs
-        its room.
+        its memory.
         """
         if self._closed:
             return
@@ -209,7 +209,7 @@ class Pool:
                 self._queue.refuse(head, Unwanted())
                 continue
             try:
-                victims = self._limits.victims(head, self._with_room())
+                victims = self._limits.victims(head, self._with_memory())
             except InsufficientMemory as error:
                 self._queue.refuse(head, error)
                 continue
@@ -286,9 +286,9 @@ class Pool:
             return
         assert model.files is not None
         try:
-            # From the moment the wait ends the model is LOADING, so nobody else takes its room. The
+            # From the moment the wait ends the model is LOADING, so nobody else takes its memory. The
             # evictions are in the device thread's inbox already, before this load.
-            victims = await self._wait_for_room(model)
+            victims = await self._wait_for_memory(model)
             placed = loop.time()
             order = load_order(model.name, model.files, self._settings, self.vectors)
             loaded = await self.engine.load(order)
@@ -317,16 +317,16 @@ class Pool:
             self._start_idle_time(model)
         self._arrange()
 
-    async def _wait_for_room(self, model: Model) -> list[Model]:
-        """Queue for room; returns the models that have been evicted for it.
+    async def _wait_for_memory(self, model: Model) -> list[Model]:
+        """Queue for memory; returns the models that have been evicted for it.
 
         Raises:
             InsufficientMemory: it cannot fit.
             Unwanted: it is loaded after all, or nobody waits for it any more.
         """
-        room = self._queue.join(model)
+        wait = self._queue.join(model)
         self._arrange()
-        return await room
+        return await wait
 
     def _fail(self, model: Model, error: ServeError, victims: Sequence[Model]) -> None:
         """Tell all who wait, and load again what was evicted for nothing."""
@@ -340,14 +340,14 @@ class Pool:
             start_task(self._bring_back(victim.entry))
 
     async def _bring_back(self, entry: ModelEntry) -> None:
-        """Load an evicted model again, unless others have taken its room or wait for it.
+        """Load an evicted model again, unless others have taken its memory or wait for it.
 
         Raises ServeError.
         """
         lease = self.lease(entry)
         try:
             await lease.tokenizer()
-            if not self._queue and not self._limits.victims(lease.model, self._with_room()):
+            if not self._queue and not self._limits.victims(lease.model, self._with_memory()):
                 await lease.enter()
         finally:
             lease.release()

@@ -42,7 +42,7 @@ class Allowance(msgspec.Struct, frozen=True):
 
 
 class RateLimit:
-    """The buckets of recent clients; the one that was idle longest makes room for a new one.
+    """The buckets of recent clients; the one that was idle longest gives its place to a new one.
 
     Args:
         limit: requests per minute.

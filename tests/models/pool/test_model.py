@@ -63,7 +63,7 @@ def test_no_model_is_loaded_without_room() -> None:
 
 def test_each_state_says_what_it_means() -> None:
     told = {
-        state: (model.status, model.has_room, model.busy, model.progressing)
+        state: (model.status, model.has_memory, model.busy, model.progressing)
         for state in LoadState
         for model in [in_state(state)]
     }

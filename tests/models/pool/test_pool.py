@@ -189,7 +189,7 @@ def test_a_load_that_all_have_left_is_there_for_the_next(folder: Path, log: Log)
     async def test() -> None:
         async with opened(folder) as pool:
             only = ask(pool, "a")
-            await until(lambda: (model := pool.model("a")) and model.has_room, "it is loading")
+            await until(lambda: (model := pool.model("a")) and model.has_memory, "it is loading")
             only.cancel()
             await use(pool, "a")
             assert log.moves == ["+a"]
