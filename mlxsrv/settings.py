@@ -22,6 +22,12 @@ Key = Annotated[str, Meta(pattern=r"^[!-~]+(?!\n)$")]
 Origin = Annotated[str, Meta(pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+/?)(?!\n)$")]
 HostName = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?!\n)$")]
 
+_GOT_TYPE = re.compile(r", got `\w+`")
+# A variable's text for a switch; a flag has none, and a TOML file has booleans.
+_SWITCH = {
+    **dict.fromkeys(("true", "1", "on", "yes"), True),
+    **dict.fromkeys(("false", "0", "off", "no"), False),
+}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", re.IGNORECASE)
 
 
@@ -113,7 +119,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_kv_size: Annotated[
         Annotated[int, Meta(ge=16)] | None,
         Meta(
-            description="Tokens that a KV cache keeps: the first four, and the last TOKENS.",
+            description="Most tokens that a KV cache keeps: the first four, and the last "
+            "TOKENS - 4.",
             extra={"metavar": "TOKENS"},
         ),
     ] = None
@@ -266,8 +273,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float,
         Meta(
             gt=0,
-            description="Seconds in which the headers of a request must arrive, and again as many "
-            "for its body; otherwise: 408.",
+            description="Seconds in which the headers of a request must arrive, or the connection "
+            "is closed; and as many again for its body, or the answer is 408.",
         ),
     ] = 30.0
     prefill_chunk: Annotated[
@@ -384,6 +391,8 @@ class Option(msgspec.Struct, frozen=True):
         """Read the text of a flag or a variable. Raises SettingsError."""
         if self.repeatable:
             return self.check([part for part in text.split(",") if part.strip()])
+        if self.switch:
+            return self.check(_SWITCH.get(text.strip().lower(), text))
         return self.check(_in_bytes(text) if self.bytes else text, strict=False)
 
     def check(self, value: Any, *, strict: bool = True) -> Any:
@@ -395,8 +404,9 @@ class Option(msgspec.Struct, frozen=True):
         try:
             return msgspec.convert(value, self.type, strict=strict)
         except msgspec.ValidationError as error:
-            got = "" if self.secret else f", got {value!r}"
-            raise SettingsError(f"{error}{got}") from None
+            reason = _GOT_TYPE.sub("", str(error))  # the value itself shows more than its type
+            got = "" if self.secret or repr(value) in reason else f", got {value!r}"
+            raise SettingsError(f"{reason}{got}") from None
 
 
 @cache

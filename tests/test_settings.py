@@ -113,6 +113,27 @@ def test_a_switch_is_turned_by_flag_variable_and_file(tmp_path: Path) -> None:
     assert (settings.allow_download, settings.hf_cache) == (True, False)
     assert load_settings(["--hf-cache"], {"MLXSRV_HF_CACHE": "0"}).hf_cache is True
     assert load_settings(["--no-hf-cache"], {}).hf_cache is False
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *((text, True) for text in ("true", "1", "on", "yes", "On")),
+        *((text, False) for text in ("false", "0", "off", "no", "OFF")),
+    ],
+)
+def test_a_variable_turns_a_switch_with_the_words_that_the_table_shows(
+    text: str, value: bool
+) -> None:
+    environ = {"MLXSRV_METRICS": text, "MLXSRV_HF_CACHE": text}
+    settings = load_settings([], environ)
+    assert (settings.metrics, settings.hf_cache) == (value, value)
+
+
+def test_a_wrong_switch_is_refused_with_its_text_once() -> None:
+    with pytest.raises(SettingsError) as error:
+        load_settings([], {"MLXSRV_METRICS": "maybe"})
+    assert str(error.value) == "MLXSRV_METRICS: Expected `bool`, got 'maybe'"
     assert load_settings([], {"MLXSRV_HF_CACHE": "false"}).hf_cache is False
     with pytest.raises(SettingsError, match="MLXSRV_HF_CACHE"):
         load_settings([], {"MLXSRV_HF_CACHE": "perhaps"})

@@ -1,7 +1,8 @@
 """Observers of the service, such as metrics and traces, and the records that they get.
 
 There are none by default, and then nothing here runs for a token, and little for a request. Times
-are seconds of `time.monotonic`, because a loop's own clock may tick in milliseconds.
+are seconds of `time.monotonic`, because a loop's own clock may have a resolution of
+milliseconds.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class Service:
 
     @contextlib.asynccontextmanager
     async def _timed_work(self, model: str | None) -> AsyncIterator[tuple[Lease, TimedWork]]:
-        """A claim on a model, and the work that a clock or a shutdown may end."""
+        """A claim on a model, and the work that a time limit or a shutdown may end."""
         lease = await self._lease(model)
         work = TimedWork(
             self.settings,

@@ -1,4 +1,4 @@
-"""Work that one task does for a request, and that a clock or a shutdown may end."""
+"""Work that one task does for a request, and that a time limit or a shutdown may end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mlxsrv.settings import Settings
 
 
 class TimedWork:
-    """A block that ends when one of its lifecycle's clocks runs out, or when `end` is called.
+    """A block that ends when a time limit of its lifecycle has passed, or when `end` is called.
 
     Args: as for Lifecycle.
     """

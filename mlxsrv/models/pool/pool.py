@@ -34,11 +34,11 @@ from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
 from mlxsrv.models.pool.eviction import PoolLimits, used_bytes
 from mlxsrv.models.pool.lease import Lease, Withdrawn
+from mlxsrv.models.pool.memory_queue import MemoryQueue, Unwanted
 from mlxsrv.models.pool.model import Attachment, LoadState, Model, ModelStatistics, Ticket
 from mlxsrv.models.pool.model_files import load_order
 from mlxsrv.models.pool.observing import ModelObserver, PoolLog
 from mlxsrv.models.pool.preparing import prepare
-from mlxsrv.models.pool.memory_queue import MemoryQueue, Unwanted
 from mlxsrv.models.pool.tasks import start_task
 from mlxsrv.settings import Settings
 
@@ -286,8 +286,8 @@ class Pool:
             return
         assert model.files is not None
         try:
-            # From the moment the wait ends the model is LOADING, so nobody else takes its memory. The
-            # evictions are in the device thread's inbox already, before this load.
+            # From the moment the wait ends the model is LOADING, so nobody else takes its memory.
+            # The evictions are in the device thread's inbox already, before this load.
             victims = await self._wait_for_memory(model)
             placed = loop.time()
             order = load_order(model.name, model.files, self._settings, self.vectors)

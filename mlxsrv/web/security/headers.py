@@ -1,4 +1,4 @@
-"""Headers of requests and answers, as the rules and middleware of this room handle them."""
+"""Headers of requests and answers, as the rules and middleware of this package handle them."""
 
 from __future__ import annotations
 
