@@ -67,7 +67,7 @@ class Attachments:
             # its memory counts.
             model.set_attachment(attachment)
             try:
-                attached = await self._pool.engine.attach(attachment.command)
+                attached = await self._pool.engine.attach(attachment.order)
             except BaseException:
                 model.set_attachment(None)
                 raise

@@ -91,7 +91,7 @@ class Attachment(msgspec.Struct, frozen=True, kw_only=True):
     ready: bool = False
 
     @property
-    def command(self) -> Attach:
+    def order(self) -> Attach:
         return Attach(self.model, self.number, str(self.path), self.layer, self.before)
 
 

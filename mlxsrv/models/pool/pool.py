@@ -154,6 +154,7 @@ class Pool:
             lease.release()
 
     def _enter(self, model: Model) -> Ticket:
+        self._require_open()  # or the ticket might wait for a load that `close` has cancelled
         ticket = model.queue()
         if model.state is LoadState.LOADED:
             model.admit_waiting()
@@ -248,6 +249,7 @@ class Pool:
         """The tokenizer, made once however many wait for it; a failure is tried again."""
         if model.tokenizer is not None:
             return model.tokenizer
+        self._require_open()
         if model.prepare_task is None:
             model.enter(LoadState.PREPARING)
             model.prepare_task = start_task(self._prepare(model))
