@@ -180,7 +180,7 @@ class Counted:
     """A model that counts the tokens it is given, padding included."""
 
     def __init__(self, runner: Runner) -> None:
-        self.reads_chunks = False  # no text is so long
+        self.reads_slices = False  # no text is so long
         self.labels = runner.labels
         self.longest = runner.longest
         self.classify = runner.classify

@@ -45,7 +45,7 @@ _STATUS = {
     500: "A bug; the log says more under the request id.",
     503: "The server is busy, cannot load the model, or is shutting down.",
     504: "The request's time was over before there was any text.",
-    507: "The model does not fit, and nothing idle can make room.",
+    507: "The model does not fit, even if all others that may be unloaded are.",
 }
 
 

@@ -47,7 +47,7 @@ class _LongText:
         self.text = text
         self.cache = cache
         self.done = 0  # tokens
-        self.hidden: list[mx.array] = []  # (1, chunk, width) each
+        self.hidden: list[mx.array] = []  # (1, slice, width) each
 
 
 class Embedder:
@@ -74,7 +74,7 @@ class Embedder:
         self._name = name
         self._pace = pace
         self._decoding = decoding
-        self._queue = TextQueue(chunks=runner.reads_chunks)
+        self._queue = TextQueue(slices=runner.reads_slices)
         self._pooler: Pooler | None = None
         self._long: _LongText | None = None
         self._slices = 0
@@ -112,7 +112,7 @@ class Embedder:
         elif order.firsts:
             raise ValueError("this model makes vectors and does not judge pairs of texts")
         elif self._pooler is None:
-            decoder = self._runner.reads_chunks
+            decoder = self._runner.reads_slices
             config = read_pooling_config(self._folder, decoder=decoder, name=self._name)
             self._pooler = Pooler(config)
 
@@ -172,23 +172,23 @@ class Embedder:
 
     def _limit(self, *, decoding: bool, beside: bool) -> tuple[int, int]:
         """The most tokens of one text, and of a slice with its padding."""
-        chunk = self._pace.limit(decoding=decoding, long=False, beside=beside)
+        limit = self._pace.limit(decoding=decoding, long=False, beside=beside)
         if not (decoding or beside):
             fitting = 0 if self._rate is None else int(_SECONDS * self._rate)
-            most = max(chunk, min(fitting, _MOST_TOKENS))
-            return max(chunk, min(most, _MOST_WHOLE)), most
-        if self._long is not None or self._queue.tokens > chunk:
+            most = max(limit, min(fitting, _MOST_TOKENS))
+            return max(limit, min(most, _MOST_WHOLE)), most
+        if self._long is not None or self._queue.tokens > limit:
             # It takes many slices, and streams must not be slow all that time.
-            chunk = self._pace.limit(decoding=decoding, long=True, beside=beside)
-            chunk = chunk if decoding else max(_LEAST, chunk // _BESIDE)
-        return chunk, chunk
+            limit = self._pace.limit(decoding=decoding, long=True, beside=beside)
+            limit = limit if decoding else max(_LEAST, limit // _BESIDE)
+        return limit, limit
 
     def _learn(self, tokens: int, seconds: float, *, decoding: bool, beside: bool) -> None:
         self._moved = True
         self._slices += 1
         if self._slices % _CLEAR_EVERY == 0:
             mx.clear_cache()
-        self._pace.saw_chunk(tokens, seconds, decoding=decoding)
+        self._pace.saw_slice(tokens, seconds, decoding=decoding)
         if not (decoding or beside):
             self._rate = tokens / max(seconds, 1e-6)
 

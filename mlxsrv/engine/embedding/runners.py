@@ -20,7 +20,7 @@ _INNER = ("language_model", "model", "transformer", "backbone")
 class Runner(Protocol):
     """A model that reads texts."""
 
-    reads_chunks: bool
+    reads_slices: bool
     """Whether a text may be read in several slices."""
     labels: int
     """Logits for a pair of texts; 0: the model makes vectors and judges no pairs."""
@@ -50,7 +50,7 @@ class DecoderRunner:
     mask is needed.
     """
 
-    reads_chunks = True
+    reads_slices = True
     labels = 0
     longest: int | None = None
 
@@ -108,7 +108,7 @@ def find_inner(model: Any, tokens: mx.array) -> Any:
 class EncoderRunner:
     """Runs one of this package's encoders."""
 
-    reads_chunks = False  # it looks both ways, so it needs the whole text
+    reads_slices = False  # it looks both ways, so it needs the whole text
 
     def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder

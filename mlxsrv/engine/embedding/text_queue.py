@@ -59,17 +59,17 @@ class TextQueue:
     """The texts of all jobs of one model.
 
     Args:
-        chunks: a text that does not fit a slice is read in several slices. One such text at a time:
+        slices: a text that does not fit a slice is read in several slices. One such text at a time:
             it is `long`.
     """
 
-    def __init__(self, *, chunks: bool) -> None:
+    def __init__(self, *, slices: bool) -> None:
         self.jobs: dict[int, EmbeddingJob] = {}
         """By number, in the order of arrival."""
         self.tokens = 0
         """Tokens of all texts that wait."""
         self.long: QueuedText | None = None
-        self._chunks = chunks
+        self._slices = slices
         self._arrived = 0
         self._turns: deque[int] = deque()  # numbers of the jobs, in turn
         self._waiting: list[QueuedText] = []  # of all jobs, the shortest first
@@ -127,7 +127,7 @@ class TextQueue:
         if first is None:
             return []
         end = bisect_right(self._waiting, first)
-        if self._chunks and first.length > limit:
+        if self._slices and first.length > limit:
             self._take(end - 1, end)
             self.long = first
             self._long_is_next = False
@@ -167,7 +167,7 @@ class TextQueue:
         while waiting and not self._waits(waiting[-1]):
             waiting.pop()
         allowed: Sequence[QueuedText] = waiting
-        if self.long is not None and self._chunks:
+        if self.long is not None and self._slices:
             allowed = waiting[: bisect_left(waiting, (limit + 1,))]
         return (text for text in reversed(allowed) if self._waits(text))
 

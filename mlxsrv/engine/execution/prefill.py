@@ -169,7 +169,7 @@ class Prefill:
             incomplete = prompt.left > 0 or later
             outcome = SliceOutcome([], [], []) if incomplete else self._complete_alone(prompt)
         tokens = sum(prompt.done for prompt in prompts) - sum(starts)
-        self._pace.saw_chunk(tokens, perf_counter() - began, decoding=decoding)
+        self._pace.saw_slice(tokens, perf_counter() - began, decoding=decoding)
         self._moved = True
         outcome.events[:0] = activations
         return outcome

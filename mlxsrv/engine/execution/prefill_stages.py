@@ -28,7 +28,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Row, RowState
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import likelihoods, read_likelihoods
-from mlxsrv.engine.scheduling.pace import LEAST_CHUNK
+from mlxsrv.engine.scheduling.pace import LEAST_SLICE
 from mlxsrv.engine.steering.plan import SteeringPlan, forward
 
 _MOST_LOGITS = 16 * 1024 * 1024  # numbers, in a slice of a prompt that is scored
@@ -192,8 +192,8 @@ class PromptScorer:
     def bound(self, limit: int) -> int:
         """How many of `limit` tokens to read at once, since each leaves a row of logits."""
         if self._vocabulary is None:
-            return min(limit, LEAST_CHUNK)
-        return min(limit, max(LEAST_CHUNK, _MOST_LOGITS // self._vocabulary))
+            return min(limit, LEAST_SLICE)
+        return min(limit, max(LEAST_SLICE, _MOST_LOGITS // self._vocabulary))
 
     def score(self, first: int, logits: mx.array) -> None:
         """Take the logits `(n, vocabulary)` at the prompt's tokens from `first` on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-LEAST_CHUNK = 8  # tokens; a slice of fewer would cost a whole forward pass for next to nothing
+LEAST_SLICE = 8  # tokens; a slice of fewer would cost a whole forward pass for next to nothing
 
 _SMOOTHING = 0.2  # weight of a new measurement in the exponential average
 _STEPS_KEPT = 64
@@ -24,12 +24,12 @@ class Pace:
     itself.
 
     Args:
-        chunk: the most tokens of a slice.
+        most: the most tokens of a slice.
         max_gap: the longest gap that a stream may have, in seconds.
     """
 
-    def __init__(self, chunk: int, max_gap: float) -> None:
-        self._chunk = chunk
+    def __init__(self, most: int, max_gap: float) -> None:
+        self._most = most
         self._max_gap = max_gap
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)  # seconds of each
         self._token: float | None = None  # seconds of one, beyond the two passes of a gap
@@ -47,13 +47,13 @@ class Pace:
             seconds = self._seconds_beside_steps(long)
         elif beside:
             if self._token is None:
-                return min(self._chunk, LEAST_CHUNK)
+                return min(self._most, LEAST_SLICE)
             seconds = self._max_gap
         else:
-            return self._chunk
+            return self._most
         if self._token is None:
-            return self._chunk
-        return min(self._chunk, max(LEAST_CHUNK, int(seconds / self._token)))
+            return self._most
+        return min(self._most, max(LEAST_SLICE, int(seconds / self._token)))
 
     def _seconds_beside_steps(self, long: bool) -> float:
         """The time that the slice's own tokens may take while this model has streams."""
@@ -76,14 +76,14 @@ class Pace:
         elif self._steps:
             self._learn(read, seconds, passes=2)
 
-    def saw_chunk(self, tokens: int, seconds: float, *, decoding: bool) -> None:
+    def saw_slice(self, tokens: int, seconds: float, *, decoding: bool) -> None:
         """Learn from a slice. While the model has streams, the gap around it tells more."""
         self._read += tokens
         if not decoding:
             self._learn(tokens, seconds, passes=1)
 
     def _learn(self, tokens: int, seconds: float, passes: int) -> None:
-        if tokens >= LEAST_CHUNK:
+        if tokens >= LEAST_SLICE:
             own = max(seconds - passes * self._step, 0.1 * seconds) / tokens
             known = own if self._token is None else self._token
             self._token = known + _SMOOTHING * (own - known)
