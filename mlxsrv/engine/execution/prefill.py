@@ -278,10 +278,11 @@ class Prefill:
             for i, prompt in enumerate(prompts):
                 if self._cached.wants(prompt.done):
                     self._keep(prompt, [layer.extract(i) for layer in cache])
-        if any(len(prompt.rows) > 1 for prompt in prompts):
-            copies = mx.array([i for i, prompt in enumerate(prompts) for _ in prompt.rows])
+        # Several rows may have one prompt, and one that is only echoed has none.
+        owners = [i for i, prompt in enumerate(prompts) for _ in prompt.rows]
+        if owners and owners != [*range(len(prompts))]:
             for layer in cache:
-                layer.filter(copies)
+                layer.filter(mx.array(owners))
         outcome = SliceOutcome([], cache, [])
         for prompt in prompts:
             rows, events = prompt.finish()

@@ -23,6 +23,7 @@ from mlxsrv.engine.events import (
     Activations,
     Event,
     Failed,
+    Finished,
     JobEvent,
     PromptRead,
     PromptScored,
@@ -584,6 +585,18 @@ def test_all_hear_of_a_kv_cache_that_cannot_be_made(models: Any, refusals: int) 
     else:
         assert {*failures(events)} == {0, 1, 2}
     assert_empty(batch)
+
+
+def test_a_prompt_that_is_only_echoed_is_read_beside_others(
+    models: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It has no row, so the KV cache of the slice has one that nobody decodes."""
+    model = models("qwen3")
+    asked = [(job(i, prompt(i), 12 if i == 1 else 0), None) for i in range(3)]
+    events = run(make(model), asked)
+    assert texts(events) == alone(model, asked[1:2])
+    assert {event.job for event in events if isinstance(event, Finished)} == {0, 2}
+    assert not caplog.records, "no step failed"
 
 
 # Faults whose cause is not found.
