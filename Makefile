@@ -16,9 +16,8 @@ comma  := ,
 EXTRAS  = $(if $(BACKEND),$(BACKEND)$(comma))blas
 
 ARGS ?=
-# Processes that run the tests: one more than two cores, because many tests wait for a time limit. Many
-# more than the machine has cores would starve the servers that they start.
-JOBS ?= 3
+# Processes that run the tests; more than the machine has cores would starve the servers they start.
+JOBS ?= 2
 
 .PHONY: serve quick test test-long test-clients soak check format fuzz bench demo demo-sae clean
 

@@ -315,7 +315,7 @@ def test_arguments_are_streamed_while_they_are_written(client: httpx.Client) -> 
         for chunk in stream(client, asking(model="one")).chunks
         for delta in chunk["choices"][0]["delta"].get("tool_calls", [])
     ]
-    assert len(pieces) > 20
+    assert len(pieces) > 10  # of some 25 tokens: a late reader gets two in one chunk
 
 
 def test_without_parallel_calls_the_first_ends_the_answer(client: httpx.Client) -> None:
