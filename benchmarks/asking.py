@@ -26,7 +26,7 @@ from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.generation import Constraint, Sampling
+from mlxsrv.generation.parameters import Constraint, Sampling
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model

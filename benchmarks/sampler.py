@@ -33,7 +33,7 @@ from benchmarks.report import describe_machine, format_machine, format_table, wr
 from mlxsrv.engine.execution.decode import Step
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Row, RowState
-from mlxsrv.generation import Constraint, Mask, Sampling
+from mlxsrv.generation.parameters import Constraint, Mask, Sampling
 
 Draw: TypeAlias = Callable[[mx.array], None]
 """Takes the logits `(rows, vocabulary)` of a step, and returns when its tokens are computed."""

@@ -29,7 +29,7 @@ from mlxsrv.engine.execution.batch import Batch, weights
 from mlxsrv.engine.loading.layout import lay_out_weights
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 _PROMPT_TOKENS = 32

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from mlxsrv.wire.openai import ChatChunk, ChunkChoice, Delta
+from mlxsrv.wire.openai.answers import ChatChunk, ChunkChoice, Delta
 from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
 
 TOKENS = [" the", "stream", "ing", " é", "\n\n", " 😀", '"', " server", "你好", " first"]

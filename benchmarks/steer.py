@@ -34,7 +34,7 @@ from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.generation import Sampling, Steering
+from mlxsrv.generation.parameters import Sampling, Steering
 from tests.support.ggufs import write_gguf
 from tests.support.saes import write_sae
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model

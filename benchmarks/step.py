@@ -31,7 +31,7 @@ from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 Prompts: TypeAlias = Sequence[tuple[int, ...]]

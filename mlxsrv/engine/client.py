@@ -57,7 +57,8 @@ from mlxsrv.engine.orders import (
 )
 from mlxsrv.engine.watchdog import Watchdog
 from mlxsrv.errors import EngineFailed, ServeError, ShuttingDown
-from mlxsrv.generation import Constraint, Vectors
+from mlxsrv.generation.outputs import Vectors
+from mlxsrv.generation.parameters import Constraint
 
 _log = logging.getLogger("mlxsrv.engine")
 

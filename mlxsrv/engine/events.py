@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.generation import FinishReason, Vectors
+from mlxsrv.generation.outputs import FinishReason, Vectors
 
 # Of jobs.
 

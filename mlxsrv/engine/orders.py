@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from mlxsrv.generation import Bans, Constraint, Sampling, Steering
+from mlxsrv.generation.parameters import Bans, Constraint, Sampling, Steering
 
 # A client comes and goes.
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from mlxsrv.engine.faults import Fault
 from mlxsrv.engine.orders import Job
-from mlxsrv.generation import Constraint, FinishReason
+from mlxsrv.generation.outputs import FinishReason
+from mlxsrv.generation.parameters import Constraint
 
 
 class RowState(Enum):

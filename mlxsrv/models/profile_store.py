@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from mlxsrv.errors import ProfileExists, ProfileNotFound, StoreFailed
-from mlxsrv.generation import SteeringMode
+from mlxsrv.generation.parameters import SteeringMode
 
 _NAME = "profiles.sqlite3"
 _APPLICATION = int.from_bytes(b"mlxs")

@@ -76,7 +76,7 @@ class ChatTemplate:
         """
         if not self.exists and chat.template is None:
             raise UnsupportedParameter(
-                "this model has no chat template; use /v1/completions", param="messages"
+                "this model has no chat template; use /v1/completions", param=chat.path
             )
         apply = partial(
             self._apply,
@@ -101,7 +101,7 @@ class ChatTemplate:
             RecursionError,
             AttributeError,
         ) as error:
-            what, param = "messages: the model's chat template refused them", "messages"
+            what, param = f"{chat.path}: the model's chat template refused them", chat.path
             if chat.template is not None:
                 what, param = "chat_template: it cannot be rendered", "chat_template"
             raise InvalidRequest(f"{what}: {error}", param=param) from None

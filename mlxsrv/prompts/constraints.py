@@ -7,11 +7,17 @@ import re
 import msgspec
 
 from mlxsrv.errors import UnsupportedParameter
+from mlxsrv.generation.spec import (
+    ChatPrompt,
+    ChoiceForm,
+    Form,
+    GenerationSpec,
+    GrammarForm,
+    JSONForm,
+    RegexForm,
+)
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
 from mlxsrv.text.tools import ToolDialect
-from mlxsrv.wire.constraints import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
-from mlxsrv.wire.generation_request import GenerationRequest
-from mlxsrv.wire.requests import ChatRequest, NamedTool
 
 # Every grammar of llama.cpp has this, and no Lark grammar can.
 _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
@@ -24,7 +30,9 @@ class ConstraintSpec(msgspec.Struct, frozen=True):
     param: str
 
 
-def chat_constraint(request: ChatRequest, dialect: ToolDialect | None) -> ConstraintSpec | None:
+def chat_constraint(
+    spec: GenerationSpec, asked: ChatPrompt, dialect: ToolDialect | None
+) -> ConstraintSpec | None:
     """Return what a chat's answer must follow, or None.
 
     If a tool must be called, the answer is calls and nothing else. If tools may be called, a
@@ -36,10 +44,9 @@ def chat_constraint(request: ChatRequest, dialect: ToolDialect | None) -> Constr
     Raises:
         UnsupportedParameter: a call cannot be enforced in the model's dialect.
     """
-    forced = request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
-    if forced:
-        return _calls(request, dialect, "tool_choice")
-    form = next(iter(request.forms), None)
+    if asked.tool_choice.mode == "required":
+        return _calls(asked, dialect, spec.path("tool_choice"))
+    form = spec.form
     if form is None or dialect is None:
         return _answer(form)
     if not isinstance(form, JSONForm):
@@ -48,12 +55,12 @@ def chat_constraint(request: ChatRequest, dialect: ToolDialect | None) -> Constr
             'set tool_choice to "none"',
             param=form.param,
         )
-    return _calls(request, dialect, form.param, otherwise=form)
+    return _calls(asked, dialect, form.param, otherwise=form)
 
 
-def text_constraint(request: GenerationRequest) -> ConstraintSpec | None:
+def text_constraint(spec: GenerationSpec) -> ConstraintSpec | None:
     """Return what an answer must follow, tools aside, or None."""
-    return _answer(next(iter(request.forms), None))
+    return _answer(spec.form)
 
 
 def _answer(form: Form | None) -> ConstraintSpec | None:
@@ -78,7 +85,7 @@ def _answer(form: Form | None) -> ConstraintSpec | None:
 
 
 def _calls(
-    request: ChatRequest,
+    asked: ChatPrompt,
     dialect: ToolDialect | None,
     param: str,
     otherwise: JSONForm | None = None,
@@ -88,14 +95,11 @@ def _calls(
             f"{param}: this model does not call tools in JSON, so what it calls cannot be enforced",
             param=param,
         )
-    choice = request.tool_choice
-    only = choice.function.name if isinstance(choice, NamedTool) else None
+    only = asked.tool_choice.only
     tools = [
-        (tool.function.name, tool.function.parameters or {})
-        for tool in request.tools or ()
-        if only in (None, tool.function.name)
+        (tool.name, tool.parameters or {}) for tool in asked.tools if not only or tool.name in only
     ]
-    many = only is None and request.parallel_tool_calls is not False
+    many = len(only) != 1 and asked.parallel
     spec = tool_grammar(
         tools,
         dialect.start,

@@ -16,7 +16,7 @@ from mlxsrv.errors import ContextLengthExceeded, InvalidRequest, UnsupportedPara
 from mlxsrv.formats.pooling import PoolingConfig
 from mlxsrv.prompts.encoding import TokenBudget, Truncation
 from mlxsrv.prompts.planning import check_ids, check_length
-from mlxsrv.wire.embeddings import EmbeddingRequest, TruncationFields
+from mlxsrv.wire.openai.embeddings import EmbeddingRequest, TruncationFields
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer

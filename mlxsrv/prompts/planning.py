@@ -1,4 +1,4 @@
-"""From a request's messages or prompt to the token ids that a model is given."""
+"""From a spec's messages or prompts to the token ids that a model is given."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.generation import Bans
+from mlxsrv.generation.parameters import Bans
+from mlxsrv.generation.spec import ChatPrompt, GenerationSpec, InfillPrompt, TextPrompts
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
-from mlxsrv.prompts.messages import Chat, PlainMessage
-from mlxsrv.text.infill import ProjectFile
+from mlxsrv.prompts.messages import Chat, plain_message, plain_tool
 from mlxsrv.text.tools import ToolCalls, ToolDialect
-from mlxsrv.wire.generation_request import GenerationRequest
-from mlxsrv.wire.infill import InfillRequest
-from mlxsrv.wire.requests import ChatRequest, CompletionRequest
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
@@ -37,7 +34,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     """
 
     prompts: list[Prompt]
-    paths: list[str]
+    paths: Sequence[str]
     dialect: ToolDialect | None = None
     parallel: bool = True
     constraint: ConstraintSpec | None = None
@@ -51,74 +48,90 @@ class PromptPlan(msgspec.Struct, frozen=True):
         return ToolCalls(self.dialect, parallel=self.parallel, bound=bound)
 
 
-def plan_chat(
-    request: ChatRequest, messages: Sequence[PlainMessage], tokenizer: Tokenizer
-) -> PromptPlan:
-    """Plan the prompt of a chat, which the model's template writes.
+def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
+    """Plan a request's prompts.
+
+    Runs in a worker thread, which has the tokenizer to itself. Token ids are checked, since MLX
+    reads past the end of a table.
 
     Raises:
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
     """
-    _check_biases(request, tokenizer)
-    tools = _callable_tools(request)
+    _check_biases(spec, tokenizer)
+    match spec.prompt:
+        case ChatPrompt():
+            return _plan_chat(spec, spec.prompt, tokenizer)
+        case TextPrompts(suffix=""):
+            return _plan_texts(spec, spec.prompt, tokenizer)
+        case TextPrompts():
+            return _plan_suffix(spec, spec.prompt, tokenizer)
+        case InfillPrompt():
+            return _plan_infill(spec, spec.prompt, tokenizer)
+
+
+def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> PromptPlan:
+    """Plan the prompt of a chat, which the model's template writes."""
+    tools = [] if asked.tool_choice.mode == "none" else [plain_tool(tool) for tool in asked.tools]
     dialect = tokenizer.dialect(tools) if tools else None
-    if tools and (dialect is None or not _has_variable("tools", request, tokenizer)):
+    if tools and (dialect is None or not _has_variable("tools", asked, tokenizer)):
+        path = spec.path("tools")
         raise UnsupportedParameter(
-            "tools: this model's chat template has no tools, or calls them in a way that is not "
+            f"{path}: this model's chat template has no tools, or calls them in a way that is not "
             "supported",
-            param="tools",
+            param=path,
         )
     chat = Chat(
-        messages=messages,
-        variables=_variables(request, tokenizer),
-        continue_final=bool(request.continue_final_message),
-        answers=request.add_generation_prompt is not False,
+        messages=[plain_message(message) for message in asked.messages],
+        variables=_variables(spec, asked, tokenizer),
+        continue_final=asked.continues,
+        answers=asked.answers,
         tools=tools or None,
-        template=request.chat_template,
+        template=asked.template,
+        path=spec.path("messages"),
     )
-    budget, last = tokenizer.budget("messages"), _last_tokens(request, tokenizer)
-    prompt = tokenizer.render(chat, budget, last)
-    _require_tokens(prompt, "messages" if request.chat_template is None else "chat_template")
+    budget = tokenizer.budget(chat.path)
+    prompt = tokenizer.render(chat, budget, _last_tokens(spec, tokenizer))
+    _require_tokens(prompt, chat.path if asked.template is None else "chat_template")
     return PromptPlan(
         [prompt],
-        ["messages"],
+        [chat.path],
         dialect=dialect,
-        parallel=request.parallel_tool_calls is not False,
-        constraint=_prepared(chat_constraint(request, dialect), tokenizer),
-        bans=_bans(request, tokenizer),
+        parallel=asked.parallel,
+        constraint=_prepared(chat_constraint(spec, asked, dialect), tokenizer),
+        bans=_bans(spec, tokenizer),
     )
 
 
-def _variables(request: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+def _variables(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the template's variables besides the messages. Raises InvalidRequest."""
-    variables = dict(request.chat_template_kwargs or {})
+    variables = dict(asked.variables)
     for name in tokenizer.chat_template.reserved(variables):
-        path = f"chat_template_kwargs.{name}"
+        path = f"{spec.path('chat_template_kwargs')}.{name}"
         raise InvalidRequest(f"{path}: the server sets it; leave it out", param=path)
-    if request.effort is not None and _has_variable("reasoning_effort", request, tokenizer):
-        variables["reasoning_effort"] = request.effort
-    if request.thinking is not None:
-        variables["enable_thinking"] = request.thinking
+    if asked.effort is not None and _has_variable("reasoning_effort", asked, tokenizer):
+        variables["reasoning_effort"] = asked.effort
+    if asked.thinking is not None:
+        variables["enable_thinking"] = asked.thinking
     return variables
 
 
-def _has_variable(name: str, request: ChatRequest, tokenizer: Tokenizer) -> bool:
-    if request.chat_template is not None:
-        return name in request.chat_template
+def _has_variable(name: str, asked: ChatPrompt, tokenizer: Tokenizer) -> bool:
+    if asked.template is not None:
+        return name in asked.template
     return tokenizer.chat_template.has_variable(name)
 
 
-def _last_tokens(request: GenerationRequest, tokenizer: Tokenizer) -> int | None:
+def _last_tokens(spec: GenerationSpec, tokenizer: Tokenizer) -> int | None:
     """Return how many of a prompt's last tokens are wanted; None for all.
 
     A request that says -1 wants as many as the context holds beside the answer, which may have half
     of it.
     """
-    asked, context = request.truncate_prompt_tokens, tokenizer.context
-    if asked != -1 or context is None:
-        return None if asked == -1 else asked
+    context = tokenizer.context
+    if spec.truncate != -1 or context is None:
+        return None if spec.truncate == -1 else spec.truncate
     half = context // 2
-    return context - min(half if request.limit is None else request.limit, half)
+    return context - min(half if spec.limit is None else spec.limit, half)
 
 
 def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> ConstraintSpec | None:
@@ -128,74 +141,47 @@ def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> Constr
     return constraint
 
 
-def _callable_tools(request: ChatRequest) -> list[dict[str, Any]]:
-    """Return the tools that the model may call, as templates take them."""
-    if request.tool_choice == "none":
-        return []
-    return [msgspec.to_builtins(tool) for tool in request.tools or ()]
-
-
-def plan_completion(
-    request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
-) -> PromptPlan:
-    """Plan the prompts of a text completion.
-
-    Token ids are checked, since MLX reads past the end of a table.
-
-    Raises:
-        InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
-    """
-    _check_biases(request, tokenizer)
-    if request.suffix:
-        return _plan_suffix(request, prompts, tokenizer)
-    paths = [_prompt_path(request, i) for i in range(len(prompts))]
-    last = _last_tokens(request, tokenizer)
+def _plan_texts(spec: GenerationSpec, asked: TextPrompts, tokenizer: Tokenizer) -> PromptPlan:
+    """Plan the prompts of a text completion."""
+    last = _last_tokens(spec, tokenizer)
     encoded = [
-        _encode(prompt, path, tokenizer, last) for prompt, path in zip(prompts, paths, strict=True)
+        _encode(prompt, path, tokenizer, last)
+        for prompt, path in zip(asked.prompts, asked.places, strict=True)
     ]
-    return _plan_text(request, encoded, paths, tokenizer)
+    return _plan_text(spec, encoded, asked.places, tokenizer)
 
 
-def _plan_suffix(
-    request: CompletionRequest, prompts: Sequence[str | list[int]], tokenizer: Tokenizer
-) -> PromptPlan:
+def _plan_suffix(spec: GenerationSpec, asked: TextPrompts, tokenizer: Tokenizer) -> PromptPlan:
     """Plan the texts between each prompt and the suffix; such a request has prompts of text."""
-    _require_whole(request)
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    _require_whole(spec)
+    texts = [prompt for prompt in asked.prompts if isinstance(prompt, str)]
     budget = tokenizer.budget("prompt")
-    filled = [infill(tokenizer, text, request.suffix or "", budget=budget) for text in texts]
+    filled = [infill(tokenizer, text, asked.suffix, budget=budget) for text in texts]
     found = [prompt for prompt in filled if prompt is not None]
     if len(found) < len(filled):
+        path = spec.path("suffix")
         raise UnsupportedParameter(
-            "suffix: this model has no fill-in-the-middle tokens; leave it out", param="suffix"
+            f"{path}: this model has no fill-in-the-middle tokens; leave it out", param=path
         )
-    paths = [_prompt_path(request, i) for i in range(len(prompts))]
-    return _plan_text(request, found, paths, tokenizer)
+    return _plan_text(spec, found, asked.places, tokenizer)
 
 
-def plan_infill(request: InfillRequest, tokenizer: Tokenizer) -> PromptPlan:
-    """Plan the text between prefix and suffix; `prompt` is the part of it that is written already.
-
-    Raises:
-        InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
-    """
-    _check_biases(request, tokenizer)
-    _require_whole(request)
-    files = [ProjectFile(each.filename, each.text) for each in request.input_extra or ()]
-    prefix = request.input_prefix + (request.prompt or "")
+def _plan_infill(spec: GenerationSpec, asked: InfillPrompt, tokenizer: Tokenizer) -> PromptPlan:
+    """Plan the text between prefix and suffix."""
+    _require_whole(spec)
     budget = tokenizer.budget("input_prefix")
-    prompt = infill(tokenizer, prefix, request.input_suffix, files, budget)
+    prompt = infill(tokenizer, asked.prefix, asked.suffix, asked.files, budget)
     if prompt is None:
         raise UnsupportedParameter(
             "model: it has no fill-in-the-middle tokens, so it cannot infill; choose another model",
             param="model",
         )
-    return _plan_text(request, [prompt], ["input_prefix"], tokenizer)
+    return _plan_text(spec, [prompt], ["input_prefix"], tokenizer)
 
 
-def _require_whole(request: GenerationRequest) -> None:
+def _require_whole(spec: GenerationSpec) -> None:
     """Raise UnsupportedParameter if prompts are to be truncated: markers of the gap would go."""
-    if request.truncate_prompt_tokens is not None:
+    if spec.truncate is not None:
         raise UnsupportedParameter(
             "truncate_prompt_tokens: a text around a gap is read as a whole; leave it out",
             param="truncate_prompt_tokens",
@@ -203,20 +189,14 @@ def _require_whole(request: GenerationRequest) -> None:
 
 
 def _plan_text(
-    request: GenerationRequest, prompts: list[Prompt], paths: list[str], tokenizer: Tokenizer
+    spec: GenerationSpec, prompts: list[Prompt], paths: Sequence[str], tokenizer: Tokenizer
 ) -> PromptPlan:
     return PromptPlan(
         prompts,
         paths,
-        constraint=_prepared(text_constraint(request), tokenizer),
-        bans=_bans(request, tokenizer),
+        constraint=_prepared(text_constraint(spec), tokenizer),
+        bans=_bans(spec, tokenizer),
     )
-
-
-def _prompt_path(request: CompletionRequest, index: int) -> str:
-    """Return where in the request a prompt is. A list of ids is one prompt."""
-    one = isinstance(request.prompt, str) or isinstance(request.prompt[0], int)
-    return "prompt" if one else f"prompt[{index}]"
 
 
 def _encode(prompt: str | list[int], path: str, tokenizer: Tokenizer, last: int | None) -> Prompt:
@@ -254,8 +234,8 @@ def check_ids(tokens: Sequence[int], path: str, tokenizer: Tokenizer) -> None:
             )
 
 
-def _check_biases(request: GenerationRequest, tokenizer: Tokenizer) -> None:
-    for token in request.logit_bias or {}:
+def _check_biases(spec: GenerationSpec, tokenizer: Tokenizer) -> None:
+    for token in spec.sampling.logit_bias:
         if token >= tokenizer.vocabulary:
             raise InvalidRequest(
                 f"logit_bias: {token} is not a token id of this model; it has "
@@ -264,13 +244,13 @@ def _check_biases(request: GenerationRequest, tokenizer: Tokenizer) -> None:
             )
 
 
-def _bans(request: GenerationRequest, tokenizer: Tokenizer) -> Bans | None:
+def _bans(spec: GenerationSpec, tokenizer: Tokenizer) -> Bans | None:
     """Return what the answers may not have. Raises InvalidRequest for ids of no token."""
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        check_ids(getattr(request, name) or (), name, tokenizer)
+    check_ids(spec.stop_token_ids, "stop_token_ids", tokenizer)
+    check_ids(spec.allowed_token_ids, "allowed_token_ids", tokenizer)
     bans = Bans(
-        min_tokens=request.min_tokens or 0,
-        allowed=tuple(request.allowed_token_ids or ()),
-        words=tuple(ids for word in request.bad_words or () for ids in tokenizer.word_ids(word)),
+        min_tokens=spec.min_tokens,
+        allowed=tuple(spec.allowed_token_ids),
+        words=tuple(ids for word in spec.bad_words for ids in tokenizer.word_ids(word)),
     )
     return None if bans == Bans() else bans

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from mlxsrv.errors import RequestTooLarge, ServeError
+from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.prompts.encoding import TokenBudget
-from mlxsrv.prompts.messages import chat_messages
-from mlxsrv.prompts.planning import check_ids, plan_chat
-from mlxsrv.wire.requests import ChatRequest
-from mlxsrv.wire.tokens import (
+from mlxsrv.prompts.planning import check_ids, plan
+from mlxsrv.wire.openai.tokens import (
     AppliedTemplate,
     DetokenizeRequest,
     DetokenizeResponse,
@@ -60,7 +59,7 @@ def _ids(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
         return tokenizer.token_ids(
             text, special=request.special, budget=_ResponseBudget(_MOST_TOKENS, name)
         )
-    [prompt] = plan_chat(request.chat, chat_messages(request.chat.messages), tokenizer).prompts
+    [prompt] = plan(request.chat.spec(), tokenizer).prompts
     return [*prompt.tokens]
 
 
@@ -70,10 +69,10 @@ def detokenize(request: DetokenizeRequest, tokenizer: Tokenizer) -> DetokenizeRe
     return DetokenizeResponse.of(tokenizer.decode(request.tokens))
 
 
-def apply_template(request: ChatRequest, tokenizer: Tokenizer) -> AppliedTemplate:
+def apply_template(spec: GenerationSpec, tokenizer: Tokenizer) -> AppliedTemplate:
     """Raises InvalidRequest or UnsupportedParameter; ContextLengthExceeded if the chat is so long
     that its tokens were not counted."""
-    [prompt] = plan_chat(request, chat_messages(request.messages), tokenizer).prompts
+    [prompt] = plan(spec, tokenizer).prompts
     return AppliedTemplate(prompt.text)
 
 

@@ -19,7 +19,7 @@ from mlxsrv.server.descriptors import most_connections
 from mlxsrv.server.framing import Framing
 from mlxsrv.web.app import App
 from mlxsrv.web.security.headers import MOST_HEADER_BYTES
-from mlxsrv.wire import openai
+from mlxsrv.wire.openai.answers import error_response
 from mlxsrv.wire.sse import encode_json
 
 try:
@@ -194,7 +194,7 @@ def _end_by_closing(cycle: Any) -> None:
 
 def _last_response(error: ServeError) -> bytes:
     """A response that ends its connection, for a request that never reached the app."""
-    body, request = encode_json(openai.error_response(error)), uuid.uuid4().hex
+    body, request = encode_json(error_response(error)), uuid.uuid4().hex
     log(_log, logging.INFO, "request refused", status=error.status, why=error.code, request=request)
     head = [
         f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",

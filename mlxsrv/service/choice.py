@@ -15,18 +15,21 @@ from mlxsrv.engine.events import (
     Token,
 )
 from mlxsrv.engine.orders import Job
-from mlxsrv.generation import Constraint, FinishReason, TokenScore
-from mlxsrv.service.lifecycle import State, follow
-from mlxsrv.service.outputs import (
+from mlxsrv.generation.outputs import (
     Ended,
+    FinishReason,
     Opened,
     Output,
+    PromptDone,
     PromptInfo,
     SampledTokens,
     TextPiece,
+    TokenScore,
     ToolInput,
     ToolStarted,
 )
+from mlxsrv.generation.parameters import Constraint
+from mlxsrv.service.lifecycle import State, follow
 from mlxsrv.service.scores import Scores, cut_top, rank_prompt
 from mlxsrv.text.tools import ToolArguments, ToolOpened
 
@@ -123,6 +126,8 @@ class Choice:
                     self._finish(event.finish)
             case PromptRead():
                 self.cached_tokens = event.cached
+                if self.index == 0:
+                    self._opening.append(PromptDone(len(self.job.prompt), event.cached))
             case PromptScored():
                 self._prompt = event.scores
             case Started() if self.index == 0:
@@ -161,7 +166,10 @@ class Choice:
                 outputs += self._extra(self._scores.cut())
         if self.finish is not None:
             self.enter(State.CLOSED)
-            outputs.append(Ended(self.index, self.reason, stop=self.pipeline.stop))
+            end = Ended(
+                self.index, self.reason, stop=self.pipeline.stop, broken=self.pipeline.broken
+            )
+            outputs.append(end)
         return outputs
 
     @property

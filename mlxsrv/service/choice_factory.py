@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.errors import ContextLengthExceeded
-from mlxsrv.generation import Steering
+from mlxsrv.generation.parameters import Steering
+from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.choice import Choice
 from mlxsrv.service.parameters import end_tokens, sampling
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.scores import Scores
-from mlxsrv.wire.generation_request import GenerationRequest
-from mlxsrv.wire.requests import ChatRequest
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.grammars.grammar import CompiledGrammar
@@ -31,7 +30,7 @@ class ChoiceFactory:
     """
 
     resources: Resources
-    request: GenerationRequest
+    spec: GenerationSpec
     model: str
     context_length: int | None
     tokenizer: Tokenizer
@@ -41,7 +40,7 @@ class ChoiceFactory:
 
     def make(self) -> list[Choice]:
         """Raises ContextLengthExceeded if a prompt leaves no room for an answer."""
-        answers = range(self.request.choices)
+        answers = range(self.spec.choices)
         return [
             self._make_choice(prompt, answer)
             for prompt in range(len(self.plan.prompts))
@@ -49,62 +48,58 @@ class ChoiceFactory:
         ]
 
     def _make_choice(self, prompt_index: int, answer: int) -> Choice:
-        request, tokenizer, prompt = self.request, self.tokenizer, self.plan.prompts[prompt_index]
+        spec, tokenizer, prompt = self.spec, self.tokenizer, self.plan.prompts[prompt_index]
         constraint = None
         if self.grammar is not None:
             constraint = self.grammar.constraint(tokenizer.think_end if prompt.thinking else None)
         pipeline = tokenizer.pipeline(
-            stops=request.stops,
-            chat=self._chat,
+            stops=spec.stops,
+            chat=self.spec.is_chat,
             thinking=prompt.thinking,
             bound=self.grammar is not None,
             tools=self.plan.tool_calls(),
-            min_tokens=request.min_tokens or 0,
+            min_tokens=spec.min_tokens,
         )
         return Choice(
-            prompt_index * request.choices + answer,
+            prompt_index * spec.choices + answer,
             self._make_job(prompt_index, answer),
             pipeline,
             constraint=constraint,
-            scores=None if request.likeliest is None else self._make_scores(),
-            echo=prompt.text if request.echoes else "",
-            tells_tokens=bool(request.return_token_ids),
-            spelling=None if request.prompt_logprobs is None else tokenizer.token_bytes_or_name,
+            scores=None if spec.logprobs is None else self._make_scores(),
+            echo=prompt.text if spec.echoes else "",
+            tells_tokens=spec.tells_tokens,
+            spelling=None if spec.prompt_logprobs is None else tokenizer.token_bytes_or_name,
         )
-
-    @property
-    def _chat(self) -> bool:
-        return isinstance(self.request, ChatRequest)
 
     def _make_scores(self) -> Scores:
         return Scores(
             self.tokenizer.token_bytes,
             self.tokenizer.token_bytes_or_name,
-            strips_space=self._chat and self.tokenizer.strips_first_space,
-            every=not self._chat,
+            strips_space=self.spec.is_chat and self.tokenizer.strips_first_space,
+            every=not self.spec.is_chat,
             ends=self.tokenizer.turn_ends,
-            numbered=bool(self.request.return_tokens_as_token_ids),
+            numbered=self.spec.names_ids,
         )
 
     def _make_job(self, prompt_index: int, answer: int) -> Job:
-        request, prompt = self.request, self.plan.prompts[prompt_index]
+        spec, prompt = self.spec, self.plan.prompts[prompt_index]
         return Job(
             id=next(self.resources.job_ids),
             model=self.model,
             prompt=prompt.tokens,
             max_tokens=self._max_tokens(len(prompt.tokens), self.plan.paths[prompt_index]),
             end_tokens=end_tokens(
-                request,
+                spec,
                 self.tokenizer,
-                chat=self._chat,
+                chat=self.spec.is_chat,
                 constrained=self.plan.constraint is not None,
                 prompt_ends=prompt.ends,
             ),
             checkpoint=prompt.checkpoint,
-            logprobs=request.likeliest,
+            logprobs=spec.logprobs,
             scores=self._scores_of_prompt,
-            ranks=request.prompt_logprobs is not None,
-            sampling=sampling(request, self.tokenizer, answer),
+            ranks=spec.prompt_logprobs is not None,
+            sampling=sampling(spec, self.tokenizer, answer),
             steering=self.steering,
             bans=self.plan.bans,
         )
@@ -112,13 +107,13 @@ class ChoiceFactory:
     @property
     def _scores_of_prompt(self) -> int | None:
         """How many tokens to score beside each token of a prompt; None: prompts have no scores."""
-        request = self.request
-        wanted = (request.likeliest if request.echoes else None, request.prompt_logprobs)
+        spec = self.spec
+        wanted = (spec.logprobs if spec.echoes else None, spec.prompt_logprobs)
         return max((count for count in wanted if count is not None), default=None)
 
     def _max_tokens(self, prompt_tokens: int, param: str) -> int:
         """How many tokens an answer may have. Raises ContextLengthExceeded if it is none."""
-        given = self.request.limit
+        given = self.spec.limit
         limit = self.resources.settings.default_max_tokens if given is None else given
         if self.context_length is None:
             return limit

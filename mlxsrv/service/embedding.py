@@ -20,7 +20,7 @@ from mlxsrv.errors import (
 )
 from mlxsrv.formats.encoders import CrossEncoderConfig
 from mlxsrv.formats.pooling import PoolingConfig
-from mlxsrv.generation import Vectors
+from mlxsrv.generation.outputs import Vectors
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.prompts.embedding_inputs import EmbeddingInputs, plan_embedding, plan_pairs, plan_texts
@@ -28,7 +28,7 @@ from mlxsrv.service.lifecycle import State
 from mlxsrv.service.relevance import cosines, judge
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.timed_work import TimedWork
-from mlxsrv.wire.embeddings import (
+from mlxsrv.wire.openai.embeddings import (
     EmbeddingList,
     EmbeddingRequest,
     RerankRequest,

@@ -14,25 +14,17 @@ from typing import Literal, Protocol
 from msgspec import Struct
 
 from mlxsrv.engine.events import JobEvent, PromptRead, Receiver, Token
-from mlxsrv.generation import FinishReason, Timings, Usage
+from mlxsrv.generation.outputs import FinishReason, Timings, Usage
+from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.models.pool.observing import (
     ModelEvicted,
     ModelFailed,
     ModelLoaded,
     ModelObserver,
 )
-from mlxsrv.wire.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
-from mlxsrv.wire.infill import InfillRequest
-from mlxsrv.wire.requests import ChatRequest, CompletionRequest
+from mlxsrv.wire.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 
-AnyRequest = (
-    ChatRequest
-    | CompletionRequest
-    | InfillRequest
-    | EmbeddingRequest
-    | RerankRequest
-    | ScoreRequest
-)
+AskedOfModel = GenerationSpec | EmbeddingRequest | RerankRequest | ScoreRequest
 OperationName = Literal["chat", "text_completion", "embeddings", "rerank", "score"]
 """The names of OpenTelemetry's conventions; `rerank` and `score` are our own."""
 
@@ -89,7 +81,7 @@ class RequestEnded(Struct, frozen=True, kw_only=True):
     ended: float
     operation: OperationName | None = None
     model: str = ""
-    asked: AnyRequest | None = None
+    asked: AskedOfModel | None = None
     generated: Generated | None = None
     tokens: int | None = None
     error: str | None = None

@@ -5,36 +5,36 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING, TypeVar
 
-from mlxsrv.generation import Sampling
-from mlxsrv.wire.generation_request import GenerationRequest
+from mlxsrv.generation.parameters import Sampling
+from mlxsrv.generation.spec import GenerationSpec
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
 
-def sampling(request: GenerationRequest, tokenizer: Tokenizer, answer: int) -> Sampling:
+def sampling(spec: GenerationSpec, tokenizer: Tokenizer, answer: int) -> Sampling:
     """The request's parameters, else the model's own, else none.
 
     Args:
         answer: which of the answers to the prompt the job makes; each has a seed of its own.
     """
-    own = tokenizer.defaults
-    seed = random.getrandbits(63) if request.seed is None else request.seed + answer
+    own, wishes = tokenizer.defaults, spec.sampling
+    seed = random.getrandbits(63) if wishes.seed is None else wishes.seed + answer
     return Sampling(
-        temperature=_first(request.temperature, own.temperature, 1.0),
-        top_p=_first(request.top_p, own.top_p, 1.0),
-        top_k=max(_first(request.top_k, own.top_k, 0), 0),
-        min_p=_first(request.min_p, own.min_p, 0.0),
+        temperature=_first(wishes.temperature, own.temperature, 1.0),
+        top_p=_first(wishes.top_p, own.top_p, 1.0),
+        top_k=max(_first(wishes.top_k, own.top_k, 0), 0),
+        min_p=_first(wishes.min_p, own.min_p, 0.0),
         seed=seed,
-        frequency_penalty=_first(request.frequency_penalty, 0.0),
-        presence_penalty=_first(request.presence_penalty, 0.0),
-        repetition_penalty=_first(request.repetition, own.repetition_penalty, 1.0),
-        logit_bias=tuple(sorted((request.logit_bias or {}).items())),
+        frequency_penalty=_first(wishes.frequency_penalty, 0.0),
+        presence_penalty=_first(wishes.presence_penalty, 0.0),
+        repetition_penalty=_first(wishes.repetition_penalty, own.repetition_penalty, 1.0),
+        logit_bias=tuple(sorted(wishes.logit_bias.items())),
     )
 
 
 def end_tokens(
-    request: GenerationRequest,
+    spec: GenerationSpec,
     tokenizer: Tokenizer,
     *,
     chat: bool,
@@ -51,9 +51,9 @@ def end_tokens(
     """
     own = tokenizer.turn_ends if chat or constrained else tokenizer.end_tokens
     own |= prompt_ends
-    if request.ignore_eos and not constrained:
+    if spec.ignore_eos and not constrained:
         own = frozenset()
-    return own.union(request.stop_token_ids or ())
+    return own.union(spec.stop_token_ids)
 
 
 V = TypeVar("V")

@@ -8,8 +8,8 @@ from typing import cast
 import numpy as np
 
 from mlxsrv.formats.encoders import Activation
-from mlxsrv.generation import Vectors
-from mlxsrv.wire.embeddings import Numbers, normalise
+from mlxsrv.generation.outputs import Vectors
+from mlxsrv.wire.openai.embeddings import Numbers, normalise
 
 
 def judge(logits: Vectors, activation: Activation) -> Numbers:

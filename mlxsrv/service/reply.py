@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,21 +17,18 @@ from mlxsrv.engine.events import Activations, Failed, JobEvent, Progress, Receiv
 from mlxsrv.engine.faults import survivable
 from mlxsrv.engine.orders import Job
 from mlxsrv.errors import EngineFailed, ServeError, UnsupportedParameter
-from mlxsrv.generation import Usage
+from mlxsrv.generation.outputs import Ended, Identity, Output, Usage
+from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease, Withdrawn
 from mlxsrv.models.pool.model import LoadState
-from mlxsrv.prompts.planning import PromptPlan
+from mlxsrv.prompts.planning import PromptPlan, plan
 from mlxsrv.service.choice import Choice
 from mlxsrv.service.choice_factory import ChoiceFactory
 from mlxsrv.service.lifecycle import ENDED, Lifecycle, State
 from mlxsrv.service.observing import Generated, Timing
-from mlxsrv.service.outputs import Ended, Output
-from mlxsrv.service.planning import PromptRequest, plan_request
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.wakeup import Wakeup
-from mlxsrv.wire.openai import Identity
-from mlxsrv.wire.requests import ChatRequest
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.grammars.grammar import CompiledGrammar
@@ -56,6 +52,7 @@ class Reply:
     Args:
         lease: the claim on the model, which the reply releases.
         request_id: for logs and error messages.
+        id: the response's.
         forget: called once, with the reply, when it is closed.
     """
 
@@ -63,18 +60,18 @@ class Reply:
         self,
         resources: Resources,
         lease: Lease,
-        request: PromptRequest,
+        spec: GenerationSpec,
         request_id: str,
+        id: str,
         forget: Callable[[Reply], None],
     ) -> None:
-        kind = "chatcmpl" if isinstance(request, ChatRequest) else "cmpl"
         self.identity = Identity(
-            id=f"{kind}-{uuid.uuid4().hex}",
+            id=id,
             created=int(time.time()),
             model=lease.model.entry.name,
             system_fingerprint=resources.fingerprint,
         )
-        self.request = request
+        self.spec = spec
         self._resources = resources
         self._lease = lease
         self._request_id = request_id
@@ -88,7 +85,7 @@ class Reply:
         self._thinks = False
 
         observers = resources.observers
-        timed = request.timed or observers
+        timed = spec.timed or observers
         self._timing = Timing(observers, self.identity.model) if timed else None
         self._loop = asyncio.get_running_loop()
         self._begun = self._loop.time()
@@ -166,28 +163,26 @@ class Reply:
                 "model: it generates no text, it only makes embeddings or scores texts",
                 param="model",
             )
-        plan = await self._lease.model.tokenizer_lock.run(
-            partial(plan_request, self.request, tokenizer)
-        )
+        planned = await self._lease.model.tokenizer_lock.run(partial(plan, self.spec, tokenizer))
         self._tokenized()
-        steering = await self._resources.steering.resolve(self.request, self.identity.model)
-        self._prompt_tokens = sum(len(prompt.tokens) for prompt in plan.prompts)
+        steering = await self._resources.steering.resolve(self.spec.steering, self.identity.model)
+        self._prompt_tokens = sum(len(prompt.tokens) for prompt in planned.prompts)
         self._thinks = tokenizer.thinks
         factory = ChoiceFactory(
             self._resources,
-            self.request,
+            self.spec,
             self.identity.model,
             self._lease.context_length,
             tokenizer,
-            plan,
-            await self._compile(tokenizer, plan),
+            planned,
+            await self._compile(tokenizer, planned),
             steering,
         )
         return factory.make()
 
-    async def _compile(self, tokenizer: Tokenizer, plan: PromptPlan) -> CompiledGrammar | None:
+    async def _compile(self, tokenizer: Tokenizer, planned: PromptPlan) -> CompiledGrammar | None:
         """The grammar of the answers. Takes up to seconds, so not while holding the tokenizer."""
-        constraint = plan.constraint
+        constraint = planned.constraint
         if constraint is None:
             return None
         compile = partial(tokenizer.grammars.compile, constraint.spec, param=constraint.param)
@@ -209,7 +204,9 @@ class Reply:
     def _confirm_steering(self, job: Job) -> Job:
         if job.steering is None:
             return job
-        steering = self._resources.steering.confirm(self.request, job.steering, self.identity.model)
+        steering = self._resources.steering.confirm(
+            self.spec.steering, job.steering, self.identity.model
+        )
         return msgspec.structs.replace(job, steering=steering)
 
     # What ends the reply early. A reply that has ended stays as it is.
@@ -329,13 +326,13 @@ class Reply:
         """Tokens of all choices, as far as they were read. A prompt, and what of it was cached,
         counts once however many answers it has."""
         reasoning = sum(choice.pipeline.reasoning_tokens for choice in self._choices)
-        first_answers = self._choices[:: self.request.choices]
+        first_answers = self._choices[:: self.spec.choices]
         return Usage(
             prompt_tokens=self._prompt_tokens,
             completion_tokens=sum(choice.tokens for choice in self._choices),
             reasoning_tokens=reasoning if self._thinks else None,
             cached_tokens=sum(choice.cached_tokens for choice in first_answers),
-            timings=self._timing.timings if self._timing and self.request.timed else None,
+            timings=self._timing.timings if self._timing and self.spec.timed else None,
         )
 
     # The end.
@@ -433,7 +430,7 @@ class Reply:
         return {
             "request": self._request_id,
             "model": self.identity.model,
-            "user": self.request.user,
+            "user": self.spec.user,
         }
 
     def _internal_error(self, what: str) -> ServeError:

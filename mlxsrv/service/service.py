@@ -25,16 +25,15 @@ from mlxsrv.errors import (
     ShuttingDown,
     UnsupportedParameter,
 )
+from mlxsrv.generation.spec import ChatPrompt, GenerationSpec
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
-from mlxsrv.prompts.messages import chat_messages
 from mlxsrv.prompts.tokens import apply_template, detokenize, tokenize, tokenizer_info
 from mlxsrv.service.embedding import EmbeddingTask
 from mlxsrv.service.lifecycle import State
 from mlxsrv.service.observing import Observer
-from mlxsrv.service.planning import PromptRequest
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.status import model_object, model_states
@@ -44,7 +43,13 @@ from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
-from mlxsrv.wire.embeddings import (
+from mlxsrv.wire.openai.answers import (
+    EngineState,
+    Health,
+    HealthStatus,
+    ModelObject,
+)
+from mlxsrv.wire.openai.embeddings import (
     EmbeddingList,
     EmbeddingRequest,
     RerankRequest,
@@ -52,18 +57,7 @@ from mlxsrv.wire.embeddings import (
     ScoreList,
     ScoreRequest,
 )
-from mlxsrv.wire.infill import InfillRequest
-from mlxsrv.wire.openai import (
-    EngineState,
-    Health,
-    HealthStatus,
-    ModelObject,
-)
-from mlxsrv.wire.requests import (
-    ChatRequest,
-    CompletionRequest,
-)
-from mlxsrv.wire.tokens import (
+from mlxsrv.wire.openai.tokens import (
     AppliedTemplate,
     DetokenizeRequest,
     DetokenizeResponse,
@@ -119,41 +113,41 @@ class Service:
 
     # Requests that generate text.
 
-    async def chat(self, request: ChatRequest, request_id: str) -> Reply:
-        """Raises ServeError for all that can be known before anything is waited for."""
-        self._check_template(request)
-        chat_messages(request.messages)  # raises for what cannot be read
-        return await self._reply(request, request_id, "n")
+    async def generate(self, spec: GenerationSpec, request_id: str, id: str) -> Reply:
+        """Make the reply to a request.
 
-    async def complete(self, request: CompletionRequest, request_id: str) -> Reply:
-        """Raises ServeError for all that can be known before anything is waited for."""
-        return await self._reply(request, request_id, "prompt" if len(request.prompts) > 1 else "n")
+        Args:
+            id: the response's.
 
-    async def infill(self, request: InfillRequest, request_id: str) -> Reply:
-        """Raises ServeError for all that can be known before anything is waited for."""
-        return await self._reply(request, request_id, "n")
+        Raises:
+            ServeError: all that can be known before anything is waited for.
+        """
+        self._check_template(spec)
+        self._check_choices(spec)
+        lease = await self._lease(spec.model)
+        reply = Reply(self._resources, lease, spec, request_id, id, self._forget)
+        self._replies.add(reply)
+        return reply
 
-    async def _reply(self, request: PromptRequest, request_id: str, param: str) -> Reply:
-        """`param` is the field that an error about too many choices names."""
+    def _check_choices(self, spec: GenerationSpec) -> None:
+        """Raises InvalidRequest if there are too many."""
         most = self.settings.max_choices
-        if request.all_choices > most:
+        if spec.all_choices > most:
+            param = spec.path("n" if spec.all_choices == spec.choices else "prompt")
             raise InvalidRequest(
-                f"{param}: the request asks for {request.all_choices} choices, prompts times n; a "
+                f"{param}: the request asks for {spec.all_choices} choices, prompts times n; a "
                 f"request may have at most {most}",
                 param=param,
             )
-        lease = await self._lease(request.model)
-        reply = Reply(self._resources, lease, request, request_id, self._forget)
-        self._replies.add(reply)
-        return reply
 
     def _forget(self, reply: Reply) -> None:
         self._replies.discard(reply)
         self._note_idle()
 
-    def _check_template(self, request: ChatRequest) -> None:
+    def _check_template(self, spec: GenerationSpec) -> None:
         """Raises UnsupportedParameter: a template is a program, which the operator must allow."""
-        if request.chat_template is not None and not self.settings.allow_chat_template:
+        prompt, allowed = spec.prompt, self.settings.allow_chat_template
+        if isinstance(prompt, ChatPrompt) and prompt.template is not None and not allowed:
             raise UnsupportedParameter(
                 "chat_template: this server runs only the models' own templates; its operator can "
                 "allow others with --allow-chat-template",
@@ -191,9 +185,9 @@ class Service:
     async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
         return await self._with_tokenizer(request.model, partial(detokenize, request))
 
-    async def apply_template(self, request: ChatRequest) -> AppliedTemplate:
-        self._check_template(request)
-        return await self._with_tokenizer(request.model, partial(apply_template, request))
+    async def apply_template(self, spec: GenerationSpec) -> AppliedTemplate:
+        self._check_template(spec)
+        return await self._with_tokenizer(spec.model, partial(apply_template, spec))
 
     async def tokenizer_info(self, request: TokenizerQuery) -> TokenizerInfo:
         return await self._with_tokenizer(request.model, tokenizer_info)

@@ -12,7 +12,7 @@ from mlxsrv.models.pool.model import Model, ModelStatistics
 from mlxsrv.models.pool.model_files import capped
 from mlxsrv.models.pool.pool import PoolStatistics
 from mlxsrv.settings import Settings
-from mlxsrv.wire.openai import MemoryState, ModelDetails, ModelObject, ModelState
+from mlxsrv.wire.openai.answers import MemoryState, ModelDetails, ModelObject, ModelState
 
 
 def model_object(entry: ModelEntry, model: Model | None, settings: Settings) -> ModelObject:

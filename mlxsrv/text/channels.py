@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from mlxsrv.generation import Channel
+from mlxsrv.generation.outputs import Channel
 from mlxsrv.text.scan import Scanner
 
 Piece = tuple[Channel, str]

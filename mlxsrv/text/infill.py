@@ -12,12 +12,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-
-class ProjectFile(Struct, frozen=True):
-    """Another file of the project, which the text to be filled in may refer to."""
-
-    name: str
-    text: str
+from mlxsrv.generation.spec import ProjectFile
 
 
 class InfillText(Struct, frozen=True):

@@ -78,6 +78,11 @@ class TextPipeline:
         return self._stops.matched if self._stops is not None else None
 
     @property
+    def broken(self) -> bool:
+        """After a flush, whether the last tool call is not complete."""
+        return self._tools is not None and self._tools.broken
+
+    @property
     def aside(self) -> bool:
         """Whether the text so far ends inside a think block or a call."""
         return (self._channels is not None and self._channels.reasoning) or (

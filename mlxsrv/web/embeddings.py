@@ -12,7 +12,7 @@ from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.reading import read_recorded, service_of
 from mlxsrv.web.responses import large_json, unless_gone
-from mlxsrv.wire.embeddings import (
+from mlxsrv.wire.openai.embeddings import (
     EMBEDDING_REQUESTS,
     RERANK_REQUESTS,
     SCORE_REQUESTS,

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mlxsrv.errors import InvalidFeatureIndex
 from mlxsrv.service.service import Service
+from mlxsrv.web.paths import OperationRoute
 from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire
@@ -31,7 +31,7 @@ class _NoQuery(msgspec.Struct, frozen=True):
     pass
 
 
-def _make_route(operation: Operation, handler: Handler) -> Route:
+def _make_route(operation: Operation, handler: Handler) -> OperationRoute:
     async def endpoint(request: Request) -> Response:
         headers: Mapping[str, str] | None = None
         asked: Any
@@ -42,7 +42,7 @@ def _make_route(operation: Operation, handler: Handler) -> Route:
         data = await handler(service_of(request), request.path_params, asked)
         return JSONResponse(wire.success(data), status_code=operation.status, headers=headers)
 
-    return Route(operation.path, endpoint, methods=[operation.method])
+    return OperationRoute(operation, endpoint)
 
 
 # The default steering.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from urllib.parse import unquote
 
 from starlette.datastructures import QueryParams
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
+
+from mlxsrv.wire.operation import Operation
 
 _VERSION = "/v1"
 
@@ -49,31 +53,40 @@ def is_verbose(scope: Scope) -> bool:
 
 # Routes.
 
+Endpoint = Callable[[Request], Awaitable[Response]]
 
-class UnversionedRoute(Route):
-    """A route without the version in its path, for clients whose base URL has none.
 
-    The API document and the metrics show the versioned route instead.
+class OperationRoute(Route):
+    """A route of the API, with its description.
+
+    Args:
+        unversioned: the path has no version, for clients whose base URL has none. The API document
+            and the metrics show the versioned route instead.
     """
 
-    def __init__(self, versioned: Route) -> None:
-        super().__init__(
-            versioned.path.removeprefix(_VERSION), versioned.endpoint, methods=versioned.methods
-        )
-        self.versioned = versioned
+    def __init__(
+        self,
+        operation: Operation,
+        endpoint: Endpoint,
+        *,
+        unversioned: bool = False,
+    ) -> None:
+        path = operation.path.removeprefix(_VERSION) if unversioned else operation.path
+        super().__init__(path, endpoint, methods=[operation.method])
+        self.operation = operation
+        self.unversioned = unversioned
 
 
-def find_route(scope: Scope) -> str:
-    """Return the path pattern of the request's route, such as `/v1/models/{id:path}`; "" if there
-    is none. A route with another method counts if no route has this one."""
+def find_operation(scope: Scope) -> Operation | None:
+    """Return the description of the request's route; None if there is no route. A route with
+    another method counts if no route has this one."""
     routes: Iterable[BaseRoute] = scope["app"].routes
-    other_method = ""
+    other_method = None
     for route in routes:
-        if isinstance(route, Route):
+        if isinstance(route, OperationRoute):
             match, _ = route.matches(scope)
-            path = route.versioned.path if isinstance(route, UnversionedRoute) else route.path
             if match is Match.FULL:
-                return path
+                return route.operation
             if match is Match.PARTIAL:
-                other_method = other_method or path
+                other_method = other_method or route.operation
     return other_method

@@ -8,14 +8,15 @@ from typing import TypeVar
 from msgspec import Struct
 from starlette.requests import Request
 
-from mlxsrv.service.observing import AnyRequest, OperationName
+from mlxsrv.service.observing import AskedOfModel, OperationName
 from mlxsrv.service.service import Service
 from mlxsrv.web.bodies import read_body
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 
 T = TypeVar("T", bound=Struct)
-A = TypeVar("A", bound=AnyRequest)
+A = TypeVar("A", EmbeddingRequest, RerankRequest, ScoreRequest)
 
 
 def service_of(request: Request) -> Service:
@@ -48,8 +49,13 @@ async def read_recorded(
     request: Request, decoder: RequestDecoder[A], operation: OperationName
 ) -> tuple[A, Mapping[str, str]]:
     """As `read_request`; the observers are told what a model is asked for."""
-    record = record_of(request.scope)
-    record.operation = operation
+    record_of(request.scope).operation = operation
     asked, headers = await read_request(request, decoder)
-    record.asked, record.model = asked, service_of(request).label(asked.model)
+    note_asked(request, asked)
     return asked, headers
+
+
+def note_asked(request: Request, asked: AskedOfModel) -> None:
+    """Tell the observers what a model is asked for."""
+    record = record_of(request.scope)
+    record.asked, record.model = asked, service_of(request).label(asked.model)

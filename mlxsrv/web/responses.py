@@ -13,28 +13,32 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import InvalidAPIKey, InvalidHTTP, RequestTimeout, ServeError
-from mlxsrv.generation import Answer, Usage
-from mlxsrv.service.outputs import (
+from mlxsrv.generation.outputs import (
+    Answer,
     AnswerBuilder,
     Ended,
     Opened,
     Output,
+    PromptDone,
     PromptInfo,
     SampledTokens,
     TextPiece,
     ToolInput,
     ToolStarted,
+    Usage,
 )
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.observability.records import record_of
-from mlxsrv.web.paths import path_below_mount
-from mlxsrv.wire import management, openai, streams
-from mlxsrv.wire.sse import KEEPALIVE, encode_json
+from mlxsrv.web.paths import find_operation
+from mlxsrv.wire.dialect import Stream
+from mlxsrv.wire.openai import answers as openai
+from mlxsrv.wire.sse import encode_json
 
 _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 T = TypeVar("T")
-Fold = Callable[[openai.Identity, Sequence[Answer], Usage], object]
+Fold = Callable[[Sequence[Answer], Usage], object]
+"""Makes one body of the answers of a reply."""
 
 
 class JSONResponse(Response):
@@ -53,24 +57,14 @@ async def large_json(content: object, headers: Mapping[str, str]) -> Response:
     return Response(text, headers=headers, media_type="application/json")
 
 
-def error_response(error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error in the shape of the OpenAI API."""
-    return JSONResponse(
-        openai.error_response(error),
-        status_code=error.status,
-        headers={**_headers(error), **(headers or {})},
-    )
-
-
 def refusal(scope: Scope, error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
-    """An error in the shape of its route: those under `/api` have an envelope. The request's record
-    notes the error."""
+    """An error in the shape of its route. The request's record notes the error."""
     record_of(scope).error = error.code
-    if not path_below_mount(scope).startswith("/api/"):
-        return error_response(error, headers)
+    operation, request_id = find_operation(scope), scope["mlxsrv.request_id"]
+    shape = openai.ERRORS if operation is None else operation.refuses
     return JSONResponse(
-        management.failure(error),
-        status_code=error.status,
+        shape.body(error, request_id),
+        status_code=shape.status(error),
         headers={**_headers(error), **(headers or {})},
     )
 
@@ -86,17 +80,17 @@ def _headers(error: ServeError) -> dict[str, str]:
 
 
 class ReplyStream(StreamingResponse):
-    """A reply as server-sent events.
+    """A reply that is sent while it is generated.
 
     Status 200 goes out when the engine has the job or, if that takes long, with the first
-    keep-alive comment. A failure before that is answered with its own status and JSON, whatever
+    keep-alive. A failure before that is answered with its own status and JSON, whatever
     Accept says, because clients show an event to their users as it is.
     """
 
-    media_type = "text/event-stream"
-
-    def __init__(self, reply: Reply, stream: streams.Stream, *, headers: Mapping[str, str]) -> None:
-        super().__init__(self._frames(), headers={**_STREAM_HEADERS, **headers})
+    def __init__(self, reply: Reply, stream: Stream, *, headers: Mapping[str, str]) -> None:
+        super().__init__(
+            self._frames(), headers={**_STREAM_HEADERS, **headers}, media_type=stream.media_type
+        )
         self._reply = reply
         self._stream = stream
         self._first: list[Output] = []
@@ -106,18 +100,22 @@ class ReplyStream(StreamingResponse):
             try:
                 self._first = await self._reply.outputs()
             except ServeError as error:
-                await error_response(error)(scope, receive, send)
+                await refusal(scope, error)(scope, receive, send)
             else:
                 await self.stream_response(send)
 
     async def _frames(self) -> AsyncIterator[bytes]:
-        """Yield what is written at once: all frames that are ready, or a keep-alive comment."""
+        """Yield what is written at once: all frames that are ready, or a keep-alive."""
         outputs = self._first
         try:
             while True:
                 if outputs and self._stream.live:
                     self._stream.carry(self._reply.usage())
-                yield b"".join(map(self._frame, outputs)) if outputs else KEEPALIVE
+                frames = (
+                    b"".join(map(self._frame, outputs)) if outputs else self._stream.keepalive()
+                )
+                if frames:
+                    yield frames
                 if outputs and isinstance(outputs[-1], Ended) and outputs[-1].usage is not None:
                     return
                 outputs = await self._reply.outputs()
@@ -132,10 +130,12 @@ class ReplyStream(StreamingResponse):
                 return self._stream.tool(choice, index, id, name)
             case ToolInput(choice, index, text):
                 return self._stream.arguments(choice, index, text)
-            case Ended(choice, reason, usage, stop):
-                return self._stream.end(choice, reason, usage, stop)
+            case Ended():
+                return self._stream.end(output)
             case Opened():
                 return self._stream.opening()
+            case PromptDone(tokens, cached):
+                return self._stream.prompt_done(tokens, cached)
             case SampledTokens(choice, tokens):
                 return self._stream.tokens(choice, tokens)
             case PromptInfo(choice, prompt):  # a stream has no log-probabilities of its prompt
@@ -156,16 +156,16 @@ class ReplyBody(Response):
             try:
                 response: Response = JSONResponse(await self._whole(), headers=self._given)
             except ServeError as error:
-                response = error_response(error)
+                response = refusal(scope, error)
             await response(scope, receive, send)
 
     async def _whole(self) -> object:
-        request = self._reply.request
-        answers = AnswerBuilder(request.all_choices, scored=request.likeliest is not None)
+        spec = self._reply.spec
+        answers = AnswerBuilder(spec.all_choices, scored=spec.logprobs is not None)
         while answers.usage is None:
             for output in await self._reply.outputs():
                 answers.add(output)
-        return self._fold(self._reply.identity, answers.make(), answers.usage)
+        return self._fold(answers.make(), answers.usage)
 
 
 @asynccontextmanager

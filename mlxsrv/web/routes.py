@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from mlxsrv.web import completions, embeddings, management, status, tokens
-from mlxsrv.web.paths import UnversionedRoute
+from mlxsrv.web.paths import Endpoint, OperationRoute
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import openapi
+from mlxsrv.wire.openai.dialects import ChatDialect, CompletionDialect, InfillDialect
 from mlxsrv.wire.operations import BY_ID
 
 
-def make_routes(telemetry: Iterable[Route]) -> list[Route]:
+def make_routes(telemetry: Iterable[OperationRoute]) -> list[OperationRoute]:
     """Return the routes, those of the telemetry included. The first that matches is taken."""
     versioned = [
-        _route("createChatCompletion", completions.chat_completions),
-        _route("createCompletion", completions.text_completions),
+        _route("createChatCompletion", completions.generating(ChatDialect(), "chat")),
+        _route("createCompletion", completions.generating(CompletionDialect(), "text_completion")),
         _route("createEmbedding", embeddings.embed),
         _route("rerank", embeddings.rerank),
         _route("score", embeddings.score),
@@ -28,8 +28,8 @@ def make_routes(telemetry: Iterable[Route]) -> list[Route]:
     ]
     return [
         *versioned,
-        *map(UnversionedRoute, versioned),
-        _route("infill", completions.infill),
+        *(OperationRoute(each.operation, each.endpoint, unversioned=True) for each in versioned),
+        _route("infill", completions.generating(InfillDialect(), "text_completion")),
         _route("tokenize", tokens.tokenize),
         _route("detokenize", tokens.detokenize),
         _route("getTokenizerInfo", tokens.tokenizer_info),
@@ -42,18 +42,16 @@ def make_routes(telemetry: Iterable[Route]) -> list[Route]:
     ]
 
 
-def _route(operation_id: str, endpoint: Callable[[Request], Awaitable[Response]]) -> Route:
+def _route(operation_id: str, endpoint: Endpoint) -> OperationRoute:
     """The operation's path and method, answered by `endpoint`."""
-    operation = BY_ID[operation_id]
-    return Route(operation.path, endpoint, methods=[operation.method])
+    return OperationRoute(BY_ID[operation_id], endpoint)
 
 
 async def describe_api(request: Request) -> Response:
     """Answer with the OpenAPI document of the routes that this app has."""
     served = [
-        (method, route.path)
+        (route.operation.method, route.operation.path)
         for route in request.app.routes
-        if not isinstance(route, UnversionedRoute)
-        for method in sorted(route.methods - {"HEAD"})
+        if not route.unversioned
     ]
     return JSONResponse(openapi.document(served, prefix=request.scope.get("root_path", "")))

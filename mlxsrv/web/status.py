@@ -8,7 +8,7 @@ from starlette.responses import Response
 from mlxsrv.web.paths import is_verbose
 from mlxsrv.web.reading import service_of
 from mlxsrv.web.responses import JSONResponse
-from mlxsrv.wire.openai import Health, ModelList
+from mlxsrv.wire.openai.answers import Health, ModelList
 
 
 async def list_models(request: Request) -> Response:

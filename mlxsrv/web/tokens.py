@@ -8,8 +8,8 @@ from starlette.responses import Response
 from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse, large_json, unless_gone
 from mlxsrv.wire.decoding import read_query
-from mlxsrv.wire.requests import CHAT_REQUESTS
-from mlxsrv.wire.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS, TokenizerQuery
+from mlxsrv.wire.openai.requests import CHAT_REQUESTS
+from mlxsrv.wire.openai.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS, TokenizerQuery
 
 _MOST_TEXT = 8 * 1024 * 1024  # bytes of a body with text; its tokens are a longer answer
 _MOST_IDS = 16 * 1024 * 1024  # bytes of a body with token ids, about a million
@@ -29,7 +29,7 @@ async def detokenize(request: Request) -> Response:
 
 async def apply_template(request: Request) -> Response:
     asked, headers = await read_request(request, CHAT_REQUESTS)
-    work = service_of(request).apply_template(asked)
+    work = service_of(request).apply_template(asked.spec())
     return await large_json(await unless_gone(request.receive, work), headers)
 
 

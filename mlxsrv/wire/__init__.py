@@ -1,1 +1,1 @@
-"""Request and response bodies, and the SSE encoder."""
+"""The dialects: request and response bodies, streams, errors; the SSE encoder."""

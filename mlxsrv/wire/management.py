@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation import SteeringMode
+from mlxsrv.generation.parameters import SteeringMode
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.generation_request import Features, NotEmpty
+from mlxsrv.wire.dialect import ErrorShape
+from mlxsrv.wire.steering import Features, NotEmpty
 
 Layer = Annotated[int, Meta(ge=0, le=9999)]
 Value = Annotated[float, Meta(ge=-200, le=200)]
@@ -49,9 +50,12 @@ def success(data: object) -> Envelope:
     return Envelope(success=True, data=data)
 
 
-def failure(error: ServeError) -> Envelope:
+def failure(error: ServeError, request_id: str = "") -> Envelope:
     details = Details() if error.param is None else Details(error.param)
     return Envelope(success=False, error=Problem(error.code, error.message, details))
+
+
+ERRORS = ErrorShape(Envelope, failure)
 
 
 # Requests. `model` names the model whose attachment is meant; null: the default model.

@@ -15,16 +15,16 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.version import __version__
-from mlxsrv.wire import (
-    constraints,
+from mlxsrv.wire.management import Problem
+from mlxsrv.wire.openai import (
+    answers,
     embeddings,
+    forms,
     generation_request,
     infill,
-    openai,
     requests,
     tokens,
 )
-from mlxsrv.wire.management import Problem
 from mlxsrv.wire.operation import Operation
 from mlxsrv.wire.operations import OPERATIONS
 
@@ -123,7 +123,7 @@ def _operation(operation: Operation) -> Schema:
         str(status): _error(status, operation)
         for status in sorted({*operation.errors, *_guarding(operation)})
     }
-    if operation.answer is openai.Health:  # a server that is not well answers in the same form
+    if operation.answer is answers.Health:  # a server that is not well answers in the same form
         described["responses"]["503"] = _answer(operation, "No; the status tells why.")
     return described
 
@@ -172,7 +172,7 @@ def _answer(operation: Operation, description: str = "The answer.") -> Schema:
 
 
 def _error(status: int, operation: Operation) -> Schema:
-    schema = _schema(openai.ErrorResponse)
+    schema = _schema(answers.ErrorResponse)
     if operation.enveloped:
         schema = _envelope(success=False, data={"type": "null"}, error=_schema(Problem))
     headers = ["X-Request-ID"] + (["Retry-After"] if status in (429, 503) else [])
@@ -217,7 +217,7 @@ def _schemas() -> dict[str, Schema]:
     asked = _components([operation.asks for operation in OPERATIONS])
     answered = [operation.answer for operation in OPERATIONS]
     chunks = [operation.chunk for operation in OPERATIONS]
-    told = _components([*answered, *chunks, openai.ErrorResponse, Problem])
+    told = _components([*answered, *chunks, answers.ErrorResponse, Problem])
     assert not asked.keys() & told.keys()  # each name has one schema
     _tighten(asked)
     for schema in told.values():
@@ -266,9 +266,9 @@ def _tighten(schemas: dict[str, Schema]) -> None:
         chat["properties"][name]["description"] = "-1: none is given."
     text["properties"]["prompt"] = _PROMPT
     structured = schemas["StructuredOutputs"]
-    for name in constraints.REFUSED:
+    for name in forms.REFUSED:
         structured["properties"][name] = {"type": "null", "description": "Not supported."}
-    structured["oneOf"] = [_set(name) for name in constraints.FORMS]
+    structured["oneOf"] = [_set(name) for name in forms.FORMS]
     schemas["TokenizeRequest"]["oneOf"] = [_set(name) for name in ("content", "prompt", "messages")]
     text["properties"]["suffix"]["description"] = "Not with `echo`; prompts are texts then."
     asked = schemas["InfillRequest"]["properties"]

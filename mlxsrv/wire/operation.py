@@ -7,7 +7,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from mlxsrv.wire import management
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.dialect import ErrorShape
+from mlxsrv.wire.openai.answers import ERRORS
 
 
 class Operation(Struct, frozen=True):
@@ -23,6 +26,7 @@ class Operation(Struct, frozen=True):
         media: the media type of its answer.
         status: the status of its answer.
         fails: the statuses of its refusals, beside those that all of its kind have.
+        refuses: how it writes errors.
     """
 
     method: str
@@ -37,6 +41,7 @@ class Operation(Struct, frozen=True):
     media: str = "application/json"
     status: int = 200
     fails: tuple[int, ...] = ()
+    refuses: ErrorShape = ERRORS
 
     @property
     def described_path(self) -> str:
@@ -68,4 +73,4 @@ class Operation(Struct, frozen=True):
     @property
     def enveloped(self) -> bool:
         """Whether its answers and refusals are in the envelope of the management."""
-        return self.path.startswith("/api/")
+        return self.refuses is management.ERRORS

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from mlxsrv.wire import embeddings, infill, management, openai, requests, tokens
+from msgspec.structs import replace
+
+from mlxsrv.wire import management
+from mlxsrv.wire.openai import answers, embeddings, infill, requests, tokens
 from mlxsrv.wire.operation import Operation
 
 INFERENCE = (
@@ -19,8 +22,8 @@ INFERENCE = (
         "Answer a chat",
         description="With `stream`, as server-sent events that end with `data: [DONE]`.",
         body=requests.CHAT_REQUESTS,
-        answer=openai.ChatCompletion,
-        chunk=openai.ChatChunk,
+        answer=answers.ChatCompletion,
+        chunk=answers.ChatChunk,
         fails=(507,),
     ),
     Operation(
@@ -30,8 +33,8 @@ INFERENCE = (
         "Go on with a text",
         description="With `stream`, as server-sent events that end with `data: [DONE]`.",
         body=requests.COMPLETION_REQUESTS,
-        answer=openai.TextCompletion,
-        chunk=openai.TextCompletion,
+        answer=answers.TextCompletion,
+        chunk=answers.TextCompletion,
         fails=(507,),
     ),
     Operation(
@@ -47,7 +50,7 @@ INFERENCE = (
         fails=(507,),
     ),
     Operation(
-        "GET", "/v1/models", "listModels", "The models that can be asked", answer=openai.ModelList
+        "GET", "/v1/models", "listModels", "The models that can be asked", answer=answers.ModelList
     ),
     Operation(
         "GET",
@@ -55,7 +58,7 @@ INFERENCE = (
         "getModel",
         "One model",
         description="Slashes in the id stand as they are.",
-        answer=openai.ModelObject,
+        answer=answers.ModelObject,
         fails=(404,),
     ),
     Operation(
@@ -129,7 +132,7 @@ INFERENCE = (
         "503 with the status `loading`, `draining`, `failed` or `stalled`. With the query "
         "`verbose=1` also what the server holds and does; that needs the key, where there is "
         "one.",
-        answer=openai.Health,
+        answer=answers.Health,
         fails=(401, 429),
     ),
     Operation(
@@ -139,7 +142,7 @@ INFERENCE = (
         "Whether the engine is alive",
         description="Liveness, for supervisors: 503 once the engine has `failed`, or is "
         "`stalled` in a step longer than `--step-timeout`; else 200, whatever the status.",
-        answer=openai.Health,
+        answer=answers.Health,
     ),
     Operation(
         "GET",
@@ -153,7 +156,7 @@ INFERENCE = (
     Operation("GET", "/openapi.json", "getDescription", "This document"),
 )
 
-MANAGEMENT = (
+_MANAGEMENT = (
     Operation(
         "GET",
         "/api/saes",
@@ -413,6 +416,8 @@ MANAGEMENT = (
         answer=list[management.FeatureStatistics],
     ),
 )
+
+MANAGEMENT = tuple(replace(operation, refuses=management.ERRORS) for operation in _MANAGEMENT)
 
 OPERATIONS = INFERENCE + MANAGEMENT
 BY_ID: Mapping[str, Operation] = {operation.id: operation for operation in OPERATIONS}

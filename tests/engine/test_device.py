@@ -18,7 +18,7 @@ from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.events import Failed, JobEvent, Progress, PromptRead, Started, Token
 from mlxsrv.engine.orders import Embed, Job, Load
 from mlxsrv.errors import ModelNotLoaded, ShuttingDown
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 from tests.support.effort import examples
 from tests.support.fixtures import ModelFolder
 
@@ -461,7 +461,7 @@ from mlxsrv.engine.loading import device_memory
 from mlxsrv.errors import EngineFailed
 from mlxsrv.engine.events import Failed
 from mlxsrv.engine.orders import Job, Load
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 
 def load(name):
     return Load(
@@ -531,7 +531,7 @@ BUSY_EXIT = """
 import asyncio, sys
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.orders import Job, Load
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 
 def load(name):
     return Load(

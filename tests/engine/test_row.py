@@ -8,7 +8,7 @@ import pytest
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import _NEXT, Row, RowState
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 
 PATHS = {
     RowState.WAITING: [],

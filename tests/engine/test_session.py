@@ -15,7 +15,7 @@ from mlxsrv.engine.orders import Ask, Attach, Cancel, Detach, Job, Load, MakeRep
 from mlxsrv.engine.session import Session
 from mlxsrv.engine.watchdog import Clock
 from mlxsrv.errors import ModelNotLoaded, SAEIncompatible
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 from tests.support.fixtures import ModelFolder
 from tests.support.saes import write_sae
 

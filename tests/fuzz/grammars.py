@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.generation import Mask
+from mlxsrv.generation.parameters import Mask
 from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from tests.support.tiny import END_TOKENS, make_tokenizer

@@ -22,8 +22,9 @@ from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes,
 from mlxsrv.text.pipeline import OutputPart, TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
-from mlxsrv.wire import embeddings, management, requests
+from mlxsrv.wire import management
 from mlxsrv.wire.decoding import RequestDecoder, read_query
+from mlxsrv.wire.openai import embeddings, requests
 from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
 from tests.fuzz import file_targets
 from tests.fuzz.grammars import check_grammars

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import UnsupportedParameter
+from mlxsrv.generation.spec import ChatPrompt
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.text.tools import ToolDialect
-from mlxsrv.wire.requests import CHAT_REQUESTS, COMPLETION_REQUESTS
+from mlxsrv.wire.openai.requests import CHAT_REQUESTS, COMPLETION_REQUESTS
 
 JSON = ToolDialect("<tool_call>", "</tool_call>", parse=msgspec.json.decode, json=True)
 OTHER = ToolDialect("<call>", "</call>", parse=msgspec.json.decode)
@@ -20,12 +21,14 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 def chat(dialect: ToolDialect | None = None, **fields: Any) -> ConstraintSpec | None:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     request, _ = CHAT_REQUESTS.decode(msgspec.json.encode(body))
-    return chat_constraint(request, dialect)
+    spec = request.spec()
+    assert isinstance(spec.prompt, ChatPrompt)
+    return chat_constraint(spec, spec.prompt, dialect)
 
 
 def text(**fields: Any) -> ConstraintSpec | None:
     request, _ = COMPLETION_REQUESTS.decode(msgspec.json.encode({"prompt": "x", **fields}))
-    return text_constraint(request)
+    return text_constraint(request.spec())
 
 
 def tool(name: str) -> dict[str, Any]:

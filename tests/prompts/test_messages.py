@@ -8,12 +8,13 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
-from mlxsrv.prompts.messages import chat_messages
-from mlxsrv.wire.requests import Message
+from mlxsrv.prompts.messages import plain_message
+from mlxsrv.wire.openai.messages import Message, read_messages
 
 
 def plain(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    return chat_messages(msgspec.convert(list(messages), list[Message]))
+    read = read_messages(msgspec.convert(list(messages), list[Message]))
+    return [plain_message(message) for message in read]
 
 
 def test_parts_are_joined_and_null_is_empty() -> None:

@@ -9,23 +9,25 @@ from pathlib import Path
 import pytest
 
 from mlxsrv.errors import Overloaded, ShuttingDown
+from mlxsrv.generation.outputs import Ended
+from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec
 from mlxsrv.service.lifecycle import State
-from mlxsrv.service.outputs import Ended
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.service import Service
 from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
-from mlxsrv.wire.requests import ChatRequest, Message
 from tests.support.tiny import write_model
+
+PROMPT = ChatPrompt(messages=[ChatMessage(role="user", content="x")])
 
 
 def test_a_reply_that_failed_in_the_queue_takes_no_row(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "qwen3", plain=True, max_position_embeddings=10**6)
-    request = ChatRequest(messages=[Message(role="user", content="x")], max_tokens=10**5)
+    request = GenerationSpec(prompt=PROMPT, limit=10**5)
 
     async def test() -> None:
         service = Service(Settings(model=(f"m={folder}",), max_concurrency=1))
-        running, queued, third = [await service.chat(request, name) for name in "abc"]
+        running, queued, third = [await service.generate(request, name, name) for name in "abc"]
         model = service.pool.model("m")
         assert model is not None
         rows = model.rows
@@ -59,11 +61,11 @@ def test_a_reply_may_fail_at_any_step_of_its_admission(
 ) -> None:
     """Whatever the admission waits for, it ends quietly, and nothing of the reply is left."""
     folder = write_model(tmp_path / "m", "qwen3", plain=True)
-    request = ChatRequest(messages=[Message(role="user", content="x")], max_tokens=10**5)
+    request = GenerationSpec(prompt=PROMPT, limit=10**5)
 
     async def test() -> None:
         service = Service(Settings(model=(f"m={folder}",), max_concurrency=1))
-        reply = await service.chat(request, "a")
+        reply = await service.generate(request, "a", "a")
         admission = asyncio.create_task(reply.admit())
         model = service.pool.model("m")
         assert model is not None
@@ -107,13 +109,13 @@ def test_work_that_was_ended_takes_no_further_step() -> None:
 def test_a_choice_that_waits_for_a_row_ends_with_the_time_of_its_reply(tmp_path: Path) -> None:
     """The text of the first choice is an answer, so the reply does not fail."""
     folder = write_model(tmp_path / "m", "qwen3", plain=True, max_position_embeddings=10**6)
-    message = Message(role="user", content="x")
 
     async def test() -> None:
         settings = Settings(model=(f"m={folder}",), max_concurrency=1, request_timeout=3)
+        spec = GenerationSpec(prompt=PROMPT, limit=10**5, choices=2)
         service = Service(settings)
         await service.pool.preload(await service.pool.catalogue.find(None))
-        reply = await service.chat(ChatRequest(messages=[message], max_tokens=10**5, n=2), "a")
+        reply = await service.generate(spec, "a", "a")
         admission = asyncio.create_task(reply.admit())
         ends: list[Ended] = []
         while len(ends) < 2:

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.engine.events import Likelihood, Token
-from mlxsrv.generation import TokenScore
+from mlxsrv.generation.outputs import TokenScore
 from mlxsrv.service.scores import Scores
-from mlxsrv.wire.logprobs import TextScores, chat_logprobs
+from mlxsrv.wire.openai.logprobs import TextScores, chat_logprobs
 
 TOKENS = [b"a", b"bc", b" d", b"\xe2\x82", b"\xac", b"\n", b"", "é".encode()]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from mlxsrv.wire import infill, requests, tokens
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.openai import infill, requests, tokens
 from tests.support.schemas import Body
 
 Table = dict[str, list[Any]]

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from hypothesis import strategies as st
 
-from mlxsrv.generation import Channel
+from mlxsrv.generation.outputs import Channel
 from mlxsrv.text.channels import Piece
 
 S = TypeVar("S", bound=Sequence[object])

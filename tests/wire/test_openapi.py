@@ -12,8 +12,9 @@ import jsonschema
 import pytest
 
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.generation import Answer, TokenScore, ToolUse, Usage
-from mlxsrv.wire import openai, streams, tokens
+from mlxsrv.generation.outputs import Answer, Ended, Identity, TokenScore, ToolUse, Usage
+from mlxsrv.wire.openai import answers as openai
+from mlxsrv.wire.openai import streams, tokens
 from mlxsrv.wire.openapi import document
 from mlxsrv.wire.operations import OPERATIONS
 from tests.support.bodies import KINDS, Kind
@@ -209,7 +210,7 @@ def test_at_most_one_field_says_what_an_answer_is(name: str) -> None:
 
 # Responses.
 
-WHO = openai.Identity("chatcmpl-" + "0" * 32, 1_790_000_000, "org/name", "mlxsrv-1")
+WHO = Identity("chatcmpl-" + "0" * 32, 1_790_000_000, "org/name", "mlxsrv-1")
 USAGE = Usage(prompt_tokens=5, completion_tokens=7, reasoning_tokens=1)
 SCORES = (TokenScore(b"Once", None), TokenScore(b"\xe2", -0.5, ((b"a", -0.5),)))
 ANSWERS = [
@@ -240,7 +241,7 @@ def test_chunks_are_as_described(usage: streams.UsageMode) -> None:
         data += stream.text(1, "reasoning", "a")
         if kind is streams.ChatStream:
             data += stream.tool(1, 0, "call_1", "f") + stream.arguments(1, 0, "{}")
-        ended = data + stream.end(0, "stop", None) + stream.end(1, "tool_calls", USAGE)
+        ended = data + stream.end(Ended(0, "stop")) + stream.end(Ended(1, "tool_calls", USAGE))
         failed = kind(WHO, usage).error(InvalidRequest("no"))
         schema = answers("POST", path, 200, "text/event-stream")
         for chunk in read_chunks(ended) + read_chunks(failed):

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, trim_prompt_cache
 
-from mlxsrv.generation import Steering
+from mlxsrv.generation.parameters import Steering
 
 Cache = list[Any]
 """The KV cache of a row or of a batch: an object of mlx-lm's for each layer."""

@@ -28,7 +28,7 @@ from mlxsrv.engine.faults import describe
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.formats.pooling import read_pooling_config
-from mlxsrv.generation import Vectors
+from mlxsrv.generation.outputs import Vectors
 
 _log = logging.getLogger("mlxsrv.engine")
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from mlxsrv.engine.events import Embedded
 from mlxsrv.engine.orders import Embed
-from mlxsrv.generation import Vectors
+from mlxsrv.generation.outputs import Vectors
 
 _MOST_PADDED = 1.25  # tokens of a slice, padding included, for each real one
 

@@ -30,7 +30,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.generation import Constraint
+from mlxsrv.generation.parameters import Constraint
 
 _LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass of the smallest model costs as much in calls
 

@@ -47,7 +47,7 @@ from mlxsrv.engine.sampling.sampler import Sampler
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import PassActivations
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.generation import FinishReason
+from mlxsrv.generation.outputs import FinishReason
 
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
 

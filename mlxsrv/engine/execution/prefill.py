@@ -36,7 +36,7 @@ from mlxsrv.engine.row import Place, Row, RowState
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import SteeringPlan, forward
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.generation import Constraint
+from mlxsrv.generation.parameters import Constraint
 
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
 

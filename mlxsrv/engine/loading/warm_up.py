@@ -21,7 +21,7 @@ from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.prefill import try_padding
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 
 
 def warm_up(model: Any, caches: KVCacheFactory) -> Generator[None, None, None]:

@@ -20,7 +20,7 @@ from mlxsrv.engine.events import Likelihood
 from mlxsrv.engine.faults import describe, survivable
 from mlxsrv.engine.row import Row
 from mlxsrv.engine.sampling.blocks import Blocks
-from mlxsrv.generation import Constraint, Sampling
+from mlxsrv.generation.parameters import Constraint, Sampling
 
 _SLOTS = 64  # slots that are added at once, for tokens that are new to a row
 _LEAST_REPETITION = 1e-3  # logits divided by less may overflow

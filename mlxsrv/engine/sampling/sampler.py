@@ -46,7 +46,7 @@ from mlxsrv.engine.sampling.blocks import (
     sum_rows,
     take_blocks,
 )
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 
 _MIX = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: spreads close seeds over both words
 _MASK = 0xFFFFFFFFFFFFFFFF

@@ -17,7 +17,7 @@ from mlxsrv.engine.steering.hooks import Site, check_sites
 from mlxsrv.engine.steering.plan import Clamp, RowSteering, SteeringPlan, WatchList
 from mlxsrv.engine.steering.sae import SAE, load_sae
 from mlxsrv.formats.sae_files import read_sae
-from mlxsrv.generation import Steering
+from mlxsrv.generation.parameters import Steering
 
 ControlVectors = Mapping[str, Mapping[int, mx.array]]
 """By name, and then by layer: the direction `(width,)` to add to the layer's output."""

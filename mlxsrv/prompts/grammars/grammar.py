@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.generation import Constraint, Mask
+from mlxsrv.generation.parameters import Constraint, Mask
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars.sandbox import one_line
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec

@@ -14,13 +14,13 @@ import anyio.to_thread
 from mlxsrv.engine.events import Activations
 from mlxsrv.engine.orders import Watch
 from mlxsrv.errors import InvalidFeatureIndex, InvalidRequest, ProfileNotFound, SAENotAttached
-from mlxsrv.generation import Steering, SteeringMode
+from mlxsrv.generation.parameters import Steering, SteeringMode
+from mlxsrv.generation.spec import SteeringWishes
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.models.profile_store import Profile, ProfileStore
 from mlxsrv.service.steering.attachments import SAEs
 from mlxsrv.service.steering.monitor import Monitor
-from mlxsrv.wire.generation_request import GenerationRequest
 from mlxsrv.wire.management import MonitorObject, MonitorRequest, SteeringObject
 
 _MOST_FEATURES = 1000  # of the default steering; a request's may have as many
@@ -140,7 +140,7 @@ class SteeringRegistry:
 
     # Requests.
 
-    async def resolve(self, request: GenerationRequest, model: str) -> Steering | None:
+    async def resolve(self, wishes: SteeringWishes, model: str) -> Steering | None:
         """The steering of the request's rows, with the SAE that is attached now.
 
         Raises:
@@ -149,11 +149,11 @@ class SteeringRegistry:
             InvalidFeatureIndex: the SAE has no such feature.
             InvalidRequest: the model does not have the control vector.
         """
-        vectors = await self._chosen_vectors(request, model)
-        if request.profile is not None or request.steering:
+        vectors = await self._chosen_vectors(wishes, model)
+        if wishes.profile is not None or wishes.features:
             await self._saes.begin()  # wait for SAEs that are attached at start
-        if request.profile is not None:
-            profile = await self._profile(request.profile)
+        if wishes.profile is not None:
+            profile = await self._profile(wishes.profile)
             if self._pool.catalogue.name(profile.model_id) != model:
                 raise SAENotAttached(
                     f"profile: {profile.name!r} is for {profile.model_id!r:.200}, and this model "
@@ -162,13 +162,13 @@ class SteeringRegistry:
                 )
             attached = self.for_profile(profile, param="profile")
             return _steering(attached, profile.mode, profile.steering, vectors)
-        if request.steering is not None:
-            if not request.steering:
+        if wishes.features is not None:
+            if not wishes.features:
                 return _steering(None, "additive", {}, vectors)
             attached = self.get(model, param="steering")
-            attached.require_features(request.steering, "steering")
-            mode = request.steering_mode or "additive"
-            return _steering(attached, mode, request.steering, vectors)
+            attached.require_features(wishes.features, "steering")
+            mode = wishes.mode or "additive"
+            return _steering(attached, mode, wishes.features, vectors)
         if model in self._pool.attachments and (attached := self.get(model)).enabled:
             return _steering(attached, attached.mode, attached.values, vectors)
         return _steering(None, "additive", {}, vectors)
@@ -180,7 +180,7 @@ class SteeringRegistry:
             raise ProfileNotFound(error.message, param="profile") from None
 
     def confirm(
-        self, request: GenerationRequest, steering: Steering | None, model: str
+        self, wishes: SteeringWishes, steering: Steering | None, model: str
     ) -> Steering | None:
         """The rest of a resolved steering, now that the model is loaded. A default steering
         whose SAE was detached meanwhile is left out.
@@ -196,7 +196,7 @@ class SteeringRegistry:
         number = 0 if attachment is None else attachment.number
         if not steering.values or steering.attachment == number:
             return steering
-        if request.steering is None and request.profile is None:
+        if wishes.features is None and wishes.profile is None:
             return _steering(None, "additive", {}, dict(steering.vectors))
         raise SAENotAttached(f"the SAE was detached from {model} while the request waited")
 
@@ -207,9 +207,9 @@ class SteeringRegistry:
 
     # Control vectors.
 
-    async def _chosen_vectors(self, request: GenerationRequest, model: str) -> dict[str, float]:
+    async def _chosen_vectors(self, wishes: SteeringWishes, model: str) -> dict[str, float]:
         """Control vectors and their scales: the request's or, for the default model, all."""
-        asked = request.control_vector
+        asked = wishes.control_vector
         entry = self._pool.catalogue.known(model)
         if self._vectors and entry is not None and entry.description is None:
             await self._pool.catalogue.refresh()  # for what fits a model that is not loaded
@@ -224,7 +224,7 @@ class SteeringRegistry:
             return {asked: usual[asked]}
         for name in asked:
             self._require_vector(name, model)
-        return asked
+        return dict(asked)
 
     def _require_vector(self, name: str, model: str) -> None:
         names = self._vectors_of(model)

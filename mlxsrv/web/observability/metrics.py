@@ -34,7 +34,7 @@ from mlxsrv.models.pool.observing import ModelEvicted, ModelFailed, ModelLoaded
 from mlxsrv.service.observing import Generated, Observer, RequestEnded, TokenCallback
 from mlxsrv.service.service import Service
 from mlxsrv.version import __version__
-from mlxsrv.wire.openai import Health
+from mlxsrv.wire.openai.answers import Health
 
 # Not OpenMetrics: prometheus-client replaces colons in names by underscores there.
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"

@@ -11,9 +11,9 @@ import time
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from mlxsrv.service.observing import AnyRequest, OperationName, RequestEnded
+from mlxsrv.service.observing import AskedOfModel, OperationName, RequestEnded
 from mlxsrv.service.reply import Reply
-from mlxsrv.web.paths import find_route
+from mlxsrv.web.paths import find_operation
 
 _KEY = "mlxsrv.record"
 
@@ -27,7 +27,7 @@ class RequestRecord:
         self.time = time.time_ns()
         self.begun = time.monotonic()
         self.operation: OperationName | None = None
-        self.asked: AnyRequest | None = None
+        self.asked: AskedOfModel | None = None
         self.model = ""
         self.reply: Reply | None = None
         self.tokens: int | None = None
@@ -41,9 +41,10 @@ class RequestRecord:
             error = error or generated.error
             if generated.first_token is not None:
                 model = generated.model  # a model that was downloaded was unknown before
+        operation = find_operation(scope)
         return RequestEnded(
             method=scope["method"],
-            route=find_route(scope),
+            route="" if operation is None else operation.path,
             status=status,
             headers=Headers(scope=scope),
             id=request_id,

@@ -6,17 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from msgspec import Struct
-from starlette.routing import Route
 
 from mlxsrv.service.observing import Observer
 from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.web.paths import OperationRoute
+from mlxsrv.wire.operations import BY_ID
 
 
 class Telemetry(Struct, frozen=True):
     """The observers of an app, and the routes on which they publish."""
 
     observers: tuple[Observer, ...]
-    routes: tuple[Route, ...]
+    routes: tuple[OperationRoute, ...]
 
 
 def make_telemetry(settings: Settings) -> Telemetry:
@@ -26,13 +27,13 @@ def make_telemetry(settings: Settings) -> Telemetry:
         SettingsError: an extra is not installed.
     """
     observers: list[Observer] = []
-    routes: list[Route] = []
+    routes: list[OperationRoute] = []
     if settings.metrics:
         with _extra("metrics"):
             from mlxsrv.web.observability.metrics import Metrics
         metrics = Metrics()
         observers.append(metrics)
-        routes.append(Route("/metrics", metrics.scrape))
+        routes.append(OperationRoute(BY_ID["getMetrics"], metrics.scrape))
     if settings.otel:
         with _extra("otel"):
             from mlxsrv.web.observability.tracing import Tracing

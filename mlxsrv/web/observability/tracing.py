@@ -36,10 +36,10 @@ from opentelemetry.sdk.trace.export import (
 from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.util.types import AttributeValue
 
+from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.service.observing import Generated, Observer, RequestEnded
 from mlxsrv.version import __version__
-from mlxsrv.wire.embeddings import EmbeddingRequest
-from mlxsrv.wire.requests import ChatRequest, CompletionRequest
+from mlxsrv.wire.openai.embeddings import EmbeddingRequest
 
 Attributes = Iterator[tuple[str, AttributeValue | None]]
 
@@ -153,7 +153,7 @@ def _attributes(request: RequestEnded) -> Attributes:
     asked = request.asked
     named = (asked is not None and asked.model) or request.model
     yield "gen_ai.request.model", named[:_LONGEST_NAME] or None
-    if isinstance(asked, ChatRequest | CompletionRequest):
+    if isinstance(asked, GenerationSpec):
         yield from _asked_attributes(asked)
     elif isinstance(asked, EmbeddingRequest):
         yield "gen_ai.request.encoding_formats", [asked.encoding_format or "float"]
@@ -168,16 +168,16 @@ def _left(request: RequestEnded) -> bool:
     return request.status == 0 or (request.generated is not None and request.generated.disconnected)
 
 
-def _asked_attributes(asked: ChatRequest | CompletionRequest) -> Attributes:
+def _asked_attributes(asked: GenerationSpec) -> Attributes:
     yield "gen_ai.request.max_tokens", asked.limit
-    yield "gen_ai.request.temperature", asked.temperature
-    yield "gen_ai.request.top_p", asked.top_p
-    yield "gen_ai.request.top_k", asked.top_k
-    yield "gen_ai.request.frequency_penalty", asked.frequency_penalty
-    yield "gen_ai.request.presence_penalty", asked.presence_penalty
-    yield "gen_ai.request.seed", asked.seed
+    yield "gen_ai.request.temperature", asked.sampling.temperature
+    yield "gen_ai.request.top_p", asked.sampling.top_p
+    yield "gen_ai.request.top_k", asked.sampling.top_k
+    yield "gen_ai.request.frequency_penalty", asked.sampling.frequency_penalty
+    yield "gen_ai.request.presence_penalty", asked.sampling.presence_penalty
+    yield "gen_ai.request.seed", asked.sampling.seed
     yield "gen_ai.request.choice.count", asked.choices if asked.choices != 1 else None
-    yield "gen_ai.request.stream", asked.stream or None
+    yield "gen_ai.request.stream", asked.streamed or None
 
 
 def _generated_attributes(one: Generated) -> Attributes:

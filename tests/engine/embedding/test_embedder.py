@@ -26,7 +26,7 @@ from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.errors import ServeError
 from mlxsrv.formats.pooling import Pooling
-from mlxsrv.generation import Vectors
+from mlxsrv.generation.outputs import Vectors
 from tests.engine.loading.test_load import load as load_resident
 from tests.engine.loading.test_load import nothing_left
 from tests.engine.test_device import Listener, generate, job, load, open_client, run

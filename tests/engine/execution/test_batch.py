@@ -20,7 +20,7 @@ from mlxsrv.engine.execution.prefill import masks_padding
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import forward
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 from tests.support.effort import per_cache
 from tests.support.tiny import FAMILIES, write_model
 

@@ -36,7 +36,7 @@ from mlxsrv.engine.orders import Attach, Job, Load, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.errors import ModelNotLoaded
-from mlxsrv.generation import Constraint, Mask, Sampling, Steering
+from mlxsrv.generation.parameters import Constraint, Mask, Sampling, Steering
 from tests.support.saes import write_sae
 from tests.support.tiny import FAMILIES, write_model
 

@@ -19,7 +19,7 @@ from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.generation import Sampling, Steering
+from mlxsrv.generation.parameters import Sampling, Steering
 from tests.support.effort import per_cache
 from tests.support.saes import write_sae
 from tests.support.tiny import FAMILIES, write_model

@@ -20,7 +20,7 @@ from mlxsrv.engine.execution.speculation import check_draft, find_obstacle
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
-from mlxsrv.generation import Mask, Sampling
+from mlxsrv.generation.parameters import Mask, Sampling
 from tests.support.effort import per_cache
 from tests.support.tiny import write_model
 

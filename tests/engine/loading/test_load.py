@@ -25,7 +25,7 @@ from mlxsrv.engine.loading import weights as reading
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.weights import WeightReader
 from mlxsrv.engine.orders import Job, Load
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 from tests.support.fixtures import ModelFolder
 from tests.support.tiny import write_model
 

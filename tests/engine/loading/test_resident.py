@@ -9,7 +9,7 @@ import pytest
 from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Token
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.orders import Embed, Job
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 from tests.engine.loading.test_load import load
 from tests.support.fixtures import ModelFolder
 

@@ -18,7 +18,7 @@ from mlxsrv.engine.events import Event, Token
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.generation import Bans, Constraint, Mask, Sampling
+from mlxsrv.generation.parameters import Bans, Constraint, Mask, Sampling
 from tests.engine.execution.test_faults import Faulty
 from tests.engine.execution.test_speculation import Always
 from tests.support.tiny import write_model

@@ -29,7 +29,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.row import Row, RowState
 from mlxsrv.engine.sampling.processors import Penalties
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.generation import Mask, Sampling
+from mlxsrv.generation.parameters import Mask, Sampling
 from tests.support.effort import per_cache
 from tests.support.tiny import FAMILIES, write_model
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mlxsrv.engine.sampling.sampler import Sampler, _Uniforms
-from mlxsrv.generation import Sampling
+from mlxsrv.generation.parameters import Sampling
 
 PROBABILITIES = [0.25, 0.07, 0.5, 0.03, 0.15]  # in no order
 LOGITS = np.log(PROBABILITIES)

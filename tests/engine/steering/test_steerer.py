@@ -27,7 +27,7 @@ from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
 from mlxsrv.engine.steering.plan import SteeringPlan, forward
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.generation import Sampling, Steering
+from mlxsrv.generation.parameters import Sampling, Steering
 from tests.engine.execution.test_speculation import Always
 from tests.support.effort import per_cache
 from tests.support.saes import make_arrays, write_sae, write_safetensors

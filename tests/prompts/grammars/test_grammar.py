@@ -20,7 +20,7 @@ from mlx_lm.utils import load_tokenizer
 from transformers import PreTrainedTokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.generation import Constraint, Mask
+from mlxsrv.generation.parameters import Constraint, Mask
 from mlxsrv.prompts.grammars import grammar, sandbox
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar

@@ -12,10 +12,10 @@ import mlx.core as mx
 import pytest
 
 from mlxsrv.errors import InvalidRequest, SAENotAttached
-from mlxsrv.generation import Steering
+from mlxsrv.generation.parameters import Steering
+from mlxsrv.generation.spec import SteeringWishes
 from mlxsrv.service.service import Service
 from mlxsrv.settings import Settings
-from mlxsrv.wire.requests import ChatRequest, Message
 from tests.support.saes import write_sae
 from tests.support.tiny import write_model
 
@@ -41,8 +41,8 @@ async def serving(folder: Path, **options: Any) -> AsyncIterator[Service]:
         await service.close()
 
 
-def asking(**fields: Any) -> ChatRequest:
-    return ChatRequest(messages=[Message("user", "hi")], **fields)
+def asking(**fields: Any) -> SteeringWishes:
+    return SteeringWishes(**fields)
 
 
 def run(folder: Path, work: Callable[[Service], Awaitable[None]], **options: Any) -> None:
@@ -57,18 +57,18 @@ def test_what_the_engine_is_told(folder: Path) -> None:
     async def work(service: Service) -> None:
         registry = service.steering
         assert await registry.resolve(asking(), "t") is None
-        assert await registry.resolve(asking(steering={}), "t") is None
+        assert await registry.resolve(asking(features={}), "t") is None
         await service.saes.attach("one", None, None)
         number = registry.get("t").attachment.number
         assert await registry.resolve(asking(), "t") is None
-        told = await registry.resolve(asking(steering={9: 2.0, 5: -1.0, 7: 0.0}), "t")
+        told = await registry.resolve(asking(features={9: 2.0, 5: -1.0, 7: 0.0}), "t")
         assert told == Steering(number, "additive", ((5, -1.0), (9, 2.0)))
-        told = await registry.resolve(asking(steering={7: 0.0}, steering_mode="clamp"), "t")
+        told = await registry.resolve(asking(features={7: 0.0}, mode="clamp"), "t")
         assert told == Steering(number, "clamp", ((7, 0.0),))
-        assert await registry.resolve(asking(steering={7: 0.0}), "t") is None
+        assert await registry.resolve(asking(features={7: 0.0}), "t") is None
         registry.get("t").set_features({3: 1.0}, None, "steering")
         assert await registry.resolve(asking(), "t") == Steering(number, values=((3, 1.0),))
-        assert await registry.resolve(asking(steering={}), "t") is None
+        assert await registry.resolve(asking(features={}), "t") is None
         registry.get("t").enabled = False
         assert await registry.resolve(asking(), "t") is None
 
@@ -84,7 +84,7 @@ def test_control_vectors_and_features_go_together(folder: Path) -> None:
         assert await registry.resolve(asking(control_vector={"calm": 0}), "t") is None
         await service.saes.attach("one", None, None)
         number = registry.get("t").attachment.number
-        told = await registry.resolve(asking(steering={5: 1.0}, control_vector={"calm": -2}), "t")
+        told = await registry.resolve(asking(features={5: 1.0}, control_vector={"calm": -2}), "t")
         assert told == Steering(number, values=((5, 1.0),), vectors=(("calm", -2.0),))
         assert registry.confirm(asking(), told, "t") == told
         with pytest.raises(InvalidRequest, match="'calm'"):
@@ -97,7 +97,7 @@ def test_a_request_does_not_meet_another_sae_than_it_asked_for(folder: Path) -> 
     async def work(service: Service) -> None:
         registry = service.steering
         await service.saes.attach("one", None, None)
-        request = asking(steering={5: 1.0})
+        request = asking(features={5: 1.0})
         told = await registry.resolve(request, "t")
         assert registry.confirm(request, told, "t") == told
         assert registry.confirm(request, None, "t") is None

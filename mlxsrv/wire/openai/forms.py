@@ -1,7 +1,6 @@
 """The form that a request wants its answers to have: JSON, a regex, choices or a grammar.
 
-OpenAI, vLLM and llama.cpp have different fields for this. Each field becomes one of the forms here,
-which keeps the name of the field for error messages.
+OpenAI, vLLM and llama.cpp have different fields for this.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.generation.spec import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
 
 GrammarText = Annotated[str, Meta(min_length=1)]
 Regex = Annotated[str, Meta(min_length=1, extra_json_schema={"format": "regex"})]
@@ -27,40 +27,6 @@ SchemaText = Annotated[
     ),
 ]
 SchemaOrText = dict[str, Any] | SchemaText
-
-# Forms. `param` is the path of the field in the request.
-
-
-class JSONForm(Struct, frozen=True):
-    """JSON that a schema describes; with `compact`, without whitespace between its parts."""
-
-    param: str
-    schema: dict[str, Any]
-    compact: bool = False
-
-
-class RegexForm(Struct, frozen=True):
-    """A text that the whole regex matches."""
-
-    param: str
-    regex: str
-
-
-class ChoiceForm(Struct, frozen=True):
-    """Exactly one of the choices."""
-
-    param: str
-    choices: list[str]
-
-
-class GrammarForm(Struct, frozen=True):
-    """A text that a grammar describes, in GBNF or Lark."""
-
-    param: str
-    text: str
-
-
-Form = JSONForm | RegexForm | ChoiceForm | GrammarForm
 
 # Fields.
 

@@ -8,8 +8,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.generation_request import TokenId
-from mlxsrv.wire.requests import ChatRequest, Message, Tool, check_ending
+from mlxsrv.wire.openai.generation_request import TokenId
+from mlxsrv.wire.openai.messages import Message
+from mlxsrv.wire.openai.requests import ChatRequest, Tool, check_ending
 
 # Requests.
 

@@ -7,14 +7,13 @@ from itertools import product
 import pytest
 
 from mlxsrv.errors import InvalidRequest, ServeError
-from mlxsrv.generation import Answer, FinishReason, TokenScore, ToolUse, Usage
-from mlxsrv.wire.openai import (
-    Identity,
+from mlxsrv.generation.outputs import Answer, FinishReason, Identity, TokenScore, ToolUse, Usage
+from mlxsrv.wire.openai.answers import (
     chat_completion,
     error_response,
     text_completion,
 )
-from mlxsrv.wire.tokens import DetokenizeResponse, TokenizeResponse, TokenPiece
+from mlxsrv.wire.openai.tokens import DetokenizeResponse, TokenizeResponse, TokenPiece
 from tests.support.schemas import Body, as_sent, check_chat, check_schema, check_text
 
 WHO = Identity("chatcmpl-" + "0" * 32, 1_790_000_000, "org/name", "mlxsrv-1")

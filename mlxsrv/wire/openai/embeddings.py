@@ -11,9 +11,10 @@ import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
-from mlxsrv.generation import Vectors
+from mlxsrv.generation.outputs import Vectors
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.generation_request import Count, NotEmpty, PositiveInt, TokenId, User
+from mlxsrv.wire.openai.generation_request import Count, PositiveInt, TokenId, User
+from mlxsrv.wire.steering import NotEmpty
 
 MOST_TEXTS = 2048
 

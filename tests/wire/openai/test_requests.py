@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, ServeError
 from mlxsrv.errors import UnsupportedParameter as Unsupported
-from mlxsrv.wire.constraints import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
+from mlxsrv.generation.spec import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.requests import (
+from mlxsrv.wire.openai.requests import (
     CHAT_REQUESTS,
     COMPLETION_REQUESTS,
     ChatRequest,
     CompletionRequest,
     NamedTool,
 )
-from mlxsrv.wire.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS
+from mlxsrv.wire.openai.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS
 from tests.support.bodies import JSON_SCHEMA, KINDS, Kind, chat, completion, message, tool
 from tests.support.effort import examples
 from tests.support.schemas import Body

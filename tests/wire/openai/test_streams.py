@@ -13,10 +13,11 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 from openai.types.chat import ChatCompletionChunk
 
 from mlxsrv.errors import EngineFailed
-from mlxsrv.generation import Answer, Channel, TokenScore, ToolUse, Usage
-from mlxsrv.wire.generation_request import StreamOptions
-from mlxsrv.wire.openai import Identity, chat_completion, text_completion
-from mlxsrv.wire.streams import ChatStream, CompletionStream, Stream, UsageMode, usage_mode
+from mlxsrv.generation.outputs import Answer, Channel, Ended, Identity, TokenScore, ToolUse, Usage
+from mlxsrv.wire.dialect import Stream
+from mlxsrv.wire.openai.answers import chat_completion, text_completion
+from mlxsrv.wire.openai.generation_request import StreamOptions
+from mlxsrv.wire.openai.streams import ChatStream, CompletionStream, UsageMode, usage_mode
 from tests.support.schemas import (
     Body,
     as_sent,
@@ -96,7 +97,7 @@ def tell(stream: Stream, told: list[Told], *, scored: bool, order: list[int]) ->
     for script in scripts:
         data += b"".join(step() for step in script)
     for i in range(len(told)):
-        data += stream.end(i, "stop", USAGE if i == len(told) - 1 else None)
+        data += stream.end(Ended(i, "stop", USAGE if i == len(told) - 1 else None))
     return data
 
 
@@ -234,7 +235,9 @@ def test_each_choice_of_a_chat_is_opened_once() -> None:
 
 def test_all_chunks_share_their_identity() -> None:
     for stream in (ChatStream(WHO, "asked"), CompletionStream(WHO, "asked")):
-        data = stream.opening() + stream.text(0, "content", "a") + stream.end(0, "stop", USAGE)
+        data = (
+            stream.opening() + stream.text(0, "content", "a") + stream.end(Ended(0, "stop", USAGE))
+        )
         for chunk in read_chunks(data):
             shared = ("id", "created", "model", "system_fingerprint")
             assert Identity(*(chunk[name] for name in shared)) == WHO
@@ -284,7 +287,7 @@ def test_a_scored_stream_scores_each_text_chunk_and_no_other(
 ) -> None:
     stream = kind(WHO, "unasked", scored=True)
     texts = stream.text(0, "content", "a", [SCORE]) + stream.text(0, "content", "b")
-    chunks = read_chunks(stream.opening() + texts + stream.end(0, "stop", USAGE))
+    chunks = read_chunks(stream.opening() + texts + stream.end(Ended(0, "stop", USAGE)))
     scored = [chunk["choices"][0]["logprobs"] for chunk in chunks]
     *opening, full, empty, end, usage = scored
     assert [*opening, end, usage] == [None] * (len(opening) + 2)
@@ -325,7 +328,7 @@ def test_usage_is_told_once_or_not_at_all(
     data = stream.opening() + stream.text(0, "content", "a")
     for choice in reversed(range(choices)):
         assert b"[DONE]" not in data
-        data += stream.end(choice, "length", USAGE if choice == 0 else None)
+        data += stream.end(Ended(choice, "length", USAGE if choice == 0 else None))
     chunks = read_chunks(data)
     usages = [chunk.get("usage", "absent") for chunk in chunks]
     told = {
@@ -358,7 +361,7 @@ def test_an_error_ends_what_is_open(
     kind: type[ChatStream] | type[CompletionStream], choices: int, mode: UsageMode
 ) -> None:
     stream = kind(WHO, mode, choices=choices)
-    data = stream.end(0, "stop", None) if choices > 1 else b""
+    data = stream.end(Ended(0, "stop")) if choices > 1 else b""
     *_, last = read_chunks(data + stream.error(EngineFailed("the engine has failed")))
     assert last["error"] == {
         "message": "the engine has failed",
@@ -373,9 +376,9 @@ def test_an_error_ends_what_is_open(
 
 def test_a_choice_ends_once() -> None:
     stream = ChatStream(WHO, "never", choices=2)
-    stream.end(0, "stop", None)
+    stream.end(Ended(0, "stop"))
     with pytest.raises(KeyError):
-        stream.end(0, "stop", None)
+        stream.end(Ended(0, "stop"))
 
 
 def test_a_completion_calls_no_tools() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
@@ -12,16 +12,14 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation import Channel, FinishReason, TokenScore, Usage
-from mlxsrv.wire.generation_request import StreamOptions
-from mlxsrv.wire.logprobs import ChatLogprobs, TextLogprobs, TextScores, chat_logprobs
-from mlxsrv.wire.openai import (
+from mlxsrv.generation.outputs import Channel, Ended, Identity, TokenScore, Usage
+from mlxsrv.wire.dialect import Stream
+from mlxsrv.wire.openai.answers import (
     ChatChunk,
     ChunkChoice,
     ChunkReason,
     Delta,
     FunctionDelta,
-    Identity,
     TextChoice,
     TextCompletion,
     ToolCallDelta,
@@ -29,8 +27,10 @@ from mlxsrv.wire.openai import (
     error_response,
     make_text_completion,
 )
-from mlxsrv.wire.sse import DONE, PLACEHOLDER, frame, text_frames
-from mlxsrv.wire.timings import TimingsBody
+from mlxsrv.wire.openai.generation_request import StreamOptions
+from mlxsrv.wire.openai.logprobs import ChatLogprobs, TextLogprobs, TextScores, chat_logprobs
+from mlxsrv.wire.openai.timings import TimingsBody
+from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
 
 UsageMode = Literal["asked", "continuous", "unasked", "never"]
 
@@ -55,9 +55,8 @@ def usage_mode(options: StreamOptions | None) -> UsageMode:
 TextFrames = Callable[[str], bytes]
 
 
-class Stream(ABC):
-    """The frames of one streamed response, in the order that clients rely on: `opening`, then any
-    number of pieces of each choice and its `end`. `error` ends all choices that are still open.
+class OpenAIStream(Stream):
+    """The frames of a response that may have several choices, scores, and usage on each chunk.
 
     Args:
         identity: what all chunks share.
@@ -90,16 +89,17 @@ class Stream(ABC):
 
     @property
     def live(self) -> bool:
-        """Whether chunks tell the usage or the time so far. The caller must then `carry` it."""
         return self._timed or self._mode == "continuous"
 
     def carry(self, usage: Usage) -> None:
-        """Set the usage and the timings that the next chunks have."""
         if self._mode == "continuous":
             self._usage = UsageBody.of(usage)
         if self._timed:
             self._timings = TimingsBody.of(usage)
         self._encode_templates()
+
+    def keepalive(self) -> bytes:
+        return KEEPALIVE
 
     @abstractmethod
     def _encode_templates(self) -> None:
@@ -108,57 +108,17 @@ class Stream(ABC):
         Called at the start, and whenever the usage or the timings on the chunks change.
         """
 
-    @abstractmethod
-    def opening(self) -> bytes: ...
 
-    @abstractmethod
-    def text(
-        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
-    ) -> bytes: ...
-
-    def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
-        """The head of tool call `index` of a choice. Only a chat has tools."""
-        raise NotImplementedError
-
-    def arguments(self, choice: int, index: int, text: str) -> bytes:
-        """More of the arguments of a tool call whose head has been sent."""
-        raise NotImplementedError
-
-    @abstractmethod
-    def prompt(self, choice: int, tokens: Sequence[int]) -> bytes:
-        """The token ids of a choice's prompt. They come before its other pieces."""
-
-    @abstractmethod
-    def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
-        """Ids of generated tokens. Their text has its own chunks."""
-
-    @abstractmethod
-    def end(
-        self, choice: int, reason: FinishReason, usage: Usage | None, stop: str | None = None
-    ) -> bytes:
-        """The end of one choice; with `usage` also of the stream.
-
-        Args:
-            stop: the stop string that ended the choice, if one did.
-        """
-
-    @abstractmethod
-    def error(self, error: ServeError) -> bytes:
-        """The end of the stream, and of every choice that has not ended yet."""
-
-
-class ChunkStream(Stream):
+class ChunkStream(OpenAIStream):
     """OpenAI's chunks, then `[DONE]`."""
 
     @abstractmethod
     def _empty(self, choices: Iterable[int], reason: ChunkReason) -> ChatChunk | TextCompletion:
         """A chunk without text."""
 
-    def end(
-        self, choice: int, reason: FinishReason, usage: Usage | None, stop: str | None = None
-    ) -> bytes:
-        del self._open[choice]
-        last = self._empty([choice], reason)
+    def end(self, ended: Ended) -> bytes:
+        del self._open[ended.choice]
+        last, usage = self._empty([ended.choice], ended.reason), ended.usage
         if usage is None:
             return frame(last)
         timings = TimingsBody.of(usage)

@@ -12,28 +12,32 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.generation import SteeringMode
-from mlxsrv.wire.constraints import (
+from mlxsrv.generation.spec import (
     ChoiceForm,
-    Choices,
     Form,
+    GenerationSpec,
     GrammarForm,
-    GrammarText,
     JSONForm,
-    Regex,
+    PromptSpec,
     RegexForm,
+    SamplingWishes,
+)
+from mlxsrv.wire.openai.forms import (
+    Choices,
+    GrammarText,
+    Regex,
     SchemaOrText,
     StructuredOutputs,
     read_schema,
     structured_forms,
 )
+from mlxsrv.wire.steering import SteeringFields, check_steering
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 PositiveInt = Annotated[int, Meta(ge=1)]
 # Clients of many servers send -1 for no limit.
 Count = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]
-NotEmpty = Annotated[str, Meta(min_length=1)]
 # Bounds that no honest request reaches: else only the size of the body would be one.
 StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 BadWord = Annotated[str, Meta(pattern=r"\S", max_length=1000)]
@@ -43,9 +47,6 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Likeliest = Annotated[int, Meta(ge=0, le=20)]
-# Which features exist depends on the SAE. 1,000 directions are some megabytes a request.
-Features = Annotated[dict[int, Annotated[float, Meta(ge=-200, le=200)]], Meta(max_length=1000)]
-Scale = Annotated[float, Meta(ge=-100, le=100)]
 
 
 class StreamOptions(Struct, frozen=True):
@@ -53,7 +54,7 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Struct, frozen=True, kw_only=True):
+class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
     """The fields of chats, text completions and infills. None: the default is used."""
 
     model: str | None = None
@@ -85,10 +86,6 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
     grammar: str | None = None
     json_schema: SchemaOrText | None = None
-    profile: NotEmpty | None = None
-    steering: Features | None = None
-    steering_mode: SteeringMode | None = None
-    control_vector: NotEmpty | Annotated[dict[NotEmpty, Scale], Meta(max_length=100)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     prompt_logprobs: Likeliest | None = None
@@ -141,11 +138,6 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         return None
 
     @property
-    def echoes(self) -> bool:
-        """Whether each answer begins with its prompt."""
-        return False
-
-    @property
     def forms(self) -> list[Form]:
         """The forms that the request asks for. A decoded request has at most one.
 
@@ -166,6 +158,42 @@ class GenerationRequest(Struct, frozen=True, kw_only=True):
         if self.structured_outputs is not None:
             forms.extend(structured_forms(self.structured_outputs))
         return forms
+
+    def make_spec(self, prompt: PromptSpec) -> GenerationSpec:
+        """Return what the request asks for, with a prompt that its own kind makes."""
+        return GenerationSpec(
+            prompt=prompt,
+            model=self.model,
+            sampling=SamplingWishes(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                frequency_penalty=self.frequency_penalty,
+                presence_penalty=self.presence_penalty,
+                repetition_penalty=self.repetition,
+                logit_bias=self.logit_bias or {},
+                seed=self.seed,
+            ),
+            steering=self.steering_wishes,
+            form=next(iter(self.forms), None),
+            stops=self.stops,
+            limit=self.limit,
+            min_tokens=self.min_tokens or 0,
+            ignore_eos=bool(self.ignore_eos),
+            stop_token_ids=self.stop_token_ids or (),
+            allowed_token_ids=self.allowed_token_ids or (),
+            bad_words=self.bad_words or (),
+            truncate=self.truncate_prompt_tokens,
+            choices=self.choices,
+            logprobs=self.likeliest,
+            prompt_logprobs=self.prompt_logprobs,
+            tells_tokens=bool(self.return_token_ids),
+            names_ids=bool(self.return_tokens_as_token_ids),
+            timed=self.timed,
+            streamed=bool(self.stream),
+            user=self.user,
+        )
 
 
 SPELLINGS: Mapping[str, tuple[str, ...]] = {
@@ -245,26 +273,13 @@ def _check_stream(request: GenerationRequest) -> None:
         raise InvalidRequest(f"{path}: needs include_usage to be true", param=path)
 
 
-def _check_steering(request: GenerationRequest) -> None:
-    if request.profile is not None and request.steering is not None:
-        raise InvalidRequest(
-            "steering: cannot be combined with profile, which has its own steering",
-            param="steering",
-        )
-    if request.steering_mode is not None and request.steering is None:
-        raise InvalidRequest(
-            "steering_mode: needs steering, whose mode it is",
-            param="steering_mode",
-        )
-
-
 def check_generation(request: GenerationRequest, *, echo: bool = False) -> None:
     """Raises InvalidRequest if fields that all kinds have do not go together."""
     _check_limits(request, echo=echo)
     _check_spellings(request)
     _check_forms(request)
     _check_stream(request)
-    _check_steering(request)
+    check_steering(request)
 
 
 def idle_options(request: GenerationRequest) -> list[str]:

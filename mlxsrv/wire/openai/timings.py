@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, Struct, UnsetType
 
-from mlxsrv.generation import Usage
+from mlxsrv.generation.outputs import Usage
 
 
 class TimingsBody(Struct, frozen=True, kw_only=True):

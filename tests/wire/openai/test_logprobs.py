@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.generation import TokenScore
-from mlxsrv.wire.logprobs import TextScores, chat_logprobs
+from mlxsrv.generation.outputs import TokenScore
+from mlxsrv.wire.openai.logprobs import TextScores, chat_logprobs
 from tests.support.schemas import as_sent
 
 EURO = "€".encode()

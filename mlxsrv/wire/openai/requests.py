@@ -13,9 +13,17 @@ from typing import Annotated, Any, Literal, cast
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.wire.constraints import Form, ResponseFormat, format_forms
+from mlxsrv.generation.spec import (
+    ChatPrompt,
+    Form,
+    GenerationSpec,
+    TextPrompts,
+    ToolChoice,
+    ToolSpec,
+)
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.generation_request import (
+from mlxsrv.wire.openai.forms import ResponseFormat, format_forms
+from mlxsrv.wire.openai.generation_request import (
     GenerationRequest,
     Likeliest,
     TokenId,
@@ -23,42 +31,12 @@ from mlxsrv.wire.generation_request import (
     check_same,
     idle_options,
 )
+from mlxsrv.wire.openai.messages import Message, read_messages
 
 # `$` alone would let a newline follow.
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(?!\n)$")]
 
 # Chat.
-
-
-class ContentPart(Struct, frozen=True):
-    type: str
-    text: str | None = None
-
-
-class FunctionCall(Struct, frozen=True):
-    name: str
-    arguments: str = ""
-
-
-class ToolCall(Struct, frozen=True):
-    function: FunctionCall
-    id: str | None = None
-    type: Literal["function"] = "function"
-
-
-class Message(Struct, frozen=True):
-    """One turn. Thoughts come back under either of the two names they are sent by, and an old
-    client's call is in `function_call`."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | Annotated[list[ContentPart], Meta(max_length=10_000)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Meta(max_length=1000)] | None = None
-    tool_call_id: str | None = None
-    function_call: FunctionCall | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    refusal: str | None = None
 
 
 class Function(Struct, frozen=True, omit_defaults=True):
@@ -69,8 +47,15 @@ class Function(Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def spec(self) -> ToolSpec:
+        return ToolSpec(
+            name=self.name,
+            description=self.description,
+            parameters=self.parameters,
+            strict=self.strict,
+        )
 
-# Fields in the order of the templates' own examples: `msgspec.to_builtins` keeps it for them.
+
 class Tool(Struct, frozen=True):
     type: Literal["function"]
     function: Function
@@ -123,6 +108,33 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     def forms(self) -> list[Form]:
         return [*super().forms, *format_forms(self.response_format)]
 
+    @property
+    def choice(self) -> ToolChoice:
+        """Whether the model must call a tool."""
+        if isinstance(self.tool_choice, NamedTool):
+            return ToolChoice("required", (self.tool_choice.function.name,))
+        return ToolChoice(self.tool_choice or "auto")
+
+    def spec(self) -> GenerationSpec:
+        """Return what the request asks for.
+
+        Raises:
+            InvalidRequest, MissingParameter, UnsupportedParameter: a message cannot be read.
+        """
+        prompt = ChatPrompt(
+            messages=read_messages(self.messages),
+            tools=[tool.function.spec() for tool in self.tools or ()],
+            tool_choice=self.choice,
+            parallel=self.parallel_tool_calls is not False,
+            variables=self.chat_template_kwargs or {},
+            thinking=self.thinking,
+            effort=self.effort,
+            continues=bool(self.continue_final_message),
+            answers=self.add_generation_prompt is not False,
+            template=self.chat_template,
+        )
+        return self.make_spec(prompt)
+
 
 # Text.
 
@@ -146,10 +158,6 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         return self.logprobs
 
     @property
-    def echoes(self) -> bool:
-        return bool(self.echo)
-
-    @property
     def all_choices(self) -> int:
         return self.choices * len(self.prompts)
 
@@ -161,6 +169,17 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
         if isinstance(self.prompt[0], int):
             return [cast(list[int], self.prompt)]
         return cast(list[str | list[int]], self.prompt)
+
+    def spec(self) -> GenerationSpec:
+        """Return what the request asks for."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        prompt = TextPrompts(
+            prompts=self.prompts,
+            places=["prompt"] if one else [f"prompt[{i}]" for i in range(len(self.prompt))],
+            suffix=self.suffix or "",
+            echo=bool(self.echo),
+        )
+        return self.make_spec(prompt)
 
 
 # Checks.

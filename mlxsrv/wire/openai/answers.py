@@ -13,8 +13,9 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation import Answer, FinishReason, ToolUse, Usage
-from mlxsrv.wire.logprobs import (
+from mlxsrv.generation.outputs import Answer, FinishReason, Identity, ToolUse, Usage
+from mlxsrv.wire.dialect import ErrorShape
+from mlxsrv.wire.openai.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
     TextLogprobs,
@@ -22,7 +23,7 @@ from mlxsrv.wire.logprobs import (
     chat_logprobs,
     prompt_logprobs,
 )
-from mlxsrv.wire.timings import TimingsBody
+from mlxsrv.wire.openai.timings import TimingsBody
 
 
 class ErrorBody(Struct, frozen=True):
@@ -36,8 +37,12 @@ class ErrorResponse(Struct, frozen=True):
     error: ErrorBody
 
 
-def error_response(error: ServeError) -> ErrorResponse:
+def error_response(error: ServeError, request_id: str = "") -> ErrorResponse:
     return ErrorResponse(ErrorBody(error.message, error.type, error.param, error.code))
+
+
+ERRORS = ErrorShape(ErrorResponse, error_response)
+"""It also answers where there is no route."""
 
 
 class PromptDetails(Struct, frozen=True):
@@ -66,15 +71,6 @@ class UsageBody(Struct, frozen=True):
             if usage.reasoning_tokens is None
             else CompletionDetails(usage.reasoning_tokens),
         )
-
-
-class Identity(Struct, frozen=True):
-    """The fields that all chunks of a response share."""
-
-    id: str
-    created: int
-    model: str
-    system_fingerprint: str
 
 
 # Chat.

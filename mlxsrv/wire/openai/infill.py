@@ -8,13 +8,22 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, ServeError, UnsupportedParameter
-from mlxsrv.generation import Answer, Channel, FinishReason, TokenScore, Usage
+from mlxsrv.generation.outputs import (
+    Answer,
+    Channel,
+    Ended,
+    FinishReason,
+    Identity,
+    TokenScore,
+    Usage,
+)
+from mlxsrv.generation.spec import GenerationSpec, InfillPrompt, ProjectFile
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.generation_request import GenerationRequest, check_generation
-from mlxsrv.wire.openai import ErrorBody, Identity, error_response
+from mlxsrv.wire.openai.answers import ErrorBody, error_response
+from mlxsrv.wire.openai.generation_request import GenerationRequest, check_generation
+from mlxsrv.wire.openai.streams import OpenAIStream
+from mlxsrv.wire.openai.timings import TimingsBody
 from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
-from mlxsrv.wire.streams import Stream
-from mlxsrv.wire.timings import TimingsBody
 
 # Requests.
 
@@ -37,6 +46,12 @@ class InfillRequest(GenerationRequest, frozen=True, kw_only=True):
     @property
     def timed(self) -> bool:
         return True
+
+    def spec(self) -> GenerationSpec:
+        """Return what the request asks for."""
+        files = [ProjectFile(each.filename, each.text) for each in self.input_extra or ()]
+        prompt = InfillPrompt(self.input_prefix + (self.prompt or ""), self.input_suffix, files)
+        return self.make_spec(prompt)
 
 
 NOT_HERE = {"prompt_logprobs": (None,), "return_tokens_as_token_ids": (None, False)}
@@ -117,7 +132,7 @@ def _last(
     )
 
 
-class InfillStream(Stream):
+class InfillStream(OpenAIStream):
     """Pieces of an infill. The last event is the last piece: llama.cpp sends no `[DONE]`."""
 
     def _encode_templates(self) -> None:
@@ -132,17 +147,12 @@ class InfillStream(Stream):
     ) -> bytes:
         return self._text(text)
 
-    def prompt(self, choice: int, tokens: Sequence[int]) -> bytes:
-        return b""
-
     def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
         return frame(InfillCompletion(content="", tokens=[*tokens], stop=False))
 
-    def end(
-        self, choice: int, reason: FinishReason, usage: Usage | None, stop: str | None = None
-    ) -> bytes:
-        assert usage is not None  # there is one choice
-        return frame(_last(self._identity, "", reason, stop, usage))
+    def end(self, ended: Ended) -> bytes:
+        assert ended.usage is not None  # there is one choice
+        return frame(_last(self._identity, "", ended.reason, ended.stop, ended.usage))
 
     def error(self, error: ServeError) -> bytes:
         return frame(InfillCompletion(content="", error=error_response(error).error))

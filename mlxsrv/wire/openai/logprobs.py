@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from mlxsrv.generation import PromptScore, TokenScore
+from mlxsrv.generation.outputs import PromptScore, TokenScore
 
 _LOWEST = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
 

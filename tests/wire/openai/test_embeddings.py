@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
-from mlxsrv.wire.embeddings import (
+from mlxsrv.wire.openai.embeddings import (
     EMBEDDING_REQUESTS,
     RERANK_REQUESTS,
     EmbeddingRequest,

@@ -1,0 +1,80 @@
+"""How one row of a batch is generated: sampling, bans, steering, constraint."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import msgspec
+import numpy as np
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How one row's next token is drawn from its logits. `temperature` 0 is greedy.
+
+    `frequency_penalty` and `presence_penalty` count the row's own tokens, `repetition_penalty`
+    (1: none) the prompt's as well. `logit_bias` holds (token id, what to add to its logit).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+
+class Bans(msgspec.Struct, frozen=True):
+    """Tokens that a row may not draw, unless nothing else is left.
+
+    - `min_tokens`: no end token before the row has drawn this many others.
+    - `allowed`: no token but these; empty: no limit.
+    - `words`: the last token of one of these never follows its other tokens.
+    """
+
+    min_tokens: int = 0
+    allowed: tuple[int, ...] = ()
+    words: tuple[tuple[int, ...], ...] = ()
+
+
+SteeringMode = Literal["additive", "clamp"]
+
+
+class Steering(msgspec.Struct, frozen=True):
+    """Changes to one row's hidden states; the batch's other rows are not touched.
+
+    `values` are (feature, strength) of the SAE of that attachment, sorted. `additive` adds each
+    feature's direction, multiplied by its strength. `clamp` adds as much of it as brings the
+    feature's activation to that value. `vectors` are (control vector, scale), sorted.
+    """
+
+    attachment: int = 0
+    mode: SteeringMode = "additive"
+    values: tuple[tuple[int, float], ...] = ()
+    vectors: tuple[tuple[str, float], ...] = ()
+
+
+Mask = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+class Constraint(Protocol):
+    """The tokens that a row may draw next: a grammar in some state.
+
+    Once submitted with a job, it is used by the device thread only.
+    """
+
+    @property
+    def failure(self) -> str | None:
+        """Why it cannot go on; its row fails then."""
+
+    def fill(self, mask: Mask) -> None:
+        """Clear the bits of the tokens that may not come next.
+
+        Args:
+            mask: 32 tokens a word, the lowest bit first; all bits are set when it comes.
+        """
+
+    def accept(self, token: int) -> None:
+        """Go on to the state after `token`."""

@@ -1,0 +1,248 @@
+"""What one request asks of a model, in no dialect.
+
+Each dialect in `wire/` makes a `GenerationSpec` of its requests. All that follows knows only the
+spec: prompts, constraints, the engine's jobs, steering, observers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from mlxsrv.generation.parameters import SteeringMode
+
+# The form of an answer. `param` is the path of the field that asks for it.
+
+
+class JSONForm(Struct, frozen=True):
+    """JSON that a schema describes; with `compact`, without whitespace between its parts."""
+
+    param: str
+    schema: dict[str, Any]
+    compact: bool = False
+
+
+class RegexForm(Struct, frozen=True):
+    """A text that the whole regex matches."""
+
+    param: str
+    regex: str
+
+
+class ChoiceForm(Struct, frozen=True):
+    """Exactly one of the choices."""
+
+    param: str
+    choices: list[str]
+
+
+class GrammarForm(Struct, frozen=True):
+    """A text that a grammar describes, in GBNF or Lark."""
+
+    param: str
+    text: str
+
+
+Form = JSONForm | RegexForm | ChoiceForm | GrammarForm
+
+# Prompts.
+
+
+class PastCall(Struct, frozen=True):
+    """A tool call of an earlier answer, as the client gives it back."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str | None = None
+
+
+class ChatMessage(Struct, frozen=True, kw_only=True):
+    """One message of a chat.
+
+    Attributes:
+        reasoning: the thoughts before the content, in an assistant's message.
+        calls: the tools that an assistant's message calls.
+        call_id: the call that a tool's message answers.
+    """
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str = ""
+    name: str | None = None
+    reasoning: str | None = None
+    calls: Sequence[PastCall] = ()
+    call_id: str | None = None
+
+
+class ToolSpec(Struct, frozen=True, kw_only=True):
+    """A tool that the model may call.
+
+    Attributes:
+        parameters: the JSON Schema of its arguments.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(Struct, frozen=True):
+    """Whether the model must call a tool.
+
+    Attributes:
+        only: names of the tools that may be called; empty: all.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    only: tuple[str, ...] = ()
+
+
+class ChatPrompt(Struct, frozen=True, kw_only=True):
+    """A chat, which the model's chat template writes.
+
+    Attributes:
+        parallel: whether an answer may call more than one tool.
+        variables: the template's, which the client sets.
+        thinking: whether the model shall think, if the request says so.
+        effort: how much it shall think, if the request says so.
+        continues: the answer continues the last message.
+        answers: the beginning of an answer follows the messages.
+        template: a client's template, in place of the model's.
+    """
+
+    messages: Sequence[ChatMessage]
+    tools: Sequence[ToolSpec] = ()
+    tool_choice: ToolChoice = ToolChoice()
+    parallel: bool = True
+    variables: Mapping[str, Any] = {}
+    thinking: bool | None = None
+    effort: str | None = None
+    continues: bool = False
+    answers: bool = True
+    template: str | None = None
+
+
+class TextPrompts(Struct, frozen=True, kw_only=True):
+    """Texts, or their token ids, that the model continues.
+
+    Attributes:
+        places: the path of each prompt in the request.
+        suffix: the text that follows each answer; "": none.
+        echo: whether each answer begins with its prompt.
+    """
+
+    prompts: Sequence[str | list[int]]
+    places: Sequence[str]
+    suffix: str = ""
+    echo: bool = False
+
+
+class ProjectFile(Struct, frozen=True):
+    """Another file of the project, which the text to be filled in may refer to."""
+
+    name: str
+    text: str
+
+
+class InfillPrompt(Struct, frozen=True):
+    """The text before and after a gap, which the model fills."""
+
+    prefix: str
+    suffix: str
+    files: Sequence[ProjectFile] = ()
+
+
+PromptSpec = ChatPrompt | TextPrompts | InfillPrompt
+
+# The whole.
+
+
+class SamplingWishes(Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. None: the model's own default is used."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = {}
+    seed: int | None = None
+
+
+class SteeringWishes(Struct, frozen=True, kw_only=True):
+    """How hidden states are changed: by a stored profile or by features, and by control vectors.
+
+    None: the model's default is used.
+    """
+
+    profile: str | None = None
+    features: Mapping[int, float] | None = None
+    mode: SteeringMode | None = None
+    control_vector: str | Mapping[str, float] | None = None
+
+
+class GenerationSpec(Struct, frozen=True, kw_only=True):
+    """One request for text.
+
+    Attributes:
+        model: the name of a model; None: the default model.
+        stops: strings that end an answer.
+        limit: how many tokens an answer may have, if the request says so.
+        truncate: how many of a prompt's last tokens are read; None: all; -1: as many as fit.
+        choices: how many answers to each prompt.
+        logprobs: how many tokens are scored beside each token of an answer; None: no scores.
+        prompt_logprobs: the same for the prompt.
+        tells_tokens: whether the ids of the prompt and of generated tokens are told.
+        names_ids: whether tokens in log-probabilities are named by their ids.
+        timed: whether the time that prompt and answer took is told.
+        streamed: whether the answer is sent while it is written.
+        user: the client's name for its user, for the log.
+        paths: where a field stands in the request, if its path there is not the one that chat
+            completions have: {"messages": "input"}.
+    """
+
+    prompt: PromptSpec
+    model: str | None = None
+    sampling: SamplingWishes = SamplingWishes()
+    steering: SteeringWishes = SteeringWishes()
+    form: Form | None = None
+    stops: Sequence[str] = ()
+    limit: int | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] = ()
+    bad_words: Sequence[str] = ()
+    truncate: int | None = None
+    choices: int = 1
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    tells_tokens: bool = False
+    names_ids: bool = False
+    timed: bool = False
+    streamed: bool = False
+    user: str | None = None
+    paths: Mapping[str, str] = {}
+
+    @property
+    def all_choices(self) -> int:
+        """How many answers to all prompts together."""
+        prompts = len(self.prompt.prompts) if isinstance(self.prompt, TextPrompts) else 1
+        return self.choices * prompts
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.prompt, ChatPrompt)
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each answer begins with its prompt."""
+        return isinstance(self.prompt, TextPrompts) and self.prompt.echo
+
+    def path(self, field: str) -> str:
+        """Return where in the request a field of chat completions stands, for error messages."""
+        return self.paths.get(field, field)
