@@ -78,14 +78,19 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
 class ToolSpec(Struct, frozen=True, kw_only=True):
     """A tool that the model may call.
 
+    A tool with a free text as its input (a custom tool) is a function with the one string parameter
+    `input`, and `parameters` say so.
+
     Attributes:
         parameters: the JSON Schema of its arguments.
+        input_form: the grammar that such a text follows, if the tool has one: a regex or Lark.
     """
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
     strict: bool | None = None
+    input_form: RegexForm | GrammarForm | None = None
 
 
 class ToolChoice(Struct, frozen=True):
