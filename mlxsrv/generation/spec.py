@@ -114,6 +114,8 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         effort: how much it shall think, if the request says so.
         continues: the answer continues the last message.
         answers: the beginning of an answer follows the messages.
+        reminds: a system message may stand anywhere. Where the template cannot read it in its
+            place, it becomes a reminder there, in a message of the user's.
         template: a client's template, in place of the model's.
     """
 
@@ -126,6 +128,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
     effort: str | None = None
     continues: bool = False
     answers: bool = True
+    reminds: bool = False
     template: str | None = None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from jinja2 import TemplateError
@@ -113,6 +113,25 @@ class ChatTemplate:
             return str(self._apply(list(chat.messages[:1]), tokenize=False, **variables))
         except Exception:  # a template may raise anything
             return None
+
+    @cached_property
+    def reads_late_system(self) -> bool:
+        """Whether the template writes a system message where it stands, after other messages.
+
+        Some refuse it, some leave it out, and some move it to the front, which changes the prompt
+        of all turns before it.
+        """
+        if not self.exists:
+            return False
+        roles = ("system", "user", "system", "assistant", "user", "system")
+        texts = [f"mlxsrv-{number}" for number in range(len(roles))]
+        chat = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
+        try:
+            written = str(self._apply(chat, tokenize=False, add_generation_prompt=True))
+        except Exception:  # a template may raise anything
+            return False
+        places = [written.find(text) for text in texts]
+        return -1 not in places and places == sorted(places)
 
     def turn_ends(self) -> set[int]:
         """Return the end-of-turn token that the template writes behind an assistant's message."""

@@ -13,7 +13,14 @@ from mlxsrv.generation.spec import ChatPrompt, GenerationSpec, InfillPrompt, Tex
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
-from mlxsrv.prompts.messages import Chat, plain_message, plain_tool
+from mlxsrv.prompts.messages import (
+    Chat,
+    PlainMessage,
+    as_reminders,
+    has_late_system,
+    plain_message,
+    plain_tool,
+)
 from mlxsrv.text.tools import ToolCalls, ToolDialect
 
 if TYPE_CHECKING:
@@ -81,7 +88,7 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
             param=path,
         )
     chat = Chat(
-        messages=[plain_message(message) for message in asked.messages],
+        messages=_messages(asked, tokenizer),
         variables=_variables(spec, asked, tokenizer),
         continue_final=asked.continues,
         answers=asked.answers,
@@ -100,6 +107,13 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
         constraint=_prepared(chat_constraint(spec, asked, dialect), tokenizer),
         bans=_bans(spec, tokenizer),
     )
+
+
+def _messages(asked: ChatPrompt, tokenizer: Tokenizer) -> list[PlainMessage]:
+    messages = [plain_message(message) for message in asked.messages]
+    if not asked.reminds or not has_late_system(messages) or asked.template is not None:
+        return messages
+    return messages if tokenizer.chat_template.reads_late_system else as_reminders(messages)
 
 
 def _variables(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> dict[str, Any]:
