@@ -48,6 +48,7 @@ class Blocks:
         vocabulary: entries of a row.
         small: the vocabulary is so small that blocks are of no use.
         logits: `(rows, width)`. A large vocabulary is padded to whole blocks with minus infinity.
+        highest: each row's highest logit `(rows, 1)`; NaN if one of its logits is NaN.
 
     Args:
         logits: `(rows, vocabulary)`.
@@ -61,17 +62,12 @@ class Blocks:
             logits = mx.pad(logits, [(0, 0), (0, surplus)], constant_values=-mx.inf)
         self.logits = logits
         self._maxima: dict[int, mx.array] = {1: logits}  # by the size of the groups
+        self.highest = (logits if self.small else self.maxima).max(axis=-1, keepdims=True)
 
     @property
     def maxima(self) -> mx.array:
         """The maximum of each block `(rows, blocks)`; NaN if one of its entries is NaN."""
         return self._reduce(SIZE)
-
-    @property
-    def highest(self) -> mx.array:
-        """Each row's highest logit `(rows, 1)`; NaN if one of its logits is NaN."""
-        entries = self.logits if self.small else self.maxima
-        return entries.max(axis=-1, keepdims=True)
 
     def log_total(self) -> mx.array:
         """Return the logarithm of the sum of each row's exponentials `(rows, 1)`. MLX's CPU back
@@ -87,10 +83,8 @@ class Blocks:
         """Return the blocks of these rows."""
         taken = Blocks.__new__(Blocks)
         taken.vocabulary, taken.small = self.vocabulary, self.small
-        if not self.small:
-            self._reduce(SIZE)  # once, for all parts
         taken._maxima = {size: maxima[rows] for size, maxima in self._maxima.items()}
-        taken.logits = taken._maxima[1]
+        taken.logits, taken.highest = taken._maxima[1], self.highest[rows]
         return taken
 
     def likeliest(self) -> mx.array:
@@ -208,11 +202,12 @@ def sum_blocks(values: mx.array) -> mx.array:
 
 
 def sum_rows(values: mx.array) -> mx.array:
-    """Return sums `(rows,)` of values `(rows, width)`. Zeros at the end of rows do not change how
+    """Return sums `(..., 1)` of values `(..., width)`. Zeros at the end of rows do not change how
     a sum is rounded; the inner loop of the first step runs along memory and is vectorised."""
     if surplus := -values.shape[-1] % _STRIPE:
-        values = mx.pad(values, [(0, 0), (0, surplus)])
-    return values.reshape(values.shape[0], -1, _STRIPE).sum(axis=1).sum(axis=-1)
+        values = mx.pad(values, [*[(0, 0)] * (values.ndim - 1), (0, surplus)])
+    striped = mx.unflatten(values, -1, (-1, _STRIPE))
+    return striped.sum(axis=-2, keepdims=True).sum(axis=-1)
 
 
 def take_blocks(values: mx.array, blocks: mx.array, size: int) -> mx.array:

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
-from math import exp, inf, log
+from math import exp, floor, inf, log
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -65,7 +65,7 @@ _SLACK = 1 + 2**-10  # covers the rounding errors of the upper bounds
 
 _DRAWS = 10  # of a sampling round from few candidates: 0.2**10 is less than once in a million times
 _MOST_ROUNDS = 40  # with one draw each, for any top_p
-_MOST_NUMBERS = 100  # 10 rounds of 10 draws of one number, or 40 single draws of two
+_MOST_SETS = 10  # of `_DRAWS` numbers: 10 rounds of 10 draws of one, or 40 single draws of two
 _GRID = 128  # points of an integral
 _ORDERED = 256  # candidates: sorting fewer costs less than a group for each top_k
 
@@ -173,12 +173,11 @@ class _Random:
         rows: their parameters.
         drawn: how many tokens each has drawn already.
         ahead: steps for which random numbers are made at once.
-        numbers: random numbers of a token. This is a constant of the method, because their values
-            depend on how many are made.
+        numbers: random numbers of a token that the method needs, besides those of sampling rounds.
     """
 
     def __init__(
-        self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int, numbers: int
+        self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int, numbers: int = 1
     ) -> None:
         self._temperatures = _column([row.temperature for row in rows])
         self._base = _column([exp(1 / max(row.temperature, _STEEP)) for row in rows])
@@ -189,8 +188,11 @@ class _Random:
         self._top_p = _column(
             [1 - (1 - row.top_p) * (1 + _ROUNDING) if row.top_p < 1 else inf for row in rows]
         )
+        self._limit = self._top_p[:, None]
         cut = [row.top_p for row in rows if row.top_p < 1]
         self._rounds = max((_count_rounds(top_p, _DRAWS) for top_p in cut), default=0)
+        self._draws = _count_draws(min(cut, default=1.0))
+        numbers = max(numbers, self._rounds * _DRAWS)
         self._uniforms = _Uniforms([row.seed for row in rows], drawn, ahead, numbers)
 
     def _weigh(self, blocks: Blocks) -> mx.array:
@@ -210,21 +212,24 @@ class _Random:
         """
         left = _zero_unless(weights, weights >= self._min_p) if self._has_min_p else weights
         numbers = self._uniforms.next()
+        # Arrays are (rows, draws, candidates) from here on, so few operations only change shapes.
+        weights, left = weights[:, None], left[:, None]
         if not self._rounds:
-            return _draw_indices(left, numbers[:, :1])
-        limit = self._top_p * sum_rows(weights)[:, None]
+            return _draw_indices(left, numbers[0][:, :1]).squeeze(-1)
+        limit = self._limit * sum_rows(weights)
         drawn: list[mx.array] = []
         within: list[mx.array] = []
         for i in range(self._rounds):
-            indices = _draw_indices(left, numbers[:, i * _DRAWS : (i + 1) * _DRAWS])
+            indices = _draw_indices(left, numbers[i][:, : self._draws])
             reached = mx.take_along_axis(weights, indices, axis=-1)
             drawn.append(indices)
             within.append(_sum_heavier(weights, reached) < limit)
-            left = _zero_unless(left, weights > reached.max(axis=-1, keepdims=True))
+            if i + 1 < self._rounds:
+                left = _zero_unless(left, weights > reached.max(axis=1, keepdims=True))
         likeliest = mx.argmax(weights, axis=-1, keepdims=True)
         return _take_accepted(
-            mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1), likeliest
-        )
+            mx.concatenate(drawn, axis=1), mx.concatenate(within, axis=1), likeliest
+        ).squeeze(-1)
 
     def _exponentiate(self, lower: mx.array) -> mx.array:
         """Return weights for logits minus the highest one. MLX's CPU back end computes powers in a
@@ -236,7 +241,7 @@ class _TopK(_Random):
     """Rows with a top-k: each below `_ORDERED`, or all with the same one."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
-        super().__init__(rows, drawn, ahead, _MOST_NUMBERS)
+        super().__init__(rows, drawn, ahead)
         counts = [_count_candidates(row) for row in rows]
         self._most = max(counts)
         self._counts = None if min(counts) == self._most else mx.array(counts)[:, None]
@@ -267,7 +272,8 @@ class _Unfiltered(_Random):
             return self._draw_filtered(self._weigh(blocks))
         lower = blocks.logits - blocks.highest
         bounds = self._bound_weights(lower)
-        numbers = self._uniforms.next().reshape(-1, _TRIES, _NUMBERS)
+        numbers = mx.concatenate(self._uniforms.next(), axis=1)[:, : _TRIES * _NUMBERS]
+        numbers = numbers.reshape(-1, _TRIES, _NUMBERS)
         drawn = _draw_by_blocks(bounds, sum_blocks(bounds), numbers[..., 0], numbers[..., 1])
         bound = mx.take_along_axis(bounds, drawn, axis=-1) * _SLACK
         weights = mx.exp(mx.take_along_axis(lower, drawn, axis=-1) / self._temperatures)
@@ -286,8 +292,8 @@ class _TopP(_Random):
     """Rows with top-p and without top-k."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
-        super().__init__(rows, drawn, ahead, _MOST_NUMBERS)
         self._single_rounds = max(_count_rounds(row.top_p, 1) for row in rows)
+        super().__init__(rows, drawn, ahead, 2 * self._single_rounds)
 
     def draw(self, blocks: Blocks) -> mx.array:
         if blocks.small:
@@ -299,11 +305,11 @@ class _TopP(_Random):
         if self._has_min_p:
             left = _zero_unless(weights, weights >= self._min_p)
             sums = sum_blocks(left)
-        numbers = self._uniforms.next()
+        numbers = mx.concatenate(self._uniforms.next(), axis=1)
         drawn: list[mx.array] = []
         within: list[mx.array] = []
         for i in range(self._single_rounds):
-            [first, second] = (numbers[:, 2 * i + j, None] for j in (0, 1))
+            [first, second] = (numbers[:, 2 * i + j] for j in (0, 1))
             token = _draw_by_blocks(left, sums, first, second)
             left = _zero_unless(left, left > mx.take_along_axis(weights, token, axis=-1))
             sums = sum_blocks(left)
@@ -329,8 +335,15 @@ _LEAST_BITS = -127.0 * 2**23  # added to these, gives the bits of 0.0
 class _Uniforms:
     """Random numbers in [0, 1), made for several steps at once.
 
-    The key of a row's n-th token is (seed, n). The numbers are so far below 1 that a number times a
-    sum of weights, rounded, is less than the sum.
+    They come in sets of `_DRAWS`. The key of the i-th set of a row's n-th token is (seed, n, i): so
+    their values do not depend on how many sets the other rows need. The numbers are so far below 1
+    that a number times a sum of weights, rounded, is less than the sum.
+
+    Args:
+        seeds: of the rows.
+        drawn: how many tokens each row has drawn already.
+        ahead: steps for which numbers are made at once.
+        numbers: how many a token needs at least.
     """
 
     def __init__(
@@ -338,25 +351,27 @@ class _Uniforms:
     ) -> None:
         self._seeds = mx.array([_seed_word(seed) for seed in seeds], dtype=mx.uint32)
         self._drawn = mx.array(list(drawn), dtype=mx.uint32)
-        self._ahead = self._step = ahead
-        self._shape = (numbers,)
-        self._numbers = mx.zeros((0, 0, 0))
+        self._ahead = ahead
+        self._sets = -(-numbers // _DRAWS)
+        self._made: list[mx.array] = []  # those of the next step are the last
 
-    def next(self) -> mx.array:
-        """Return the numbers of each row's next token `(rows, numbers)`."""
-        if self._step == self._ahead:
-            self._numbers = self._draw()
+    def next(self) -> list[mx.array]:
+        """Return the sets of numbers of each row's next token, each `(rows, _DRAWS, 1)`."""
+        if not self._made:
+            self._made = self._draw()[::-1]
             self._drawn = self._drawn + self._ahead
-            self._step = 0
-        self._step += 1
-        return self._numbers[:, self._step - 1]
+        return [self._made.pop() for _ in range(self._sets)]
 
-    def _draw(self) -> mx.array:
-        """Return numbers `(rows, steps, numbers)`."""
+    def _draw(self) -> list[mx.array]:
+        """Return the sets of the next steps, step by step."""
         counts = self._drawn[:, None] + mx.arange(self._ahead, dtype=mx.uint32)
-        seeds = mx.broadcast_to(self._seeds[:, None], counts.shape)
-        draw = mx.vmap(mx.vmap(lambda key: mx.random.uniform(shape=self._shape, key=key)))
-        return draw(mx.stack([seeds, counts], axis=-1)) * _BELOW_ONE
+        numbers = counts[..., None] * _MOST_SETS + mx.arange(self._sets, dtype=mx.uint32)
+        numbers = numbers.reshape(len(counts), -1)
+        seeds = mx.broadcast_to(self._seeds[:, None], numbers.shape)
+        draw = mx.vmap(mx.vmap(lambda key: mx.random.uniform(shape=(_DRAWS,), key=key)))
+        drawn = draw(mx.stack([seeds, numbers], axis=-1)) * _BELOW_ONE
+        # One operation for all sets; to take each step's from a large array would need several.
+        return list(mx.split(drawn.reshape(len(counts), -1, 1), self._ahead * self._sets, axis=1))
 
 
 def _choose_method(row: Sampling) -> _Method:
@@ -390,6 +405,13 @@ def _count_rounds(top_p: float, draws: int) -> int:
     return _MOST_ROUNDS
 
 
+def _count_draws(top_p: float) -> int:
+    """Return the fewest draws of which one is within top-p as good as certainly; `_DRAWS` at most,
+    and then there are several rounds."""
+    outside = max(1 - top_p, _LEAST_TOP_P)
+    return min(floor(log(_CERTAIN) / log(outside)) + 1, _DRAWS) if outside < 1 else _DRAWS
+
+
 def _count_candidates(row: Sampling) -> int:
     """Return how many tokens a row with top-k is drawn from."""
     return 1 if row.top_p < _LEAST_TOP_P else row.top_k
@@ -420,25 +442,24 @@ def _draw_indices(weights: mx.array, uniforms: mx.array) -> mx.array:
     0 behind the last other one. NaN weights give any valid index.
 
     Args:
-        weights: `(rows, n)`, of any sum.
-        uniforms: `(rows, m)`, a number for each draw.
+        weights: `(rows, 1, n)`, of any sum.
+        uniforms: `(rows, m, 1)`, a number for each draw.
 
     Returns:
-        Indices `(rows, m)`.
+        Indices `(rows, m, 1)`.
     """
-    cumulative = mx.cumsum(weights, axis=-1)[:, None]
-    indices = (cumulative <= uniforms[..., None] * cumulative[..., -1:]).sum(axis=-1)
-    return mx.minimum(indices, weights.shape[-1] - 1)
+    cumulative = mx.cumsum(weights, axis=-1)
+    indices = (cumulative <= uniforms * cumulative[..., -1:]).sum(axis=-1, keepdims=True)
+    return mx.minimum(indices.view(mx.uint32), weights.shape[-1] - 1)
 
 
 def _sum_heavier(weights: mx.array, least: mx.array) -> mx.array:
-    """Return the sums `(rows, m)` of weights `(rows, n)` above each of `least` `(rows, m)`.
+    """Return the sums of weights `(rows, 1, n)` above each of `least` `(rows, m, 1)`, in its shape.
 
     A product of matrices is faster with OpenBLAS, slower without, and may be rounded to 10 bits on
     CUDA (TF32).
     """
-    heavier = _zero_unless(weights[:, None], weights[:, None] > least[..., None])
-    return sum_rows(heavier.reshape(-1, weights.shape[-1])).reshape(least.shape)
+    return sum_rows(_zero_unless(weights, weights > least))
 
 
 def _draw_by_blocks(
@@ -464,16 +485,16 @@ def _draw_by_blocks(
 
 
 def _take_accepted(drawn: mx.array, accepted: mx.array, likeliest: mx.array) -> mx.array:
-    """Return each row's first accepted draw `(rows, 1)`.
+    """Return each row's first accepted draw `(rows, 1)` or `(rows, 1, 1)`.
 
     Less than once in a million times there is none. It is the likeliest token then, which every
     filter keeps.
 
     Args:
-        drawn: `(rows, draws)`.
-        accepted: `(rows, draws)`, booleans.
-        likeliest: `(rows, 1)`.
+        drawn: `(rows, draws)` or `(rows, draws, 1)`.
+        accepted: booleans of the same shape.
+        likeliest: like the result.
     """
-    first = mx.argmax(accepted, axis=-1, keepdims=True)
-    chosen = mx.take_along_axis(drawn, first, axis=-1)
-    return mx.where(accepted.any(axis=-1, keepdims=True), chosen, likeliest)
+    first = mx.argmax(accepted, axis=1, keepdims=True)
+    chosen = mx.take_along_axis(drawn, first, axis=1)
+    return mx.where(accepted.any(axis=1, keepdims=True), chosen, likeliest)

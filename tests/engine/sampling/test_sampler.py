@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from mlxsrv.engine.sampling.sampler import Sampler, _Uniforms
+from mlxsrv.engine.sampling.sampler import _DRAWS, Sampler, _Uniforms
 from mlxsrv.generation.parameters import Sampling
 
 PROBABILITIES = [0.25, 0.07, 0.5, 0.03, 0.15]  # in no order
@@ -281,8 +281,8 @@ def test_tries_that_all_fail_leave_the_likeliest(
     sampling: Sampling, vocabulary: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This happens once in a million times at most, so the test sets the random numbers."""
-    last = mx.full((1, 1000), 0.9999999)
-    monkeypatch.setattr(_Uniforms, "next", lambda self: last[:, : self._shape[0]])
+    last = mx.full((1, _DRAWS, 1), 0.9999999)
+    monkeypatch.setattr(_Uniforms, "next", lambda self: [last] * self._sets)
     logits = mx.where(mx.arange(vocabulary) == 5, 2.0, 1.0 - mx.arange(vocabulary) / vocabulary)
     assert ids(Sampler([sampling], [0])(logits[None])) == [5]
 
