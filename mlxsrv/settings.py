@@ -64,6 +64,22 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_download: Annotated[
         bool, Meta(description="Let a request for an unknown ORG/NAME download it.")
     ] = False
+    model_alias: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Answer requests for models that match PATTERN, such as claude-*, with the "
+            "model NAME. PATTERN is as in a shell; a served model keeps its own name; of several "
+            "patterns, the first that matches decides. Repeatable.",
+            extra={"metavar": "PATTERN=NAME"},
+        ),
+    ] = ()
+    any_model: Annotated[
+        bool,
+        Meta(
+            description="Answer a request for an unknown model with the default model. Then no "
+            "request downloads a model by its name."
+        ),
+    ] = False
     preload: Annotated[
         tuple[str, ...],
         Meta(

@@ -96,6 +96,7 @@ def many(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         f"--model=y={places.y}",
         f"--model=broken={places.broken}",
         f"--models-dir={places.root}",
+        "--model-alias=claude-*/[0-9]=alias",
         "--preload=y",
         "--pin=x",
         "--idle-timeout=0.5",
@@ -395,6 +396,15 @@ def test_an_alias_answers_as_its_model(many: Server) -> None:
     with many.client() as client:
         assert ask(client, chat(model="alias"))["model"] == "x"
         assert ask(client, chat())["model"] == "x", "the first is the default"
+
+
+def test_a_name_that_matches_an_alias_answers_as_its_model(many: Server) -> None:
+    with many.client() as client:
+        assert ask(client, chat(model="claude-opus/4"))["model"] == "x"
+        told = client.get("/v1/models/claude-opus/4").json()
+        assert told == client.get("/v1/models/x").json()
+        refused(client.get("/v1/models/claude-opus/x"), 404, "model_not_found", param="model")
+        refused(client.post(CHAT, json=chat(model="claude")), 404, "model_not_found", param="model")
 
 
 def test_preloaded_pinned_and_idle_models(many: Server) -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,9 @@ class Catalogue:
         self._named.append(ModelEntry(DEMO, demo, _created(demo)))
         self._index = _make_index(self._named, ())
         self.default = next(iter(self._index.entries))
+        self._aliases = [_split_alias(text) for text in settings.model_alias]
         wanted = [*settings.preload, *settings.pin, *(target for target, _ in self.drafts)]
+        wanted += (self.name(target) for _, target in self._aliases)
         if any(name not in self._index.names for name in wanted):
             self.scan()
             self._require(wanted)
@@ -145,28 +148,42 @@ class Catalogue:
     def known(self, name: str | None) -> ModelEntry | None:
         return self._index.entries.get(self.name(name))
 
-    def label(self, name: str | None) -> str:
-        """The entry's name for metrics and traces; "" if the name is not known, for clients can
-        make up any number of names."""
+    def _known_or_aliased(self, name: str | None) -> ModelEntry | None:
+        """The entry of this name, else the one that the first matching alias names."""
         entry = self.known(name)
+        if entry is not None or name is None:
+            return entry
+        targets = (target for pattern, target in self._aliases if fnmatchcase(name, pattern))
+        target = next(targets, None)
+        return None if target is None else self.known(target)
+
+    def label(self, name: str | None) -> str:
+        """The name, for metrics and traces, of the entry that answers requests for `name`; "" if
+        there is none, for clients can make up any number of names."""
+        entry = self._known_or_aliased(name)
+        if entry is None and self._settings.any_model:
+            return self.default
         return "" if entry is None else entry.name
 
     async def find(self, name: str | None, *, download: bool = True) -> ModelEntry:
         """The entry that a request's `model` names.
 
         For an unknown name the sources are scanned again, since the model may have been added. With
-        `--allow-download` an unknown name may also be a repository, unless `download` is false.
+        `--any-model` the default model stands for what is still unknown. With `--allow-download` an
+        unknown name may also be a repository, unless `download` is false.
 
         Raises:
             ModelNotFound: the message has similar names, and says how to get the model.
         """
-        entry = self.known(name)
+        entry = self._known_or_aliased(name)
         if entry is None or entry.problem is not None:
             await self.refresh()
-            entry = self.known(name)
+            entry = self._known_or_aliased(name)
+        if entry is None and self._settings.any_model:
+            entry = self.known(None)
         if entry is not None and (entry.problem is None or self._given(entry)):
             return entry
-        name = self.name(name)
+        name = self.name(name) if entry is None else entry.name
         repository = _repository(name)
         missing = entry is None or isinstance(entry.source.place, hub_cache.Repository)
         if missing and repository is not None and download and self._settings.allow_download:
@@ -322,6 +339,14 @@ def _split(text: str, option: str) -> tuple[str, ModelSource]:
         if not os.path.isdir(adapter):
             raise SettingsError(f"{option}: there is no adapter folder {directory!r}")
     return name, ModelSource(_place(rest, option), adapter)
+
+
+def _split_alias(text: str) -> tuple[str, str]:
+    """Read `PATTERN=NAME`."""
+    pattern, _, name = text.partition("=")
+    if not pattern or not name:
+        raise SettingsError(f"model_alias: {text!r} is not PATTERN=NAME")
+    return pattern, name
 
 
 def _place(text: str, option: str) -> Path | hub_cache.Repository:

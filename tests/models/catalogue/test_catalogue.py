@@ -102,6 +102,67 @@ def test_two_models_of_one_name_are_a_wrong_setting(tmp_path: Path) -> None:
         catalogue(str(tmp_path / "a" / "m"), str(tmp_path / "b" / "m"))
 
 
+# Names of clients.
+
+
+def test_an_alias_stands_for_what_matches_and_is_not_served_itself(plain: Path) -> None:
+    models = catalogue(
+        str(plain),
+        "big=org/big",
+        "claude-own=org/own",
+        model_alias=["claude-haiku-*=plain", "claude-*=big", "gpt-5=default", "[o]1=org/big"],
+    )
+    for name, answers in {
+        "claude-haiku-4-5": "plain",
+        "claude-opus-4-8": "big",
+        "claude-own": "claude-own",
+        "gpt-5": "plain",
+        "o1": "big",
+    }.items():
+        assert find(models, name).name == answers
+        assert models.label(name) == answers
+    for unknown in ("Claude-opus", "gpt-5-mini", "x-claude-opus"):
+        with pytest.raises(ModelNotFound):
+            find(models, unknown)
+        assert models.label(unknown) == ""
+    with pytest.raises(ModelNotFound, match="did you mean 'big'"):
+        find(models, "bigg")
+
+
+def test_a_model_that_comes_later_has_its_name_before_an_alias(plain: Path, tmp_path: Path) -> None:
+    models = catalogue(models_dir=[str(tmp_path)], model_alias=["late*=demo"], any_model=True)
+    assert find(models, "late").name == find(models, "later").name == "demo"
+    shutil.copytree(plain, tmp_path / "late")
+    assert list(listed(models)) == ["demo", "late"]
+    assert find(models, "late").name == "late"
+    assert find(models, "later").name == "demo"
+
+
+def test_any_model_sends_an_unknown_name_to_the_default_model(plain: Path, tmp_path: Path) -> None:
+    models = catalogue("demo", models_dir=[str(tmp_path)], any_model=True, allow_download=True)
+    for name in ("gpt-4o", "org/unknown", "../../etc/passwd", ""):
+        assert find(models, name).name == models.label(name) == "demo"
+    shutil.copytree(plain, tmp_path / "late")
+    assert find(models, "late").name == "late"
+    (tmp_path / "late" / "model.safetensors").unlink()
+    listed(models)
+    with pytest.raises(ModelNotFound, match="cannot be served"):
+        find(models, "late")
+
+
+@pytest.mark.parametrize("text", ["claude-*", "=demo", "claude-*=", ""])
+def test_an_alias_that_is_none_is_a_wrong_setting(text: str) -> None:
+    with pytest.raises(SettingsError, match="is not PATTERN=NAME"):
+        catalogue(model_alias=[text])
+
+
+def test_an_alias_for_an_unknown_model_is_a_wrong_setting() -> None:
+    with pytest.raises(SettingsError, match="'dmo' is not served here; did you mean 'demo'"):
+        catalogue(model_alias=["claude-*=dmo"])
+    with pytest.raises(SettingsError, match="'claude-b' is not served here"):
+        catalogue(model_alias=["claude-*=demo", "x=claude-b"])
+
+
 @pytest.mark.parametrize("option", ["pin", "preload", "draft_model"])
 def test_an_option_that_names_no_model_is_a_wrong_setting(option: str, plain: Path) -> None:
     value = [f"nobody={plain}"] if option == "draft_model" else ["nobody"]
