@@ -45,7 +45,7 @@ PromptScore = tuple[RankedToken, ...] | None
 
 class ToolUse(msgspec.Struct, frozen=True):
     """A tool that the model calls. `arguments` is a JSON object as text, as the model wrote it. If
-    the call is not `complete`, it is the beginning of one, and may be empty."""
+    the call is not `complete`, it is the beginning of one, or no JSON object, and may be empty."""
 
     id: str
     name: str
@@ -54,7 +54,7 @@ class ToolUse(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """One whole choice.
+    """One whole choice. `fragment` is what `Ended` has.
 
     None where it was not asked for: `scores`, `tokens` (the ids that were drawn), `prompt` (its
     ids) and `prompt_scores`. `stop` is the stop string that ended the answer.
@@ -69,6 +69,7 @@ class Answer(msgspec.Struct, frozen=True):
     prompt: tuple[int, ...] | None = None
     prompt_scores: tuple[PromptScore, ...] | None = None
     stop: str | None = None
+    fragment: str = ""
 
 
 class Timings(msgspec.Struct, frozen=True):
@@ -160,17 +161,34 @@ class SampledTokens(msgspec.Struct, frozen=True):
 class Ended(msgspec.Struct, frozen=True):
     """The end of a choice.
 
+    A client must not take a broken call for a whole one. Each dialect sees to that:
+
+    - Chat completions: head and arguments were sent as they came, as OpenAI has it. The reason is
+      "length" if a limit cut the call off, else "tool_calls".
+    - Messages: `stop_reason` is not "tool_use" if a call is broken, but "max_tokens" or "end_turn".
+      A whole message has no block of a broken call.
+    - Responses: the item of a broken call has the status "incomplete", and so has the response if a
+      limit cut it off.
+    - Ollama: a broken call is not sent.
+
+    Dialects that leave a call out give its `fragment` as text.
+
     Attributes:
         usage: of the whole reply, with the last choice that ends.
         stop: the stop string that ended the choice, if one did.
-        broken: the last tool call is not complete.
+        broken: the indices of tool calls that are not complete: cut off by a limit, never closed,
+            or with arguments that are no JSON object.
+        fragment: all that the model wrote of the call that the answer ended in, from the opening
+            marker on, if that call is broken, or was cut off before its name was complete. No
+            TextPiece has it.
     """
 
     choice: int
     reason: FinishReason
     usage: Usage | None = None
     stop: str | None = None
-    broken: bool = False
+    broken: tuple[int, ...] = ()
+    fragment: str = ""
 
 
 Output = (
@@ -206,9 +224,8 @@ class AnswerBuilder:
                 draft.prompt, draft.prompt_scores = ids, prompt_scores
             case SampledTokens(choice, ids):
                 self._drafts[choice].tokens += ids
-            case Ended(choice, reason, usage, stop, broken):
-                draft = self._drafts[choice]
-                draft.reason, draft.stop, draft.broken = reason, stop, broken
+            case Ended(choice, _, usage):
+                self._drafts[choice].ended = output
                 self.usage = usage
 
     def make(self) -> list[Answer]:
@@ -226,13 +243,11 @@ class _Draft:
         self.tokens: list[int] = []
         self.prompt: tuple[int, ...] | None = None
         self.prompt_scores: tuple[PromptScore, ...] | None = None
-        self.reason: FinishReason = "stop"
-        self.stop: str | None = None
-        self.broken = False
+        self.ended = Ended(0, "stop")
 
     def answer(self, scored: bool) -> Answer:
         return Answer(
-            reason=self.reason,
+            reason=self.ended.reason,
             content="".join(self.content),
             reasoning="".join(self.reasoning),
             tools=self._tool_uses(),
@@ -240,12 +255,12 @@ class _Draft:
             tokens=tuple(self.tokens) if self.prompt is not None else None,
             prompt=self.prompt,
             prompt_scores=self.prompt_scores,
-            stop=self.stop,
+            stop=self.ended.stop,
+            fragment=self.ended.fragment,
         )
 
     def _tool_uses(self) -> tuple[ToolUse, ...]:
-        last = len(self.tools) - 1
         return tuple(
-            ToolUse(id, name, "".join(pieces), complete=not (self.broken and i == last))
+            ToolUse(id, name, "".join(pieces), complete=i not in self.ended.broken)
             for i, (id, name, pieces) in enumerate(self.tools)
         )

@@ -166,11 +166,18 @@ class Choice:
                 outputs += self._extra(self._scores.cut())
         if self.finish is not None:
             self.enter(State.CLOSED)
-            end = Ended(
-                self.index, self.reason, stop=self.pipeline.stop, broken=self.pipeline.broken
-            )
-            outputs.append(end)
+            outputs.append(self._ended())
         return outputs
+
+    def _ended(self) -> Ended:
+        pipeline = self.pipeline
+        return Ended(
+            self.index,
+            self.reason,
+            stop=pipeline.stop,
+            broken=tuple(pipeline.broken),
+            fragment=pipeline.fragment,
+        )
 
     @property
     def reason(self) -> FinishReason:

@@ -313,6 +313,7 @@ class Reply:
                 self._first_text = self._loop.time()
             if choice.state is _CLOSED:
                 self._end_choice(choice)
+                self._log_faults(choice)
             outputs += read
         if outputs and isinstance(outputs[-1], Ended) and self._all_read:
             outputs[-1] = msgspec.structs.replace(outputs[-1], usage=self.usage())
@@ -420,6 +421,12 @@ class Reply:
         tokens = sum(choice.tokens + choice.waiting_tokens for choice in self._choices)
         fields = self._log_fields()
         log(_log, level, "stream error", **fields, code=code, cause=cause, tokens=tokens)
+
+    def _log_faults(self, choice: Choice) -> None:
+        """Tell what was wrong with the tool calls of a choice, if anything was."""
+        if faults := choice.pipeline.faults:
+            cause = "; ".join(dict.fromkeys(faults))
+            log(_log, logging.INFO, "tool call broken", **self._log_fields(), cause=cause)
 
     def _outcome(self) -> str:
         if self._error is not None:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from mlxsrv.text.channels import CONTENT, Channels, Piece
 from mlxsrv.text.stops import StopStrings
-from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolOpened
+from mlxsrv.text.tools import CallFault, ToolArguments, ToolCalls, ToolOpened
 
 OutputPart = Piece | ToolOpened | ToolArguments
 """One part of an answer: text of a channel, or part of a tool call."""
@@ -78,9 +78,19 @@ class TextPipeline:
         return self._stops.matched if self._stops is not None else None
 
     @property
-    def broken(self) -> bool:
-        """After a flush, whether the last tool call is not complete."""
-        return self._tools is not None and self._tools.broken
+    def broken(self) -> Sequence[int]:
+        """The numbers of tool calls that are over and not complete."""
+        return self._tools.broken if self._tools is not None else ()
+
+    @property
+    def fragment(self) -> str:
+        """After a flush, the text of a tool call that the answer ended in."""
+        return self._tools.fragment if self._tools is not None else ""
+
+    @property
+    def faults(self) -> Sequence[CallFault]:
+        """What was wrong with tool calls."""
+        return self._tools.faults if self._tools is not None else ()
 
     @property
     def aside(self) -> bool:

@@ -14,7 +14,11 @@ Calls with errors:
   began are `{}`.
 - If a limit cuts a call off, the part that was written is sent: the name once it is complete, and
   the arguments so far (`cut_calls` reads dialects other than JSON). If the name is not complete,
-  nothing is sent. `broken` tells that a call was cut off.
+  nothing is sent.
+- `broken` tells which of the calls that were sent are not complete, `fragment` has the text of one
+  that the answer ended in, and `faults` say what was wrong, for the log.
+- A call of a tool that the request does not have is a call: the client answers it with an error,
+  from which the model learns. It is a fault for the log only.
 """
 
 from __future__ import annotations
@@ -22,12 +26,12 @@ from __future__ import annotations
 import secrets
 import string
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from mlxsrv.text.cut_calls import read_cut
-from mlxsrv.text.json_calls import JsonCall, as_object
+from mlxsrv.text.json_calls import JsonCall, as_object, is_object
 from mlxsrv.text.scan import Scanner
 
 
@@ -69,6 +73,15 @@ class ToolArguments(msgspec.Struct, frozen=True):
 ContentOrCall = str | ToolOpened | ToolArguments
 """Content, or part of a call."""
 
+CallFault = Literal[
+    "cut off by a limit",
+    "never closed",
+    "its arguments are no JSON object",
+    "no call could be read, so it is content",
+    "the request has no tool of this name",
+]
+"""What is wrong with a call."""
+
 _ALPHANUMERICS = string.ascii_letters + string.digits
 
 # Characters that are dropped after a call. Small models write too many brackets after JSON.
@@ -95,7 +108,11 @@ class ToolCalls:
         inside: the text so far ends inside a call.
         calls: how many calls were opened.
         opened: the last of them is still being written.
-        broken: after a flush, that the last call was cut off.
+        broken: the numbers of opened calls that are over and not complete: they were cut off, never
+            closed, or have arguments that are no JSON object.
+        fragment: after a flush, all that was written of a call that the answer ended in, from its
+            marker on, if it is broken or was not opened. Content does not have it.
+        faults: what was wrong with calls, in order.
     """
 
     def __init__(self, dialect: ToolDialect, *, parallel: bool = True, bound: bool = False) -> None:
@@ -111,9 +128,13 @@ class ToolCalls:
         self.inside = False
         self._json: JsonCall | None = None  # the call that is read, if it may be streamed
         self._raw: list[str] = []  # text of the call that may have to be read again
+        self._written: list[str] = []  # text of the call, and what follows it
+        self._arguments: list[str] = []  # those that were given
         self.calls = 0
         self.opened = False
-        self.broken = False
+        self.broken: list[int] = []
+        self.fragment = ""
+        self.faults: list[CallFault] = []
 
     @property
     def done(self) -> bool:
@@ -137,6 +158,8 @@ class ToolCalls:
         waiting = self._held or self._space or self._after or self.inside
         if not waiting and not self._markers.start(text) and not text[-1].isspace():
             return [text]
+        if self.inside:
+            self._written.append(text)
         parts: list[ContentOrCall] = []
         self._read(text, parts)
         return parts
@@ -181,6 +204,7 @@ class ToolCalls:
         self._append_content(text[:start], parts)
         if text[start:end] == self._dialect.start:
             self.inside = True
+            self._written = [text[end:]]
             self._json = JsonCall() if self._dialect.json else None
         elif self._after:
             self._after = _SPACE
@@ -243,9 +267,11 @@ class ToolCalls:
                 self._parse(held, parts, drop=cut)
             return ""
         if cut and not (self.opened and call.settled):
-            self.broken = self.opened
+            self._keep_fragment("cut off by a limit")
             self._leave_call(_SPACE)
             return ""
+        if self.opened and not call.settled:
+            self._keep_fragment("never closed")
         rest = self._end_json(call, "" if self.opened else held, 0, _SPACE, parts)
         return "" if cut else rest
 
@@ -272,13 +298,20 @@ class ToolCalls:
             self._append_opened(call.name, parts)
             self._raw.clear()
         if text := call.take():
-            parts.append(ToolArguments(self.calls - 1, text))
+            self._append_arguments(text, parts)
+
+    def _append_arguments(self, text: str, parts: list[ContentOrCall]) -> None:
+        parts.append(ToolArguments(self.calls - 1, text))
+        self._arguments.append(text)
 
     def _append_opened(self, name: str, parts: list[ContentOrCall]) -> None:
         id = "".join(secrets.choice(_ALPHANUMERICS) for _ in range(24))
         parts.append(ToolOpened(self.calls, f"call_{id}", name))
         self.calls += 1
         self.opened = True
+        self._arguments.clear()
+        if self._dialect.names and name not in self._dialect.names:
+            self.faults.append("the request has no tool of this name")
 
     def _end_json(
         self, call: JsonCall, text: str, at: int, after: str, parts: list[ContentOrCall]
@@ -290,7 +323,9 @@ class ToolCalls:
             self._json = None
             return text
         if rest := call.close():
-            parts.append(ToolArguments(self.calls - 1, rest))
+            self._append_arguments(rest, parts)
+        if self.calls - 1 not in self.broken and not is_object("".join(self._arguments)):
+            self._note_broken("its arguments are no JSON object")
         self._leave_call(after)
         return text[at:]
 
@@ -301,6 +336,7 @@ class ToolCalls:
         if not uses and drop:
             self._append_cut_call(parts)
         elif not uses:
+            self.faults.append("no call could be read, so it is content")
             parts.append("".join([*self._space, self._dialect.start, text, marker]))
         for name, arguments in uses if self._parallel else uses[:1]:
             self._append_opened(name, parts)
@@ -315,7 +351,19 @@ class ToolCalls:
             self._append_opened(name, parts)
             if arguments:
                 parts.append(ToolArguments(self.calls - 1, arguments))
-            self.broken = True
+        self._keep_fragment("cut off by a limit")
+
+    def _keep_fragment(self, fault: CallFault) -> None:
+        """Note that the answer ends in a call that is not complete."""
+        self.fragment = "".join([self._dialect.start, *self._written])
+        if self.opened:
+            self._note_broken(fault)
+        else:
+            self.faults.append(fault)
+
+    def _note_broken(self, fault: CallFault) -> None:
+        self.broken.append(self.calls - 1)
+        self.faults.append(fault)
 
     def _leave_call(self, after: str) -> None:
         self.inside = self.opened = False

@@ -283,13 +283,14 @@ DIALECTS = (
     *("kimi_k2", "kimi_k3", "laguna", "longcat", "minicpm5", "minimax_m2", "muse_spark"),
 )
 _DIALECTS = tuple(map(family, DIALECTS))
-Heard = tuple[list[str | tuple[str, str]], int, bool]
+Heard = tuple[list[str | tuple[str, str]], int, list[int], str, list[str]]
 
 
 def check_tools(data: bytes) -> None:
-    """However a text is cut, the content and the calls are the same. Arguments that a parser has
-    read are a JSON object; a call in JSON that is one comes out as it was written. A call that a
-    limit cut is the last, and its arguments are none or a part of the text."""
+    """However a text is cut, the content and the calls are the same. The arguments of a call that
+    is not broken are a JSON object; a call in JSON that is one comes out as it was written. A call
+    for a parser that is broken was cut off: it is the last, and its arguments are none or a part of
+    the text. What is left out of it, the fragment, is the end of the text."""
     source = Source(data)
     dialect = _DIALECTS[source.number(len(_DIALECTS))]
     end, parallel, bound = source.flag(), source.flag(), source.flag()
@@ -300,7 +301,8 @@ def check_tools(data: bytes) -> None:
         parts = [part for feed in feeds for part in stage.feed(feed)] + stage.flush(cut=end)
         assert not stage.opened
         assert stage.flush(cut=end) == []
-        return merge(parts), stage.calls, stage.broken
+        faults: list[str] = [*stage.faults]
+        return merge(parts), stage.calls, stage.broken, stage.fragment, faults
 
     whole = run([text])
     assert run(cut(text, sizes)) == run(text) == whole
@@ -308,15 +310,18 @@ def check_tools(data: bytes) -> None:
     assert len(calls) == whole[1]
     assert parallel or len(calls) < 2
     assert all(name for name, _ in calls)
-    broken = whole[2]
-    if broken:
+    _, _, broken, fragment, faults = whole
+    assert len(faults) >= len(broken)
+    assert text.endswith(fragment)
+    assert not fragment or faults
+    for number, (_, arguments) in enumerate(calls):
+        if number not in broken:
+            assert isinstance(msgspec.json.decode(arguments), dict)
+    if broken and not dialect.json:  # it was cut off, so it is the last
         assert end
         assert whole[0][-1] == calls[-1]
-        assert calls[-1][1] in text
-    if not dialect.json:
-        read = calls[:-1] if broken else calls
-        assert all(isinstance(json.loads(arguments), dict) for _, arguments in read)
-    elif (written := _written_call(text, dialect)) is not None:
+        assert calls[-1][1] in fragment
+    if dialect.json and (written := _written_call(text, dialect)) is not None:
         [name_and_arguments] = calls
         assert name_and_arguments == written
 

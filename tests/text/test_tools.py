@@ -115,8 +115,15 @@ def family(name: str) -> ToolDialect:
     )
 
 
+CUT = "cut off by a limit"
+UNCLOSED = "never closed"
+NO_OBJECT = "its arguments are no JSON object"
+UNREADABLE = "no call could be read, so it is content"
+UNKNOWN = "the request has no tool of this name"
+
 JSON = family("json_tools")
 START, END = JSON.start, str(JSON.end)
+WEATHER_OR_ANY = msgspec.structs.replace(JSON, names=())
 XML = family("qwen3_coder")
 
 
@@ -125,7 +132,9 @@ class Heard(msgspec.Struct, frozen=True):
 
     parts: list[str | tuple[str, str]]
     calls: int
-    broken: bool
+    broken: list[int] = []
+    fragment: str = ""
+    faults: list[str] = []
 
     @property
     def content(self) -> str:
@@ -167,7 +176,7 @@ def run(
     parts = [part for text in feeds for part in stage.feed(text)] + stage.flush(cut=end)
     assert not stage.opened
     assert stage.flush(cut=end) == []
-    return Heard(merge(parts), stage.calls, stage.broken)
+    return Heard(merge(parts), stage.calls, stage.broken, stage.fragment, [*stage.faults])
 
 
 def test_every_parser_of_mlx_lm_is_tried() -> None:
@@ -209,10 +218,15 @@ def test_an_answer_of_each_family_cut_off_anywhere(name: str) -> None:
         if length < len(before) + len(dialect.start):  # no more than what may be content
             # One character may be anything; more of a marker are taken for one.
             shown = text[:length] if length <= len(before) + 1 else before
-            assert heard == Heard([shown] if length else [], 0, False)
+            assert heard == Heard([shown] if length else [], 0)
             continue
         assert heard.content == "Let me see."
+        assert (not heard.fragment) == (not heard.faults)
+        if heard.fragment:
+            assert heard.fragment == FAMILIES[name][: length - len(before)]
+            assert heard.faults == [CUT]
         if heard.broken:
+            assert heard.broken == [0]
             [(called, arguments)] = heard.tools
             assert called == "weather"
             assert json.dumps(PARIS, ensure_ascii=False).startswith(arguments)
@@ -364,8 +378,8 @@ def test_calls_in_json(call: str, name: str, arguments: str) -> None:
 def test_what_is_no_call_is_content(call: str, dialect: ToolDialect) -> None:
     closed = f"{dialect.start}{call}{dialect.end}"
     for text in (closed, f"a \n{closed}\n b ", f" \n{dialect.start}{call}"):
-        assert run([text], dialect) == Heard([text], 0, False)
-        assert run(text, dialect) == Heard([text], 0, False)
+        assert run([text], dialect) == Heard([text], 0, faults=[UNREADABLE])
+        assert run(text, dialect) == Heard([text], 0, faults=[UNREADABLE])
 
 
 @pytest.mark.parametrize(
@@ -465,10 +479,72 @@ def test_a_name_that_does_not_close_takes_no_other_call_with_it() -> None:
 )
 def test_a_call_that_is_cut_off(call: str, parts: list[tuple[str, str]], broken: bool) -> None:
     for text in ([f"a\n{START}{call}"], f"a\n{START}{call}"):
-        assert run(text, end=True) == Heard(["a", *parts], len(parts), broken)
+        heard = run(text, WEATHER_OR_ANY, end=True)
+        fragment = START + call if broken or not parts else ""
+        faults = [CUT] if fragment else []
+        assert heard == Heard(["a", *parts], len(parts), [0] if broken else [], fragment, faults)
     complete = f'{START}{{"name":"g"}}{END}\n'
-    expected = Heard([("g", "{}"), *parts], len(parts) + 1, broken)
-    assert run([f"{complete}{START}{call}"], end=True) == expected
+    numbers = [1] if broken else []
+    expected = Heard([("g", "{}"), *parts], len(parts) + 1, numbers, fragment, faults)
+    assert run([f"{complete}{START}{call}"], WEATHER_OR_ANY, end=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "broken", "fault"),
+    [
+        pytest.param('{"name": "f", "arguments": [1]}', [("f", "[1]")], [0], NO_OBJECT, id="list"),
+        pytest.param('{"name": "f", "arguments": "x"}', [("f", '"x"')], [0], NO_OBJECT, id="text"),
+        pytest.param('{"name": "f", "arguments": 5 ', [("f", "5")], [0], NO_OBJECT, id="number"),
+        pytest.param(
+            '{"name": "f", "arguments": {"a": 1 2}}', [("f", '{"a": 1 2}')], [0], NO_OBJECT, id="no"
+        ),
+        pytest.param(
+            '{"name": "f", "arguments": {"a": {}', [("f", '{"a": {}')], [0], NO_OBJECT, id="open"
+        ),
+        pytest.param('{"name": "f", "arguments": "{}"}', [("f", "{}")], [], None, id="in a string"),
+        pytest.param('{"name": "g"}', [("g", "{}")], [], UNKNOWN, id="another name"),
+        pytest.param('{"name": 5}', [], [], UNREADABLE, id="no name"),
+        pytest.param('[{"name": "f"}, 5]', [], [], UNREADABLE, id="one of two"),
+    ],
+)
+def test_a_call_that_is_nonsense(
+    text: str, tools: list[tuple[str, str]], broken: list[int], fault: str | None
+) -> None:
+    dialect = msgspec.structs.replace(JSON, names=("f",))
+    whole = START + text + END
+    for feeds in ([whole], whole):
+        heard = run(feeds, dialect)
+        assert heard.tools == tools
+        assert heard.content == ("" if tools else whole)
+        assert (heard.broken, heard.fragment) == (broken, "")
+        assert heard.faults == ([fault] if fault else [])
+    # The other calls of the answer are whole.
+    good = f'{START}{{"name": "f", "arguments": {{"b": 2}}}}{END}'
+    heard = run([good, whole, good], dialect)
+    assert heard.tools == [("f", '{"b": 2}'), *tools, ("f", '{"b": 2}')]
+    assert heard.broken == [number + 1 for number in broken]
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "fault"),
+    [
+        ('{"name": "f", "arguments": {"a": 1}', [("f", '{"a": 1}')], None),  # only its brace
+        ('{"name": "f", "arguments": {"a": 1', [("f", '{"a": 1')], UNCLOSED),
+        ('{"name": "f", "argum', [("f", "{}")], UNCLOSED),
+        ('{"name": "f"', [("f", "{}")], UNCLOSED),
+        ('{"name": "f', [], UNREADABLE),
+    ],
+)
+def test_a_call_that_the_model_itself_ends_too_early(
+    text: str, tools: list[tuple[str, str]], fault: str | None
+) -> None:
+    for feeds in ([START + text], START + text):
+        heard = run(feeds, msgspec.structs.replace(JSON, names=("f",)))
+        assert heard.tools == tools
+        assert heard.content == ("" if tools else START + text)
+        assert heard.faults == ([fault] if fault else [])
+        assert heard.broken == ([0] if fault and tools else [])
+        assert heard.fragment == (START + text if heard.broken else "")
 
 
 def test_a_name_is_sent_when_it_is_complete_and_arguments_as_they_come() -> None:
@@ -635,6 +711,33 @@ def test_any_cut_of_any_text_gives_the_same(
     whole = run([text], dialect, end=end, parallel=parallel)
     assert run(cut(data, text), dialect, end=end, parallel=parallel) == whole
     assert run(text, dialect, end=end, parallel=parallel) == whole
+
+
+@st.composite
+def mutated_calls(draw: st.DrawFn, name: str) -> str:
+    """What a model of a family writes to call a tool, with pieces lost, doubled or put in."""
+    text = FAMILIES[name]
+    for _ in range(draw(st.integers(1, 4))):
+        first, last = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))
+        put = draw(st.sampled_from(["", text[first:last] * 2, *FRAGMENTS]) | st.text(max_size=5))
+        text = text[:first] + put + text[last:]
+    return text
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@given(st.data())
+def test_no_parser_raises_whatever_a_model_writes(name: str, data: st.DataObject) -> None:
+    dialect = family(name)
+    noise = st.text(max_size=40) | SOUP | mutated_calls(name)
+    said = data.draw(noise)
+    text = said if data.draw(st.booleans()) else dialect.start + said + (dialect.end or "")
+    end = data.draw(st.booleans())
+    heard = run([text], dialect, end=end)
+    assert heard == run(cut(data, text), dialect, end=end)
+    for number, (called, arguments) in enumerate(heard.tools):
+        assert called
+        assert number in heard.broken or isinstance(_loaded(arguments), dict)
+    assert text.endswith(heard.fragment)
 
 
 @given(SOUP)
