@@ -95,6 +95,14 @@ def test_a_curl_line_answers(server: str, page: str, block: str) -> None:
         block.replace(URL, server), shell=True, capture_output=True, text=True, timeout=60
     )
     assert result.returncode == 0, result.stderr
+    if "/api/chat" in block:
+        lines = [json.loads(line) for line in result.stdout.splitlines()]
+        assert lines[-1]["done_reason"] == "stop"
+        assert "mlxsrv" in "".join(line["message"]["content"] for line in lines)
+        return
+    if "/api/tags" in block:
+        assert json.loads(result.stdout)["models"][0]["name"] == "demo:latest"
+        return
     if "/api/" in block:
         assert json.loads(result.stdout)["success"]
         return

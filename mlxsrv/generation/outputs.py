@@ -74,10 +74,13 @@ class Answer(msgspec.Struct, frozen=True):
 
 class Timings(msgspec.Struct, frozen=True):
     """Seconds that a request took: `prompt` from the first token that was read to the first that
-    was drawn after the last prompt, `answer` from the first token that was drawn to the last."""
+    was drawn after the last prompt, `answer` from the first token that was drawn to the last;
+    `load` while it waited for its model, `total` from its arrival until now."""
 
     prompt: float
     answer: float
+    load: float = 0.0
+    total: float = 0.0
 
 
 class Usage(msgspec.Struct, frozen=True):

@@ -117,6 +117,8 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         reminds: a system message may stand anywhere. Where the template cannot read it in its
             place, it becomes a reminder there, in a message of the user's.
         template: a client's template, in place of the model's.
+        plain: the text that is continued in place of the chat if there is no template; None: such
+            a model is refused.
     """
 
     messages: Sequence[ChatMessage]
@@ -130,6 +132,7 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
     answers: bool = True
     reminds: bool = False
     template: str | None = None
+    plain: str | None = None
 
 
 class TextPrompts(Struct, frozen=True, kw_only=True):
@@ -200,6 +203,8 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
         model: the name of a model; None: the default model.
         stops: strings that end an answer.
         limit: how many tokens an answer may have, if the request says so.
+        context: how many tokens prompt and answer may have together, if the request says so. The
+            model's own context is the bound anyway.
         truncate: how many of a prompt's last tokens are read; None: all; -1: as many as fit.
         choices: how many answers to each prompt.
         logprobs: how many tokens are scored beside each token of an answer; None: no scores.
@@ -209,6 +214,8 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
         timed: whether the time that prompt and answer took is told.
         streamed: whether the answer is sent while it is written.
         user: the client's name for its user, for the log.
+        keep_alive: seconds that the model stays loaded without a user after this request; infinity:
+            until others need its memory; None: as before.
         paths: where a field stands in the request, if its path there is not the one that chat
             completions have: {"messages": "input"}.
     """
@@ -220,6 +227,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
     form: Form | None = None
     stops: Sequence[str] = ()
     limit: int | None = None
+    context: int | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: Sequence[int] = ()
@@ -234,6 +242,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
     timed: bool = False
     streamed: bool = False
     user: str | None = None
+    keep_alive: float | None = None
     paths: Mapping[str, str] = {}
 
     @property

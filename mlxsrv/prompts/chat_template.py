@@ -103,7 +103,8 @@ class ChatTemplate:
         ) as error:
             what, param = f"{chat.path}: the model's chat template refused them", chat.path
             if chat.template is not None:
-                what, param = "chat_template: it cannot be rendered", "chat_template"
+                param = chat.template_path
+                what = f"{param}: it cannot be rendered"
             raise InvalidRequest(f"{what}: {error}", param=param) from None
 
     def render_first(self, chat: Chat) -> str | None:

@@ -22,6 +22,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
         tools: those that the model may call.
         template: a client's template, in place of the model's.
         path: where the messages stand in the request, for error messages.
+        template_path: where the client's template stands in it.
     """
 
     messages: Sequence[PlainMessage]
@@ -31,6 +32,7 @@ class Chat(msgspec.Struct, frozen=True, kw_only=True):
     tools: Sequence[Mapping[str, Any]] | None = None
     template: str | None = None
     path: str = "messages"
+    template_path: str = "chat_template"
 
 
 def plain_message(message: ChatMessage) -> PlainMessage:

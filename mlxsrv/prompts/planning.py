@@ -66,6 +66,9 @@ def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
     """
     _check_biases(spec, tokenizer)
     match spec.prompt:
+        case ChatPrompt(plain=str(text), template=None) if not tokenizer.chat_template.exists:
+            prompts = TextPrompts(prompts=[text], places=[spec.path("messages")])
+            return _plan_texts(spec, prompts, tokenizer)
         case ChatPrompt():
             return _plan_chat(spec, spec.prompt, tokenizer)
         case TextPrompts(suffix=""):
@@ -95,10 +98,11 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
         tools=tools or None,
         template=asked.template,
         path=spec.path("messages"),
+        template_path=spec.path("chat_template"),
     )
     budget = tokenizer.budget(chat.path)
     prompt = tokenizer.render(chat, budget, _last_tokens(spec, tokenizer))
-    _require_tokens(prompt, chat.path if asked.template is None else "chat_template")
+    _require_tokens(prompt, chat.path if asked.template is None else chat.template_path)
     return PromptPlan(
         [prompt],
         [chat.path],

@@ -115,13 +115,18 @@ class ChoiceFactory:
         """How many tokens an answer may have. Raises ContextLengthExceeded if it is none."""
         given = self.spec.limit
         limit = self.resources.settings.default_max_tokens if given is None else given
-        if self.context_length is None:
+        context, whose = self.context_length, "this model's maximum context length is"
+        asked = self.spec.context
+        if asked is not None and (context is None or asked < context):
+            context, param = asked, self.spec.path("context")
+            whose = f"{param} is"
+        if context is None:
             return limit
-        left = self.context_length - prompt_tokens
+        left = context - prompt_tokens
         if left < min(limit, 1):
             raise ContextLengthExceeded(
-                f"this model's maximum context length is {self.context_length} tokens; the prompt "
-                f"has {prompt_tokens}, which leaves no room for an answer",
+                f"{whose} {context} tokens; the prompt has {prompt_tokens}, which leaves no room "
+                "for an answer",
                 param=param,
             )
         return min(left, limit)

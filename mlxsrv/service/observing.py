@@ -128,16 +128,20 @@ class Timing:
             None  # when the last prompt was read, or its first token came
         )
 
-    @property
-    def timings(self) -> Timings | None:
+    def timings(self, load: float) -> Timings | None:
         """How long prompts and answers took; None if no prompt is read yet. The device thread
-        measures a prompt up to its end; the time from there to its first token is measured here."""
+        measures a prompt up to its end; the time from there to its first token is measured here.
+
+        Args:
+            load: seconds for which the reply waited for its model.
+        """
         if self._prompts_from is None or self._prompts_to is None:
             return None
         answer = 0.0
         if self.first_token is not None and self.last_token is not None:
             answer = self.last_token - self.first_token
-        return Timings(self._prompts_to - self._prompts_from, answer)
+        total = monotonic() - self.begun
+        return Timings(self._prompts_to - self._prompts_from, answer, load, total)
 
     def watch(self, receive: Receiver) -> Receiver:
         """Return `receive` for a job that is submitted now, with the time of each token noted."""

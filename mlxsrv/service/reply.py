@@ -333,7 +333,9 @@ class Reply:
             completion_tokens=sum(choice.tokens for choice in self._choices),
             reasoning_tokens=reasoning if self._thinks else None,
             cached_tokens=sum(choice.cached_tokens for choice in first_answers),
-            timings=self._timing.timings if self._timing and self.spec.timed else None,
+            timings=self._timing.timings(self._lease.load_seconds)
+            if self._timing and self.spec.timed
+            else None,
         )
 
     # The end.

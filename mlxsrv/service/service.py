@@ -125,6 +125,7 @@ class Service:
         self._check_template(spec)
         self._check_choices(spec)
         lease = await self._lease(spec.model)
+        lease.keep_alive = spec.keep_alive
         reply = Reply(self._resources, lease, spec, request_id, id, self._forget)
         self._replies.add(reply)
         return reply
@@ -148,10 +149,11 @@ class Service:
         """Raises UnsupportedParameter: a template is a program, which the operator must allow."""
         prompt, allowed = spec.prompt, self.settings.allow_chat_template
         if isinstance(prompt, ChatPrompt) and prompt.template is not None and not allowed:
+            path = spec.path("chat_template")
             raise UnsupportedParameter(
-                "chat_template: this server runs only the models' own templates; its operator can "
+                f"{path}: this server runs only the models' own templates; its operator can "
                 "allow others with --allow-chat-template",
-                param="chat_template",
+                param=path,
             )
 
     async def _lease(self, model: str | None) -> Lease:
@@ -218,6 +220,30 @@ class Service:
             lease.release()
             self._work.discard(work)
             self._note_idle()
+
+    # Requests that only load or unload a model. Both raise ServeError.
+
+    async def load(self, model: str | None, keep_alive: float | None) -> float:
+        """Have a model in memory.
+
+        Args:
+            keep_alive: seconds that it stays there without a user; None: as before.
+
+        Returns:
+            The seconds that its load took.
+        """
+        async with self._timed_work(model) as (lease, work):
+            lease.keep_alive = keep_alive
+            with work.run():
+                await lease.tokenizer()
+                work.enter(State.PREPARING)
+                await lease.enter()
+            return lease.load_seconds
+        raise AssertionError("it was done, or ended with an error")
+
+    async def unload(self, model: str | None) -> None:
+        """Unload a model once nobody uses it, unless it is pinned or has an SAE."""
+        self.pool.unload((await self.pool.catalogue.find(model, download=False)).name)
 
     # The requests that are under way.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.web import completions, embeddings, management, status, tokens
+from mlxsrv.web import completions, embeddings, management, ollama, status, tokens
 from mlxsrv.web.paths import Endpoint, OperationRoute
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import openapi
@@ -34,6 +34,7 @@ def make_routes(telemetry: Iterable[OperationRoute]) -> list[OperationRoute]:
         _route("detokenize", tokens.detokenize),
         _route("getTokenizerInfo", tokens.tokenizer_info),
         _route("applyTemplate", tokens.apply_template),
+        *ollama.make_routes(),
         *management.ROUTES,
         _route("getHealth", status.health),
         _route("getLiveness", status.live),

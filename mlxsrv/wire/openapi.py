@@ -168,15 +168,18 @@ def _answer(operation: Operation, description: str = "The answer.") -> Schema:
     if operation.enveloped:
         schema = _envelope(success=True, data=schema, error={"type": "null"})
     headers = ["X-Request-ID"] + (["X-Ignored-Params"] if operation.asks is not None else [])
-    return _response(description, schema, operation.chunk, headers, operation.media)
+    described = _response(description, schema, headers, operation.media)
+    if operation.chunk is not None:
+        described["content"][operation.stream_media] = {"schema": _schema(operation.chunk)}
+    return described
 
 
 def _error(status: int, operation: Operation) -> Schema:
-    schema = _schema(answers.ErrorResponse)
+    schema = _schema(operation.refuses.kind)
     if operation.enveloped:
         schema = _envelope(success=False, data={"type": "null"}, error=_schema(Problem))
     headers = ["X-Request-ID"] + (["Retry-After"] if status in (429, 503) else [])
-    return _response(_STATUS[status], schema, None, headers)
+    return _response(_STATUS[status], schema, headers)
 
 
 def _envelope(*, success: bool, data: Schema, error: Schema) -> Schema:
@@ -185,19 +188,12 @@ def _envelope(*, success: bool, data: Schema, error: Schema) -> Schema:
 
 
 def _response(
-    description: str,
-    schema: Schema,
-    chunk: type[Struct] | None,
-    headers: list[str],
-    media: str = "application/json",
+    description: str, schema: Schema, headers: list[str], media: str = "application/json"
 ) -> Schema:
-    content = {media: {"schema": schema}}
-    if chunk is not None:
-        content["text/event-stream"] = {"schema": _schema(chunk)}
     return {
         "description": description,
         "headers": {name: {"$ref": f"#/components/headers/{name}"} for name in headers},
-        "content": content,
+        "content": {media: {"schema": schema}},
     }
 
 
@@ -217,7 +213,8 @@ def _schemas() -> dict[str, Schema]:
     asked = _components([operation.asks for operation in OPERATIONS])
     answered = [operation.answer for operation in OPERATIONS]
     chunks = [operation.chunk for operation in OPERATIONS]
-    told = _components([*answered, *chunks, answers.ErrorResponse, Problem])
+    refusals = [operation.refuses.kind for operation in OPERATIONS if not operation.enveloped]
+    told = _components([*answered, *chunks, *refusals, Problem])
     assert not asked.keys() & told.keys()  # each name has one schema
     _tighten(asked)
     for schema in told.values():

@@ -22,7 +22,8 @@ class Operation(Struct, frozen=True):
         query: what its URL may hold; None: nothing.
         body: decodes its body; None: it has none.
         answer: the type of its answer; None: any object.
-        chunk: the type of the events that it streams, if it can.
+        chunk: the type of the events, or lines, that it streams, if it can.
+        stream_media: the media type of the stream.
         media: the media type of its answer.
         status: the status of its answer.
         fails: the statuses of its refusals, beside those that all of its kind have.
@@ -38,6 +39,7 @@ class Operation(Struct, frozen=True):
     body: RequestDecoder[Any] | None = None
     answer: Any = None
     chunk: type[Struct] | None = None
+    stream_media: str = "text/event-stream"
     media: str = "application/json"
     status: int = 200
     fails: tuple[int, ...] = ()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from mlxsrv.wire import management
+from mlxsrv.wire.ollama.operations import OLLAMA
 from mlxsrv.wire.openai import answers, embeddings, infill, requests, tokens
 from mlxsrv.wire.operation import Operation
 
@@ -419,5 +420,5 @@ _MANAGEMENT = (
 
 MANAGEMENT = tuple(replace(operation, refuses=management.ERRORS) for operation in _MANAGEMENT)
 
-OPERATIONS = INFERENCE + MANAGEMENT
+OPERATIONS = INFERENCE + OLLAMA + MANAGEMENT
 BY_ID: Mapping[str, Operation] = {operation.id: operation for operation in OPERATIONS}

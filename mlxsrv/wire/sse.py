@@ -48,21 +48,30 @@ def frame(value: object) -> bytes:
 def text_frames(chunk: object) -> Callable[[str], bytes]:
     """Return an encoder of frames that differ only in one text.
 
-    It is a closure because it runs once a token: looking up a method and its attributes would cost
-    as much again as the encoding.
-
     Args:
         chunk: a Struct or dict, with PLACEHOLDER in place of the text.
 
     Raises:
         ValueError: the chunk has no placeholder.
     """
-    around = tuple(frame(chunk).split(_PLACEHOLDER_JSON))
+    return text_encoder(frame(chunk))
+
+
+def text_encoder(template: bytes) -> Callable[[str], bytes]:
+    """Return what puts a text, as JSON, in the place of a template's placeholder.
+
+    It is a closure because it runs once a token: looking up a method and its attributes would cost
+    as much again as the encoding.
+
+    Raises:
+        ValueError: the template has no placeholder.
+    """
+    around = tuple(template.split(_PLACEHOLDER_JSON))
     if len(around) == 1:
         raise ValueError("the chunk has no placeholder")
     encode = _encode
 
-    def encode_frame(text: str) -> bytes:
+    def encode_text(text: str) -> bytes:
         return (encode(text) if text.isascii() else encode_json(text)).join(around)
 
-    return encode_frame
+    return encode_text

@@ -38,10 +38,16 @@ OPENAI = [
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
 ]
-MANAGED = [(each.method, each.path) for each in OPERATIONS if each.path.startswith("/api/")]
+OLLAMA = [
+    ("POST", "/api/chat"),
+    ("POST", "/api/generate"),
+    ("GET", "/api/tags"),
+    ("GET", "/api/version"),
+]
+MANAGED = [(each.method, each.path) for each in OPERATIONS if each.enveloped]
 BODILESS = ("/activate", "{id}/deactivate")
 """Ends of paths that are posted to, and say all."""
-ROUTES = OPENAI + MANAGED
+ROUTES = OPENAI + OLLAMA + MANAGED
 DOCUMENT: Body = json.loads(json.dumps(document(ROUTES)))
 
 

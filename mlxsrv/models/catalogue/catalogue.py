@@ -140,9 +140,12 @@ class Catalogue:
         return next((source for name, source in self.drafts if name in names), None)
 
     def name(self, name: str | None) -> str:
-        """The entry's name if this is a known name or alias; else the name as it is."""
+        """The entry's name if this is a known name or alias; else the name as it is. Clients of
+        Ollama put `:latest` after names that have no tag."""
         if name is None or name == "default":
             return self.default
+        if name not in self._index.names:
+            name = name.removesuffix(":latest")
         return self._index.names.get(name, name)
 
     def known(self, name: str | None) -> ModelEntry | None:

@@ -6,7 +6,8 @@ Used on the event loop only.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, TypeVar
 
 from mlxsrv.errors import ServeError
 from mlxsrv.formats.encoders import CrossEncoderConfig
@@ -16,6 +17,8 @@ from mlxsrv.models.pool.model import Model, Ticket
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
+T = TypeVar("T")
+
 
 class Lease:
     """One request's claim on a model. Ends with `release`, which may be called more than once.
@@ -24,6 +27,11 @@ class Lease:
         prepare: makes the model's tokenizer.
         enter: gives a ticket for the model.
         leave: ends the claim; gets the ticket, if there was one.
+
+    Attributes:
+        load_seconds: how long it has waited for the model's files, tokenizer and weights.
+        keep_alive: seconds that the model, if it was entered, stays loaded without a user from
+            then on; None: no change.
     """
 
     def __init__(
@@ -32,10 +40,12 @@ class Lease:
         *,
         prepare: Callable[[Model], Awaitable[Tokenizer]],
         enter: Callable[[Model], Ticket],
-        leave: Callable[[Model, Ticket | None], None],
+        leave: Callable[[Model, Ticket | None, float | None], None],
     ) -> None:
         self.model = model
         self.released = False
+        self.load_seconds = 0.0
+        self.keep_alive: float | None = None
         self._prepare = prepare
         self._enter = enter
         self._leave = leave
@@ -44,7 +54,9 @@ class Lease:
 
     async def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, whether the model is loaded or not. Raises ServeError."""
-        return self.model.tokenizer or await self._prepare(self.model)
+        if self.model.tokenizer is not None:
+            return self.model.tokenizer
+        return await self._measure(self._prepare(self.model))
 
     @property
     def context_length(self) -> int | None:
@@ -79,7 +91,14 @@ class Lease:
             raise Withdrawn("its lease has ended")
         self._ticket = self._enter(self.model)
         # If this wait is cancelled, the ticket may have entered already: `release` looks at it.
-        await self._ticket
+        await self._measure(self._ticket)
+
+    async def _measure(self, wait: Awaitable[T]) -> T:
+        begun = monotonic()
+        try:
+            return await wait
+        finally:
+            self.load_seconds += monotonic() - begun
 
     async def borrow_row(self, borrower: object) -> None:
         """Wait for a row, first come, first served.
@@ -101,7 +120,7 @@ class Lease:
         """End the claim, also while it waits to enter. All rows have been returned."""
         if not self.released:
             self.released = True
-            self._leave(self.model, self._ticket)
+            self._leave(self.model, self._ticket, self.keep_alive)
 
 
 class Withdrawn(ServeError):

@@ -143,6 +143,9 @@ class Model:
         self._last_entry = 0.0
         self._last_exit = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
+        self.keep_alive: float | None = None
+        """Seconds that it stays loaded without a user; None: as the settings say. It is forgotten
+        when the model is unloaded."""
         self.prepare_task: asyncio.Task[Tokenizer] | None = None
         self.load_task: asyncio.Task[None] | None = None
 
@@ -264,6 +267,7 @@ class Model:
         self.stop_idle_timer()
         self.enter(state)
         self._loaded = None
+        self.keep_alive = None
 
     def set_attachment(self, attachment: Attachment | None) -> None:
         self._attachment = attachment
@@ -310,9 +314,11 @@ class Model:
             ticket.set_exception(error)
         return True
 
-    def leave(self) -> None:
-        """Count out one that has entered."""
+    def leave(self, keep_alive: float | None) -> None:
+        """Count out one that has entered, and take over its `keep_alive`, if it gives one."""
         self._users -= 1
+        if keep_alive is not None:
+            self.keep_alive = keep_alive
 
     def start_idle_time(self, timeout: float | None, evict: Callable[[Model, str], None]) -> None:
         """Note that the last user has left; call `evict` after `timeout` seconds without one."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -162,10 +163,10 @@ class Pool:
             model.load_task = start_task(self._load(model))
         return ticket
 
-    def _leave(self, model: Model, ticket: Ticket | None) -> None:
+    def _leave(self, model: Model, ticket: Ticket | None, keep_alive: float | None) -> None:
         model.remove_lease()
         if ticket is not None and _has_entered(ticket):
-            model.leave()
+            model.leave(keep_alive)
             if model.users == 0 and model.loaded is not None:
                 self._start_idle_time(model)
                 if self._queue:
@@ -184,9 +185,24 @@ class Pool:
 
     def _start_idle_time(self, model: Model) -> None:
         # After the pool's end nothing is loaded, so there is nothing to evict.
-        stays = self._closed or self._limits.stays(model)
-        timeout = None if stays else self._settings.idle_timeout
+        timeout = None if self._closed else self.idle_limit(model)
         model.start_idle_time(timeout, self._evict)
+
+    def idle_limit(self, model: Model) -> float | None:
+        """Seconds after which a model is unloaded if nobody uses it; None: it stays."""
+        if self._limits.stays(model) or model.keep_alive == inf:
+            return None
+        return self._settings.idle_timeout if model.keep_alive is None else model.keep_alive
+
+    def unload(self, name: str) -> None:
+        """Unload a model as soon as nobody uses it. One that is pinned, or has an SAE, stays."""
+        model = self._models.get(name)
+        if model is None or model.loaded is None or self._limits.stays(model):
+            return
+        model.keep_alive = 0.0
+        if model.users == 0:
+            self._evict(model, "asked for")
+            self._arrange()
 
     def _forget(self, model: Model) -> None:
         if model.forgettable:

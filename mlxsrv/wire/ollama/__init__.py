@@ -1,0 +1,1 @@
+"""Ollama's API: requests, answers, lines of streams and of downloads."""

@@ -1,0 +1,177 @@
+"""Models as Ollama's API lists, shows and names them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from mlxsrv.wire.ollama.answers import ollama_time
+from mlxsrv.wire.openai.answers import ModelObject
+
+API_VERSION = "0.14.0"
+"""The version of Ollama whose API this is. Clients refuse servers that are too old for them."""
+
+_NEVER = timedelta(days=365 * 100)
+
+
+class OllamaVersion(Struct, frozen=True):
+    version: str = API_VERSION
+
+
+class OllamaDetails(Struct, frozen=True, kw_only=True):
+    """Texts are empty while the model's files are not here."""
+
+    parent_model: str = ""
+    format: str = ""
+    family: str = ""
+    families: list[str] = []
+    parameter_size: str = ""
+    quantization_level: str = ""
+
+
+class OllamaModel(Struct, frozen=True, kw_only=True):
+    name: str
+    model: str
+    modified_at: str
+    size: int
+    digest: str
+    details: OllamaDetails
+
+
+class OllamaModels(Struct, frozen=True):
+    models: list[OllamaModel]
+
+
+class OllamaShown(Struct, frozen=True, kw_only=True):
+    """One model. `parameters` are lines of a name and a value; `model_info` has GGUF's keys."""
+
+    modelfile: str
+    parameters: str
+    template: str
+    details: OllamaDetails
+    model_info: dict[str, Any]
+    capabilities: list[str]
+    modified_at: str
+
+
+class OllamaRunningModel(OllamaModel, frozen=True, kw_only=True):
+    """A loaded model."""
+
+    expires_at: str
+    size_vram: int
+    context_length: int
+
+
+class OllamaRunning(Struct, frozen=True):
+    models: list[OllamaRunningModel]
+
+
+class LoadedModel(Struct, frozen=True):
+    """A loaded model: its weights in bytes, and in how many seconds it may be unloaded, if ever."""
+
+    described: ModelObject
+    bytes: int
+    seconds_left: float | None
+
+
+class ModelFacts(Struct, frozen=True, kw_only=True):
+    """The facts about a model that only `show` tells, from its files.
+
+    Attributes:
+        template: its chat template, if it has one.
+        defaults: its own sampling parameters, by OpenAI's names.
+    """
+
+    template: str | None = None
+    defaults: Mapping[str, float] = {}
+    parameters: int | None = None
+    hidden_size: int | None = None
+    layers: int | None = None
+
+
+def listed_name(id: str) -> str:
+    """Return the name under which a model is listed: with a tag."""
+    return id if ":" in id.rpartition("/")[2] else f"{id}:latest"
+
+
+def ollama_model(model: ModelObject) -> OllamaModel:
+    return OllamaModel(**_listed(model))
+
+
+def running_model(loaded: LoadedModel) -> OllamaRunningModel:
+    left = _NEVER if loaded.seconds_left is None else timedelta(seconds=loaded.seconds_left)
+    return OllamaRunningModel(
+        **{**_listed(loaded.described), "size": loaded.bytes},
+        expires_at=ollama_time(datetime.now(UTC) + min(left, _NEVER)),
+        size_vram=loaded.bytes,  # the memory of the device, which on a Mac is that of the machine
+        context_length=loaded.described.context_length or 0,
+    )
+
+
+def _listed(model: ModelObject) -> dict[str, Any]:
+    name = listed_name(model.id)
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": _modified(model),
+        "size": model.size or 0,
+        "digest": _digest(model),
+        "details": _details(model),
+    }
+
+
+def _modified(model: ModelObject) -> str:
+    return ollama_time(model.modified_at or datetime.fromtimestamp(model.created, UTC))
+
+
+def _digest(model: ModelObject) -> str:
+    """Return a value that changes with the model's files."""
+    told = msgspec.json.encode([model.id, model.details, model.size, model.modified_at])
+    return hashlib.sha256(told).hexdigest()
+
+
+def _details(model: ModelObject) -> OllamaDetails:
+    given = model.details
+    if given is None:
+        return OllamaDetails()
+    return OllamaDetails(
+        format=given.format,
+        family=given.family,
+        families=[given.family],
+        parameter_size=given.parameter_size,
+        quantization_level=given.quantization_level,
+    )
+
+
+_CAPABILITIES = ("completion", "tools", "thinking", "embedding")
+"""Those that Ollama has a word for."""
+
+_PARAMETERS = {"repetition_penalty": "repeat_penalty"}
+
+
+def shown_model(model: ModelObject, facts: ModelFacts) -> OllamaShown:
+    family = "unknown" if model.details is None else model.details.family
+    info = {
+        "general.architecture": family,
+        "general.basename": model.id,
+        "general.parameter_count": facts.parameters,
+        f"{family}.block_count": facts.layers,
+        f"{family}.context_length": model.context_length,
+        f"{family}.embedding_length": facts.hidden_size,
+    }
+    return OllamaShown(
+        modelfile=f"FROM {listed_name(model.id)}\n",
+        parameters="\n".join(
+            f"{_PARAMETERS.get(name, name):<30} {value:g}" for name, value in facts.defaults.items()
+        ),
+        template=facts.template or "",
+        details=_details(model),
+        model_info={key: value for key, value in info.items() if value is not None},
+        capabilities=[each for each in _CAPABILITIES if each in model.capabilities],
+        modified_at=_modified(model),
+    )

@@ -1,0 +1,377 @@
+"""Requests of Ollama's API.
+
+Its own server ignores options that it does not know. So does this one, and names them in
+`X-Ignored-Params`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct, field
+
+from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.generation.spec import (
+    ChatMessage,
+    ChatPrompt,
+    GenerationSpec,
+    JSONForm,
+    PastCall,
+    PromptSpec,
+    SamplingWishes,
+    TextPrompts,
+    ToolSpec,
+)
+from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.ollama.durations import read_keep_alive
+from mlxsrv.wire.steering import NotEmpty, SteeringFields, check_steering
+
+_UNLIMITED = 2**31 - 1
+"""As many tokens as the context holds."""
+
+_CHAT_PATHS = {"context": "options.num_ctx"}
+_GENERATE_PATHS = {**_CHAT_PATHS, "messages": "prompt", "chat_template": "template"}
+
+Penalty2 = Annotated[float, Meta(ge=-2, le=2)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+KeepAlive = float | Annotated[str, Meta(max_length=100)]
+Images = Annotated[list[str], Meta(max_length=1000)]
+
+
+class OllamaOptions(Struct, frozen=True, kw_only=True):
+    """The options that have an effect here. None: the model's default."""
+
+    num_predict: Annotated[int, Meta(ge=-2, le=_UNLIMITED)] | None = None
+    num_ctx: Annotated[int, Meta(ge=0)] | None = None
+    stop: (
+        str | Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=16)] | None
+    ) = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=_UNLIMITED)] | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
+    presence_penalty: Penalty2 | None = None
+    frequency_penalty: Penalty2 | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """How many tokens an answer may have; None: the server's default."""
+        if self.num_predict is None or self.num_predict > 0:
+            return self.num_predict
+        return _UNLIMITED
+
+    @property
+    def stops(self) -> list[str]:
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in given if text]
+
+    @property
+    def sampling(self) -> SamplingWishes:
+        return SamplingWishes(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repeat_penalty,
+            seed=None if self.seed == -1 else self.seed,
+        )
+
+
+_NO_OPTIONS = OllamaOptions()
+
+
+class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
+    """The fields that chats and texts share. `stream` is true unless the request says otherwise."""
+
+    model: NotEmpty
+    stream: bool | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    options: OllamaOptions | None = None
+    keep_alive: KeepAlive | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def thinking(self) -> bool | None:
+        return None if self.think is None else bool(self.think)
+
+    @property
+    def effort(self) -> str | None:
+        return self.think if isinstance(self.think, str) else None
+
+    @property
+    def form(self) -> JSONForm | None:
+        if not isinstance(self.format, dict):
+            return JSONForm("format", {"type": "object"}) if self.format == "json" else None
+        return JSONForm("format", self.format)
+
+    def make_spec(self, prompt: PromptSpec, paths: Mapping[str, str]) -> GenerationSpec:
+        """Return what the request asks for, with a prompt that its own kind makes."""
+        options = self.options or _NO_OPTIONS
+        return GenerationSpec(
+            prompt=prompt,
+            model=self.model,
+            sampling=options.sampling,
+            steering=self.steering_wishes,
+            form=self.form,
+            stops=options.stops,
+            limit=options.limit,
+            context=options.num_ctx or None,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            timed=True,
+            streamed=self.stream is not False,
+            keep_alive=read_keep_alive(self.keep_alive),
+            paths=paths,
+        )
+
+
+# Chat.
+
+
+class OllamaPastFunction(Struct, frozen=True):
+    name: str
+    arguments: dict[str, Any] = {}
+
+
+class OllamaPastCall(Struct, frozen=True):
+    function: OllamaPastFunction
+    id: str | None = None
+
+
+class OllamaMessage(Struct, frozen=True):
+    """One turn. A tool's message names the tool, or the id of the call."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Images | None = None
+    tool_calls: Annotated[list[OllamaPastCall], Meta(max_length=1000)] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+
+    def read(self, where: str) -> ChatMessage:
+        """Return the message in no dialect. Raises UnsupportedParameter."""
+        _refuse_images(self.images, f"{where}.images")
+        return ChatMessage(
+            role="system" if self.role == "developer" else self.role,
+            content=self.content or "",
+            name=self.tool_name,
+            reasoning=self.thinking,
+            calls=[
+                PastCall(call.function.name, call.function.arguments, call.id)
+                for call in self.tool_calls or ()
+            ],
+            call_id=self.tool_call_id,
+        )
+
+
+class OllamaFunction(Struct, frozen=True):
+    name: NotEmpty
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class OllamaTool(Struct, frozen=True):
+    function: OllamaFunction
+    type: Literal["function"] | None = None
+
+    def spec(self) -> ToolSpec:
+        return ToolSpec(
+            name=self.function.name,
+            description=self.function.description,
+            parameters=self.function.parameters,
+        )
+
+
+class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
+    """A chat. Without messages, the model is loaded or unloaded."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=10_000)] | None = None
+    tools: Annotated[list[OllamaTool], Meta(max_length=1000)] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.messages
+
+    def spec(self) -> GenerationSpec:
+        """Return what the request asks for. Raises UnsupportedParameter."""
+        messages = [each.read(f"messages[{i}]") for i, each in enumerate(self.messages or ())]
+        prompt = ChatPrompt(
+            messages=messages,
+            tools=[tool.spec() for tool in self.tools or ()],
+            thinking=self.thinking,
+            effort=self.effort,
+            continues=_is_unfinished(messages[-1]),
+        )
+        return self.make_spec(prompt, _CHAT_PATHS)
+
+
+def _is_unfinished(last: ChatMessage) -> bool:
+    """Whether the answer continues this message, as Ollama's templates have it."""
+    return last.role == "assistant" and bool(last.content) and not last.calls
+
+
+def _refuse_images(images: Images | None, path: str) -> None:
+    if images:
+        raise UnsupportedParameter(f"{path}: this model takes text only; leave it out", param=path)
+
+
+# Text.
+
+
+class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
+    """A text. Without prompt and suffix, the model is loaded or unloaded."""
+
+    prompt: str | None = None
+    suffix: str | None = None
+    system: str | None = None
+    template: Annotated[str, Meta(max_length=2**20)] | None = None
+    raw: bool | None = None
+    images: Images | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prompt and not self.suffix
+
+    def spec(self) -> GenerationSpec:
+        """Return what the request asks for. Raises UnsupportedParameter."""
+        _refuse_images(self.images, "images")
+        prompt = self._text() if self.raw or self.suffix else self._chat()
+        return self.make_spec(prompt, _GENERATE_PATHS)
+
+    def _text(self) -> TextPrompts:
+        return TextPrompts(prompts=[self.prompt or ""], places=["prompt"], suffix=self.suffix or "")
+
+    def _chat(self) -> ChatPrompt:
+        text = self.prompt or ""
+        messages = [ChatMessage(role="user", content=text)]
+        if self.system:
+            messages.insert(0, ChatMessage(role="system", content=self.system))
+        return ChatPrompt(
+            messages=messages,
+            thinking=self.thinking,
+            effort=self.effort,
+            template=self.template or None,
+            plain=text,
+        )
+
+
+# Embeddings.
+
+
+class OllamaEmbedRequest(Struct, frozen=True, kw_only=True):
+    """Texts to embed. `options` are ignored; without `input`, the model is loaded or unloaded."""
+
+    model: NotEmpty
+    input: str | Annotated[list[NotEmpty], Meta(max_length=2048)] | None = None
+    truncate: bool | None = None
+    dimensions: Annotated[int, Meta(ge=0)] | None = None
+    keep_alive: KeepAlive | None = None
+    options: dict[str, Any] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.input
+
+
+class OllamaEmbeddingsRequest(Struct, frozen=True, kw_only=True):
+    """The older form: one text."""
+
+    model: NotEmpty
+    prompt: str | None = None
+    keep_alive: KeepAlive | None = None
+    options: dict[str, Any] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.prompt
+
+
+# Models.
+
+
+class OllamaNamedRequest(Struct, frozen=True, kw_only=True):
+    """A request about one model, in `model` or, as older clients have it, in `name`."""
+
+    model: str | None = None
+    name: str | None = None
+
+    @property
+    def named(self) -> str:
+        """The name. A decoded request has one."""
+        return self.model or self.name or ""
+
+
+class OllamaShowRequest(OllamaNamedRequest, frozen=True, kw_only=True):
+    verbose: bool | None = None
+
+
+class OllamaPullRequest(OllamaNamedRequest, frozen=True, kw_only=True):
+    stream: bool | None = None
+
+
+class OllamaCopyRequest(Struct, frozen=True, kw_only=True):
+    source: str | None = None
+    destination: str | None = None
+
+
+class OllamaCreateRequest(OllamaNamedRequest, frozen=True, kw_only=True):
+    stream: bool | None = None
+    base: str | None = field(default=None, name="from")
+
+
+# Checks.
+
+
+def _check_request(request: OllamaRequest) -> None:
+    read_keep_alive(request.keep_alive)
+    check_steering(request)
+
+
+def _check_generate(request: OllamaGenerateRequest) -> None:
+    _check_request(request)
+    if request.raw and (request.template or request.system):
+        name = "template" if request.template else "system"
+        raise InvalidRequest(f"{name}: cannot be combined with raw; leave one out", param=name)
+
+
+def _check_embedding(request: OllamaEmbedRequest | OllamaEmbeddingsRequest) -> None:
+    read_keep_alive(request.keep_alive)
+
+
+def _check_name(request: OllamaNamedRequest) -> None:
+    if not request.named:
+        raise MissingParameter("missing required parameter: model", param="model")
+
+
+def _idle_fields(request: OllamaRequest) -> list[str]:
+    return [] if request.logprobs or request.top_logprobs is None else ["top_logprobs"]
+
+
+def _idle_generate(request: OllamaGenerateRequest) -> list[str]:
+    """A text around a gap has no system message and no template."""
+    given = [name for name in ("system", "template") if request.suffix and getattr(request, name)]
+    return [*given, *_idle_fields(request)]
+
+
+def _idle_embedding(request: OllamaEmbedRequest | OllamaEmbeddingsRequest) -> list[str]:
+    return ["options"] if request.options else []
+
+
+OLLAMA_CHATS = RequestDecoder(OllamaChatRequest, check=_check_request, idle=_idle_fields)
+OLLAMA_TEXTS = RequestDecoder(OllamaGenerateRequest, check=_check_generate, idle=_idle_generate)
+OLLAMA_EMBEDS = RequestDecoder(OllamaEmbedRequest, check=_check_embedding, idle=_idle_embedding)
+OLLAMA_OLD_EMBEDS = RequestDecoder(
+    OllamaEmbeddingsRequest, check=_check_embedding, idle=_idle_embedding
+)
+OLLAMA_SHOWS = RequestDecoder(OllamaShowRequest, check=_check_name)
+OLLAMA_PULLS = RequestDecoder(OllamaPullRequest, check=_check_name)
+OLLAMA_NAMES = RequestDecoder(OllamaNamedRequest)
+OLLAMA_COPIES = RequestDecoder(OllamaCopyRequest)
+OLLAMA_CREATES = RequestDecoder(OllamaCreateRequest)

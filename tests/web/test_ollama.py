@@ -1,0 +1,301 @@
+"""Ollama's API over HTTP: chats, texts, names, errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.client import Body, ask, chat
+from tests.support.ollama import RECORDED, Line, check_type, read_lines
+from tests.support.scripted import cut, write_scripted
+from tests.support.serving import Server, serving
+from tests.support.tiny import write_model
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+SCRIPTS = {
+    "calls": f"I will look.\n\n{CALL}",
+    "breaks": 'So: <tool_call>\n{"name": "get_weather", "arguments": {"city": nonsense',
+    "thinks": "<think>\nParis, then.\n</think>\n\nSunny.",
+}
+WEATHER: Body = (RECORDED["chat-tools"].body or {})["tools"][0]
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+@pytest.fixture(scope="module")
+def ollama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("ollama")
+    models = {name: write_scripted(folder / name, cut(text, 3)) for name, text in SCRIPTS.items()}
+    models["base"] = write_scripted(folder / "base", ["Once", " more"], template=None)
+    models["t"] = write_model(folder / "t", "qwen3", plain=True)
+    arguments = [part for name, path in models.items() for part in ("--model", f"{name}={path}")]
+    with serving(folder, *arguments) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(ollama: Server) -> Iterator[httpx.Client]:
+    with ollama.client() as client:
+        yield client
+
+
+def whole(client: httpx.Client, path: str, **fields: Any) -> Body:
+    """The answer to a request that is not streamed."""
+    response = client.post(path, json={"stream": False, **fields})
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/json"
+    return dict(response.json())
+
+
+def streamed(client: httpx.Client, path: str, **fields: Any) -> list[Line]:
+    """The lines of the answer to a request that says nothing of streams."""
+    response = client.post(path, json=fields)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/x-ndjson"
+    return read_lines(response.content)
+
+
+def refused(response: httpx.Response, status: int) -> str:
+    """The message of a refusal."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    assert response.headers["x-request-id"]
+    return str(body["error"])
+
+
+# What the client sends is answered.
+
+
+@pytest.mark.parametrize(
+    "label", [each.label for each in RECORDED.values() if each.path == "/api/chat"]
+)
+def test_recorded_chats_are_answered(client: httpx.Client, label: str) -> None:
+    each = RECORDED[label]
+    response = client.request(each.method, each.path, json=each.body, headers=each.headers)
+    if label == "chat-image":
+        assert "messages[0].images" in refused(response, 400)
+        return
+    assert response.status_code == 200, response.text
+    lines = read_lines(response.content) if each.body and each.body["stream"] else [response.json()]
+    for line in lines:
+        check_type(line, "ChatResponse")
+    assert lines[-1]["done"]
+    text = "".join(line["message"]["content"] for line in lines)
+    if label.startswith("chat-format"):
+        assert isinstance(json.loads(text), dict)
+    if label.startswith("chat-think"):
+        assert lines[0]["message"]["thinking"]
+    if label == "chat-logprobs":
+        assert "".join(each["token"] for each in lines[0]["logprobs"]).startswith(text)
+        assert all(len(each["top_logprobs"]) == 2 for each in lines[0]["logprobs"])
+    if label == "chat-tool-result":
+        assert "sunny" in text
+
+
+@pytest.mark.parametrize("label", ["generate", "generate-stream", "generate-load"])
+def test_recorded_texts_are_answered(client: httpx.Client, label: str) -> None:
+    each = RECORDED[label]
+    assert each.body is not None
+    response = client.request(each.method, each.path, json=each.body)
+    assert response.status_code == 200, response.text
+    lines = read_lines(response.content) if each.body["stream"] else [response.json()]
+    for line in lines:
+        check_type(line, "GenerateResponse")
+    assert lines[-1]["done_reason"] == ("load" if label == "generate-load" else "stop")
+
+
+def test_raw_texts_have_no_template(client: httpx.Client) -> None:
+    body = RECORDED["generate-all"].body or {}
+    assert "raw" in refused(client.post("/api/generate", json=body), 400)
+    body = {**body, "model": "t", "system": "", "template": "", "suffix": "", "format": ""}
+    response = client.post("/api/generate", json=body)
+    assert response.headers["x-ignored-params"] == "context"
+    assert response.json()["eval_count"] == 3
+    raw = client.post("/v1/completions", json={"model": "t", "prompt": "Hello", "max_tokens": 3})
+    assert response.json()["prompt_eval_count"] == raw.json()["usage"]["prompt_tokens"]
+
+
+# Texts, thoughts and calls are those of chat completions.
+
+
+@pytest.mark.parametrize("model", ["calls", "breaks", "thinks", "t"])
+def test_a_chat_says_the_same_in_both_dialects(client: httpx.Client, model: str) -> None:
+    openai = ask(client, chat("Hello", model=model, tools=[WEATHER], max_tokens=60, seed=5))
+    options = {"temperature": 0, "num_predict": 60, "seed": 5}
+    fields = {"model": model, "messages": HELLO, "tools": [WEATHER], "options": options}
+    body = whole(client, "/api/chat", **fields)
+    lines = streamed(client, "/api/chat", **fields)
+    said, message = openai["choices"][0]["message"], body["message"]
+    if model != "breaks":
+        assert message["content"] == (said["content"] or "")
+        assert message.get("thinking") == said.get("reasoning_content")
+    calls = [
+        {"id": call["id"], "function": {"index": index, "name": call["function"]["name"]}}
+        | {
+            "function": {"index": index, "name": call["function"]["name"]}
+            | {"arguments": json.loads(call["function"]["arguments"])}
+        }
+        for index, call in enumerate(said.get("tool_calls", []) if model != "breaks" else [])
+    ]
+    assert without_ids(message.get("tool_calls", [])) == without_ids(calls)
+    assert body["eval_count"] == openai["usage"]["completion_tokens"]
+    assert body["prompt_eval_count"] == openai["usage"]["prompt_tokens"]
+    for line in lines:
+        check_type(line, "ChatResponse")
+    messages = [line["message"] for line in lines]
+    assert "".join(each["content"] for each in messages) == message["content"]
+    sent = [call for each in messages for call in each.get("tool_calls", [])]
+    assert without_ids(sent) == without_ids(calls)
+    assert lines[-1]["eval_count"] == body["eval_count"]
+    assert [line["done"] for line in lines].count(True) == 1
+
+
+def without_ids(calls: list[Body]) -> list[Body]:
+    return [call["function"] for call in calls]
+
+
+def test_a_broken_call_is_text(client: httpx.Client) -> None:
+    lines = streamed(client, "/api/chat", model="breaks", messages=HELLO, tools=[WEATHER])
+    text = "".join(line["message"]["content"] for line in lines)
+    assert text.startswith("So:")
+    assert "nonsense" in text
+    assert not any("tool_calls" in line["message"] for line in lines)
+    assert lines[-1]["done_reason"] == "stop"
+
+
+def test_durations_are_measured(client: httpx.Client) -> None:
+    last = streamed(client, "/api/chat", model="t", messages=HELLO, options={"num_predict": 8})[-1]
+    assert last["done_reason"] == "length"
+    parts = last["load_duration"] + last["prompt_eval_duration"] + last["eval_duration"]
+    assert 0 < parts <= last["total_duration"] < 20e9
+
+
+def test_a_prompt_that_was_read_before_counts_whole(client: httpx.Client) -> None:
+    fields = {"model": "t", "messages": [{"role": "user", "content": "Tell me " * 50}]}
+    first, second = (
+        whole(client, "/api/chat", **fields, options={"num_predict": 2}) for _ in range(2)
+    )
+    assert second["prompt_eval_count"] == first["prompt_eval_count"] > 100
+
+
+def test_the_last_message_of_the_assistant_goes_on(client: httpx.Client) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "Hello! I am the"}]
+    body = whole(client, "/api/chat", model="demo", messages=messages, options={"temperature": 0})
+    assert body["message"]["content"].startswith(" demo model")
+
+
+def test_a_model_without_a_template_continues_the_prompt(client: httpx.Client) -> None:
+    body = whole(client, "/api/generate", model="base", prompt="Say\n", system="no place for it")
+    assert body["response"] == "Once more"
+    assert body["done_reason"] == "stop"
+
+
+def test_steering_is_an_extension(client: httpx.Client) -> None:
+    body = {"model": "t", "messages": HELLO, "profile": "none"}
+    assert "none" in refused(client.post("/api/chat", json=body), 404)
+
+
+# The context.
+
+
+def test_num_ctx_bounds_prompt_and_answer(client: httpx.Client) -> None:
+    options: Body = {"temperature": 0, "num_predict": -1}
+    fields = {"model": "t", "messages": HELLO}
+    prompt = whole(client, "/api/chat", **fields, options={"num_predict": 1})["prompt_eval_count"]
+    body = whole(client, "/api/chat", **fields, options={**options, "num_ctx": prompt + 5})
+    assert (body["eval_count"], body["done_reason"]) == (5, "length")
+    response = client.post("/api/chat", json={**fields, "options": {**options, "num_ctx": prompt}})
+    message = refused(response, 400)
+    assert message.startswith(f"options.num_ctx is {prompt} tokens; the prompt has {prompt}")
+
+
+def test_a_prompt_that_does_not_fit_the_model_is_refused(client: httpx.Client) -> None:
+    messages = [{"role": "user", "content": "word " * 9000}]
+    body = {"model": "t", "messages": messages, "options": {"num_ctx": 10**6}}
+    assert "4096" in refused(client.post("/api/chat", json=body), 400)
+
+
+# Models.
+
+
+def test_models_are_listed_with_a_tag_and_found_with_and_without(client: httpx.Client) -> None:
+    listed = client.get("/api/tags").json()
+    check_type(listed, "ListResponse")
+    ours = {each["id"]: each for each in client.get("/v1/models").json()["data"]}
+    assert {each["name"] for each in listed["models"]} == {f"{id}:latest" for id in ours}
+    for each in listed["models"]:
+        assert each["model"] == each["name"]
+        id = each["name"].removesuffix(":latest")
+        assert each["size"] == ours[id]["size"]
+        assert each["details"].items() >= ours[id]["details"].items()
+        assert len(each["digest"]) == 64
+    for name in ("t", "t:latest"):
+        body = whole(client, "/api/generate", model=name, prompt="a", options={"num_predict": 1})
+        assert body["model"] == name
+        assert ask(client, chat(model=name, max_tokens=1))["model"] == "t"
+        assert client.get(f"/v1/models/{name}").json()["id"] == "t"
+
+
+def test_the_version_has_numbers_only(client: httpx.Client) -> None:
+    version = client.get("/api/version").json()["version"]
+    assert tuple(map(int, version.split("."))) >= (0, 6, 4)  # what Copilot asks for
+
+
+@pytest.mark.parametrize("path", ["/api/tags", "/api/version"])
+def test_head_is_answered(client: httpx.Client, path: str) -> None:
+    assert client.head(path).status_code == 200
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/api/chat", {"model": "nobody", "messages": HELLO}, 404, "nobody"),
+        ("/api/chat", {"model": "nobody"}, 404, "nobody"),
+        ("/api/chat", {"model": "nobody", "keep_alive": 0}, 404, "nobody"),
+        ("/api/chat", {"messages": HELLO}, 400, "model"),
+        ("/api/chat", {"model": "base", "messages": HELLO}, 400, "no chat template"),
+        ("/api/generate", {"model": "t", "prompt": "a", "format": "xml"}, 400, "format"),
+        ("/api/generate", {"model": "t", "prompt": "a", "suffix": "b"}, 400, "suffix"),
+        (
+            "/api/generate",
+            {"model": "t", "prompt": "a", "template": "{{ .Prompt }}"},
+            400,
+            "--allow-chat-template",
+        ),
+        ("/api/chat", {"model": "t", "messages": HELLO, "format": {"type": 3}}, 400, "format"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refusals_have_ollamas_shape(
+    client: httpx.Client, path: str, body: Body, status: int, text: str, stream: bool
+) -> None:
+    assert text in refused(client.post(path, json={**body, "stream": stream}), status)
+
+
+def test_what_is_no_json_is_refused_in_ollamas_shape(client: httpx.Client) -> None:
+    assert "JSON" in refused(client.post("/api/chat", content=b"{"), 400)
+
+
+def test_another_method_is_refused_in_ollamas_shape(client: httpx.Client) -> None:
+    refused(client.get("/api/chat"), 405)
+
+
+def test_the_management_keeps_its_own_shape(client: httpx.Client) -> None:
+    assert client.get("/api/saes/none").json()["success"] is False
+
+
+def test_a_client_that_leaves_frees_its_row(ollama: Server, client: httpx.Client) -> None:
+    body = {"model": "t", "messages": HELLO, "options": {"num_predict": -1}}
+    with client.stream(
+        "POST", "/api/chat", json=body, headers={"X-Request-ID": "left"}
+    ) as response:
+        next(response.iter_lines())
+    ollama.logged("stream end", request="left", finish="disconnected")
