@@ -7,7 +7,6 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +41,6 @@ from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)
 BATCHED = ["qwen3", "gemma3_text", "gpt_oss", "qwen3_next", "mamba2"]
-
-
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Loads a family's tiny model, once a session."""
-    root = tmp_path_factory.mktemp("models")
-
-    @cache
-    def load(family: str) -> Any:
-        return load_model(write_model(root / family, family))[0]
-
-    return load
 
 
 Fault = Callable[[int, mx.array], None]
