@@ -1,4 +1,4 @@
-"""The commands besides serving: `mlxsrv models` and `mlxsrv pull`.
+"""The commands besides serving: `mlxsrv models`, `mlxsrv pull` and `mlxsrv connect`.
 
 Each takes its arguments, prints, and raises SettingsError or ServeError.
 """
@@ -14,6 +14,10 @@ from typing import Final
 import msgspec
 
 from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.connect.address import find_address
+from mlxsrv.connect.clients import CLIENTS
+from mlxsrv.connect.setup import ClientSetup
+from mlxsrv.connect.writing import plan_change, write_change
 from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.settings import SettingsError
@@ -132,6 +136,55 @@ def pull(arguments: Sequence[str]) -> None:
     print(fetch(repository, progress=not asked.quiet and sys.stderr.isatty()))
 
 
+def connect(arguments: Sequence[str]) -> None:
+    """Print what makes a client use the server with these options, or write it."""
+    parser = option_parser(
+        "connect",
+        f"Print what makes a client use the server that runs, or would run, with the same options. "
+        f"CLIENT is one of: {', '.join(CLIENTS)}.",
+    )
+    parser.add_argument("client", metavar="CLIENT")
+    parser.add_argument("--for-model", metavar="NAME", help="Another model than the default one.")
+    parser.add_argument("--url", help="Address where the client reaches the server, if another.")
+    parser.add_argument(
+        "--write",
+        action="store_true",
+        help="Write the client's configuration file, after showing the difference and asking. "
+        "A copy of the old file is kept beside it.",
+    )
+    parser.add_argument("--yes", action="store_true", help="Write without asking.")
+    flags = vars(parser.parse_args(arguments))
+    client, model, url = (flags.pop(name) for name in ("client", "for_model", "url"))
+    write, yes = flags.pop("write"), flags.pop("yes")
+    if client not in CLIENTS:
+        raise SettingsError(f"there is no client {client!r}; there are: {', '.join(CLIENTS)}")
+    server = find_address(settings_from(flags), url, model)
+    setup = CLIENTS[client](server)
+    print(setup.text(server))
+    if write:
+        print()
+        _write(setup, lambda: yes or _agreed())
+
+
+def _write(setup: ClientSetup, confirm: Callable[[], bool]) -> None:
+    if setup.file is None:
+        raise SettingsError(f"{setup.title} has no file to write; set it up as printed above")
+    change = plan_change(setup.file)
+    if not change.needed:
+        print(f"{change.path} has all of this already.")
+        return
+    print(change.diff())
+    copy = write_change(change, confirm)
+    print(f"{change.path} is written" + (f"; the old one is {copy}" if copy else ""))
+
+
+def _agreed() -> bool:
+    """Ask on the terminal. Raises SettingsError where there is none."""
+    if not sys.stdin.isatty():
+        raise SettingsError("there is no terminal to ask on; add --yes to write")
+    return input("Write this? [y/N] ").strip().lower() in ("y", "yes")
+
+
 COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = MappingProxyType(
-    {"models": models, "pull": pull}
+    {"models": models, "pull": pull, "connect": connect}
 )

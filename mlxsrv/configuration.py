@@ -85,7 +85,8 @@ def _named(where: str, read: Callable[[Any], Any], value: Any) -> Any:
 def option_parser(
     command: str = "",
     does: str = "Serve MLX language models over an OpenAI-compatible HTTP API.\n"
-    "Other commands: mlxsrv models (list what would be served), mlxsrv pull (download a model).",
+    "Other commands: mlxsrv models (list what would be served), mlxsrv pull (download a model), "
+    "mlxsrv connect (set up a client).",
 ) -> argparse.ArgumentParser:
     """Make the parser of all options, for the server or for another command.
 

@@ -1,4 +1,4 @@
-"""`mlxsrv models` and `mlxsrv pull`, as processes."""
+"""`mlxsrv models`, `mlxsrv pull` and `mlxsrv connect`, as processes."""
 
 from __future__ import annotations
 
@@ -73,6 +73,7 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
         (("pull", "../x"), 2, "'../x'"),
         (("pull", "org/name"), 1, "org/name"),
+        (("connect", "nobody"), 2, "there is no client 'nobody'; there are: codex, "),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -86,8 +87,41 @@ def test_what_is_wrong_is_one_line(
     assert done.stderr.startswith("mlxsrv: ")
 
 
-@pytest.mark.parametrize("command", ["models", "pull"])
+@pytest.mark.parametrize("command", ["models", "pull", "connect"])
 def test_each_command_has_help(command: str) -> None:
     shown = run(command, "--help")
     assert shown.returncode == 0
     assert shown.stdout.startswith(f"usage: mlxsrv {command}")
+
+
+def test_a_client_is_connected_after_its_user_has_seen_the_difference(tmp_path: Path) -> None:
+    file = tmp_path / ".codex" / "config.toml"
+    variables = {"HOME": str(tmp_path), "MLXSRV_API_KEY": "sesame"}
+    shown = run("connect", "codex", "--port", "9000", **variables)
+    assert shown.returncode == 0, shown.stderr
+    assert 'base_url = "http://127.0.0.1:9000/v1"' in shown.stdout
+    assert 'env_key = "MLXSRV_API_KEY"' in shown.stdout
+    assert not file.exists()
+    # There is no terminal to ask on.
+    refused = run("connect", "codex", "--write", **variables)
+    assert refused.returncode == 2
+    assert "--yes" in refused.stderr
+    assert not file.exists()
+    file.parent.mkdir()
+    file.write_text('# mine\nmodel = "other"\n')
+    written = run("connect", "codex", "--write", "--yes", **variables)
+    assert written.returncode == 0, written.stderr
+    assert '-model = "other"\n' in written.stdout
+    assert '+model = "demo"\n' in written.stdout
+    assert file.with_name("config.toml.bak1").read_text() == '# mine\nmodel = "other"\n'
+    again = run("connect", "codex", "--write", **variables)
+    assert "has all of this already" in again.stdout
+    for done in (shown, refused, written, again):
+        assert "sesame" not in done.stdout + done.stderr + file.read_text()
+
+
+def test_a_client_without_a_file_is_not_written(tmp_path: Path) -> None:
+    done = run("connect", "open-webui", "--write", "--yes", HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert "OPENAI_API_BASE_URL=http://127.0.0.1:8000/v1" in done.stdout
+    assert "has no file to write" in done.stderr

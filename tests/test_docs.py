@@ -186,7 +186,7 @@ def test_named_commands_are_there(page: Path) -> None:
         module, *arguments = words[2:]
         if module != "mlxsrv":
             assert exists(module.replace(".", "/") + ".py") or exists(module.replace(".", "/"))
-        elif arguments and arguments[0] not in ("models", "pull"):
+        elif arguments and arguments[0] not in ("models", "pull", "connect"):
             option_parser().parse_args(arguments)
 
 

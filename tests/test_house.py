@@ -30,6 +30,7 @@ FLOORS = {
     "models": 4,
     "service": 5,
     "web": 6,
+    "connect": 6,
     "server": 7,
     "commands": 7,
     "cli": 8,

@@ -1,0 +1,106 @@
+"""The server's address and model, as a client must give them."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from mlxsrv.formats.model_folder import ModelDescription
+from mlxsrv.models.catalogue.catalogue import Catalogue
+from mlxsrv.models.pool.model_files import capped
+from mlxsrv.settings import Settings, SettingsError
+
+KEY_VARIABLE = "MLXSRV_API_KEY"
+"""The variable that clients read the key from. The server reads its keys from it too."""
+
+NO_KEY = "none"
+"""Sent by clients that insist on a key, to a server that wants none."""
+
+_ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
+_ROOMY = 32_000  # tokens: an agent's instructions and tools take 10,000 to 20,000
+
+
+class ServerAddress(msgspec.Struct, frozen=True):
+    """All that a client must know about the server.
+
+    Attributes:
+        url: without `/v1`.
+        model: the name of the model that the client shall ask for.
+        context_length: in tokens, where known.
+        key: the server wants a key.
+        warnings: why the model may not do for an agent.
+    """
+
+    url: str
+    model: str
+    context_length: int | None
+    key: bool
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def openai(self) -> str:
+        """The base URL of clients of OpenAI's API."""
+        return f"{self.url}/v1"
+
+    @property
+    def max_output(self) -> int | None:
+        """Tokens that a client may ask for in one answer, so that the prompt has room too."""
+        return None if self.context_length is None else min(self.context_length // 4, 32_000)
+
+    @property
+    def shell_key(self) -> str:
+        """The key as a shell writes it; never the key itself."""
+        return f'"${KEY_VARIABLE}"' if self.key else NO_KEY
+
+
+def find_address(
+    settings: Settings, url: str | None = None, model: str | None = None
+) -> ServerAddress:
+    """The address of the server that runs, or would run, with these settings.
+
+    Args:
+        url: the address where clients reach the server, if that is another.
+        model: a name of the catalogue; None is the default model.
+
+    Raises:
+        SettingsError: the model is not known, or no port is.
+    """
+    catalogue = Catalogue(settings)
+    catalogue.scan()
+    entry = catalogue.known(model)
+    if entry is None:
+        raise SettingsError(f"the model {model!r} is not served here; see: mlxsrv models")
+    if entry.problem is not None:
+        raise SettingsError(f"the model {entry.name!r} cannot be served: {entry.problem}")
+    known = entry.description
+    context = capped(known.context_length if known else None, settings)
+    return ServerAddress(
+        url=_url(settings, url),
+        model=entry.name,
+        context_length=context,
+        key=bool(settings.api_key or settings.api_key_file),
+        warnings=_warnings(known, context),
+    )
+
+
+def _url(settings: Settings, given: str | None) -> str:
+    if given is not None:
+        if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", given):
+            raise SettingsError(f"--url: {given!r} is not a URL such as http://127.0.0.1:8000")
+        return given.rstrip("/").removesuffix("/v1")
+    if settings.port == 0:
+        raise SettingsError("port 0 is any free one; give --port, or the server's --url")
+    host = _ANY_ADDRESS.get(settings.host, settings.host)
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def _warnings(model: ModelDescription | None, context: int | None) -> tuple[str, ...]:
+    warnings = []
+    if model is not None and "tools" not in model.capabilities:
+        warnings.append("this model's chat template knows no tools, which agents need")
+    if context is not None and context < _ROOMY:
+        warnings.append(
+            f"its context of {context} tokens is short: agents begin with 10,000 to 20,000"
+        )
+    return tuple(warnings)

@@ -1,0 +1,1 @@
+"""What `mlxsrv connect` writes, and what it leaves alone."""

@@ -1,0 +1,141 @@
+"""Settings go into a file of any of the formats, and what else is there stays."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from typing import Any
+
+import pytest
+
+from mlxsrv.connect.formats import CannotMerge, Owned, merged_text, new_text
+
+TREE: dict[str, Any] = {
+    "model": "a/b",
+    "size": 3,
+    "providers": {"mlxsrv": Owned(url="http://x/v1", on=True)},
+}
+PLAIN = {"model": "a/b", "size": 3, "providers": {"mlxsrv": {"url": "http://x/v1", "on": True}}}
+
+
+def test_a_new_file_has_the_settings_alone() -> None:
+    assert json.loads(new_text("json", TREE)) == PLAIN
+    assert tomllib.loads(new_text("toml", TREE)) == PLAIN
+    assert merged_text("toml", " \n", TREE) == new_text("toml", TREE)
+    assert new_text("yaml", {"a": "x: y", "models": [{"n": 1, "o": {"p": True}}]}) == (
+        'a: "x: y"\nmodels:\n  - n: 1\n    o:\n      p: true\n'
+    )
+
+
+@pytest.mark.parametrize("format", ["json", "toml"])
+def test_what_is_written_twice_is_written_once(format: str) -> None:
+    once = new_text(format, TREE)
+    assert merged_text(format, once, TREE) == once
+
+
+# JSON.
+
+
+def test_json_keeps_other_settings_their_order_and_its_indent() -> None:
+    providers = '{"mlxsrv": {"old": 1}, "other": {"é": 2}}'
+    text = f'{{\n\t"z": [1],\n\t"providers": {providers},\n\t"gone": 1\n}}'
+    merged = merged_text("json", text, {**TREE, "gone": None})
+    assert list(json.loads(merged).items()) == [
+        ("z", [1]),
+        ("providers", {"mlxsrv": {"url": "http://x/v1", "on": True}, "other": {"é": 2}}),
+        ("model", "a/b"),
+        ("size", 3),
+    ]
+    assert '\n\t"z"' in merged
+    assert "é" in merged
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, // why\n}', "[]", '"x"', "{", '{"a": 1,}'])
+def test_what_is_no_json_object_is_left_alone(text: str) -> None:
+    with pytest.raises(CannotMerge):
+        merged_text("json", text, TREE)
+
+
+# TOML.
+
+CONFIG = """\
+# mine
+approval = "never"
+model  =  "old" # a word
+
+[providers.other]
+url = "y"
+
+[providers.mlxsrv]
+url = "z"
+key = "k"
+
+# of the next
+[tools]
+model = "stays"
+"""
+
+
+def test_toml_keeps_comments_and_other_tables() -> None:
+    merged = merged_text("toml", CONFIG, TREE)
+    assert tomllib.loads(merged) == {
+        "approval": "never",
+        **PLAIN,
+        "providers": {"other": {"url": "y"}, **PLAIN["providers"]},  # type: ignore[dict-item]
+        "tools": {"model": "stays"},
+    }
+    for line in ("# mine", "# of the next", 'approval = "never"'):
+        assert line in merged.splitlines()
+    assert merged_text("toml", merged, TREE) == merged
+
+
+def test_toml_loses_what_is_to_go() -> None:
+    assert merged_text("toml", "a = 1\nmodel = 2\n[t]\nmodel = 3\n", {"model": None}) == (
+        "a = 1\n[t]\nmodel = 3\n"
+    )
+
+
+def test_toml_without_such_a_table_gets_it_at_its_end() -> None:
+    merged = merged_text("toml", "[tools]\nmodel = 1", TREE)
+    assert tomllib.loads(merged) == {**PLAIN, "tools": {"model": 1}}
+    assert merged.startswith('model = "a/b"')
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "= 1",
+        "providers = {other = {url = 1}}",
+        '"model" = "old"',
+        'x = """\nmodel = 1\n"""',
+        "[providers.mlxsrv]\n[providers.mlxsrv.headers]\na = 1",
+        "[providers]\nmlxsrv.url = 1",
+    ],
+)
+def test_toml_that_says_it_in_another_way_is_left_alone(text: str) -> None:
+    with pytest.raises(CannotMerge):
+        merged_text("toml", text, TREE)
+
+
+# YAML.
+
+
+def test_yaml_of_plain_settings_is_changed_line_by_line() -> None:
+    text = "# mine\nmodel: old\nread:\n  - a.md\ndark-mode: true\n"
+    merged = merged_text("yaml", text, {"model": "openai/a", "timeout": 5, "dark-mode": None})
+    assert merged == '# mine\nmodel: "openai/a"\nread:\n  - a.md\ntimeout: 5\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        ("models:\n  - name: x", {"models": [{"name": "y"}]}),
+        ("model:\n  a: b", {"model": "x"}),
+        ("model: a\nmodel: b", {"model": "x"}),
+        ("{model: a}", {"model": "x"}),
+        ("model: |\n  a", {"model": "x"}),
+    ],
+)
+def test_yaml_with_anything_else_is_left_alone(text: str, content: dict[str, Any]) -> None:
+    with pytest.raises(CannotMerge):
+        merged_text("yaml", text, content)
