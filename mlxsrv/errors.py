@@ -11,6 +11,7 @@ ServeError                    500 server_error            internal_error
 │  ├─ SAEIncompatible         400                         sae_incompatible
 │  ├─ InvalidFeatureIndex     400                         invalid_feature_index
 │  ├─ ModelNotFound           404                         model_not_found
+│  ├─ ThreadNotFound          404                         thread_not_found
 │  ├─ SAENotFound             404                         sae_not_found
 │  ├─ ProfileNotFound         404                         profile_not_found
 │  ├─ SAEAttached             409                         sae_attached
@@ -85,12 +86,38 @@ class UnsupportedParameter(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
+    """A text has more tokens than the model reads.
+
+    Args:
+        tokens: how many the text has; at least so many, if they were not all counted.
+        most: how many the model reads.
+    """
+
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        tokens: int | None = None,
+        most: int | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
+        self.tokens = tokens
+        self.most = most
 
 
 class ModelNotFound(InvalidRequest):
     status = 404
     code = "model_not_found"
+
+
+class ThreadNotFound(InvalidRequest):
+    """The server keeps no conversations of Anthropic's threads."""
+
+    status = 404
+    code = "thread_not_found"
 
 
 class SAENotAttached(InvalidRequest):

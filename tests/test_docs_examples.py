@@ -33,6 +33,8 @@ def examples(language: str, containing: str) -> list[tuple[str, str]]:
 CURLS = examples("sh", "curl ")
 MOUNTS = examples("python", "Mount(")
 SDKS = examples("python", "OpenAI(")
+ELSEWHERE = examples("python", "Anthropic(")
+"""Those that tests/clients runs, where their libraries are."""
 
 
 def names(found: list[tuple[str, str]]) -> list[str]:
@@ -77,7 +79,7 @@ def server() -> Iterator[str]:
 def test_every_block_is_run_or_only_read() -> None:
     """Other tests read the remaining `sh` blocks: make targets, options, extras."""
     pythons = [block for page in PAGES for block in blocks(page, "python")]
-    assert len(pythons) == len(MOUNTS) + len(SDKS)
+    assert len(pythons) == len(MOUNTS) + len(SDKS) + len(ELSEWHERE)
     for page in PAGES:
         for block in blocks(page, "sh"):
             assert re.match(r"curl |make |pip install |python -m |\.venv/bin/|git ", block), block
@@ -116,6 +118,8 @@ def test_a_curl_line_answers(server: str, page: str, block: str) -> None:
             for chunk in [json.loads(line.removeprefix("data: "))]
         )
         assert "/v1/chat/completions" in text
+    elif "/v1/messages" in block:
+        assert "mlxsrv" in json.loads(result.stdout)["content"][0]["text"]
     elif "/v1/embeddings" in block:
         data = json.loads(result.stdout)["data"]
         assert [len(one["embedding"]) for one in data] == [64, 64]

@@ -189,4 +189,6 @@ def _check_length(tokens: Sequence[int], longest: int | None, path: str) -> None
             f"{path}: this model's maximum context length is {longest} tokens; the text has "
             f"{len(tokens)}; truncate: true would cut it",
             param=path,
+            tokens=len(tokens),
+            most=longest,
         )

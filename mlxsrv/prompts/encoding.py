@@ -42,10 +42,18 @@ class TokenBudget(msgspec.Struct, frozen=True):
     tokens: int
     param: str
 
-    def refusal(self, found: str) -> ServeError:
-        """Return the error for a text over the budget; `found` says by how much."""
+    def refusal(self, found: str, tokens: int) -> ServeError:
+        """Return the error for a text over the budget.
+
+        Args:
+            found: says by how much.
+            tokens: how many tokens the text has at least.
+        """
         return ContextLengthExceeded(
-            f"this model's maximum context length is {self.tokens} tokens{found}", param=self.param
+            f"this model's maximum context length is {self.tokens} tokens{found}",
+            param=self.param,
+            tokens=tokens,
+            most=self.tokens,
         )
 
 
@@ -92,7 +100,8 @@ class IncrementalEncoder:
             self.pause(PIECE_CHARACTERS)
             tokens += self._backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids
             if budget is not None and len(tokens) > budget.tokens:
-                raise budget.refusal(f"; the text has more, in {len(text.encode())} bytes")
+                found = f"; the text has more, in {len(text.encode())} bytes"
+                raise budget.refusal(found, len(tokens))
         return tokens + after
 
     def shorten(self, text: str, truncation: Truncation) -> str:
@@ -156,7 +165,8 @@ class IncrementalEncoder:
             return
         most, size = budget.tokens * self._max_token_bytes, len(text.encode())
         if size > most:
-            raise budget.refusal(f", which are at most {most} bytes; the text has {size} bytes")
+            found = f", which are at most {most} bytes; the text has {size} bytes"
+            raise budget.refusal(found, -(-size // self._max_token_bytes))
 
     # Facts about the tokenizer, found out when the first long text comes.
 

@@ -81,6 +81,37 @@ def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
 
 def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> PromptPlan:
     """Plan the prompt of a chat, which the model's template writes."""
+    chat, dialect = _make_chat(spec, asked, tokenizer)
+    budget = tokenizer.budget(chat.path)
+    prompt = tokenizer.render(chat, budget, _last_tokens(spec, tokenizer))
+    _require_tokens(prompt, chat.path if asked.template is None else chat.template_path)
+    return PromptPlan(
+        [prompt],
+        [chat.path],
+        dialect=dialect,
+        parallel=asked.parallel,
+        constraint=_prepared(chat_constraint(spec, asked, dialect), tokenizer),
+        bans=_bans(spec, tokenizer),
+    )
+
+
+def count_chat(
+    spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer, budget: TokenBudget
+) -> int:
+    """Return how many tokens the prompt of a chat has, also if it is longer than the context.
+
+    Raises:
+        InvalidRequest, UnsupportedParameter: as for a chat that is answered.
+        ServeError: the budget's refusal.
+    """
+    chat, _ = _make_chat(spec, asked, tokenizer)
+    return len(tokenizer.render(chat, budget).tokens)
+
+
+def _make_chat(
+    spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer
+) -> tuple[Chat, ToolDialect | None]:
+    """Return what the template writes, and how the model calls the tools in it."""
     tools = [] if asked.tool_choice.mode == "none" else [plain_tool(tool) for tool in asked.tools]
     dialect = tokenizer.dialect(tools) if tools else None
     if tools and (dialect is None or not _has_variable("tools", asked, tokenizer)):
@@ -100,17 +131,7 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
         path=spec.path("messages"),
         template_path=spec.path("chat_template"),
     )
-    budget = tokenizer.budget(chat.path)
-    prompt = tokenizer.render(chat, budget, _last_tokens(spec, tokenizer))
-    _require_tokens(prompt, chat.path if asked.template is None else chat.template_path)
-    return PromptPlan(
-        [prompt],
-        [chat.path],
-        dialect=dialect,
-        parallel=asked.parallel,
-        constraint=_prepared(chat_constraint(spec, asked, dialect), tokenizer),
-        bans=_bans(spec, tokenizer),
-    )
+    return chat, dialect
 
 
 def _messages(asked: ChatPrompt, tokenizer: Tokenizer) -> list[PlainMessage]:
@@ -238,7 +259,7 @@ def _require_tokens(prompt: Prompt, path: str) -> None:
 def check_length(tokens: Sequence[int], budget: TokenBudget | None) -> None:
     """Raise the budget's refusal if there are too many tokens."""
     if budget is not None and len(tokens) > budget.tokens:
-        raise budget.refusal(f"; the text has {len(tokens)}")
+        raise budget.refusal(f"; the text has {len(tokens)}", len(tokens))
 
 
 def check_ids(tokens: Sequence[int], path: str, tokenizer: Tokenizer) -> None:

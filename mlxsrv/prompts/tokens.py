@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from msgspec import structs
 
 from mlxsrv.errors import RequestTooLarge, ServeError
-from mlxsrv.generation.spec import GenerationSpec
+from mlxsrv.generation.spec import ChatPrompt, GenerationSpec
 from mlxsrv.prompts.encoding import TokenBudget
-from mlxsrv.prompts.planning import check_ids, plan
+from mlxsrv.prompts.planning import check_ids, count_chat, plan
 from mlxsrv.wire.openai.tokens import (
     AppliedTemplate,
     DetokenizeRequest,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class _ResponseBudget(TokenBudget, frozen=True):
     """The most tokens that one response tells, of a text that no model reads."""
 
-    def refusal(self, found: str) -> ServeError:
+    def refusal(self, found: str, tokens: int) -> ServeError:
         return RequestTooLarge(
             f"at most {self.tokens} tokens of one text are returned{found}", param=self.param
         )
@@ -74,6 +74,18 @@ def apply_template(spec: GenerationSpec, tokenizer: Tokenizer) -> AppliedTemplat
     that its tokens were not counted."""
     [prompt] = plan(spec, tokenizer).prompts
     return AppliedTemplate(prompt.text)
+
+
+def count_tokens(spec: GenerationSpec, tokenizer: Tokenizer) -> int:
+    """Return how many tokens the prompt of a chat has.
+
+    Raises:
+        InvalidRequest, UnsupportedParameter: the model cannot read the chat.
+        RequestTooLarge: it has more tokens than are counted.
+    """
+    assert isinstance(spec.prompt, ChatPrompt)
+    budget = _ResponseBudget(_MOST_TOKENS, spec.path("messages"))
+    return count_chat(spec, spec.prompt, tokenizer, budget)
 
 
 def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:

@@ -128,5 +128,7 @@ class ChoiceFactory:
                 f"{whose} {context} tokens; the prompt has {prompt_tokens}, which leaves no room "
                 "for an answer",
                 param=param,
+                tokens=prompt_tokens,
+                most=self.context_length,
             )
         return min(left, limit)

@@ -30,7 +30,13 @@ from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
-from mlxsrv.prompts.tokens import apply_template, detokenize, tokenize, tokenizer_info
+from mlxsrv.prompts.tokens import (
+    apply_template,
+    count_tokens,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 from mlxsrv.service.embedding import EmbeddingTask
 from mlxsrv.service.lifecycle import State
 from mlxsrv.service.observing import Observer
@@ -190,6 +196,10 @@ class Service:
     async def apply_template(self, spec: GenerationSpec) -> AppliedTemplate:
         self._check_template(spec)
         return await self._with_tokenizer(spec.model, partial(apply_template, spec))
+
+    async def count_tokens(self, spec: GenerationSpec) -> int:
+        """Return how many tokens the prompt of a chat has; nothing is generated."""
+        return await self._with_tokenizer(spec.model, partial(count_tokens, spec))
 
     async def tokenizer_info(self, request: TokenizerQuery) -> TokenizerInfo:
         return await self._with_tokenizer(request.model, tokenizer_info)

@@ -51,6 +51,12 @@ def is_verbose(scope: Scope) -> bool:
     return value not in ("", "0", "false")
 
 
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether the client is one of Anthropic's: some routes, and no route at all, are told in the
+    client's own dialect."""
+    return any(name == b"anthropic-version" for name, _ in scope["headers"])
+
+
 # Routes.
 
 Endpoint = Callable[[Request], Awaitable[Response]]

@@ -29,8 +29,9 @@ from mlxsrv.generation.outputs import (
 )
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.observability.records import record_of
-from mlxsrv.web.paths import find_operation
-from mlxsrv.wire.dialect import Stream
+from mlxsrv.web.paths import find_operation, speaks_anthropic
+from mlxsrv.wire.anthropic import errors as anthropic
+from mlxsrv.wire.dialect import ErrorShape, Stream
 from mlxsrv.wire.openai import answers as openai
 from mlxsrv.wire.sse import encode_json
 
@@ -60,13 +61,19 @@ async def large_json(content: object, headers: Mapping[str, str]) -> Response:
 def refusal(scope: Scope, error: ServeError, headers: Mapping[str, str] | None = None) -> Response:
     """An error in the shape of its route. The request's record notes the error."""
     record_of(scope).error = error.code
-    operation, request_id = find_operation(scope), scope["mlxsrv.request_id"]
-    shape = openai.ERRORS if operation is None else operation.refuses
+    shape, request_id = _error_shape(scope), scope["mlxsrv.request_id"]
+    identity = {} if shape.id_header is None else {shape.id_header: request_id}
     return JSONResponse(
         shape.body(error, request_id),
         status_code=shape.status(error),
-        headers={**_headers(error), **(headers or {})},
+        headers={**_headers(error), **identity, **(headers or {})},
     )
+
+
+def _error_shape(scope: Scope) -> ErrorShape:
+    operation = find_operation(scope)
+    shape = openai.ERRORS if operation is None else operation.refuses
+    return anthropic.ERRORS if shape is openai.ERRORS and speaks_anthropic(scope) else shape
 
 
 def _headers(error: ServeError) -> dict[str, str]:

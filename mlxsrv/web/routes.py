@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.web import completions, embeddings, management, ollama, status, tokens
+from mlxsrv.web import completions, embeddings, management, messages, ollama, status, tokens
 from mlxsrv.web.paths import Endpoint, OperationRoute
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import openapi
@@ -20,6 +20,8 @@ def make_routes(telemetry: Iterable[OperationRoute]) -> list[OperationRoute]:
     versioned = [
         _route("createChatCompletion", completions.generating(ChatDialect(), "chat")),
         _route("createCompletion", completions.generating(CompletionDialect(), "text_completion")),
+        _route("createMessage", messages.create_message),
+        _route("countMessageTokens", messages.count_tokens),
         _route("createEmbedding", embeddings.embed),
         _route("rerank", embeddings.rerank),
         _route("score", embeddings.score),

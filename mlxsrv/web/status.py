@@ -5,17 +5,22 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.web.paths import is_verbose
+from mlxsrv.web import messages
+from mlxsrv.web.paths import is_verbose, speaks_anthropic
 from mlxsrv.web.reading import service_of
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire.openai.answers import Health, ModelList
 
 
 async def list_models(request: Request) -> Response:
+    if speaks_anthropic(request.scope):
+        return await messages.list_models(request)
     return JSONResponse(ModelList(data=await service_of(request).models()))
 
 
 async def get_model(request: Request) -> Response:
+    if speaks_anthropic(request.scope):
+        return await messages.get_model(request)
     return JSONResponse(await service_of(request).model(request.path_params["id"]))
 
 

@@ -46,6 +46,7 @@ _STATUS = {
     503: "The server is busy, cannot load the model, or is shutting down.",
     504: "The request's time was over before there was any text.",
     507: "The model does not fit, even if all others that may be unloaded are.",
+    529: "The server is busy or is shutting down.",
 }
 
 
@@ -165,6 +166,8 @@ def _without_null(schema: Schema) -> Schema:
 
 def _answer(operation: Operation, description: str = "The answer.") -> Schema:
     schema = {"type": "object"} if operation.answer is None else _schema(operation.answer)
+    if operation.other_answer is not None:
+        schema = {"anyOf": [schema, _schema(operation.other_answer)]}
     if operation.enveloped:
         schema = _envelope(success=True, data=schema, error={"type": "null"})
     headers = ["X-Request-ID"] + (["X-Ignored-Params"] if operation.asks is not None else [])
@@ -178,7 +181,7 @@ def _error(status: int, operation: Operation) -> Schema:
     schema = _schema(operation.refuses.kind)
     if operation.enveloped:
         schema = _envelope(success=False, data={"type": "null"}, error=_schema(Problem))
-    headers = ["X-Request-ID"] + (["Retry-After"] if status in (429, 503) else [])
+    headers = ["X-Request-ID"] + (["Retry-After"] if status in (429, 503, 529) else [])
     return _response(_STATUS[status], schema, headers)
 
 
@@ -211,7 +214,7 @@ _TEMPLATE = "#/components/schemas/{name}"
 
 def _schemas() -> dict[str, Schema]:
     asked = _components([operation.asks for operation in OPERATIONS])
-    answered = [operation.answer for operation in OPERATIONS]
+    answered = [each for one in OPERATIONS for each in (one.answer, one.other_answer)]
     chunks = [operation.chunk for operation in OPERATIONS]
     refusals = [operation.refuses.kind for operation in OPERATIONS if not operation.enveloped]
     told = _components([*answered, *chunks, *refusals, Problem])

@@ -7,6 +7,7 @@ from typing import Any
 
 from msgspec import Struct
 
+from mlxsrv.errors import Overloaded
 from mlxsrv.wire import management
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.dialect import ErrorShape
@@ -22,7 +23,8 @@ class Operation(Struct, frozen=True):
         query: what its URL may hold; None: nothing.
         body: decodes its body; None: it has none.
         answer: the type of its answer; None: any object.
-        chunk: the type of the events, or lines, that it streams, if it can.
+        other_answer: the type of its answer in another dialect.
+        chunk: the types of the events, or lines, that it streams, if it can.
         stream_media: the media type of the stream.
         media: the media type of its answer.
         status: the status of its answer.
@@ -38,7 +40,8 @@ class Operation(Struct, frozen=True):
     query: type[Struct] | None = None
     body: RequestDecoder[Any] | None = None
     answer: Any = None
-    chunk: type[Struct] | None = None
+    other_answer: Any = None
+    chunk: Any = None
     stream_media: str = "text/event-stream"
     media: str = "application/json"
     status: int = 200
@@ -61,7 +64,8 @@ class Operation(Struct, frozen=True):
         if self.enveloped:
             usual: tuple[int, ...] = (400, 404, 405, 500, 503)
         elif self.body is not None:
-            usual = (400, 404, 405, 500, 503, 504)
+            busy = self.refuses.status(Overloaded(""))
+            usual = (400, 404, 405, 500, busy, 504)
         else:
             usual = (405, 500)
         too_large = () if self.body is None else (413,)

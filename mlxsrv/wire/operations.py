@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from mlxsrv.wire import management
+from mlxsrv.wire.anthropic.models import AnthropicModel, AnthropicModelList
+from mlxsrv.wire.anthropic.operations import ANTHROPIC
 from mlxsrv.wire.ollama.operations import OLLAMA
 from mlxsrv.wire.openai import answers, embeddings, infill, requests, tokens
 from mlxsrv.wire.operation import Operation
@@ -51,15 +53,23 @@ INFERENCE = (
         fails=(507,),
     ),
     Operation(
-        "GET", "/v1/models", "listModels", "The models that can be asked", answer=answers.ModelList
+        "GET",
+        "/v1/models",
+        "listModels",
+        "The models that can be asked",
+        description="With the header `anthropic-version`, in Anthropic's dialect.",
+        answer=answers.ModelList,
+        other_answer=AnthropicModelList,
     ),
     Operation(
         "GET",
         "/v1/models/{id:path}",
         "getModel",
         "One model",
-        description="Slashes in the id stand as they are.",
+        description="Slashes in the id stand as they are. With the header `anthropic-version`, in "
+        "Anthropic's dialect.",
         answer=answers.ModelObject,
+        other_answer=AnthropicModel,
         fails=(404,),
     ),
     Operation(
@@ -420,5 +430,5 @@ _MANAGEMENT = (
 
 MANAGEMENT = tuple(replace(operation, refuses=management.ERRORS) for operation in _MANAGEMENT)
 
-OPERATIONS = INFERENCE + OLLAMA + MANAGEMENT
+OPERATIONS = INFERENCE + ANTHROPIC + OLLAMA + MANAGEMENT
 BY_ID: Mapping[str, Operation] = {operation.id: operation for operation in OPERATIONS}

@@ -45,6 +45,11 @@ def frame(value: object) -> bytes:
     return b"data: " + encode_json(value) + b"\n\n"
 
 
+def named_frame(event: str, value: object) -> bytes:
+    """One event of this name with `value` as JSON."""
+    return b"event: " + event.encode() + b"\n" + frame(value)
+
+
 def text_frames(chunk: object) -> Callable[[str], bytes]:
     """Return an encoder of frames that differ only in one text.
 

@@ -13,6 +13,7 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.outputs import Answer, Ended, Identity, TokenScore, ToolUse, Usage
+from mlxsrv.wire.anthropic import errors as anthropic
 from mlxsrv.wire.openai import answers as openai
 from mlxsrv.wire.openai import streams, tokens
 from mlxsrv.wire.openapi import document
@@ -24,6 +25,8 @@ OPENAI = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/infill"),
+    ("POST", "/v1/messages"),
+    ("POST", "/v1/messages/count_tokens"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{id:path}"),
     ("POST", "/v1/embeddings"),
@@ -143,12 +146,15 @@ def test_a_mounted_app_says_where() -> None:
 @pytest.mark.parametrize(("method", "path"), OPENAI)
 def test_refusals_have_the_one_shape(method: str, path: str) -> None:
     errors = operation(method, path)["responses"].keys() - {"200"}
-    if method == "POST":
+    shape = next(one.refuses for one in OPERATIONS if (one.method, one.path) == (method, path))
+    if shape is anthropic.ERRORS:
+        assert errors >= {"400", "401", "404", "413", "500", "504", "529"}
+    elif method == "POST":
         generates = {"507"} if path.startswith(("/v1/", "/infill")) else set()
         guarding = {"400", "401", "403", "408", "429", "431"}
         assert errors == guarding | {"404", "405", "413", "500", "503", "504"} | generates
     assert errors >= {"405", "500"}
-    body = as_sent(openai.error_response(InvalidRequest("no")))
+    body = as_sent(shape.body(InvalidRequest("no"), "some-id"))
     for status in errors - ({"503"} if path.startswith("/health") else set()):
         answers(method, path, int(status)).validate(body)
 

@@ -1,0 +1,50 @@
+"""Handlers of Anthropic's routes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxsrv.web.completions import answer, start_reply
+from mlxsrv.web.middleware import request_id
+from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.reading import read_request, service_of
+from mlxsrv.web.responses import JSONResponse, unless_gone
+from mlxsrv.wire.anthropic.answers import TokenCount
+from mlxsrv.wire.anthropic.dialects import MessagesDialect
+from mlxsrv.wire.anthropic.errors import REQUEST_ID
+from mlxsrv.wire.anthropic.models import anthropic_model, anthropic_models
+from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
+
+_DIALECT = MessagesDialect()
+
+
+async def create_message(request: Request) -> Response:
+    record_of(request.scope).operation = "chat"
+    asked, headers = await read_request(request, MESSAGES_REQUESTS)
+    reply = await start_reply(request, _DIALECT.spec(asked), _DIALECT.new_id())
+    return answer(_DIALECT, asked, reply, {**headers, **_identity(request)})
+
+
+async def count_tokens(request: Request) -> Response:
+    asked, headers = await read_request(request, MESSAGES_REQUESTS)
+    work = service_of(request).count_tokens(asked.spec())
+    count = await unless_gone(request.receive, work)
+    return JSONResponse(TokenCount(count), headers={**headers, **_identity(request)})
+
+
+async def list_models(request: Request) -> Response:
+    models = anthropic_models(await service_of(request).models())
+    return JSONResponse(models, headers=_identity(request))
+
+
+async def get_model(request: Request) -> Response:
+    model = anthropic_model(await service_of(request).model(request.path_params["id"]))
+    return JSONResponse(model, headers=_identity(request))
+
+
+def _identity(request: Request) -> Mapping[str, str]:
+    """The id of the request where Anthropic's clients read it."""
+    return {REQUEST_ID: request_id(request.scope)}

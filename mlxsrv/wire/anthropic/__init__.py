@@ -1,0 +1,1 @@
+"""Anthropic's API: Messages, the count of their tokens, and its list of models."""
