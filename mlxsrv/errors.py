@@ -25,6 +25,7 @@ ServeError                    500 server_error            internal_error
 ├─ InvalidAPIKey              401 authentication_error    invalid_api_key
 ├─ OriginNotAllowed           403 permission_error        origin_not_allowed
 ├─ HostNotAllowed             403 permission_error        host_not_allowed
+├─ ActionNotAllowed           403 permission_error        action_not_allowed
 ├─ RateLimited                429 rate_limit_error        rate_limit_exceeded
 ├─ Overloaded                 503 server_error            overloaded
 ├─ ModelNotLoaded             503 server_error            model_not_loaded
@@ -200,6 +201,14 @@ class HostNotAllowed(ServeError):
     status = 403
     type = "permission_error"
     code = "host_not_allowed"
+
+
+class ActionNotAllowed(ServeError):
+    """The server never does this, or its operator must allow it; the message says which."""
+
+    status = 403
+    type = "permission_error"
+    code = "action_not_allowed"
 
 
 class RateLimited(ServeError):

@@ -185,6 +185,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "~/.mlxsrv"
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes any free one.")] = 8000
+    ollama_root: Annotated[
+        bool,
+        Meta(
+            description='Answer GET / with "Ollama is running", for programs that look for Ollama '
+            "there."
+        ),
+    ] = False
     root_path: Annotated[
         str,
         Meta(

@@ -215,7 +215,7 @@ def test_every_option_is_in_the_table() -> None:
 
 
 def test_every_route_is_told_and_no_other() -> None:
-    app = mlxsrv.create_app(mlxsrv.Settings(hf_cache=False, metrics=True))
+    app = mlxsrv.create_app(mlxsrv.Settings(hf_cache=False, metrics=True, ollama_root=True))
     served = {
         f"{method} {route.path.replace(':path', '')}"
         for route in app.routes

@@ -72,7 +72,8 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         context_length: in tokens; None where the files do not say.
         family: the config's `model_type`, of the outer model where one wraps another.
-        parameter_size: as people write it, "596M"; packed weights count unpacked.
+        parameters: how many; packed weights count unpacked.
+        parameter_size: the same as people write it, "596M".
         quantization_level: "4bit", "mxfp4", or the type of most numbers, "BF16".
         format: "mlx" where mlx-lm has written the weights, else "safetensors".
         size: bytes of the weight files on disk.
@@ -88,6 +89,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     type: ModelType
     context_length: int | None
     family: str
+    parameters: int
     parameter_size: str
     quantization_level: str
     format: str = "mlx"
@@ -140,11 +142,13 @@ def describe(
                 template, embeds, lambda: has_thinking_tokens(folder, files, settings)
             )
         quantization = quantization_config(config)
+        parameters = count_parameters(weights.tensors, quantization)
         return ModelDescription(
             type="embedding" if embeds else "base" if template is None else "chat",
             context_length=context_length(config, settings, own),
             family=family,
-            parameter_size=abbreviate_count(count_parameters(weights.tensors, quantization)),
+            parameters=parameters,
+            parameter_size=abbreviate_count(parameters),
             quantization_level=quantization_level(weights.tensors, quantization),
             format="mlx" if weights.from_mlx or config.get("quantization") else "safetensors",
             size=weights.size,
@@ -155,6 +159,18 @@ def describe(
             modified_at=_newest(folder, files),
             capabilities=capabilities,
         )
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """Return the chat template of a model; None if it has none, or has code in its place.
+
+    Raises:
+        UnusableFile: a file of it cannot be read.
+    """
+    with reading(folder):
+        files = frozenset(os.listdir(folder))
+        settings = read_optional_object(folder / "tokenizer_config.json")
+        return _template_text(folder, files, settings) or None
 
 
 def _newest(folder: Path, files: Iterable[str]) -> float:
@@ -177,14 +193,19 @@ def _chat_template(
 
     A `chat_template.json` does not count: it belongs to image processors.
     """
+    text = _template_text(folder, files, settings)
+    return template_code(config, settings, given=bool(text)) or text or None
+
+
+def _template_text(folder: Path, files: Iterable[str], settings: JSONObject) -> str:
+    """Return the text of the template; of several, all. Nothing if it has none."""
     text = read_start(folder / "chat_template.jinja", files, LONGEST_TEXT)
     if not text.strip():
         named = settings.get("chat_template")
         listed = named if isinstance(named, list) else [{"template": named}]
         texts = [entry.get("template") for entry in listed if isinstance(entry, dict)]
         text = "\n".join(text for text in texts if isinstance(text, str))
-    given = bool(text.strip())
-    return template_code(config, settings, given=given) or (text if given else None)
+    return text if text.strip() else ""
 
 
 def _encoder_capabilities(folder: Path, config: JSONObject) -> tuple[str, ...]:

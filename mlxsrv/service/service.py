@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
+import anyio.to_thread
 
 from mlxsrv.errors import (
     EngineFailed,
@@ -42,13 +43,14 @@ from mlxsrv.service.lifecycle import State
 from mlxsrv.service.observing import Observer
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
-from mlxsrv.service.status import model_object, model_states
+from mlxsrv.service.status import model_object, model_states, read_facts
 from mlxsrv.service.steering.attachments import SAEs, check_steering
 from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
+from mlxsrv.wire.ollama.models import LoadedModel, ModelFacts
 from mlxsrv.wire.openai.answers import (
     EngineState,
     Health,
@@ -174,8 +176,20 @@ class Service:
     # Requests that compute numbers. All raise ServeError.
 
     async def embed(self, request: EmbeddingRequest, request_id: str) -> EmbeddingList:
+        return (await self.embed_timed(request, request_id, None))[0]
+
+    async def embed_timed(
+        self, request: EmbeddingRequest, request_id: str, keep_alive: float | None
+    ) -> tuple[EmbeddingList, float]:
+        """As `embed`; also return the seconds for which the request waited for its model.
+
+        Args:
+            keep_alive: seconds that the model stays loaded without a user; None: as before.
+        """
         async with self._timed_work(request.model) as (lease, work):
-            return await EmbeddingTask(self._resources, lease, work, request_id).embed(request)
+            lease.keep_alive = keep_alive
+            task = EmbeddingTask(self._resources, lease, work, request_id)
+            return await task.embed(request), lease.load_seconds
 
     async def rerank(self, request: RerankRequest, request_id: str) -> RerankResponse:
         async with self._timed_work(request.model) as (lease, work):
@@ -284,6 +298,25 @@ class Service:
         catalogue = self.pool.catalogue
         await catalogue.refresh()
         return self._describe(await catalogue.find(name, download=False))
+
+    async def show(self, name: str) -> tuple[ModelObject, ModelFacts]:
+        """A model with all that its files tell. Raises ModelNotFound."""
+        described = await self.model(name)
+        entry = self.pool.catalogue.known(described.id)
+        facts = ModelFacts() if entry is None else await anyio.to_thread.run_sync(read_facts, entry)
+        return described, facts
+
+    def running(self) -> list[LoadedModel]:
+        """The models in memory."""
+        return [
+            LoadedModel(
+                self._describe(self.pool.catalogue.known(model.name) or model.entry),
+                model.loaded.bytes,
+                self.pool.seconds_left(model),
+            )
+            for model in self.pool
+            if model.loaded is not None
+        ]
 
     def _describe(self, entry: ModelEntry) -> ModelObject:
         return model_object(entry, self.pool.model(entry.name), self.settings)

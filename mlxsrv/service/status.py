@@ -7,11 +7,15 @@ from datetime import UTC, datetime
 import msgspec
 
 from mlxsrv.engine.events import Report
+from mlxsrv.formats.files import UnusableFile
+from mlxsrv.formats.model_folder import read_chat_template
 from mlxsrv.models.catalogue.catalogue import ModelEntry
 from mlxsrv.models.pool.model import Model, ModelStatistics
 from mlxsrv.models.pool.model_files import capped
 from mlxsrv.models.pool.pool import PoolStatistics
+from mlxsrv.prompts.model_defaults import read_config, sampling_defaults
 from mlxsrv.settings import Settings
+from mlxsrv.wire.ollama.models import ModelFacts
 from mlxsrv.wire.openai.answers import MemoryState, ModelDetails, ModelObject, ModelState
 
 
@@ -37,6 +41,26 @@ def model_object(entry: ModelEntry, model: Model | None, settings: Settings) -> 
         size=files.size,
         modified_at=datetime.fromtimestamp(files.modified_at, UTC),
         capabilities=_capabilities(files.capabilities, model),
+    )
+
+
+def read_facts(entry: ModelEntry) -> ModelFacts:
+    """Return what the files of a model tell beside its description. Blocks."""
+    folder, known = entry.source.folder(), entry.description
+    if folder is None or known is None:
+        return ModelFacts()
+    try:
+        template = read_chat_template(folder)
+    except UnusableFile:  # changed since it was described
+        template = None
+    defaults = sampling_defaults(read_config(folder / "generation_config.json"))
+    given = {name: getattr(defaults, name) for name in defaults.__struct_fields__}
+    return ModelFacts(
+        template=template,
+        defaults={name: value for name, value in given.items() if value is not None},
+        parameters=known.parameters,
+        hidden_size=known.hidden_size,
+        layers=known.layers,
     )
 
 

@@ -44,7 +44,7 @@ class App(Starlette):
         origins = AllowedOrigins(settings)
         telemetry = make_telemetry(settings)
         super().__init__(
-            routes=make_routes(telemetry.routes),
+            routes=make_routes(telemetry.routes, ollama_root=settings.ollama_root),
             middleware=[
                 *([Middleware(Cors, origins)] if settings.allowed_origin else []),
                 Middleware(RequestLog, telemetry.observers),

@@ -3,45 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from time import monotonic
+from typing import TypeVar, cast
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
+from mlxsrv.errors import ActionNotAllowed
 from mlxsrv.service.observing import OperationName
 from mlxsrv.web.completions import answer, start_reply
+from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import Endpoint, OperationRoute
-from mlxsrv.web.reading import read_request, service_of
-from mlxsrv.web.responses import JSONResponse, unless_gone
+from mlxsrv.web.reading import note_asked, read_request, service_of
+from mlxsrv.web.responses import JSONResponse, large_json, unless_gone
 from mlxsrv.wire.dialect import Dialect
 from mlxsrv.wire.ollama.answers import (
     DoneReason,
     OllamaAnswer,
     OllamaChatAnswer,
+    OllamaEmbedding,
+    OllamaEmbeddings,
     OllamaTextAnswer,
+    nanoseconds,
     ollama_time,
 )
 from mlxsrv.wire.ollama.dialects import OllamaChatDialect, OllamaGenerateDialect
 from mlxsrv.wire.ollama.durations import read_keep_alive
-from mlxsrv.wire.ollama.models import OllamaModels, OllamaVersion, ollama_model
+from mlxsrv.wire.ollama.models import (
+    OllamaModels,
+    OllamaRunning,
+    OllamaVersion,
+    ollama_model,
+    running_model,
+    shown_model,
+)
 from mlxsrv.wire.ollama.operations import OLLAMA
-from mlxsrv.wire.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
+from mlxsrv.wire.ollama.requests import (
+    OLLAMA_EMBEDS,
+    OLLAMA_OLD_EMBEDS,
+    OLLAMA_SHOWS,
+    OllamaChatRequest,
+    OllamaEmbeddingsRequest,
+    OllamaEmbedRequest,
+    OllamaGenerateRequest,
+)
 
 R = TypeVar("R", OllamaChatRequest, OllamaGenerateRequest)
 
 
-def make_routes() -> list[OperationRoute]:
-    """Return the routes of Ollama's API."""
+def make_routes(*, root: bool) -> list[OperationRoute]:
+    """Return the routes of Ollama's API.
+
+    Args:
+        root: whether `GET /` is answered.
+    """
     chats = _generating(OllamaChatDialect(), "chat", OllamaChatAnswer)
     texts = _generating(OllamaGenerateDialect(), "text_completion", OllamaTextAnswer)
     endpoints: dict[str, Endpoint] = {
         "ollamaChat": chats,
         "ollamaGenerate": texts,
+        "ollamaEmbed": embed,
+        "ollamaEmbeddings": embed_one,
         "ollamaTags": list_models,
         "ollamaVersion": tell_version,
+        "ollamaShow": show_model,
+        "ollamaPs": list_running,
+        "ollamaDelete": _refusing("delete models; remove their files on its machine"),
+        "ollamaCopy": _refusing("copy models; its operator can give a model more names"),
+        "ollamaCreate": _refusing("create models; its operator can add folders of models"),
+        "ollamaPush": _refusing("push models"),
+        "ollamaRoot": tell_running,
     }
-    return [OperationRoute(operation, endpoints[operation.id]) for operation in OLLAMA]
+    if not root:
+        del endpoints["ollamaRoot"]
+    return [
+        OperationRoute(operation, endpoints[operation.id])
+        for operation in OLLAMA
+        if operation.id in endpoints
+    ]
+
+
+def _refusing(what: str) -> Endpoint:
+    """Return the handler of a route that is there only to say that the server does not do this."""
+
+    async def endpoint(request: Request) -> Response:
+        raise ActionNotAllowed(f"this server does not {what}")
+
+    return endpoint
 
 
 def _generating(
@@ -76,6 +125,57 @@ async def _load(request: Request, model: str, keep_alive: float | None) -> DoneR
     return "load"
 
 
+# Embeddings.
+
+
+async def embed(request: Request) -> Response:
+    begun = monotonic()
+    asked, headers = await read_request(request, OLLAMA_EMBEDS)
+    vectors: list[list[float]] = []
+    tokens, load = 0, 0.0
+    if asked.is_empty:
+        await _load(request, asked.model, read_keep_alive(asked.keep_alive))
+    else:
+        vectors, tokens, load = await _embed(request, asked)
+    told = OllamaEmbeddings(
+        model=asked.model,
+        embeddings=vectors,
+        total_duration=nanoseconds(monotonic() - begun),
+        load_duration=nanoseconds(load),
+        prompt_eval_count=tokens,
+    )
+    return await large_json(told, headers)
+
+
+async def embed_one(request: Request) -> Response:
+    asked, headers = await read_request(request, OLLAMA_OLD_EMBEDS)
+    if asked.is_empty:
+        await _load(request, asked.model, read_keep_alive(asked.keep_alive))
+        return JSONResponse(OllamaEmbedding([]), headers=headers)
+    [vector], _, _ = await _embed(request, asked)
+    return JSONResponse(OllamaEmbedding(vector), headers=headers)
+
+
+async def _embed(
+    request: Request, asked: OllamaEmbedRequest | OllamaEmbeddingsRequest
+) -> tuple[list[list[float]], int, float]:
+    """Return the vectors, the number of tokens, and the seconds that the load took."""
+    record = record_of(request.scope)
+    record.operation = "embeddings"
+    plain = asked.plain()
+    note_asked(request, plain)
+    work = service_of(request).embed_timed(
+        plain, request_id(request.scope), read_keep_alive(asked.keep_alive)
+    )
+    embedded, load = await unless_gone(request.receive, work)
+    record.model, record.tokens = embedded.model, embedded.usage.prompt_tokens
+    vectors = [cast(list[float], each.embedding) for each in embedded.data]
+    return vectors, embedded.usage.prompt_tokens, load
+
+
+# Models.
+
+
 async def list_models(request: Request) -> Response:
     models = await service_of(request).models()
     return JSONResponse(OllamaModels([ollama_model(model) for model in models]))
@@ -83,3 +183,19 @@ async def list_models(request: Request) -> Response:
 
 async def tell_version(request: Request) -> Response:
     return JSONResponse(OllamaVersion())
+
+
+async def show_model(request: Request) -> Response:
+    asked, headers = await read_request(request, OLLAMA_SHOWS)
+    described, facts = await service_of(request).show(asked.named)
+    return JSONResponse(shown_model(described, facts), headers=headers)
+
+
+async def list_running(request: Request) -> Response:
+    return JSONResponse(
+        OllamaRunning([running_model(each) for each in service_of(request).running()])
+    )
+
+
+async def tell_running(request: Request) -> Response:
+    return PlainTextResponse("Ollama is running")

@@ -15,8 +15,12 @@ from mlxsrv.wire.openai.dialects import ChatDialect, CompletionDialect, InfillDi
 from mlxsrv.wire.operations import BY_ID
 
 
-def make_routes(telemetry: Iterable[OperationRoute]) -> list[OperationRoute]:
-    """Return the routes, those of the telemetry included. The first that matches is taken."""
+def make_routes(telemetry: Iterable[OperationRoute], *, ollama_root: bool) -> list[OperationRoute]:
+    """Return the routes, those of the telemetry included. The first that matches is taken.
+
+    Args:
+        ollama_root: whether `GET /` says that Ollama is running.
+    """
     versioned = [
         _route("createChatCompletion", completions.generating(ChatDialect(), "chat")),
         _route("createCompletion", completions.generating(CompletionDialect(), "text_completion")),
@@ -36,7 +40,7 @@ def make_routes(telemetry: Iterable[OperationRoute]) -> list[OperationRoute]:
         _route("detokenize", tokens.detokenize),
         _route("getTokenizerInfo", tokens.tokenizer_info),
         _route("applyTemplate", tokens.apply_template),
-        *ollama.make_routes(),
+        *ollama.make_routes(root=ollama_root),
         *management.ROUTES,
         _route("getHealth", status.health),
         _route("getLiveness", status.live),

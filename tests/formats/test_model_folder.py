@@ -82,6 +82,7 @@ def test_all_that_a_chat_model_says(original: Path) -> None:
         type="chat",
         context_length=4096,
         family="qwen3",
+        parameters=sum(value.size for value in weights.values()),
         parameter_size="164K",
         quantization_level="F32",
         format="mlx",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from tests.support.client import Body, ask, chat
 from tests.support.ollama import RECORDED, Line, check_type, read_lines
 from tests.support.scripted import cut, write_scripted
-from tests.support.serving import Server, serving
+from tests.support.serving import Server, serving, wait_for
 from tests.support.tiny import write_model
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -31,8 +32,10 @@ def ollama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = {name: write_scripted(folder / name, cut(text, 3)) for name, text in SCRIPTS.items()}
     models["base"] = write_scripted(folder / "base", ["Once", " more"], template=None)
     models["t"] = write_model(folder / "t", "qwen3", plain=True)
+    models["a"] = write_model(folder / "a", "qwen3", plain=True, seed=1)
     arguments = [part for name, path in models.items() for part in ("--model", f"{name}={path}")]
-    with serving(folder, *arguments) as server:
+    options = ("--pin", "t", "--ollama-root", "--allow-chat-template")
+    with serving(folder, *arguments, *options) as server:
         yield server
 
 
@@ -251,6 +254,123 @@ def test_head_is_answered(client: httpx.Client, path: str) -> None:
     assert client.head(path).status_code == 200
 
 
+def test_a_model_is_shown_with_what_copilot_reads(client: httpx.Client) -> None:
+    shown = client.post("/api/show", json={"model": "demo:latest"}).json()
+    check_type(shown, "ShowResponse")
+    info = shown["model_info"]
+    assert info["general.architecture"] == "qwen3"
+    assert info["qwen3.context_length"] == 4096
+    assert info["general.basename"] == "demo"
+    assert info["general.parameter_count"] > 10**6
+    assert shown["capabilities"] == ["completion", "tools", "thinking"]
+    assert "<|im_start|>" in shown["template"]
+    assert shown["details"]["family"] == "qwen3"
+    assert shown["parameters"].split() == ["temperature", "0"]
+    assert client.post("/api/show", json={"name": "demo"}).json() == shown
+    assert client.post("/api/show", json={"model": "base"}).json()["template"] == ""
+
+
+def running(client: httpx.Client) -> dict[str, Body]:
+    body = client.get("/api/ps").json()
+    check_type(body, "ProcessResponse")
+    return {each["name"].removesuffix(":latest"): each for each in body["models"]}
+
+
+def seconds_left(model: Body) -> float:
+    return (datetime.fromisoformat(model["expires_at"]) - datetime.now(UTC)).total_seconds()
+
+
+def test_keep_alive_says_how_long_a_model_stays(client: httpx.Client) -> None:
+    empty = {"model": "a", "messages": []}
+    assert whole(client, "/api/chat", **empty)["done_reason"] == "load"
+    assert seconds_left(running(client)["a"]) > 10**9, "by default for ever"
+    fields = {"model": "a", "prompt": "Hello", "options": {"num_predict": 1}}
+    whole(client, "/api/generate", **fields, keep_alive="5m")
+    assert seconds_left(running(client)["a"]) == pytest.approx(300, abs=10)
+    whole(client, "/api/embed", model="a", input="x", keep_alive=60)
+    told = running(client)["a"]
+    assert seconds_left(told) == pytest.approx(60, abs=10)
+    assert told["size"] == told["size_vram"] > 0
+    assert told["context_length"] == 4096
+    streamed(client, "/api/chat", model="a", messages=HELLO, keep_alive=0)
+    wait_for(lambda: "a" not in running(client), why="a goes after the answer")
+    assert whole(client, "/api/generate", model="a")["done_reason"] == "load"
+    assert whole(client, "/api/generate", model="a", keep_alive=0)["done_reason"] == "unload"
+    assert "a" not in running(client)
+
+
+def test_a_pinned_model_stays(client: httpx.Client) -> None:
+    for path in ("/api/generate", "/api/chat"):
+        whole(client, path, model="t")
+        assert whole(client, path, model="t", keep_alive=0)["done_reason"] == "unload"
+        assert "t" in running(client)
+
+
+def test_the_root_says_that_ollama_is_running(client: httpx.Client) -> None:
+    assert client.get("/").text == "Ollama is running"
+    assert client.head("/").status_code == 200
+
+
+def test_the_root_is_empty_without_the_option(server: Server) -> None:
+    with server.client() as client:
+        assert client.get("/").status_code == 404
+
+
+@pytest.mark.parametrize("label", ["delete", "copy", "create"])
+def test_models_are_not_changed(client: httpx.Client, label: str) -> None:
+    each = RECORDED[label]
+    response = client.request(each.method, each.path, json=each.body)
+    assert label in refused(response, 403)
+
+
+def test_nothing_is_pushed(client: httpx.Client) -> None:
+    assert "push" in refused(client.post("/api/push", json={"model": "t"}), 403)
+
+
+# Embeddings.
+
+
+def test_embeddings_are_those_of_the_other_route(client: httpx.Client) -> None:
+    texts = ["a", "Hello there"]
+    ours = client.post("/v1/embeddings", json={"model": "demo", "input": texts}).json()
+    body = client.post("/api/embed", json={"model": "demo", "input": texts}).json()
+    check_type(body, "EmbedResponse")
+    assert body["embeddings"] == [each["embedding"] for each in ours["data"]]
+    assert body["prompt_eval_count"] == ours["usage"]["prompt_tokens"]
+    assert body["total_duration"] > body["load_duration"] > 0
+    old = client.post("/api/embeddings", json={"model": "demo", "prompt": texts[1]}).json()
+    check_type(old, "EmbeddingsResponse")
+    assert old["embedding"] == body["embeddings"][1]
+
+
+@pytest.mark.parametrize("label", ["embed", "embed-many", "embeddings-old"])
+def test_recorded_embeddings_are_answered(client: httpx.Client, label: str) -> None:
+    each = RECORDED[label]
+    response = client.post(each.path, json=each.body)
+    assert response.status_code == 200, response.text
+    vectors = response.json().get("embeddings", [response.json().get("embedding")])
+    assert len(vectors) == (2 if label == "embed-many" else 1)
+    assert {len(vector) for vector in vectors} == {64 if label == "embed-many" else 160}
+    ignored = "options" if label == "embed-many" else None
+    assert response.headers.get("x-ignored-params") == ignored
+
+
+def test_long_texts_are_cut_unless_that_is_refused(client: httpx.Client) -> None:
+    body = {"model": "t", "input": "word " * 9000}
+    cut_off = client.post("/api/embed", json=body).json()
+    assert cut_off["prompt_eval_count"] == 4096
+    assert "4096" in refused(client.post("/api/embed", json={**body, "truncate": False}), 400)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"), [("/api/embed", "embeddings"), ("/api/embeddings", "embedding")]
+)
+def test_no_text_loads_the_model(client: httpx.Client, path: str, field: str) -> None:
+    response = client.post(path, json={"model": "t", "input": "", "prompt": ""})
+    assert response.json()[field] == []
+    assert "t" in running(client)
+
+
 # Errors.
 
 
@@ -260,6 +380,11 @@ def test_head_is_answered(client: httpx.Client, path: str) -> None:
         ("/api/chat", {"model": "nobody", "messages": HELLO}, 404, "nobody"),
         ("/api/chat", {"model": "nobody"}, 404, "nobody"),
         ("/api/chat", {"model": "nobody", "keep_alive": 0}, 404, "nobody"),
+        ("/api/embed", {"model": "nobody", "input": "a"}, 404, "nobody"),
+        ("/api/embed", {"model": "t", "input": ["a", ""]}, 400, "input[1]"),
+        ("/api/embed", {"model": "t", "input": "a", "dimensions": 9999}, 400, "dimensions"),
+        ("/api/show", {"model": "nobody"}, 404, "nobody"),
+        ("/api/show", {}, 400, "model"),
         ("/api/chat", {"messages": HELLO}, 400, "model"),
         ("/api/chat", {"model": "base", "messages": HELLO}, 400, "no chat template"),
         ("/api/generate", {"model": "t", "prompt": "a", "format": "xml"}, 400, "format"),
@@ -268,7 +393,7 @@ def test_head_is_answered(client: httpx.Client, path: str) -> None:
             "/api/generate",
             {"model": "t", "prompt": "a", "template": "{{ .Prompt }}"},
             400,
-            "--allow-chat-template",
+            "template: it cannot be rendered",
         ),
         ("/api/chat", {"model": "t", "messages": HELLO, "format": {"type": 3}}, 400, "format"),
     ],

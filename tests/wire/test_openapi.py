@@ -44,8 +44,17 @@ OPENAI = [
 OLLAMA = [
     ("POST", "/api/chat"),
     ("POST", "/api/generate"),
+    ("POST", "/api/embed"),
+    ("POST", "/api/embeddings"),
     ("GET", "/api/tags"),
     ("GET", "/api/version"),
+    ("POST", "/api/show"),
+    ("GET", "/api/ps"),
+    ("DELETE", "/api/delete"),
+    ("POST", "/api/copy"),
+    ("POST", "/api/create"),
+    ("POST", "/api/push"),
+    ("GET", "/"),
 ]
 MANAGED = [(each.method, each.path) for each in OPERATIONS if each.enveloped]
 BODILESS = ("/activate", "{id}/deactivate")

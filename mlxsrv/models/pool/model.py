@@ -230,8 +230,13 @@ class Model:
         working = self.prepare_task is not None or self.load_task is not None
         return not working and self._loaded is None and self._leases == 0
 
-    def statistics(self, *, pinned: bool) -> ModelStatistics:
+    @property
+    def idle_seconds(self) -> float | None:
+        """How long it has been loaded without a user; None if it is not loaded or has one."""
         idle = self._loaded is not None and self._users == 0
+        return _now() - self._last_exit if idle else None
+
+    def statistics(self, *, pinned: bool) -> ModelStatistics:
         return ModelStatistics(
             name=self.name,
             state=self._state,
@@ -244,7 +249,7 @@ class Model:
             max_rows=int(self.rows.total_tokens),
             waiting_for_row=self.rows.statistics().tasks_waiting,
             bytes=None if self._loaded is None else self._loaded.bytes,
-            idle_seconds=_now() - self._last_exit if idle else None,
+            idle_seconds=self.idle_seconds,
         )
 
     # For the pool: states.

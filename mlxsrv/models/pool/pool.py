@@ -194,6 +194,11 @@ class Pool:
             return None
         return self._settings.idle_timeout if model.keep_alive is None else model.keep_alive
 
+    def seconds_left(self, model: Model) -> float | None:
+        """Seconds until a loaded model may be unloaded, if nobody uses it; None: it stays."""
+        limit = self.idle_limit(model)
+        return None if limit is None else max(limit - (model.idle_seconds or 0.0), 0.0)
+
     def unload(self, name: str) -> None:
         """Unload a model as soon as nobody uses it. One that is pinned, or has an SAE, stays."""
         model = self._models.get(name)

@@ -8,6 +8,8 @@ from mlxsrv.wire.ndjson import MEDIA_TYPE
 from mlxsrv.wire.ollama import answers, models, requests
 from mlxsrv.wire.operation import Operation
 
+_REFUSED = "This server does not change the models that its operator gives it."
+
 _OLLAMA = (
     Operation(
         "POST",
@@ -32,6 +34,24 @@ _OLLAMA = (
         fails=(507,),
     ),
     Operation(
+        "POST",
+        "/api/embed",
+        "ollamaEmbed",
+        "Vectors of texts",
+        body=requests.OLLAMA_EMBEDS,
+        answer=answers.OllamaEmbeddings,
+        fails=(507,),
+    ),
+    Operation(
+        "POST",
+        "/api/embeddings",
+        "ollamaEmbeddings",
+        "The vector of a text, as older clients ask for it",
+        body=requests.OLLAMA_OLD_EMBEDS,
+        answer=answers.OllamaEmbedding,
+        fails=(507,),
+    ),
+    Operation(
         "GET", "/api/tags", "ollamaTags", "The models that can be asked", answer=models.OllamaModels
     ),
     Operation(
@@ -40,6 +60,58 @@ _OLLAMA = (
         "ollamaVersion",
         "The version of Ollama whose API this is",
         answer=models.OllamaVersion,
+    ),
+    Operation(
+        "POST",
+        "/api/show",
+        "ollamaShow",
+        "One model",
+        body=requests.OLLAMA_SHOWS,
+        answer=models.OllamaShown,
+    ),
+    Operation(
+        "GET",
+        "/api/ps",
+        "ollamaPs",
+        "The models in memory",
+        answer=models.OllamaRunning,
+    ),
+    Operation("DELETE", "/api/delete", "ollamaDelete", "Refused", description=_REFUSED, status=403),
+    Operation(
+        "POST",
+        "/api/copy",
+        "ollamaCopy",
+        "Refused",
+        description=_REFUSED,
+        body=requests.OLLAMA_COPIES,
+        status=403,
+    ),
+    Operation(
+        "POST",
+        "/api/create",
+        "ollamaCreate",
+        "Refused",
+        description=_REFUSED,
+        body=requests.OLLAMA_CREATES,
+        status=403,
+    ),
+    Operation(
+        "POST",
+        "/api/push",
+        "ollamaPush",
+        "Refused",
+        description=_REFUSED,
+        body=requests.OLLAMA_NAMES,
+        status=403,
+    ),
+    Operation(
+        "GET",
+        "/",
+        "ollamaRoot",
+        "Whether Ollama is running",
+        description="With `--ollama-root` only.",
+        answer=str,
+        media="text/plain",
     ),
 )
 

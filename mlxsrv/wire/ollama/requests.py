@@ -7,7 +7,7 @@ Its own server ignores options that it does not know. So does this one, and name
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct, field
 
@@ -25,6 +25,7 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.ollama.durations import read_keep_alive
+from mlxsrv.wire.openai.embeddings import EmbeddingRequest
 from mlxsrv.wire.steering import NotEmpty, SteeringFields, check_steering
 
 _UNLIMITED = 2**31 - 1
@@ -265,6 +266,13 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
 # Embeddings.
 
 
+class _PromptEmbedding(EmbeddingRequest, frozen=True, kw_only=True):
+    """A request whose one text stands in `prompt`."""
+
+    def path(self, index: int) -> str:
+        return "prompt"
+
+
 class OllamaEmbedRequest(Struct, frozen=True, kw_only=True):
     """Texts to embed. `options` are ignored; without `input`, the model is loaded or unloaded."""
 
@@ -279,6 +287,15 @@ class OllamaEmbedRequest(Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         return not self.input
 
+    def plain(self) -> EmbeddingRequest:
+        """Return what is asked for, in OpenAI's words. Texts are truncated by default."""
+        return EmbeddingRequest(
+            input=cast(str | list[str | int | list[int]], self.input),
+            model=self.model,
+            truncate=self.truncate is not False,
+            dimensions=self.dimensions or None,
+        )
+
 
 class OllamaEmbeddingsRequest(Struct, frozen=True, kw_only=True):
     """The older form: one text."""
@@ -291,6 +308,10 @@ class OllamaEmbeddingsRequest(Struct, frozen=True, kw_only=True):
     @property
     def is_empty(self) -> bool:
         return not self.prompt
+
+    def plain(self) -> EmbeddingRequest:
+        """Return what is asked for, in OpenAI's words."""
+        return _PromptEmbedding(input=self.prompt or "", model=self.model, truncate=True)
 
 
 # Models.
