@@ -38,16 +38,18 @@ CLIENTS     := .venv-clients
 CLIENT_TEST := tests/clients
 NODE        := $(shell command -v node >/dev/null && command -v npm 2>/dev/null)
 NODE_DONE   := $(CLIENT_TEST)/node/node_modules/.package-lock.json
+AGENTS_DONE := $(CLIENT_TEST)/agents/node_modules/.package-lock.json
 SERVED      := MLXSRV_PYTHON='$(abspath $(BIN)/python)'
 
-# OpenAI's client runs in both environments: the others may hold it back by a major version.
-test-clients: $(VENV)/.test $(CLIENTS)/.done $(if $(NODE),$(NODE_DONE))  ## SDKs and frameworks against a server
+# OpenAI's client runs in both environments: the others may hold it back by a major version. The agents'
+# tests make models, for which they need the server's environment.
+test-clients: $(VENV)/.test $(CLIENTS)/.done $(if $(NODE),$(NODE_DONE) $(AGENTS_DONE))  ## SDKs, frameworks and agents against a server
 	$(SERVED) $(CLIENTS)/bin/python -m pytest -q $(CLIENT_TEST) $(ARGS)
-	$(SERVED) $(BIN)/python -m pytest -q $(CLIENT_TEST)/test_openai*.py
+	$(SERVED) $(BIN)/python -m pytest -q $(CLIENT_TEST)/test_openai*.py $(CLIENT_TEST)/test_agents.py
 ifdef NODE
 	cd $(CLIENT_TEST)/node && $(SERVED) npm test --silent
 else
-	@echo 'make test-clients: there is no node with npm here, so the tests of the Node clients are skipped'
+	@echo 'make test-clients: there is no node with npm here, so the tests of the Node clients and of the agents are skipped'
 endif
 
 soak: $(VENV)/.test  ## everything at once for minutes, then a count of what is left (ARGS="--minutes 120")
@@ -87,7 +89,7 @@ demo-sae: $(VENV)/.serve  ## train the demo model's sparse autoencoder anew (ARG
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz dist build
-	rm -rf $(CLIENTS) $(CLIENT_TEST)/node/node_modules
+	rm -rf $(CLIENTS) $(CLIENT_TEST)/*/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -121,6 +123,6 @@ $(CLIENTS)/.done: pyproject.toml $(CLIENT_TEST)/constraints.txt | $(VENV)/bin/py
 	touch $@
 
 # The packages ask for Node 22, of which npm would warn; what the tests use of them runs on 20 too.
-$(NODE_DONE): $(CLIENT_TEST)/node/package-lock.json
-	cd $(CLIENT_TEST)/node && npm ci --no-audit --no-fund --loglevel=error
+$(NODE_DONE) $(AGENTS_DONE): %/node_modules/.package-lock.json: %/package-lock.json
+	cd $* && npm ci --no-audit --no-fund --loglevel=error
 	touch $@

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 
@@ -11,6 +12,10 @@ from tests.clients.serving import serving
 
 # Read when LiteLLM is imported: without it LiteLLM asks the internet for its list of prices.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+
+
+# The agents' tests make models, in the server's environment: `make test-clients` runs them there.
+collect_ignore = [] if find_spec("mlx") else ["test_agents.py"]
 
 
 @pytest.fixture(scope="session")

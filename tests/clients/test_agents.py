@@ -1,0 +1,175 @@
+"""Coding agents as npm ships them, each in a home of its own, against a scripted model.
+
+The model reads a file through the agent's own tool, changes it by what the file said, and answers.
+The agents are set up by `mlxsrv connect`. These tests run in the server's environment, which has
+what a model is made with; `make test-clients` installs the agents.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.support.scripted import AFTER_TOOL, write_conversation
+from tests.support.serving import Server, environment, serving
+
+AGENTS = Path(__file__).with_name("agents") / "node_modules" / ".bin"
+
+LIMIT = 100.0
+"""Seconds that an agent may take, on a machine that may be busy."""
+
+CONTEXT = 400_000
+"""Tokens, of one byte each: agents send up to 100,000 bytes."""
+
+ASKED = "Make the colour in colour.txt green."
+ANSWER = "The colour was blue and is green now."
+UNREAD = "I could not read the file."
+UNCHANGED = "I could not change the file."
+
+Call = tuple[str, dict[str, str]]
+
+
+class Agent(msgspec.Struct, frozen=True):
+    """How to run an agent, and the calls of its tools that do the work.
+
+    Attributes:
+        client: its name for `mlxsrv connect`.
+        command: its program with arguments, without the prompt.
+        route: where it sends its requests.
+        read, change: the calls, made for the file at this path.
+    """
+
+    client: str
+    command: tuple[str, ...]
+    route: str
+    read: Callable[[Path], Call]
+    change: Callable[[Path], Call]
+
+
+OPENCODE = Agent(
+    "opencode",
+    ("opencode", "run"),
+    "/v1/chat/completions",
+    read=lambda file: ("read", {"filePath": str(file)}),
+    change=lambda file: (
+        "edit",
+        {"filePath": str(file), "oldString": "blue", "newString": "green"},
+    ),
+)
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What an agent did: its output, the file afterwards, and the server's log."""
+
+    output: str
+    file: str
+    server: Server
+
+
+def written(call: Call) -> str:
+    name, arguments = call
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def scripts(agent: Agent, file: Path) -> dict[str, str]:
+    """Each turn depends on what the one before has brought."""
+    results = "(messages | selectattr('role', 'equalto', 'tool') | list | length)"
+    return {
+        "not tools": "A title",
+        f"{AFTER_TOOL} and {results} == 1 and 'blue' not in messages[-1].content": UNREAD,
+        f"{AFTER_TOOL} and {results} == 1": written(agent.change(file)),
+        f"{AFTER_TOOL} and 'rror' in messages[-1].content": UNCHANGED,
+        AFTER_TOOL: ANSWER,
+        "true": written(agent.read(file)),
+    }
+
+
+def run_in_group(command: list[str], folder: Path, variables: dict[str, str]) -> str:
+    """Run a command without a terminal and return what it printed; end all that it has started."""
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        pytest.fail(f"not done after {LIMIT:g} s:\n{output}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
+    """Runs an agent that knows nothing but its own home, the file, and the server."""
+    if not (AGENTS / "codex").exists():
+        pytest.skip("the agents are not installed: `make test-clients` does it where npm is there")
+    for name in ("home", "scratch", "server"):
+        (tmp_path / name).mkdir()
+    file = tmp_path / "scratch" / "colour.txt"
+    file.write_text("The colour is blue.\n")
+    variables = {
+        "HOME": str(tmp_path / "home"),
+        "PATH": os.environ["PATH"],
+        # Nothing listens there: what an agent asks of other servers fails at once.
+        **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
+        "NO_PROXY": "127.0.0.1",
+    }
+    servers: list[Any] = []
+
+    def run(agent: Agent) -> Run:
+        folder = tmp_path / "server"
+        model = write_conversation(
+            folder / "model", scripts(agent, file), max_position_embeddings=CONTEXT
+        )
+        options = ("--model", f"scripted={model}")
+        servers.append(serving(folder, *options))
+        server: Server = servers[-1].__enter__()
+        connect = [sys.executable, "-m", "mlxsrv", "connect", agent.client, *options]
+        subprocess.run(
+            [*connect, "--url", server.url, "--write", "--yes"],
+            env={**environment(), **variables},
+            check=True,
+            timeout=60,
+        )
+        command = [str(AGENTS / agent.command[0]), *agent.command[1:], ASKED]
+        output = run_in_group(command, file.parent, variables)
+        return Run(output, file.read_text(), server)
+
+    try:
+        yield run
+    finally:
+        for server in servers:
+            server.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("agent", [OPENCODE], ids=lambda agent: agent.client)
+def test_an_agent_reads_a_file_changes_it_and_answers(
+    agent: Agent, run: Callable[[Agent], Run]
+) -> None:
+    done = run(agent)
+    assert done.file == "The colour is green.\n", done.output
+    assert ANSWER in done.output
+    requests = done.server.log("request", path=agent.route)
+    assert len(requests) >= 3
+    assert {request["status"] for request in requests} == {200}
