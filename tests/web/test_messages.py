@@ -201,6 +201,14 @@ def test_the_bound_may_be_more_than_the_context(client: TestClient) -> None:
     assert ask(client, asking("hello", max_tokens=64_000))["stop_reason"] == "end_turn"
 
 
+def test_a_bound_of_nothing_reads_the_prompt_for_later(client: TestClient) -> None:
+    body = asking("Tell me of the sea. " * 20, max_tokens=0)
+    nothing = ask(client, body)
+    assert (nothing["content"], nothing["stop_reason"]) == ([], "max_tokens")
+    usage = ask(client, body | {"max_tokens": 4})["usage"]
+    assert usage["cache_read_input_tokens"] >= _prompt(nothing["usage"]) - 1
+
+
 def test_tools_of_anthropics_are_left_out(client: TestClient) -> None:
     search = {"type": "web_search_20250305", "name": "web_search"}
     alone = client.post(MESSAGES, json=asking(tools=[TOOL])).json()["usage"]
@@ -304,7 +312,7 @@ def test_a_prompt_that_is_too_long_is_told_in_the_words_that_agents_know(
         (asking(model="none"), 404, "not_found_error", "none"),
         ({"max_tokens": 5}, 400, "invalid_request_error", "messages"),
         (asking([{"type": "image", "source": {}}]), 400, "invalid_request_error", "content[0]"),
-        (asking(max_tokens=0), 400, "invalid_request_error", "max_tokens"),
+        (asking(max_tokens=-1), 400, "invalid_request_error", "max_tokens"),
         (asking(stream=True, model="none"), 404, "not_found_error", "none"),
     ],
 )

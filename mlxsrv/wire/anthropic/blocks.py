@@ -154,7 +154,7 @@ def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
         first,
         content=_BETWEEN.join(one.content for one in (first, second) if one.content),
         reasoning=_BETWEEN.join(reasoning) or None,
-        calls=[*first.calls, *second.calls],
+        calls=(*first.calls, *second.calls),
     )
 
 

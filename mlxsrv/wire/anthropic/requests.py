@@ -76,7 +76,7 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
 
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=10_000)]
     model: str | None = None
-    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_tokens: Annotated[int, Meta(ge=0)] | None = None
     system: System | None = None
     tools: Annotated[list[AnthropicTool], Meta(max_length=1000)] | None = None
     tool_choice: AnthropicToolChoice | None = None
