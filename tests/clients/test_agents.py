@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import msgspec
 import pytest
 
 from tests.support.scripted import AFTER_TOOL, write_conversation
-from tests.support.serving import Server, environment, serving
+from tests.support.serving import Line, Server, environment, serving
 
 AGENTS = Path(__file__).with_name("agents") / "node_modules" / ".bin"
 
@@ -68,12 +69,34 @@ OPENCODE = Agent(
 )
 
 
+CLAUDE = Agent(
+    "claude",
+    ("claude", "--allowedTools", "Read,Edit", "-p"),
+    "/v1/messages",
+    read=lambda file: ("Read", {"file_path": str(file)}),
+    change=lambda file: (
+        "Edit",
+        {"file_path": str(file), "old_string": "blue", "new_string": "green"},
+    ),
+)
+
+
 class Run(msgspec.Struct, frozen=True):
-    """What an agent did: its output, the file afterwards, and the server's log."""
+    """What an agent did.
+
+    Attributes:
+        output: what it printed.
+        file: the file afterwards.
+        requests: to its route, as the server logged them.
+        read: tokens of prompts that were read, and not found in the prompt cache.
+        prompts: tokens of each prompt.
+    """
 
     output: str
     file: str
-    server: Server
+    requests: list[Line]
+    read: float
+    prompts: list[int]
 
 
 def written(call: Call) -> str:
@@ -119,6 +142,14 @@ def run_in_group(command: list[str], folder: Path, variables: dict[str, str]) ->
     return output
 
 
+def metric(server: Server, name: str) -> float:
+    with server.client() as client:
+        text = client.get("/metrics").text
+    return sum(
+        float(value) for value in re.findall(rf"^mlxsrv:{name}_total{{.*}} (.*)$", text, re.M)
+    )
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
     """Runs an agent that knows nothing but its own home, the file, and the server."""
@@ -143,7 +174,7 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
             folder / "model", scripts(agent, file), max_position_embeddings=CONTEXT
         )
         options = ("--model", f"scripted={model}")
-        servers.append(serving(folder, *options))
+        servers.append(serving(folder, *options, "--metrics"))
         server: Server = servers[-1].__enter__()
         connect = [sys.executable, "-m", "mlxsrv", "connect", agent.client, *options]
         subprocess.run(
@@ -154,7 +185,13 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
         )
         command = [str(AGENTS / agent.command[0]), *agent.command[1:], ASKED]
         output = run_in_group(command, file.parent, variables)
-        return Run(output, file.read_text(), server)
+        return Run(
+            output,
+            file.read_text(),
+            server.log("request", path=agent.route),
+            metric(server, "prefix_cache_queries") - metric(server, "prefix_cache_hits"),
+            [line["prompt_tokens"] for line in server.log("stream end")],
+        )
 
     try:
         yield run
@@ -163,13 +200,14 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
             server.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("agent", [OPENCODE], ids=lambda agent: agent.client)
+@pytest.mark.parametrize("agent", [OPENCODE, CLAUDE], ids=lambda agent: agent.client)
 def test_an_agent_reads_a_file_changes_it_and_answers(
     agent: Agent, run: Callable[[Agent], Run]
 ) -> None:
     done = run(agent)
     assert done.file == "The colour is green.\n", done.output
     assert ANSWER in done.output
-    requests = done.server.log("request", path=agent.route)
-    assert len(requests) >= 3
-    assert {request["status"] for request in requests} == {200}
+    assert len(done.requests) >= 3
+    assert {request["status"] for request in done.requests} == {200}
+    # Later turns have all of the earlier ones before them, and only what is new is read.
+    assert done.read < 1.3 * max(done.prompts)
