@@ -28,6 +28,7 @@ from mlxsrv.errors import (
 )
 from mlxsrv.generation.spec import ChatPrompt, GenerationSpec
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
+from mlxsrv.models.catalogue.pulls import Pulls, PullWatch
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
@@ -101,6 +102,7 @@ class Service:
     def __init__(self, settings: Settings, observers: Sequence[Observer] = ()) -> None:
         self.settings = settings
         self.pool = Pool(Catalogue(settings), settings, observers)
+        self._pulls = Pulls(self.pool.catalogue, settings)
         self.saes = SAEs(self.pool, settings)
         store = ProfileStore(Path(settings.data_dir))
         self.steering = SteeringRegistry(self.pool, self.saes, store)
@@ -318,6 +320,10 @@ class Service:
             if model.loaded is not None
         ]
 
+    async def pull(self, name: str) -> PullWatch | None:
+        """Begin or join the download of a model; None if it is here. Raises ServeError."""
+        return await self._pulls.watch(name)
+
     def _describe(self, entry: ModelEntry) -> ModelObject:
         return model_object(entry, self.pool.model(entry.name), self.settings)
 
@@ -402,6 +408,7 @@ class Service:
         await self.pool.close()
 
     def _end_all(self) -> None:
+        self._pulls.close()
         for reply in list(self._replies):
             reply.fail(ShuttingDown("the server is shutting down"))
         for work in self._work:

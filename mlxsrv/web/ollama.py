@@ -15,6 +15,7 @@ from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import Endpoint, OperationRoute
+from mlxsrv.web.pulls import pull_model
 from mlxsrv.web.reading import note_asked, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, large_json, unless_gone
 from mlxsrv.wire.dialect import Dialect
@@ -69,6 +70,7 @@ def make_routes(*, root: bool) -> list[OperationRoute]:
         "ollamaVersion": tell_version,
         "ollamaShow": show_model,
         "ollamaPs": list_running,
+        "ollamaPull": pull_model,
         "ollamaDelete": _refusing("delete models; remove their files on its machine"),
         "ollamaCopy": _refusing("copy models; its operator can give a model more names"),
         "ollamaCreate": _refusing("create models; its operator can add folders of models"),

@@ -35,7 +35,7 @@ from mlxsrv.wire.dialect import ErrorShape, Stream
 from mlxsrv.wire.openai import answers as openai
 from mlxsrv.wire.sse import encode_json
 
-_STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 T = TypeVar("T")
 Fold = Callable[[Sequence[Answer], Usage], object]
@@ -96,7 +96,7 @@ class ReplyStream(StreamingResponse):
 
     def __init__(self, reply: Reply, stream: Stream, *, headers: Mapping[str, str]) -> None:
         super().__init__(
-            self._frames(), headers={**_STREAM_HEADERS, **headers}, media_type=stream.media_type
+            self._frames(), headers={**STREAM_HEADERS, **headers}, media_type=stream.media_type
         )
         self._reply = reply
         self._stream = stream
@@ -185,7 +185,7 @@ async def _answering(reply: Reply, receive: Receive) -> AsyncIterator[None]:
     """
     try:
         async with anyio.create_task_group() as group:
-            group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
+            group.start_soon(cancel_on_disconnect, receive, group.cancel_scope)
             group.start_soon(reply.admit)
             yield
             group.cancel_scope.cancel()
@@ -201,7 +201,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """
     outcome: T | Exception | None = None
     async with anyio.create_task_group() as group:
-        group.start_soon(_cancel_on_disconnect, receive, group.cancel_scope)
+        group.start_soon(cancel_on_disconnect, receive, group.cancel_scope)
         try:
             outcome = await work
         except Exception as error:  # raised outside the group, which would wrap it
@@ -214,7 +214,8 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     return outcome
 
 
-async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+async def cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
+    """Cancel `scope` when the client goes away."""
     while (await receive())["type"] != "http.disconnect":
         pass
     scope.cancel()

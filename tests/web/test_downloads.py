@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from tests.support.client import CHAT, Body, answer, ask, chat, refused
 from tests.support.hub import Hub
+from tests.support.ollama import check_type, read_lines
 from tests.support.serving import Server, serving
 from tests.support.tiny import write_model
 
@@ -168,3 +170,144 @@ def test_a_shutdown_does_not_wait_for_a_download(place: Place, tmp_path: Path) -
             assert "shutting_down" in "".join(chunks)
         assert server.exit_status() == 0
         assert time.monotonic() - started < 15
+
+
+# Ollama's way to ask for a download.
+
+PULL = "/api/pull"
+
+
+def pulled(response: httpx.Response) -> list[Body]:
+    """The lines of a pull's progress."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"] == "application/x-ndjson"
+    lines = read_lines(response.content)
+    for line in lines:
+        check_type(line, "ProgressResponse")
+    return lines
+
+
+def test_a_pull_tells_its_progress(place: Place, client: httpx.Client) -> None:
+    place.hub.add("org/pulled", place.model)
+    place.hub.drip(WEIGHTS, 0.015)
+    lines = pulled(client.post(PULL, json={"model": "hf.co/org/pulled:latest"}))
+    assert lines[0] == {"status": "pulling manifest"}
+    assert [line["status"] for line in lines[-3:]] == [
+        "verifying sha256 digest",
+        "writing manifest",
+        "success",
+    ]
+    [digest] = {line["digest"] for line in lines if line.get("digest", "").startswith("sha256:")}
+    weights = [line for line in lines if line.get("digest") == digest]
+    size = (place.model / WEIGHTS).stat().st_size
+    assert {line["total"] for line in weights} == {size}
+    done = [line["completed"] for line in weights]
+    assert done == sorted(done)
+    assert done[-1] == size
+    assert len(done) > 2
+    assert "org/pulled:latest" in tags(client)
+    place.hub.mend()
+    again = pulled(client.post(PULL, json={"model": "org/pulled"}))
+    assert [line["status"] for line in again] == ["pulling manifest", "success"]
+    assert not place.hub.asked
+
+
+def tags(client: httpx.Client) -> set[str]:
+    return {model["name"] for model in client.get("/api/tags").json()["models"]}
+
+
+def test_a_pull_that_is_not_streamed_waits_for_the_end(place: Place, client: httpx.Client) -> None:
+    place.hub.add("org/whole", place.model)
+    response = client.post(PULL, json={"name": "org/whole", "stream": False})
+    assert response.json() == {"status": "success"}
+    assert "org/whole:latest" in tags(client)
+
+
+def test_a_pull_without_news_says_the_last_again(place: Place, client: httpx.Client) -> None:
+    place.hub.add("org/silent", place.model)
+    place.hub.drip(WEIGHTS, 1.0)
+    with client.stream("POST", PULL, json={"model": "org/silent"}) as response:
+        lines = response.iter_lines()
+        seen = [json.loads(next(lines)) for _ in range(len(list(place.model.iterdir())) + 3)]
+    assert seen[-1] == seen[-2]
+
+
+def test_who_leaves_a_pull_leaves_it_to_the_others(place: Place, client: httpx.Client) -> None:
+    place.hub.add("org/shared", place.model)
+    place.hub.drip(WEIGHTS, 0.015)
+    body = {"model": "org/shared"}
+    with client.stream("POST", PULL, json=body) as stays:
+        lines = stays.iter_lines()
+        first = next(lines)
+        with place.server.client() as other, other.stream("POST", PULL, json=body) as leaves:
+            next(leaves.iter_lines())
+        rest = [first, *lines]
+    assert json.loads(rest[-1]) == {"status": "success"}
+    assert len([sent for sent in place.hub.sent if sent.path == WEIGHTS]) == 1
+
+
+def test_a_pull_that_nobody_waits_for_ends_and_goes_on_later(
+    place: Place, client: httpx.Client
+) -> None:
+    place.hub.add("org/resumed", place.model)
+    place.hub.drip(WEIGHTS, 0.015)
+    with client.stream("POST", PULL, json={"model": "org/resumed"}) as response:
+        lines = response.iter_lines()
+        while not 0 < json.loads(next(lines)).get("completed", 0) < 100_000:
+            pass
+        while place.hub.sent[-1].path != WEIGHTS or place.hub.sent[-1].count < 50_000:
+            time.sleep(0.01)
+    place.server.logged("pull failed", model="org/resumed")
+    assert "org/resumed:latest" not in tags(client)
+    assert pulled(client.post(PULL, json={"model": "org/resumed"}))[-1] == {"status": "success"}
+    assert place.hub.sent[-1].start > 0
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_pull_that_fails_at_once_is_refused(
+    place: Place, client: httpx.Client, streaming: bool
+) -> None:
+    for name in ("org/none", "nonsense", "a:b"):
+        response = client.post(PULL, json={"model": name, "stream": streaming})
+        assert response.status_code == 404
+        assert response.json().keys() == {"error"}
+    assert client.post(PULL, json={}).status_code == 400
+
+
+def test_a_pull_that_fails_later_says_so_in_its_stream(place: Place, client: httpx.Client) -> None:
+    place.hub.add("org/rotten", place.model)
+    place.hub.corrupt(WEIGHTS)
+    response = client.post(PULL, json={"model": "org/rotten"})
+    *_, last = read_lines(response.content)
+    assert last.keys() == {"error"}
+    assert WEIGHTS in last["error"]
+    response = client.post(PULL, json={"model": "org/rotten", "stream": False})
+    assert response.status_code == 503
+
+
+def test_a_server_that_may_not_download_pulls_only_what_is_here(
+    place: Place, tmp_path: Path
+) -> None:
+    place.hub.empty()
+    variables = {"HF_HUB_CACHE": str(tmp_path), "HF_ENDPOINT": place.hub.url}
+    with serving(tmp_path, variables=variables) as server, server.client() as client:
+        response = client.post(PULL, json={"model": "org/else"})
+        assert response.status_code == 403
+        assert "--allow-download" in response.json()["error"]
+        assert pulled(client.post(PULL, json={"model": "demo"}))[-1] == {"status": "success"}
+        assert not place.hub.asked
+
+
+def test_a_shutdown_ends_a_pull(place: Place, tmp_path: Path) -> None:
+    place.hub.empty()
+    place.hub.add("org/endless", place.model)
+    place.hub.drip(WEIGHTS, 5)
+    variables = {"HF_HUB_CACHE": str(tmp_path / "cache"), "HF_ENDPOINT": place.hub.url}
+    arguments = ("--allow-download", "--shutdown-grace", "0.2")
+    with serving(tmp_path, *arguments, variables=variables) as server, server.client() as client:
+        with client.stream("POST", PULL, json={"model": "org/endless"}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.process.terminate()
+            assert "shutting down" in [*lines][-1]
+        assert server.exit_status() == 0

@@ -32,7 +32,7 @@ def ollama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = {name: write_scripted(folder / name, cut(text, 3)) for name, text in SCRIPTS.items()}
     models["base"] = write_scripted(folder / "base", ["Once", " more"], template=None)
     models["t"] = write_model(folder / "t", "qwen3", plain=True)
-    models["a"] = write_model(folder / "a", "qwen3", plain=True, seed=1)
+    models["a"] = write_model(folder / "a", "qwen3", plain=True, seed=1, max_position_embeddings=64)
     arguments = [part for name, path in models.items() for part in ("--model", f"{name}={path}")]
     options = ("--pin", "t", "--ollama-root", "--allow-chat-template")
     with serving(folder, *arguments, *options) as server:
@@ -291,7 +291,7 @@ def test_keep_alive_says_how_long_a_model_stays(client: httpx.Client) -> None:
     told = running(client)["a"]
     assert seconds_left(told) == pytest.approx(60, abs=10)
     assert told["size"] == told["size_vram"] > 0
-    assert told["context_length"] == 4096
+    assert told["context_length"] == 64
     streamed(client, "/api/chat", model="a", messages=HELLO, keep_alive=0)
     wait_for(lambda: "a" not in running(client), why="a goes after the answer")
     assert whole(client, "/api/generate", model="a")["done_reason"] == "load"
@@ -356,10 +356,10 @@ def test_recorded_embeddings_are_answered(client: httpx.Client, label: str) -> N
 
 
 def test_long_texts_are_cut_unless_that_is_refused(client: httpx.Client) -> None:
-    body = {"model": "t", "input": "word " * 9000}
+    body = {"model": "a", "input": "word " * 900}
     cut_off = client.post("/api/embed", json=body).json()
-    assert cut_off["prompt_eval_count"] == 4096
-    assert "4096" in refused(client.post("/api/embed", json={**body, "truncate": False}), 400)
+    assert cut_off["prompt_eval_count"] == 64
+    assert "64" in refused(client.post("/api/embed", json={**body, "truncate": False}), 400)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,7 @@ OLLAMA = [
     ("GET", "/api/version"),
     ("POST", "/api/show"),
     ("GET", "/api/ps"),
+    ("POST", "/api/pull"),
     ("DELETE", "/api/delete"),
     ("POST", "/api/copy"),
     ("POST", "/api/create"),

@@ -92,8 +92,16 @@ class Commit(msgspec.Struct, frozen=True):
     others: list[HubFile]
 
 
+def _report_nothing(file: HubFile, done: int) -> None:
+    return
+
+
 def fetch(
-    repository: Repository, *, progress: bool = False, check: Callable[[], None] = lambda: None
+    repository: Repository,
+    *,
+    progress: bool = False,
+    check: Callable[[], None] = lambda: None,
+    report: Callable[[HubFile, int], None] = _report_nothing,
 ) -> Path:
     """Download what is missing of the repository's revision, as the hub has it now.
 
@@ -103,6 +111,7 @@ def fetch(
     Args:
         progress: show bars on stderr.
         check: called while bytes arrive; it stops the download by raising.
+        report: called while bytes arrive, with a file and how many of its bytes are here.
 
     Returns:
         The folder of the snapshot.
@@ -111,7 +120,7 @@ def fetch(
         ModelNotFound: no such repository or revision, no right to read it, or nothing to serve.
         ModelNotLoaded: the network, the disk or a checksum; the same call may succeed later.
     """
-    return _run(_Download(repository, progress, check, _choose_model))
+    return _run(_Download(repository, progress, check, _choose_model, report))
 
 
 def fetch_files(repository: Repository, choose: _Choose, *, check: Callable[[], None]) -> Path:
@@ -147,8 +156,10 @@ class _Download:
         progress: bool,
         check: Callable[[], None],
         choose: _Choose,
+        report: Callable[[HubFile, int], None] = _report_nothing,
     ) -> None:
         self.repository = repository
+        self._report = report
         self._progress = progress
         self._check = check
         self._choose = choose
@@ -266,6 +277,7 @@ class _Download:
             path.parent.mkdir(parents=True, exist_ok=True)
         with WeakFileLock(lock):
             if blob.exists() and file.is_at(blob):
+                self._report(file, file.size)
                 return
             self._receive(file, commit, partial)
             if not file.is_at(partial):
@@ -288,7 +300,7 @@ class _Download:
             while (had := _size(partial)) < file.size:
                 self._check()
                 try:
-                    self._append(url, partial, file.size, bar)
+                    self._append(url, partial, file, bar)
                 except errors.HTTPError as error:
                     if isinstance(error, errors.HfHubHTTPError) and not _may_pass(error):
                         raise
@@ -309,7 +321,7 @@ class _Download:
             disable=not self._progress,
         )
 
-    def _append(self, url: str, partial: Path, size: int, bar: Any) -> None:
+    def _append(self, url: str, partial: Path, wanted: HubFile, bar: Any) -> None:
         """Request the rest of a file once. Raises HTTPError, also if it ends early."""
         had = _size(partial)
         headers = build_hf_headers(**_CLIENT) | {"Accept-Encoding": "identity"}
@@ -334,9 +346,10 @@ class _Download:
                     self._check()
                     had += file.write(chunk)
                     bar.update(len(chunk))
-                    if had > size:
+                    self._report(wanted, had)
+                    if had > wanted.size:
                         return
-        if had < size:
+        if had < wanted.size:
             raise errors.HTTPError("the connection ended early")
 
     def _link(self, commit: Commit) -> Path:

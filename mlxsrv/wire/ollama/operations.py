@@ -5,7 +5,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from mlxsrv.wire.ndjson import MEDIA_TYPE
-from mlxsrv.wire.ollama import answers, models, requests
+from mlxsrv.wire.ollama import answers, models, pulls, requests
 from mlxsrv.wire.operation import Operation
 
 _REFUSED = "This server does not change the models that its operator gives it."
@@ -75,6 +75,19 @@ _OLLAMA = (
         "ollamaPs",
         "The models in memory",
         answer=models.OllamaRunning,
+    ),
+    Operation(
+        "POST",
+        "/api/pull",
+        "ollamaPull",
+        "Download a model",
+        description="From the Hugging Face hub, with `--allow-download` only. The progress is "
+        "streamed as lines of JSON, unless `stream` is false. A model that is here is not "
+        "downloaded again.",
+        body=requests.OLLAMA_PULLS,
+        answer=pulls.OllamaProgress,
+        chunk=pulls.OllamaProgress,
+        fails=(403,),
     ),
     Operation("DELETE", "/api/delete", "ollamaDelete", "Refused", description=_REFUSED, status=403),
     Operation(

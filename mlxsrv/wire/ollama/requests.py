@@ -334,7 +334,10 @@ class OllamaShowRequest(OllamaNamedRequest, frozen=True, kw_only=True):
 
 
 class OllamaPullRequest(OllamaNamedRequest, frozen=True, kw_only=True):
+    """`insecure` has no effect: the operator's settings say where the hub is."""
+
     stream: bool | None = None
+    insecure: bool | None = None
 
 
 class OllamaCopyRequest(Struct, frozen=True, kw_only=True):
@@ -392,7 +395,11 @@ OLLAMA_OLD_EMBEDS = RequestDecoder(
     OllamaEmbeddingsRequest, check=_check_embedding, idle=_idle_embedding
 )
 OLLAMA_SHOWS = RequestDecoder(OllamaShowRequest, check=_check_name)
-OLLAMA_PULLS = RequestDecoder(OllamaPullRequest, check=_check_name)
+OLLAMA_PULLS = RequestDecoder(
+    OllamaPullRequest,
+    check=_check_name,
+    idle=lambda request: ["insecure"] if request.insecure else [],
+)
 OLLAMA_NAMES = RequestDecoder(OllamaNamedRequest)
 OLLAMA_COPIES = RequestDecoder(OllamaCopyRequest)
 OLLAMA_CREATES = RequestDecoder(OllamaCreateRequest)
