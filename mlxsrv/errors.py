@@ -14,6 +14,10 @@ ServeError                    500 server_error            internal_error
 │  ├─ ThreadNotFound          404                         thread_not_found
 │  ├─ SAENotFound             404                         sae_not_found
 │  ├─ ProfileNotFound         404                         profile_not_found
+│  ├─ ResponseNotFound        404                         response_not_found
+│  ├─ PreviousResponseNotFound
+│  │                          404                         previous_response_not_found
+│  ├─ StoredItemNotFound      404                         item_not_found
 │  ├─ SAEAttached             409                         sae_attached
 │  ├─ SAEExists               409                         sae_exists
 │  ├─ ProfileExists           409                         profile_exists
@@ -141,6 +145,21 @@ class SAENotFound(InvalidRequest):
 class ProfileNotFound(InvalidRequest):
     status = 404
     code = "profile_not_found"
+
+
+class ResponseNotFound(InvalidRequest):
+    status = 404
+    code = "response_not_found"
+
+
+class PreviousResponseNotFound(InvalidRequest):
+    status = 404
+    code = "previous_response_not_found"
+
+
+class StoredItemNotFound(InvalidRequest):
+    status = 404
+    code = "item_not_found"
 
 
 class SAEAttached(InvalidRequest):

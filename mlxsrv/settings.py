@@ -300,6 +300,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "is closed; and as many again for its body, or the answer is 408.",
         ),
     ] = 30.0
+    max_responses: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Responses that are kept in memory for `previous_response_id` and "
+            "`GET /v1/responses/{id}`; beyond that, those that were not used for longest go. "
+            "0 keeps none.",
+        ),
+    ] = 1000
+    max_responses_bytes: Annotated[
+        int,
+        Meta(ge=0, description="Memory that these responses may take.", extra=_BYTES),
+    ] = 128 * 1024 * 1024
     prefill_chunk: Annotated[
         int, Meta(ge=16, description="Most prompt tokens that are read between two decode steps.")
     ] = 512

@@ -44,6 +44,7 @@ from mlxsrv.service.lifecycle import State
 from mlxsrv.service.observing import Observer
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
+from mlxsrv.service.response_store import ResponseStore
 from mlxsrv.service.status import model_object, model_states, read_facts
 from mlxsrv.service.steering.attachments import SAEs, check_steering
 from mlxsrv.service.steering.profiles import Profiles
@@ -107,6 +108,7 @@ class Service:
         store = ProfileStore(Path(settings.data_dir))
         self.steering = SteeringRegistry(self.pool, self.saes, store)
         self.profiles = Profiles(self.steering, store)
+        self.responses = ResponseStore(settings.max_responses, settings.max_responses_bytes)
         self._resources = Resources(
             settings,
             self.pool,

@@ -7,7 +7,16 @@ from collections.abc import Iterable
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.web import completions, embeddings, management, messages, ollama, status, tokens
+from mlxsrv.web import (
+    completions,
+    embeddings,
+    management,
+    messages,
+    ollama,
+    responses_api,
+    status,
+    tokens,
+)
 from mlxsrv.web.paths import Endpoint, OperationRoute
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import openapi
@@ -26,6 +35,10 @@ def make_routes(telemetry: Iterable[OperationRoute], *, ollama_root: bool) -> li
         _route("createCompletion", completions.generating(CompletionDialect(), "text_completion")),
         _route("createMessage", messages.create_message),
         _route("countMessageTokens", messages.count_tokens),
+        _route("createResponse", responses_api.create_response),
+        _route("getResponse", responses_api.get_response),
+        _route("deleteResponse", responses_api.delete_response),
+        _route("listInputItems", responses_api.list_input_items),
         _route("createEmbedding", embeddings.embed),
         _route("rerank", embeddings.rerank),
         _route("score", embeddings.score),

@@ -110,6 +110,34 @@ def read_query(kind: type[T], values: Mapping[str, str]) -> T:
         raise _invalid(str(error)) from None
 
 
+def decode_part(decode: Callable[[Any], D], data: bytes | msgspec.Raw, path: str) -> D:
+    """Decode a part of a body that was left as it is, because its type tells what it holds.
+
+    Args:
+        path: of the part in the body.
+
+    Raises:
+        InvalidJSON, InvalidRequest, MissingParameter
+    """
+    try:
+        return decode(data)
+    except msgspec.ValidationError as error:
+        raise _invalid(_placed(str(error), path)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidJSON(f"the body is not valid JSON: {error}") from None
+    except RecursionError:
+        raise InvalidJSON("the body is nested too deeply") from None
+
+
+def _placed(text: str, path: str) -> str:
+    """msgspec's error about a part, with its path in the body."""
+    match = _PATH.match(text)
+    assert match is not None  # the pattern matches any text
+    inner = match["path"] or ""
+    dot = "." if inner and not inner.startswith("[") else ""
+    return f"{match['what']} - at {match['key'] or ''}`$.{path}{dot}{inner}`"
+
+
 def _decode(decode: Callable[[Any], D], data: bytes | msgspec.Raw) -> D:
     try:
         return decode(data)

@@ -16,6 +16,10 @@ from mlxsrv.wire.anthropic.operations import ANTHROPIC
 from mlxsrv.wire.ollama.operations import OLLAMA
 from mlxsrv.wire.openai import answers, embeddings, infill, requests, tokens
 from mlxsrv.wire.operation import Operation
+from mlxsrv.wire.responses import answers as responses
+from mlxsrv.wire.responses.events import StreamedEvent
+from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS
+from mlxsrv.wire.responses.storing import ItemQuery, ResponseQuery
 
 INFERENCE = (
     Operation(
@@ -39,6 +43,44 @@ INFERENCE = (
         answer=answers.TextCompletion,
         chunk=answers.TextCompletion,
         fails=(507,),
+    ),
+    Operation(
+        "POST",
+        "/v1/responses",
+        "createResponse",
+        "Answer in a conversation of items",
+        description="With `stream`, as server-sent events; the last has the whole response.",
+        body=RESPONSES_REQUESTS,
+        answer=responses.ResponseObject,
+        chunk=StreamedEvent,
+        fails=(507,),
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{id}",
+        "getResponse",
+        "A response that is stored",
+        query=ResponseQuery,
+        answer=responses.ResponseObject,
+        fails=(400, 404),
+    ),
+    Operation(
+        "DELETE",
+        "/v1/responses/{id}",
+        "deleteResponse",
+        "Forget a response",
+        answer=responses.DeletedResponse,
+        fails=(404,),
+    ),
+    Operation(
+        "GET",
+        "/v1/responses/{id}/input_items",
+        "listInputItems",
+        "What a stored response answers",
+        description="The newest item first, unless `order` is `asc`.",
+        query=ItemQuery,
+        answer=responses.ItemList,
+        fails=(400, 404),
     ),
     Operation(
         "POST",

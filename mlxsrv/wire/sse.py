@@ -80,3 +80,25 @@ def text_encoder(template: bytes) -> Callable[[str], bytes]:
         return (encode(text) if text.isascii() else encode_json(text)).join(around)
 
     return encode_text
+
+
+def numbered_frames(
+    name: str, event: object, field: str, number: Callable[[], int]
+) -> Callable[[str], bytes]:
+    """Return an encoder of named frames that differ in one text and in a number.
+
+    Args:
+        event: a Struct or dict, with PLACEHOLDER in place of the text, and -1 as the number.
+        field: the name of the number's field, which stands before the text.
+        number: returns the next number.
+    """
+    head, mark, rest = named_frame(name, event).partition(b'"%s":-1' % field.encode())
+    before, tail = rest.split(_PLACEHOLDER_JSON)
+    head += mark.removesuffix(b"-1")
+    encode = _encode
+
+    def encode_frame(text: str) -> bytes:
+        json = encode(text) if text.isascii() else encode_json(text)
+        return b"".join((head, encode(number()), before, json, tail))
+
+    return encode_frame

@@ -1,0 +1,91 @@
+"""Handlers of the Responses API."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from msgspec import Raw
+from starlette.requests import Request
+from starlette.responses import Response
+
+from mlxsrv.errors import UnsupportedParameter
+from mlxsrv.service.response_store import ResponseStore, StoredItem, StoredResponse
+from mlxsrv.web.completions import answer, start_reply
+from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.reading import read_request, service_of
+from mlxsrv.web.responses import JSONResponse
+from mlxsrv.wire.decoding import read_query
+from mlxsrv.wire.responses.answers import DeletedResponse, ItemList, ResponseObject
+from mlxsrv.wire.responses.dialects import ResponsesDialect
+from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past, ResponsesRequest
+from mlxsrv.wire.responses.storing import (
+    ItemQuery,
+    ResponseQuery,
+    page_of,
+    stored_input,
+    stored_output,
+)
+from mlxsrv.wire.sse import encode_json
+
+
+async def create_response(request: Request) -> Response:
+    """Answer, and keep the response unless the client does not want that."""
+    record_of(request.scope).operation = "chat"
+    asked, headers = await read_request(request, RESPONSES_REQUESTS)
+    store = service_of(request).responses
+    past = Past(
+        [item.body for item in store.conversation(asked.previous_response_id)],
+        {id: store.item(id, path).body for id, path in asked.references.items()},
+    )
+    dialect = ResponsesDialect(past, partial(_keep, store, asked, past))
+    reply = await start_reply(request, dialect.spec(asked), dialect.new_id())
+    return answer(dialect, asked, reply, headers)
+
+
+def _keep(
+    store: ResponseStore, asked: ResponsesRequest, past: Past, response: ResponseObject
+) -> None:
+    if asked.stored:
+        store.put(
+            StoredResponse(
+                id=response.id,
+                body=encode_json(response),
+                input=[StoredItem(id, body) for id, body in stored_input(asked, past)],
+                output=[StoredItem(id, body) for id, body in stored_output(response)],
+                previous=asked.previous_response_id,
+            )
+        )
+
+
+async def get_response(request: Request) -> Response:
+    query = read_query(ResponseQuery, request.query_params)
+    if query.stream:
+        raise UnsupportedParameter(
+            "stream: a stored response is not streamed again; leave it out", param="stream"
+        )
+    stored = _store(request).get(request.path_params["id"])
+    return JSONResponse(Raw(stored.body))
+
+
+async def delete_response(request: Request) -> Response:
+    id = request.path_params["id"]
+    _store(request).delete(id)
+    return JSONResponse(DeletedResponse(id=id))
+
+
+async def list_input_items(request: Request) -> Response:
+    query = read_query(ItemQuery, request.query_params)
+    stored = _store(request).get(request.path_params["id"])
+    page, more = page_of([(item.id, item.body) for item in stored.input], query)
+    return JSONResponse(
+        ItemList(
+            data=[Raw(body) for _, body in page],
+            first_id=page[0][0] if page else None,
+            last_id=page[-1][0] if page else None,
+            has_more=more,
+        )
+    )
+
+
+def _store(request: Request) -> ResponseStore:
+    return service_of(request).responses

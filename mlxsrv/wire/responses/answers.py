@@ -1,0 +1,323 @@
+"""Responses: the object, its items and its usage."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from mlxsrv.errors import ServeError
+from mlxsrv.generation.outputs import Answer, FinishReason, Identity, ToolUse, Usage
+from mlxsrv.wire.openai.logprobs import TokenLogprob, chat_logprobs
+from mlxsrv.wire.responses.conversation import seal
+from mlxsrv.wire.responses.custom_input import CustomInput
+from mlxsrv.wire.responses.requests import PlainFormat, ResponsesRequest
+from mlxsrv.wire.responses.tools import CallableTool, Toolbox
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+# Items.
+
+
+class OutputText(Struct, frozen=True, kw_only=True, tag_field="type", tag="output_text"):
+    text: str = ""
+    annotations: list[Any] = []
+    logprobs: list[TokenLogprob] = []
+
+
+class ReasoningText(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning_text"):
+    text: str = ""
+
+
+class SummaryText(Struct, frozen=True, kw_only=True, tag_field="type", tag="summary_text"):
+    text: str = ""
+
+
+class OutputMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    id: str
+    status: ItemStatus = "in_progress"
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText] = []
+
+
+class OutputReasoning(Struct, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """Thoughts, in `summary` if the request asks for one, else in `content`."""
+
+    id: str
+    status: ItemStatus = "in_progress"
+    summary: list[SummaryText] = []
+    content: list[ReasoningText] = []
+    encrypted_content: str | None = None
+
+
+class OutputCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    id: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    arguments: str = ""
+    status: ItemStatus = "in_progress"
+
+
+class OutputCustomCall(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"):
+    id: str
+    call_id: str
+    name: str
+    namespace: str | UnsetType = UNSET
+    input: str = ""
+    status: ItemStatus = "in_progress"
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputCall | OutputCustomCall
+
+
+_ID_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+
+
+def new_item_id(type: str) -> str:
+    """Return an id for an item of this type."""
+    return f"{_ID_PREFIXES.get(type, 'item')}_{uuid.uuid4().hex}"
+
+
+def make_call(tool: CallableTool, call_id: str) -> OutputCall | OutputCustomCall:
+    """Return a call that begins, as the client knows the tool."""
+    if tool.custom:
+        return OutputCustomCall(
+            id=new_item_id("custom_tool_call"),
+            call_id=call_id,
+            name=tool.name,
+            namespace=tool.namespace,
+        )
+    return OutputCall(
+        id=new_item_id("function_call"), call_id=call_id, name=tool.name, namespace=tool.namespace
+    )
+
+
+def make_reasoning(
+    request: ResponsesRequest, id: str, text: str, status: ItemStatus
+) -> OutputReasoning:
+    """Return the thoughts of an answer, in the form that the request asks for."""
+    return OutputReasoning(
+        id=id,
+        status=status,
+        summary=[SummaryText(text=text)] if request.summarized else [],
+        content=[] if request.summarized else [ReasoningText(text=text)],
+        encrypted_content=seal(text) if request.sealed else None,
+    )
+
+
+_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+def is_object(arguments: str) -> bool:
+    """Whether the arguments of a call can be read."""
+    try:
+        _decode_object(arguments)
+    except (msgspec.DecodeError, RecursionError):
+        return False
+    return True
+
+
+# The response.
+
+
+class InputDetails(Struct, frozen=True):
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(Struct, frozen=True):
+    reasoning_tokens: int
+
+
+class ResponsesUsage(Struct, frozen=True):
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+    @classmethod
+    def of(cls, usage: Usage) -> ResponsesUsage:
+        return cls(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputDetails(usage.cached_tokens),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputDetails(usage.reasoning_tokens or 0),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        )
+
+
+class ResponseProblem(Struct, frozen=True):
+    """Why a response failed after it had begun."""
+
+    code: str
+    message: str
+
+
+class IncompleteDetails(Struct, frozen=True):
+    reason: Literal["max_output_tokens", "timeout"]
+
+
+class ResponseObject(Struct, frozen=True, kw_only=True):
+    """A response as it is at one time. Most fields repeat the request."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: Literal["in_progress", "completed", "incomplete", "failed"] = "in_progress"
+    background: bool = False
+    error: ResponseProblem | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None = None
+    metadata: Mapping[str, str]
+    model: str
+    output: list[OutputItem] = []
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float | None
+    text: dict[str, Any]
+    tool_choice: Any
+    tools: list[Any]
+    top_logprobs: int | None
+    top_p: float | None
+    truncation: Literal["auto", "disabled"]
+    usage: ResponsesUsage | None = None
+    user: str | UnsetType = UNSET
+
+
+def make_response(request: ResponsesRequest, identity: Identity) -> ResponseObject:
+    """Return a response that has begun."""
+    reasoning = request.reasoning
+    form = None if request.text is None else request.text.format
+    tools: Sequence[Raw | Mapping[str, Any]] = request.toolbox.shown
+    return ResponseObject(
+        id=identity.id,
+        created_at=identity.created,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+        model=identity.model,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        reasoning={
+            "effort": None if reasoning is None else reasoning.effort,
+            "summary": None if reasoning is None else reasoning.summary,
+        },
+        store=request.stored,
+        temperature=request.temperature,
+        text={"format": form or PlainFormat()},
+        tool_choice=request.tool_choice or "auto",
+        tools=[*tools],
+        top_logprobs=request.top_logprobs,
+        top_p=request.top_p,
+        truncation=request.truncation or "disabled",
+        user=UNSET if request.user is None else request.user,
+    )
+
+
+def end_response(
+    begun: ResponseObject, output: list[OutputItem], reason: FinishReason, usage: Usage
+) -> ResponseObject:
+    """Return the response at its end."""
+    cut = reason if reason in ("length", "timeout") else None
+    details = None
+    if cut is not None:
+        details = IncompleteDetails("timeout" if cut == "timeout" else "max_output_tokens")
+    return msgspec.structs.replace(
+        begun,
+        status="completed" if details is None else "incomplete",
+        incomplete_details=details,
+        completed_at=int(time.time()) if details is None else None,
+        output=output,
+        usage=ResponsesUsage.of(usage),
+    )
+
+
+def fail_response(
+    begun: ResponseObject, output: list[OutputItem], error: ServeError
+) -> ResponseObject:
+    """Return a response that ends with an error."""
+    problem = ResponseProblem(_problem_code(error), error.message)
+    return msgspec.structs.replace(begun, status="failed", error=problem, output=output)
+
+
+def _problem_code(error: ServeError) -> str:
+    """One of OpenAI's codes for responses; their number is limited."""
+    if error.code in ("context_length_exceeded", "rate_limit_exceeded"):
+        return error.code
+    return "server_error" if error.status >= 500 else "invalid_prompt"
+
+
+# Whole answers.
+
+
+def fold_response(
+    request: ResponsesRequest, identity: Identity, answer: Answer, usage: Usage
+) -> ResponseObject:
+    """Return the response to a request that is not streamed."""
+    output: list[OutputItem] = []
+    cut = answer.reason in ("length", "timeout")
+    if answer.reasoning:
+        silent = cut and not answer.content and not answer.tools
+        status: ItemStatus = "incomplete" if silent else "completed"
+        id = new_item_id("reasoning")
+        output.append(make_reasoning(request, id, answer.reasoning, status))
+    if answer.content or not (answer.tools or cut):
+        text = OutputText(text=answer.content, logprobs=_logprobs(answer))
+        status = "incomplete" if cut and not answer.tools else "completed"
+        output.append(OutputMessage(id=new_item_id("message"), status=status, content=[text]))
+    output += [_whole_call(request.toolbox, use) for use in answer.tools]
+    return end_response(make_response(request, identity), output, answer.reason, usage)
+
+
+def _logprobs(answer: Answer) -> list[TokenLogprob]:
+    return [] if answer.scores is None else chat_logprobs(answer.scores).content
+
+
+def _whole_call(toolbox: Toolbox, use: ToolUse) -> OutputItem:
+    item = make_call(toolbox.tool(use.name), use.id)
+    if isinstance(item, OutputCall):
+        good = use.complete and is_object(use.arguments)
+        return msgspec.structs.replace(
+            item, arguments=use.arguments, status="completed" if good else "incomplete"
+        )
+    reader = CustomInput()
+    text = reader.feed(use.arguments)
+    rest, good = reader.finish()
+    return msgspec.structs.replace(
+        item, input=text + rest, status="completed" if good and use.complete else "incomplete"
+    )
+
+
+# The store.
+
+
+class DeletedResponse(Struct, frozen=True, kw_only=True):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Raw]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool

@@ -1,0 +1,185 @@
+"""From items to the messages of a chat.
+
+All that an assistant says in one turn (reasoning, text, calls) is several items, and one message of
+a chat. Instructions and the system's messages at the beginning are one message, because most chat
+templates take no other.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from mlxsrv.errors import MissingParameter, UnsupportedParameter
+from mlxsrv.generation.spec import ChatMessage, PastCall
+from mlxsrv.wire.responses.items import (
+    InputCall,
+    InputCustomCall,
+    InputCustomOutput,
+    InputMessage,
+    InputOutput,
+    InputReasoning,
+    ItemPart,
+    PlacedItem,
+)
+from mlxsrv.wire.responses.tools import flat_name
+
+_SEPARATOR = "\n\n"
+
+# Encrypted content.
+
+_PREFIX = "mlxsrv1."
+
+
+def seal(reasoning: str) -> str:
+    """Return reasoning as `encrypted_content`. It is encoded and not secret: it is there for
+    clients that let the server store nothing, and give back what they got."""
+    return _PREFIX + base64.b64encode(reasoning.encode()).decode()
+
+
+def unseal(content: str) -> str | None:
+    """Return the reasoning in an `encrypted_content`; None if another server made it."""
+    if not content.startswith(_PREFIX):
+        return None
+    try:
+        return base64.b64decode(content[len(_PREFIX) :], validate=True).decode()
+    except (binascii.Error, ValueError):
+        return None
+
+
+# Messages.
+
+
+def chat_messages(instructions: str | None, items: Iterable[PlacedItem]) -> list[ChatMessage]:
+    """Return the messages of a chat.
+
+    Raises:
+        MissingParameter, UnsupportedParameter: an item cannot be read; the error has its path.
+    """
+    chat = _Chat(instructions)
+    for placed in items:
+        chat.add(placed)
+    return chat.finish()
+
+
+class _Chat:
+    """The messages so far, and the turn of the assistant that is not complete yet."""
+
+    def __init__(self, instructions: str | None) -> None:
+        self._system = [instructions] if instructions else []
+        self._messages: list[ChatMessage] = []
+        self._turn: _Turn | None = None
+
+    def add(self, placed: PlacedItem) -> None:
+        item, path = placed.item, placed.path
+        match item:
+            case InputReasoning():
+                self._assistant.reasoning.append(_reasoning(item))
+            case InputMessage(role="assistant"):
+                self._assistant.texts.append(_text(item.content, f"{path}.content"))
+            case InputCall():
+                self._assistant.calls.append(
+                    PastCall(
+                        flat_name(item.name, item.namespace), _object(item.arguments), item.call_id
+                    )
+                )
+            case InputCustomCall():
+                name = flat_name(item.name, item.namespace)
+                self._assistant.calls.append(PastCall(name, {"input": item.input}, item.call_id))
+            case InputMessage(role="user"):
+                self._append("user", _text(item.content, f"{path}.content"))
+            case InputMessage():
+                self._add_system(_text(item.content, f"{path}.content"))
+            case InputOutput() | InputCustomOutput():
+                self._append("tool", _text(item.output, f"{path}.output"), call_id=item.call_id)
+
+    def finish(self) -> list[ChatMessage]:
+        self._end_turn()
+        system = _SEPARATOR.join(self._system)
+        first = [ChatMessage(role="system", content=system)] if system else []
+        return first + self._messages
+
+    @property
+    def _assistant(self) -> _Turn:
+        self._turn = self._turn or _Turn()
+        return self._turn
+
+    def _add_system(self, text: str) -> None:
+        if self._messages or self._turn is not None:
+            self._append("system", text)
+        else:
+            self._system.append(text)
+
+    def _append(
+        self, role: Literal["system", "user", "tool"], text: str, call_id: str | None = None
+    ) -> None:
+        self._end_turn()
+        self._messages.append(ChatMessage(role=role, content=text, call_id=call_id))
+
+    def _end_turn(self) -> None:
+        if self._turn is not None:
+            self._messages.append(self._turn.message())
+            self._turn = None
+
+
+class _Turn:
+    """What the assistant says between two messages of others."""
+
+    def __init__(self) -> None:
+        self.reasoning: list[str] = []
+        self.texts: list[str] = []
+        self.calls: list[PastCall] = []
+
+    def message(self) -> ChatMessage:
+        return ChatMessage(
+            role="assistant",
+            content=_SEPARATOR.join(self.texts),
+            reasoning=_SEPARATOR.join(self.reasoning) or None,
+            calls=self.calls,
+        )
+
+
+def _reasoning(item: InputReasoning) -> str:
+    """The thoughts, from the first of the three places that has them."""
+    if item.content:
+        return _join(item.content)
+    sealed = None if item.encrypted_content is None else unseal(item.encrypted_content)
+    return _join(item.summary or ()) if sealed is None else sealed
+
+
+def _join(parts: Sequence[ItemPart]) -> str:
+    return "".join(part.text or "" for part in parts)
+
+
+def _text(content: str | list[ItemPart], path: str) -> str:
+    if isinstance(content, str):
+        return content
+    return "".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: ItemPart, path: str) -> str:
+    match part.type:
+        case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
+            name, text = "text", part.text
+        case "refusal":
+            name, text = "refusal", part.refusal
+        case _:
+            raise UnsupportedParameter(
+                f"{path}: this model takes text only, not {part.type!r}", param=path
+            )
+    if text is None:
+        raise MissingParameter(f"missing required parameter: {path}.{name}", param=f"{path}.{name}")
+    return text
+
+
+def _object(arguments: str) -> dict[str, Any]:
+    """The arguments of a past call. If the model wrote no object, it is shown what it wrote: a
+    refusal would end the conversation, since the item comes back with each request."""
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return {"arguments": arguments}

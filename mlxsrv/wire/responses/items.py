@@ -1,0 +1,199 @@
+"""Items of a conversation: what a client sends and what the store gives back.
+
+An item is read by its type. Items of types that mean nothing to a local model (a web search, an
+image that was made) are left out, and named among the ignored fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from mlxsrv.errors import MissingParameter
+from mlxsrv.wire.decoding import decode_part
+from mlxsrv.wire.unknown import Fields, Search
+
+
+class ItemPart(Struct, frozen=True):
+    """A part of a message, of a tool's output or of reasoning."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    annotations: Any = None
+    logprobs: Any = None
+
+
+Parts = str | Annotated[list[ItemPart], Meta(max_length=10_000)]
+
+
+class InputItem(Struct, frozen=True, kw_only=True):
+    """What all items have. Clients that give items back may leave out both."""
+
+    id: str | None = None
+    status: str | None = None
+
+
+class InputMessage(InputItem, frozen=True, kw_only=True, tag_field="type", tag="message"):
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    phase: str | None = None
+
+
+class InputCall(InputItem, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
+    """A call that the model made. `arguments` is JSON as text."""
+
+    call_id: str
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+
+class InputOutput(
+    InputItem, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"
+):
+    """What a function returned."""
+
+    call_id: str
+    output: Parts
+
+
+class InputCustomCall(
+    InputItem, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call"
+):
+    """A call of a custom tool, whose input is a free text."""
+
+    call_id: str
+    name: str
+    input: str
+    namespace: str | None = None
+
+
+class InputCustomOutput(
+    InputItem, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
+):
+    """What a custom tool returned."""
+
+    call_id: str
+    output: Parts
+
+
+class InputReasoning(InputItem, frozen=True, kw_only=True, tag_field="type", tag="reasoning"):
+    """Thoughts of an earlier answer."""
+
+    summary: Annotated[list[ItemPart], Meta(max_length=10_000)] | None = None
+    content: Annotated[list[ItemPart], Meta(max_length=10_000)] | None = None
+    encrypted_content: str | None = None
+
+
+class InputReference(InputItem, frozen=True, kw_only=True, tag_field="type", tag="item_reference"):
+    """An item that the server has stored."""
+
+    id: str
+
+
+ITEM_KINDS: tuple[type[InputItem], ...] = (
+    InputMessage,
+    InputCall,
+    InputOutput,
+    InputCustomCall,
+    InputCustomOutput,
+    InputReasoning,
+    InputReference,
+)
+
+
+class _Head(Struct, frozen=True):
+    """What tells the kind of an item."""
+
+    type: str | None = None
+    role: Any = None
+    id: str | None = None
+
+    def kind(self, path: str) -> str:
+        """Raises MissingParameter if nothing tells the kind."""
+        if self.type is not None:
+            return self.type
+        if self.role is not None:
+            return "message"
+        if self.id is not None:
+            return "item_reference"
+        where = f"{path}.type"
+        raise MissingParameter(f"missing required parameter: {where}", param=where)
+
+
+class _Reader:
+    """Reads items of one kind."""
+
+    def __init__(self, kind: type[InputItem]) -> None:
+        self.decode: Callable[[Raw | bytes], InputItem] = msgspec.json.Decoder(kind).decode
+        self.fields = Fields(kind, "input[].")
+
+
+def _as_text(raw: Raw | bytes) -> str:
+    return str(raw, "utf-8")
+
+
+_read_head = msgspec.json.Decoder(_Head).decode
+_READERS = {kind.__struct_config__.tag: _Reader(kind) for kind in ITEM_KINDS}
+
+
+class PlacedItem(Struct, frozen=True):
+    """An item and its path in the request."""
+
+    path: str
+    item: InputItem
+
+
+def read_item(raw: Raw, path: str, search: Search) -> PlacedItem | None:
+    """Return an item; None if its type means nothing here.
+
+    Args:
+        search: notes the item, if it is left out, and its unknown fields.
+
+    Raises:
+        InvalidRequest: the item is wrong; the error has its path.
+    """
+    head = decode_part(_read_head, raw, path)
+    reader = _READERS.get(head.kind(path))
+    if reader is None:
+        decode_part(_as_text, raw, path)  # an ignored item must be valid UTF-8, too
+        search.note("input[]", path)
+        return None
+    item = decode_part(reader.decode, raw, path)
+    reader.fields.look_at(raw, f"{path}.", search)
+    return PlacedItem(path, item)
+
+
+def read_stored(items: Sequence[bytes], path: str) -> list[PlacedItem]:
+    """Return items that were stored. `path` is the field that refers to them."""
+    return [PlacedItem(path, _READERS[_read_head(each).type].decode(each)) for each in items]
+
+
+def stored_form(raw: Raw | bytes, new_id: Callable[[str], str]) -> tuple[str, bytes]:
+    """Return the id of an item that a client has sent, and the item as it is stored: with an id
+    and a status, and the content of a message as parts."""
+    item: dict[str, Any] = msgspec.json.decode(raw)
+    item.setdefault("type", "message")
+    if not item.get("id"):
+        item["id"] = new_id(item["type"])
+    if item["type"] != "reasoning":
+        item["status"] = item.get("status") or "completed"
+    content = item.get("content")
+    if item["type"] == "message" and isinstance(content, str):
+        item["content"] = [_text_part(item["role"], content)]
+    return item["id"], msgspec.json.encode(item)
+
+
+def plain_message(text: str) -> bytes:
+    """Return the item that an input of plain text stands for."""
+    return msgspec.json.encode({"type": "message", "role": "user", "content": text})
+
+
+def _text_part(role: str, text: str) -> dict[str, Any]:
+    if role == "assistant":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "input_text", "text": text}

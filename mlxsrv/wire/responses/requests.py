@@ -1,0 +1,295 @@
+"""Requests of the Responses API."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Raw, Struct
+
+from mlxsrv.errors import InvalidRequest, MissingParameter
+from mlxsrv.generation.spec import (
+    ChatMessage,
+    ChatPrompt,
+    Form,
+    GenerationSpec,
+    JSONForm,
+    SamplingWishes,
+    ToolChoice,
+)
+from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.openai.generation_request import (
+    Count,
+    Int64,
+    Likeliest,
+    Penalty,
+    Repetition,
+    StopString,
+    User,
+)
+from mlxsrv.wire.responses.conversation import chat_messages
+from mlxsrv.wire.responses.items import (
+    InputReference,
+    PlacedItem,
+    read_item,
+    read_stored,
+)
+from mlxsrv.wire.responses.tools import (
+    NO_TOOLS,
+    Toolbox,
+    ToolChoiceObject,
+    read_choice,
+    read_tools,
+)
+from mlxsrv.wire.steering import SteeringFields, check_steering
+from mlxsrv.wire.unknown import Search
+
+# Fields.
+
+
+class PlainFormat(Struct, frozen=True, tag_field="type", tag="text"):
+    """Any text."""
+
+
+class ObjectFormat(Struct, frozen=True, tag_field="type", tag="json_object"):
+    """Any JSON object."""
+
+
+class SchemaFormat(
+    Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="type", tag="json_schema"
+):
+    """JSON that a schema describes."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextOptions(Struct, frozen=True):
+    format: PlainFormat | ObjectFormat | SchemaFormat | None = None
+
+
+class ReasoningOptions(Struct, frozen=True):
+    effort: Annotated[str, Meta(max_length=100)] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
+    """A request; null means the default. The last fields are not OpenAI's."""
+
+    input: str | Annotated[list[Raw], Meta(max_length=10_000)] | None = None
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    include: Annotated[list[str], Meta(max_length=100)] | None = None
+    stream: bool | None = None
+    max_output_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_logprobs: Likeliest | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[Raw], Meta(max_length=1000)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoiceObject | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    user: User | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    seed: Int64 | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
+
+    # What the fields say. Decoding a request reads all of these, so they raise nothing later.
+
+    @cached_property
+    def ignored(self) -> Search:
+        """Finds what is ignored inside items and tools."""
+        return Search()
+
+    @cached_property
+    def raw_items(self) -> Sequence[tuple[PlacedItem, Raw]]:
+        """The items as they were read and as they came, if the input is no string.
+
+        Raises:
+            InvalidRequest: one of them is wrong.
+        """
+        if self.input is None or isinstance(self.input, str):
+            return []
+        read = (
+            (read_item(raw, f"input[{i}]", self.ignored), raw) for i, raw in enumerate(self.input)
+        )
+        return [(item, raw) for item, raw in read if item is not None]
+
+    @property
+    def items(self) -> list[PlacedItem]:
+        """The items, if the input is no string. Raises InvalidRequest."""
+        return [item for item, _ in self.raw_items]
+
+    @cached_property
+    def toolbox(self) -> Toolbox:
+        """The tools. Raises InvalidRequest."""
+        return read_tools(self.tools, self.ignored) if self.tools else NO_TOOLS
+
+    @cached_property
+    def choice(self) -> ToolChoice:
+        """Whether the model must call a tool. Raises InvalidRequest."""
+        return read_choice(self.tool_choice, self.toolbox, self.ignored)
+
+    @property
+    def references(self) -> Mapping[str, str]:
+        """The ids of stored items that the input refers to, with the paths that do."""
+        return {
+            placed.item.id: placed.path
+            for placed in self.items
+            if isinstance(placed.item, InputReference)
+        }
+
+    @property
+    def stored(self) -> bool:
+        """Whether the response is kept for later requests."""
+        return self.store is not False
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the client wants reasoning in a form that it can give back."""
+        return "reasoning.encrypted_content" in (self.include or ())
+
+    @property
+    def summarized(self) -> bool:
+        """Whether the client wants to read reasoning as a summary."""
+        return self.reasoning is not None and self.reasoning.summary is not None
+
+    @property
+    def likeliest(self) -> int | None:
+        """How many tokens to score beside each one generated; None: no scores at all."""
+        if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
+            return self.top_logprobs or 0
+        return None
+
+    @property
+    def form(self) -> Form | None:
+        """The form that the answer must have."""
+        match self.text:
+            case TextOptions(format=ObjectFormat()):
+                return JSONForm("text.format", {"type": "object"})
+            case TextOptions(format=SchemaFormat(schema=schema)):
+                return JSONForm("text.format.schema", schema)
+        return None
+
+    def spec(self, past: Past) -> GenerationSpec:
+        """Return what the request asks for.
+
+        Raises:
+            InvalidRequest, UnsupportedParameter: an item cannot be read.
+        """
+        effort = None if self.reasoning is None else self.reasoning.effort
+        choice = self.choice
+        specs = [tool.spec for tool in self.toolbox.tools.values()]
+        if choice.mode == "auto" and choice.only:
+            specs = [spec for spec in specs if spec.name in choice.only]
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        return GenerationSpec(
+            prompt=ChatPrompt(
+                messages=self._messages(past),
+                tools=specs,
+                tool_choice=choice,
+                parallel=self.parallel_tool_calls is not False,
+                variables=self.chat_template_kwargs or {},
+                thinking=None if effort is None else effort != "none",
+                effort=None if effort == "none" else effort,
+            ),
+            model=self.model,
+            sampling=SamplingWishes(
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                min_p=self.min_p,
+                frequency_penalty=self.frequency_penalty,
+                presence_penalty=self.presence_penalty,
+                repetition_penalty=self.repetition_penalty,
+                seed=self.seed,
+            ),
+            steering=self.steering_wishes,
+            form=self.form,
+            stops=stops or (),
+            limit=None if self.max_output_tokens == -1 else self.max_output_tokens,
+            truncate=-1 if self.truncation == "auto" else None,
+            logprobs=self.likeliest,
+            streamed=bool(self.stream),
+            user=self.user,
+            paths=_PATHS,
+        )
+
+    def _messages(self, past: Past) -> list[ChatMessage]:
+        """Raises InvalidRequest, UnsupportedParameter."""
+        items = read_stored(past.items, "previous_response_id")
+        for placed in self.items:
+            if isinstance(placed.item, InputReference):
+                items += read_stored([past.references[placed.item.id]], placed.path)
+            else:
+                items.append(placed)
+        messages = chat_messages(self.instructions, items)
+        if isinstance(self.input, str):
+            messages.append(ChatMessage(role="user", content=self.input))
+        if not messages:
+            raise InvalidRequest("input: there is no message in it; give one", param="input")
+        return messages
+
+
+_PATHS = {"messages": "input", "max_tokens": "max_output_tokens"}
+
+
+class Past(Struct, frozen=True):
+    """What the store has for a request.
+
+    Attributes:
+        items: of the responses that it follows, their input and their output.
+        references: items by their ids, for those that the input refers to.
+    """
+
+    items: Sequence[bytes] = ()
+    references: Mapping[str, bytes] = {}
+
+
+# Checks.
+
+
+def _check_request(request: ResponsesRequest) -> None:
+    if request.input is None and request.previous_response_id is None:
+        raise MissingParameter("missing required parameter: input", param="input")
+    if request.max_output_tokens == 0:
+        path = "max_output_tokens"
+        raise InvalidRequest(f"{path}: expected `int` >= 1, or -1 for none", param=path)
+    check_steering(request)
+    _ = request.items, request.toolbox, request.choice
+
+
+def _ignored(request: ResponsesRequest) -> list[str]:
+    return request.ignored.paths
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "background": (None, False),
+    "conversation": (None,),
+    "prompt": (None,),
+}
+"""Fields that would change the answer but are not supported, and their values that ask for nothing.
+"""
+
+_REASONS = {
+    "background": "a response is generated while its client waits",
+    "conversation": "use previous_response_id",
+    "prompt": "this server stores no prompts",
+}
+
+RESPONSES_REQUESTS = RequestDecoder(
+    ResponsesRequest, check=_check_request, neutral=NEUTRAL, reasons=_REASONS, idle=_ignored
+)

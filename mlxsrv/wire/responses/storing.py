@@ -1,0 +1,66 @@
+"""The form in which responses and items are stored, and how they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from mlxsrv.errors import InvalidRequest
+from mlxsrv.wire.responses.answers import ResponseObject, new_item_id
+from mlxsrv.wire.responses.items import InputReference, plain_message, stored_form
+from mlxsrv.wire.responses.requests import Past, ResponsesRequest
+from mlxsrv.wire.sse import encode_json
+
+IdentifiedItem = tuple[str, bytes]
+"""The id of an item, and the item as JSON."""
+
+
+def stored_input(request: ResponsesRequest, past: Past) -> Iterator[IdentifiedItem]:
+    """The items of a request; those that it refers to are copied."""
+    if isinstance(request.input, str):
+        yield stored_form(plain_message(request.input), new_item_id)
+        return
+    for placed, raw in request.raw_items:
+        if isinstance(placed.item, InputReference):
+            yield placed.item.id, past.references[placed.item.id]
+        else:
+            yield stored_form(raw, new_item_id)
+
+
+def stored_output(response: ResponseObject) -> Iterator[IdentifiedItem]:
+    """The items of a response."""
+    return ((item.id, encode_json(item)) for item in response.output)
+
+
+# Queries.
+
+
+class ResponseQuery(Struct, frozen=True):
+    stream: bool | None = None
+
+
+class ItemQuery(Struct, frozen=True):
+    """Which items of a list are wanted, the newest first unless `order` says otherwise."""
+
+    limit: Annotated[int, Meta(ge=1, le=100)] = 20
+    order: Literal["asc", "desc"] = "desc"
+    after: str | None = None
+
+
+def page_of(
+    items: Sequence[IdentifiedItem], query: ItemQuery
+) -> tuple[Sequence[IdentifiedItem], bool]:
+    """Return the items that are asked for, and whether there are more.
+
+    Raises:
+        InvalidRequest: `after` is none of them.
+    """
+    ordered = list(items) if query.order == "asc" else list(reversed(items))
+    if query.after is not None:
+        ids = [id for id, _ in ordered]
+        if query.after not in ids:
+            raise InvalidRequest("after: there is no item of that id", param="after")
+        ordered = ordered[ids.index(query.after) + 1 :]
+    return ordered[: query.limit], len(ordered) > query.limit

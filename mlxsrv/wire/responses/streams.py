@@ -1,0 +1,282 @@
+"""A response as server-sent events, in the order that clients rely on.
+
+`response.created` and `response.in_progress` come first. Then each item has its events: it is
+added, its text or its arguments come in deltas, and it is done. Items never overlap. The last event
+has the whole response. There is no `[DONE]`.
+
+A call that was cut off is never done, so that no client runs it: it is in the last event only, and
+incomplete there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from mlxsrv.errors import ServeError
+from mlxsrv.generation.outputs import Channel, Ended, Identity, TokenScore
+from mlxsrv.wire.dialect import Stream
+from mlxsrv.wire.openai.logprobs import TokenLogprob, chat_logprobs
+from mlxsrv.wire.responses.answers import (
+    ItemStatus,
+    OutputCall,
+    OutputItem,
+    OutputMessage,
+    OutputReasoning,
+    OutputText,
+    ReasoningText,
+    ResponseObject,
+    SummaryText,
+    end_response,
+    fail_response,
+    is_object,
+    make_call,
+    make_reasoning,
+    make_response,
+    new_item_id,
+)
+from mlxsrv.wire.responses.custom_input import CustomInput
+from mlxsrv.wire.responses.events import (
+    ArgumentsDelta,
+    ArgumentsDone,
+    EventWriter,
+    InputDelta,
+    InputDone,
+    ItemAdded,
+    ItemDone,
+    PartAdded,
+    PartDone,
+    ReasoningDelta,
+    ReasoningDone,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseFailed,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponsesEvent,
+    SummaryDelta,
+    SummaryDone,
+    SummaryPartAdded,
+    SummaryPartDone,
+    TextDelta,
+    TextDone,
+)
+from mlxsrv.wire.responses.requests import ResponsesRequest
+from mlxsrv.wire.responses.tools import CallableTool
+
+KeepResponse = Callable[[ResponseObject], None]
+
+
+class ResponsesStream(Stream):
+    """The events of one response.
+
+    Args:
+        keep: called with the response at its end, unless it failed.
+    """
+
+    def __init__(self, request: ResponsesRequest, identity: Identity, keep: KeepResponse) -> None:
+        self._request = request
+        self._response = make_response(request, identity)
+        self._keep = keep
+        self._events = EventWriter()
+        self._created = False
+        self._items: list[OutputItem] = []
+        self._open: _OpenText | _OpenCall | None = None
+
+    def keepalive(self) -> bytes:
+        """An event, because clients do not count comments as a sign of life."""
+        if not self._created:
+            return self.opening()
+        return self._events.write(ResponseInProgress, response=self._response)
+
+    def opening(self) -> bytes:
+        if self._created:
+            return b""
+        self._created = True
+        created = self._events.write(ResponseCreated, response=self._response)
+        return created + self._events.write(ResponseInProgress, response=self._response)
+
+    def text(
+        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
+    ) -> bytes:
+        begun = b""
+        if self._open is None or self._open.channel != channel:
+            if not text:  # the score of a token that is no text, such as a marker of a call
+                return b""
+            begun = self._begin(self._new_text(channel))
+        assert isinstance(self._open, _OpenText)
+        return begun + self._open.add(text, scores)
+
+    def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
+        tool = self._request.toolbox.tool(name)
+        return self._begin(_OpenCall(self._events, self._next_index(), tool, id))
+
+    def arguments(self, choice: int, index: int, text: str) -> bytes:
+        assert isinstance(self._open, _OpenCall)
+        return self._open.add(text)
+
+    def end(self, ended: Ended) -> bytes:
+        assert ended.usage is not None  # there is one choice
+        cut = ended.reason in ("length", "timeout")
+        data = self._close("incomplete" if cut else "completed", broken=ended.broken)
+        if not cut and all(isinstance(item, OutputReasoning) for item in self._items):
+            # Clients look for a message or a call.
+            data += self._begin(self._new_text("content")) + self._close("completed")
+        response = end_response(self._response, self._items, ended.reason, ended.usage)
+        self._keep(response)
+        kind = ResponseCompleted if response.status == "completed" else ResponseIncomplete
+        return data + self._events.write(kind, response=response)
+
+    def error(self, error: ServeError) -> bytes:
+        begun = self.opening()
+        self._close("incomplete", broken=True)  # an item that is not over is not done
+        response = fail_response(self._response, self._items, error)
+        return begun + self._events.write(ResponseFailed, response=response)
+
+    def _new_text(self, channel: Channel) -> _OpenText:
+        return _OpenText(self._events, self._next_index(), channel, self._request)
+
+    def _next_index(self) -> int:
+        return len(self._items) + (self._open is not None)
+
+    def _begin(self, item: _OpenText | _OpenCall) -> bytes:
+        closed = self._close("completed")
+        self._open = item
+        return closed + item.begin()
+
+    def _close(self, status: ItemStatus, *, broken: bool = False) -> bytes:
+        """End the open item, if there is one.
+
+        Args:
+            broken: a call is not over.
+        """
+        open, self._open = self._open, None
+        if open is None:
+            return b""
+        data, item = open.end(status, broken=broken)
+        self._items.append(item)
+        return data
+
+
+class _Kinds(Struct, frozen=True):
+    """The events of a text."""
+
+    added: type[ResponsesEvent]
+    delta: type[ResponsesEvent]
+    done: type[ResponsesEvent]
+    part_done: type[ResponsesEvent]
+    part: type[OutputText | ReasoningText | SummaryText]
+
+
+_CONTENT = _Kinds(PartAdded, TextDelta, TextDone, PartDone, OutputText)
+_REASONING = _Kinds(PartAdded, ReasoningDelta, ReasoningDone, PartDone, ReasoningText)
+_SUMMARY = _Kinds(SummaryPartAdded, SummaryDelta, SummaryDone, SummaryPartDone, SummaryText)
+
+
+class _OpenText:
+    """A message or reasoning that is being written."""
+
+    def __init__(
+        self, events: EventWriter, index: int, channel: Channel, request: ResponsesRequest
+    ) -> None:
+        self.channel = channel
+        self._events = events
+        self._index = index
+        self._request = request
+        self._texts: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+        if channel == "content":
+            self._kinds = _CONTENT
+        else:
+            self._kinds = _SUMMARY if request.summarized else _REASONING
+        self._id = new_item_id("message" if channel == "content" else "reasoning")
+        self._frames = events.deltas(self._kinds.delta, item_id=self._id, output_index=index)
+
+    def begin(self) -> bytes:
+        empty: OutputItem
+        if self.channel == "content":
+            empty = OutputMessage(id=self._id)
+        else:
+            empty = OutputReasoning(id=self._id)
+        added = self._events.write(ItemAdded, output_index=self._index, item=empty)
+        return added + self._write(self._kinds.added, part=self._kinds.part())
+
+    def add(self, text: str, scores: Sequence[TokenScore]) -> bytes:
+        self._texts.append(text)
+        if not scores or self.channel != "content":
+            return self._frames(text)
+        logprobs = chat_logprobs(scores).content
+        self._logprobs += logprobs
+        return self._write(TextDelta, delta=text, logprobs=logprobs)
+
+    def end(self, status: ItemStatus, *, broken: bool) -> tuple[bytes, OutputItem]:
+        text = "".join(self._texts)
+        item: OutputItem
+        if self.channel == "content":
+            part = OutputText(text=text, logprobs=self._logprobs)
+            item = OutputMessage(id=self._id, status=status, content=[part])
+            done = self._write(TextDone, text=text, logprobs=self._logprobs)
+            done += self._write(PartDone, part=part)
+        else:
+            item = make_reasoning(self._request, self._id, text, status)
+            done = self._write(self._kinds.done, text=text)
+            done += self._write(self._kinds.part_done, part=self._kinds.part(text=text))
+        return done + self._events.write(ItemDone, output_index=self._index, item=item), item
+
+    def _write(self, kind: type[ResponsesEvent], **fields: object) -> bytes:
+        return self._events.write(kind, item_id=self._id, output_index=self._index, **fields)
+
+
+class _OpenCall:
+    """A call that is being written."""
+
+    channel = None
+
+    def __init__(self, events: EventWriter, index: int, tool: CallableTool, call_id: str) -> None:
+        self._events = events
+        self._index = index
+        self._item = make_call(tool, call_id)
+        self._input = CustomInput() if tool.custom else None
+        self._texts: list[str] = []
+        self._frames = events.deltas(
+            InputDelta if tool.custom else ArgumentsDelta,
+            item_id=self._item.id,
+            output_index=index,
+        )
+
+    def begin(self) -> bytes:
+        return self._events.write(ItemAdded, output_index=self._index, item=self._item)
+
+    def add(self, arguments: str) -> bytes:
+        return self._add(arguments if self._input is None else self._input.feed(arguments))
+
+    def _add(self, text: str) -> bytes:
+        self._texts.append(text)
+        return self._frames(text) if text else b""
+
+    def end(self, status: ItemStatus, *, broken: bool) -> tuple[bytes, OutputItem]:
+        data, good = b"", True
+        if self._input is not None:
+            rest, good = self._input.finish()
+            data = self._add(rest)
+        text = "".join(self._texts)
+        if isinstance(self._item, OutputCall):
+            good = is_object(text)
+            item: OutputItem = replace(self._item, arguments=text, status=_status(good, broken))
+            done = self._write(ArgumentsDone, name=self._item.name, arguments=text)
+        else:
+            item = replace(self._item, input=text, status=_status(good, broken))
+            done = self._write(InputDone, input=text)
+        if broken:
+            return data, item
+        done += self._events.write(ItemDone, output_index=self._index, item=item)
+        return data + done, item
+
+    def _write(self, kind: type[ResponsesEvent], **fields: object) -> bytes:
+        return self._events.write(kind, item_id=self._item.id, output_index=self._index, **fields)
+
+
+def _status(good: bool, broken: bool) -> ItemStatus:
+    return "completed" if good and not broken else "incomplete"

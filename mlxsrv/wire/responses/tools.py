@@ -1,0 +1,307 @@
+"""Tools of a request: functions, custom tools, and namespaces of both.
+
+The model sees functions only. A custom tool, whose input is a free text, is a function with the one
+parameter `input`. A tool of a namespace has the name of the namespace before its own. Calls are
+given back as the client knows the tools. Tools that a host would run are left out, and named among
+the ignored fields.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+from msgspec import UNSET, Raw, Struct, UnsetType
+
+from mlxsrv.errors import InvalidRequest, MissingParameter
+from mlxsrv.generation.spec import GrammarForm, RegexForm, ToolChoice, ToolSpec
+from mlxsrv.wire.decoding import decode_part
+from mlxsrv.wire.openai.requests import FunctionName
+from mlxsrv.wire.unknown import Fields, Search
+
+# On the wire.
+
+
+class FunctionTool(Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class InputFormat(Struct, frozen=True, kw_only=True):
+    """What the input of a custom tool looks like."""
+
+    type: Literal["text", "grammar"]
+    syntax: Literal["lark", "regex"] | None = None
+    definition: str | None = None
+
+
+class CustomTool(Struct, frozen=True, kw_only=True, tag_field="type", tag="custom"):
+    name: FunctionName
+    description: str | None = None
+    format: InputFormat | None = None
+
+
+class NamespaceTool(Struct, frozen=True, kw_only=True, tag_field="type", tag="namespace"):
+    name: FunctionName
+    description: str | None = None
+    tools: list[Raw]
+
+
+class AllowedTool(Struct, frozen=True):
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+
+
+class ToolChoiceObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tool, or several of which the model chooses."""
+
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = None
+
+
+TOOL_KINDS: tuple[type[Struct], ...] = (FunctionTool, CustomTool, NamespaceTool)
+
+
+class _Kind(Struct, frozen=True):
+    type: str
+
+
+class _Reader:
+    def __init__(self, kind: type[Struct]) -> None:
+        self.decode: Callable[[Raw], Any] = msgspec.json.Decoder(kind).decode
+        self.fields = Fields(kind, "tools[].")
+
+
+_read_kind = msgspec.json.Decoder(_Kind).decode
+_READERS = {kind.__struct_config__.tag: _Reader(kind) for kind in TOOL_KINDS}
+
+# As the model sees them.
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """Return the name by which the model calls a tool of a namespace."""
+    if not namespace:
+        return name
+    return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"
+
+
+class CallableTool(Struct, frozen=True, kw_only=True):
+    """A tool that the model may call, as the client knows it."""
+
+    spec: ToolSpec
+    name: str
+    namespace: str | UnsetType = UNSET
+    custom: bool = False
+
+
+class Toolbox(Struct, frozen=True):
+    """The tools of a request, by the names that the model calls them.
+
+    Attributes:
+        shown: the tools as the response repeats them.
+        hosted: whether tools that a host would run were left out.
+    """
+
+    tools: Mapping[str, CallableTool]
+    shown: Sequence[Raw | Mapping[str, Any]] = ()
+    hosted: bool = False
+
+    def tool(self, name: str) -> CallableTool:
+        """Return the tool that the model calls by this name, also if it made the name up."""
+        return self.tools.get(name) or CallableTool(spec=ToolSpec(name=name), name=name)
+
+    def named(self, name: str | None, namespace: str | None) -> list[str]:
+        """Return the model's names for what a client calls so."""
+        return [
+            flat
+            for flat, tool in self.tools.items()
+            if name in (flat, tool.name) and namespace in (None, tool.namespace)
+        ]
+
+
+NO_TOOLS = Toolbox({})
+
+
+def read_tools(tools: Sequence[Raw], search: Search) -> Toolbox:
+    """Return the tools that the model may call.
+
+    Args:
+        search: notes tools that are left out, and unknown fields.
+
+    Raises:
+        InvalidRequest: a tool is wrong; the error has its path.
+    """
+    found: dict[str, CallableTool] = {}
+    shown: list[Raw | Mapping[str, Any]] = []
+    hosted = False
+    for i, raw in enumerate(tools):
+        path = f"tools[{i}]"
+        tool = _read_tool(raw, path, search)
+        hosted = hosted or tool is None
+        shown.append(_shown(tool) if isinstance(tool, FunctionTool) else raw)
+        if isinstance(tool, NamespaceTool):
+            for j, inner in enumerate(tool.tools):
+                own = _read_tool(inner, f"{path}.tools[{j}]", search)
+                if isinstance(own, FunctionTool | CustomTool):
+                    _add(found, own, f"{path}.tools[{j}]", tool.name)
+        elif tool is not None:
+            _add(found, tool, path)
+    return Toolbox(found, shown, hosted)
+
+
+def _read_tool(
+    raw: Raw, path: str, search: Search
+) -> FunctionTool | CustomTool | NamespaceTool | None:
+    reader = _READERS.get(decode_part(_read_kind, raw, path).type)
+    if reader is None:
+        decode_part(_as_text, raw, path)  # what is ignored must be valid UTF-8, too
+        search.note("tools[]", path)
+        return None
+    tool: FunctionTool | CustomTool | NamespaceTool = decode_part(reader.decode, raw, path)
+    reader.fields.look_at(raw, f"{path}.", search)
+    return tool
+
+
+def _as_text(raw: Raw) -> str:
+    return str(raw, "utf-8")
+
+
+def _shown(tool: FunctionTool) -> Mapping[str, Any]:
+    """OpenAI's types require all fields of a function."""
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": tool.parameters,
+        "strict": tool.strict,
+    }
+
+
+def _add(
+    found: dict[str, CallableTool],
+    tool: FunctionTool | CustomTool,
+    path: str,
+    namespace: str | None = None,
+) -> None:
+    flat = flat_name(tool.name, namespace)
+    custom = isinstance(tool, CustomTool)
+    found[flat] = CallableTool(
+        spec=_custom_spec(tool, flat, path)
+        if isinstance(tool, CustomTool)
+        else ToolSpec(
+            name=flat,
+            description=tool.description,
+            parameters=tool.parameters,
+            strict=tool.strict,
+        ),
+        name=tool.name,
+        namespace=UNSET if namespace is None else namespace,
+        custom=custom,
+    )
+
+
+def _custom_spec(tool: CustomTool, flat: str, path: str) -> ToolSpec:
+    form = _input_form(tool.format, f"{path}.format")
+    what = "The input, as plain text."
+    match form:
+        case GrammarForm(text=text):
+            what = f"The input, as plain text that this Lark grammar describes:\n{text}"
+        case RegexForm(regex=regex):
+            what = f"The input, as plain text that this regex matches:\n{regex}"
+    return ToolSpec(
+        name=flat,
+        description=tool.description,
+        parameters={
+            "type": "object",
+            "properties": {"input": {"type": "string", "description": what}},
+            "required": ["input"],
+            "additionalProperties": False,
+        },
+        input_form=form,
+    )
+
+
+def _input_form(form: InputFormat | None, path: str) -> RegexForm | GrammarForm | None:
+    if form is None or form.type == "text":
+        return None
+    for name in ("syntax", "definition"):
+        if not getattr(form, name):
+            where = f"{path}.{name}"
+            raise MissingParameter(f"missing required parameter: {where}", param=where)
+    assert form.definition is not None
+    where = f"{path}.definition"
+    if form.syntax == "regex":
+        return RegexForm(where, form.definition)
+    return GrammarForm(where, form.definition)
+
+
+# The choice.
+
+_NAMED = ("function", "custom")
+
+
+def read_choice(
+    asked: str | ToolChoiceObject | None, toolbox: Toolbox, search: Search
+) -> ToolChoice:
+    """Return whether the model must call a tool.
+
+    Raises:
+        InvalidRequest: there is no such tool.
+    """
+    if isinstance(asked, ToolChoiceObject):
+        if asked.type == "allowed_tools":
+            return _allowed(asked, toolbox)
+        if asked.type in _NAMED:
+            return ToolChoice("required", _one(asked, toolbox))
+        search.note("tool_choice", "tool_choice")  # a tool that a host would run
+        return ToolChoice()
+    if asked == "required" and not toolbox.tools:
+        if not toolbox.hosted:
+            raise InvalidRequest("tool_choice: needs tools", param="tool_choice")
+        search.note("tool_choice", "tool_choice")
+        return ToolChoice()
+    return ToolChoice() if asked is None else ToolChoice(_MODES[asked])
+
+
+_MODES: Mapping[str, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "none": "none",
+    "required": "required",
+}
+
+
+def _one(asked: ToolChoiceObject, toolbox: Toolbox) -> tuple[str, ...]:
+    names = toolbox.named(asked.name, asked.namespace)
+    if not names:
+        path = "tool_choice.name"
+        raise InvalidRequest(
+            f"{path}: there is no tool of that name; there are {', '.join(toolbox.tools)}",
+            param=path,
+        )
+    return (names[0],)
+
+
+def _allowed(asked: ToolChoiceObject, toolbox: Toolbox) -> ToolChoice:
+    names = tuple(
+        name
+        for each in asked.tools or ()
+        if each.type in _NAMED
+        for name in toolbox.named(each.name, each.namespace)
+    )
+    if names:
+        return ToolChoice(asked.mode or "auto", names)
+    if asked.mode == "required":
+        path = "tool_choice.tools"
+        raise InvalidRequest(
+            f"{path}: none of them is a tool that this server can offer; there are "
+            f"{', '.join(toolbox.tools) or 'none'}",
+            param=path,
+        )
+    return ToolChoice("none")
