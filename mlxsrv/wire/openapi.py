@@ -27,6 +27,8 @@ from mlxsrv.wire.openai import (
 )
 from mlxsrv.wire.operation import Operation
 from mlxsrv.wire.operations import OPERATIONS
+from mlxsrv.wire.responses import description
+from mlxsrv.wire.responses.requests import ResponsesRequest
 
 Schema = dict[str, Any]
 
@@ -130,9 +132,10 @@ def _operation(operation: Operation) -> Schema:
 
 
 def _needs_body(kind: type[Struct]) -> bool:
-    """Whether an empty object is refused. Two kinds need one of several fields."""
+    """Whether an empty object is refused. Some kinds need one of several fields."""
     required = any(field.required for field in msgspec.structs.fields(kind))
-    return required or kind in (tokens.TokenizeRequest, embeddings.ScoreRequest)
+    one_of = (tokens.TokenizeRequest, embeddings.ScoreRequest, ResponsesRequest)
+    return required or kind in one_of
 
 
 def _guarding(operation: Operation) -> list[int]:
@@ -213,7 +216,7 @@ _TEMPLATE = "#/components/schemas/{name}"
 
 
 def _schemas() -> dict[str, Schema]:
-    asked = _components([operation.asks for operation in OPERATIONS])
+    asked = _components([*(operation.asks for operation in OPERATIONS), *description.DESCRIBED])
     answered = [each for one in OPERATIONS for each in (one.answer, one.other_answer)]
     chunks = [operation.chunk for operation in OPERATIONS]
     refusals = [operation.refuses.kind for operation in OPERATIONS if not operation.enveloped]
@@ -242,6 +245,7 @@ def _require_all(schema: Schema) -> None:
 
 
 def _tighten(schemas: dict[str, Schema]) -> None:
+    description.describe_requests(schemas)
     for name in ("ChatRequest", "CompletionRequest"):
         properties = schemas[name]["properties"]
         for field, values in requests.NEUTRAL.items():

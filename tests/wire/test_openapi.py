@@ -24,6 +24,10 @@ from tests.support.schemas import Body, as_sent, read_chunks
 OPENAI = [
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
+    ("POST", "/v1/responses"),
+    ("GET", "/v1/responses/{id}"),
+    ("DELETE", "/v1/responses/{id}"),
+    ("GET", "/v1/responses/{id}/input_items"),
     ("POST", "/infill"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),

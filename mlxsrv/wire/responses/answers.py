@@ -283,7 +283,7 @@ def fold_response(
         text = OutputText(text=answer.content, logprobs=_logprobs(answer))
         status = "incomplete" if cut and not answer.tools else "completed"
         output.append(OutputMessage(id=new_item_id("message"), status=status, content=[text]))
-    output += [_whole_call(request.toolbox, use) for use in answer.tools]
+    output += [_whole_call(request.toolbox, use, cut=cut) for use in answer.tools]
     return end_response(make_response(request, identity), output, answer.reason, usage)
 
 
@@ -291,19 +291,18 @@ def _logprobs(answer: Answer) -> list[TokenLogprob]:
     return [] if answer.scores is None else chat_logprobs(answer.scores).content
 
 
-def _whole_call(toolbox: Toolbox, use: ToolUse) -> OutputItem:
+def _whole_call(toolbox: Toolbox, use: ToolUse, *, cut: bool) -> OutputItem:
+    """A call; it is incomplete if a limit cut it off, or if its arguments cannot be read."""
     item = make_call(toolbox.tool(use.name), use.id)
+    whole = use.complete or not cut
     if isinstance(item, OutputCall):
-        good = use.complete and is_object(use.arguments)
-        return msgspec.structs.replace(
-            item, arguments=use.arguments, status="completed" if good else "incomplete"
-        )
+        status: ItemStatus = "completed" if whole and is_object(use.arguments) else "incomplete"
+        return msgspec.structs.replace(item, arguments=use.arguments, status=status)
     reader = CustomInput()
     text = reader.feed(use.arguments)
-    rest, good = reader.finish()
-    return msgspec.structs.replace(
-        item, input=text + rest, status="completed" if good and use.complete else "incomplete"
-    )
+    rest, readable = reader.finish() if whole else ("", False)
+    status = "completed" if readable else "incomplete"
+    return msgspec.structs.replace(item, input=text + rest, status=status)
 
 
 # The store.

@@ -16,7 +16,7 @@ _MAYBE_OPENING = re.compile(r'\s*(\{\s*("(i(n(p(u(t("\s*(:\s*)?)?)?)?)?)?)?)?)?'
 _COMPLETE = re.compile(r'(?:[^"\\]|\\(?:[^u]|u[0-9a-fA-F]{4}))*', re.DOTALL)
 """Characters and escapes that are complete, up to the end of the string."""
 
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
+_decode = msgspec.json.Decoder(dict[str, Any] | str).decode
 
 
 class CustomInput:
@@ -74,9 +74,11 @@ class CustomInput:
         if self._inside:
             return "", self._closed
         try:
-            given = _decode_object(arguments)
+            given = _decode(arguments)
         except (msgspec.DecodeError, RecursionError):
             return arguments, False
+        if isinstance(given, str):
+            return given, True
         texts = [value for value in given.values() if isinstance(value, str)]
         text = given.get("input", texts[0] if len(texts) == 1 else None)
         return (text, True) if isinstance(text, str) else (arguments, False)

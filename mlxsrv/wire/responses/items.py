@@ -177,7 +177,7 @@ def stored_form(raw: Raw | bytes, new_id: Callable[[str], str]) -> tuple[str, by
     """Return the id of an item that a client has sent, and the item as it is stored: with an id
     and a status, and the content of a message as parts."""
     item: dict[str, Any] = msgspec.json.decode(raw)
-    item.setdefault("type", "message")
+    item["type"] = item.get("type") or "message"
     if not item.get("id"):
         item["id"] = new_id(item["type"])
     if item["type"] != "reasoning":

@@ -4,8 +4,9 @@
 added, its text or its arguments come in deltas, and it is done. Items never overlap. The last event
 has the whole response. There is no `[DONE]`.
 
-A call that was cut off is never done, so that no client runs it: it is in the last event only, and
-incomplete there.
+A call that was cut off, or a free text that cannot be read, is never done, so that no client runs
+it: it is in the last event only, and incomplete there. A function whose arguments are no JSON
+object is done, but incomplete: clients tell the model what is wrong with it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from mlxsrv.wire.dialect import Stream
 from mlxsrv.wire.openai.logprobs import TokenLogprob, chat_logprobs
 from mlxsrv.wire.responses.answers import (
     ItemStatus,
-    OutputCall,
     OutputItem,
     OutputMessage,
     OutputReasoning,
@@ -111,7 +111,7 @@ class ResponsesStream(Stream):
 
     def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
         tool = self._request.toolbox.tool(name)
-        return self._begin(_OpenCall(self._events, self._next_index(), tool, id))
+        return self._begin(_OpenCall(self._events, self._next_index(), tool, id, index))
 
     def arguments(self, choice: int, index: int, text: str) -> bytes:
         assert isinstance(self._open, _OpenCall)
@@ -120,7 +120,9 @@ class ResponsesStream(Stream):
     def end(self, ended: Ended) -> bytes:
         assert ended.usage is not None  # there is one choice
         cut = ended.reason in ("length", "timeout")
-        data = self._close("incomplete" if cut else "completed", broken=ended.broken)
+        if cut and isinstance(self._open, _OpenCall) and self._open.number in ended.broken:
+            self._abandon()
+        data = self._close("incomplete" if cut else "completed")
         if not cut and all(isinstance(item, OutputReasoning) for item in self._items):
             # Clients look for a message or a call.
             data += self._begin(self._new_text("content")) + self._close("completed")
@@ -131,7 +133,7 @@ class ResponsesStream(Stream):
 
     def error(self, error: ServeError) -> bytes:
         begun = self.opening()
-        self._close("incomplete", broken=True)  # an item that is not over is not done
+        self._abandon()
         response = fail_response(self._response, self._items, error)
         return begun + self._events.write(ResponseFailed, response=response)
 
@@ -146,18 +148,20 @@ class ResponsesStream(Stream):
         self._open = item
         return closed + item.begin()
 
-    def _close(self, status: ItemStatus, *, broken: bool = False) -> bytes:
-        """End the open item, if there is one.
-
-        Args:
-            broken: a call is not over.
-        """
+    def _close(self, status: ItemStatus) -> bytes:
+        """End the open item, if there is one. Texts get this status."""
         open, self._open = self._open, None
         if open is None:
             return b""
-        data, item = open.end(status, broken=broken)
+        data, item = open.end(status)
         self._items.append(item)
         return data
+
+    def _abandon(self) -> None:
+        """Leave the open item, if there is one, as it is: it is never done."""
+        if self._open is not None:
+            self._items.append(self._open.item("incomplete"))
+            self._open = None
 
 
 class _Kinds(Struct, frozen=True):
@@ -211,19 +215,27 @@ class _OpenText:
         self._logprobs += logprobs
         return self._write(TextDelta, delta=text, logprobs=logprobs)
 
-    def end(self, status: ItemStatus, *, broken: bool) -> tuple[bytes, OutputItem]:
-        text = "".join(self._texts)
-        item: OutputItem
+    def item(self, status: ItemStatus) -> OutputItem:
+        """Return the item as far as it has come."""
         if self.channel == "content":
-            part = OutputText(text=text, logprobs=self._logprobs)
-            item = OutputMessage(id=self._id, status=status, content=[part])
-            done = self._write(TextDone, text=text, logprobs=self._logprobs)
+            part = OutputText(text=self._text, logprobs=self._logprobs)
+            return OutputMessage(id=self._id, status=status, content=[part])
+        return make_reasoning(self._request, self._id, self._text, status)
+
+    def end(self, status: ItemStatus) -> tuple[bytes, OutputItem]:
+        item = self.item(status)
+        if self.channel == "content":
+            part = OutputText(text=self._text, logprobs=self._logprobs)
+            done = self._write(TextDone, text=self._text, logprobs=self._logprobs)
             done += self._write(PartDone, part=part)
         else:
-            item = make_reasoning(self._request, self._id, text, status)
-            done = self._write(self._kinds.done, text=text)
-            done += self._write(self._kinds.part_done, part=self._kinds.part(text=text))
+            done = self._write(self._kinds.done, text=self._text)
+            done += self._write(self._kinds.part_done, part=self._kinds.part(text=self._text))
         return done + self._events.write(ItemDone, output_index=self._index, item=item), item
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
 
     def _write(self, kind: type[ResponsesEvent], **fields: object) -> bytes:
         return self._events.write(kind, item_id=self._id, output_index=self._index, **fields)
@@ -234,7 +246,10 @@ class _OpenCall:
 
     channel = None
 
-    def __init__(self, events: EventWriter, index: int, tool: CallableTool, call_id: str) -> None:
+    def __init__(
+        self, events: EventWriter, index: int, tool: CallableTool, call_id: str, number: int
+    ) -> None:
+        self.number = number
         self._events = events
         self._index = index
         self._item = make_call(tool, call_id)
@@ -256,27 +271,30 @@ class _OpenCall:
         self._texts.append(text)
         return self._frames(text) if text else b""
 
-    def end(self, status: ItemStatus, *, broken: bool) -> tuple[bytes, OutputItem]:
-        data, good = b"", True
-        if self._input is not None:
-            rest, good = self._input.finish()
-            data = self._add(rest)
-        text = "".join(self._texts)
-        if isinstance(self._item, OutputCall):
-            good = is_object(text)
-            item: OutputItem = replace(self._item, arguments=text, status=_status(good, broken))
-            done = self._write(ArgumentsDone, name=self._item.name, arguments=text)
-        else:
-            item = replace(self._item, input=text, status=_status(good, broken))
-            done = self._write(InputDone, input=text)
-        if broken:
+    def item(self, status: ItemStatus) -> OutputItem:
+        """Return the call as far as it has come."""
+        if self._input is None:
+            return replace(self._item, arguments=self._text, status=status)
+        return replace(self._item, input=self._text, status=status)
+
+    def end(self, status: ItemStatus) -> tuple[bytes, OutputItem]:
+        if self._input is None:
+            item = self.item("completed" if is_object(self._text) else "incomplete")
+            done = self._write(ArgumentsDone, name=self._item.name, arguments=self._text)
+            return done + self._done(item), item
+        rest, whole = self._input.finish()
+        data = self._add(rest)
+        item = self.item("completed" if whole else "incomplete")
+        if not whole:  # the beginning of a free text looks like a whole one
             return data, item
-        done += self._events.write(ItemDone, output_index=self._index, item=item)
-        return data + done, item
+        return data + self._write(InputDone, input=self._text) + self._done(item), item
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
+
+    def _done(self, item: OutputItem) -> bytes:
+        return self._events.write(ItemDone, output_index=self._index, item=item)
 
     def _write(self, kind: type[ResponsesEvent], **fields: object) -> bytes:
         return self._events.write(kind, item_id=self._item.id, output_index=self._index, **fields)
-
-
-def _status(good: bool, broken: bool) -> ItemStatus:
-    return "completed" if good and not broken else "incomplete"
