@@ -77,12 +77,12 @@ class PartDone(_InContent, frozen=True, kw_only=True, tag="response.content_part
     part: OutputText | ReasoningText
 
 
-class TextDelta(_InContent, frozen=True, kw_only=True, tag="response.output_text.delta"):
+class OutputTextDelta(_InContent, frozen=True, kw_only=True, tag="response.output_text.delta"):
     delta: str
     logprobs: list[TokenLogprob] = []
 
 
-class TextDone(_InContent, frozen=True, kw_only=True, tag="response.output_text.done"):
+class OutputTextDone(_InContent, frozen=True, kw_only=True, tag="response.output_text.done"):
     text: str
     logprobs: list[TokenLogprob] = []
 
@@ -154,8 +154,8 @@ StreamedEvent = (
     | ItemDone
     | PartAdded
     | PartDone
-    | TextDelta
-    | TextDone
+    | OutputTextDelta
+    | OutputTextDone
     | ReasoningDelta
     | ReasoningDone
     | SummaryPartAdded

@@ -46,6 +46,8 @@ from mlxsrv.wire.responses.events import (
     InputDone,
     ItemAdded,
     ItemDone,
+    OutputTextDelta,
+    OutputTextDone,
     PartAdded,
     PartDone,
     ReasoningDelta,
@@ -60,8 +62,6 @@ from mlxsrv.wire.responses.events import (
     SummaryDone,
     SummaryPartAdded,
     SummaryPartDone,
-    TextDelta,
-    TextDone,
 )
 from mlxsrv.wire.responses.requests import ResponsesRequest
 from mlxsrv.wire.responses.tools import CallableTool
@@ -174,7 +174,7 @@ class _Kinds(Struct, frozen=True):
     part: type[OutputText | ReasoningText | SummaryText]
 
 
-_CONTENT = _Kinds(PartAdded, TextDelta, TextDone, PartDone, OutputText)
+_CONTENT = _Kinds(PartAdded, OutputTextDelta, OutputTextDone, PartDone, OutputText)
 _REASONING = _Kinds(PartAdded, ReasoningDelta, ReasoningDone, PartDone, ReasoningText)
 _SUMMARY = _Kinds(SummaryPartAdded, SummaryDelta, SummaryDone, SummaryPartDone, SummaryText)
 
@@ -213,7 +213,7 @@ class _OpenText:
             return self._frames(text)
         logprobs = chat_logprobs(scores).content
         self._logprobs += logprobs
-        return self._write(TextDelta, delta=text, logprobs=logprobs)
+        return self._write(OutputTextDelta, delta=text, logprobs=logprobs)
 
     def item(self, status: ItemStatus) -> OutputItem:
         """Return the item as far as it has come."""
@@ -226,7 +226,7 @@ class _OpenText:
         item = self.item(status)
         if self.channel == "content":
             part = OutputText(text=self._text, logprobs=self._logprobs)
-            done = self._write(TextDone, text=self._text, logprobs=self._logprobs)
+            done = self._write(OutputTextDone, text=self._text, logprobs=self._logprobs)
             done += self._write(PartDone, part=part)
         else:
             done = self._write(self._kinds.done, text=self._text)

@@ -26,7 +26,7 @@ from mlxsrv.generation.outputs import (
     ToolStarted,
     Usage,
 )
-from mlxsrv.wire.responses.answers import ResponseObject, fold_response
+from mlxsrv.wire.responses.answers import ResponseObject, fold_response, is_object
 from mlxsrv.wire.responses.requests import ResponsesRequest
 from mlxsrv.wire.responses.streams import ResponsesStream
 from tests.support.schemas import Body, as_sent
@@ -397,17 +397,23 @@ def answers(draw: st.DrawFn) -> list[Output]:
     """The outputs of an answer, in any order that a model may write them in."""
     outputs: list[Output] = []
     calls = 0
+    broken: set[int] = set()
     for _ in range(draw(st.integers(0, 6))):
         if draw(st.booleans()):
             channel = draw(st.sampled_from(["content", "reasoning"]))
             outputs += text(*draw(st.lists(words, min_size=1, max_size=3)), channel=channel)
         else:
-            name = draw(st.sampled_from([*REQUEST.toolbox.tools, "made_up"]))
-            outputs += call(calls, name, *pieces(draw, draw(arguments)))
+            name, written = draw(st.sampled_from(NAMES)), draw(arguments)
+            outputs += call(calls, name, *pieces(draw, written))
+            broken |= set() if is_object(written) else {calls}
             calls += 1
     reason: FinishReason = draw(st.sampled_from(["stop", "tool_calls", "length", "timeout"]))
-    broken = {calls - 1} if calls and draw(st.booleans()) else set()
+    if outputs and isinstance(outputs[-1], ToolInput) and draw(st.booleans()):
+        broken.add(calls - 1)
     return [*outputs, *end(reason, *broken)]
+
+
+NAMES = [*REQUEST.toolbox.tools, "made_up"]
 
 
 def pieces(draw: st.DrawFn, text: str) -> list[str]:
