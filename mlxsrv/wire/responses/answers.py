@@ -283,7 +283,11 @@ def fold_response(
         text = OutputText(text=answer.content, logprobs=_logprobs(answer))
         status = "incomplete" if cut and not answer.tools else "completed"
         output.append(OutputMessage(id=new_item_id("message"), status=status, content=[text]))
-    output += [_whole_call(request.toolbox, use, cut=cut) for use in answer.tools]
+    last = len(answer.tools) - 1 if cut and answer.fragment else None
+    output += [
+        _whole_call(request.toolbox, use, cut=i == last and not use.complete)
+        for i, use in enumerate(answer.tools)
+    ]
     return end_response(make_response(request, identity), output, answer.reason, usage)
 
 
@@ -292,15 +296,14 @@ def _logprobs(answer: Answer) -> list[TokenLogprob]:
 
 
 def _whole_call(toolbox: Toolbox, use: ToolUse, *, cut: bool) -> OutputItem:
-    """A call; it is incomplete if a limit cut it off, or if its arguments cannot be read."""
+    """A call; it is incomplete if a limit `cut` it off, or if its arguments cannot be read."""
     item = make_call(toolbox.tool(use.name), use.id)
-    whole = use.complete or not cut
     if isinstance(item, OutputCall):
-        status: ItemStatus = "completed" if whole and is_object(use.arguments) else "incomplete"
+        status: ItemStatus = "incomplete" if cut or not is_object(use.arguments) else "completed"
         return msgspec.structs.replace(item, arguments=use.arguments, status=status)
     reader = CustomInput()
     text = reader.feed(use.arguments)
-    rest, readable = reader.finish() if whole else ("", False)
+    rest, readable = ("", False) if cut else reader.finish()
     status = "completed" if readable else "incomplete"
     return msgspec.structs.replace(item, input=text + rest, status=status)
 

@@ -111,7 +111,7 @@ class ResponsesStream(Stream):
 
     def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
         tool = self._request.toolbox.tool(name)
-        return self._begin(_OpenCall(self._events, self._next_index(), tool, id, index))
+        return self._begin(_OpenCall(self._events, self._next_index(), tool, id))
 
     def arguments(self, choice: int, index: int, text: str) -> bytes:
         assert isinstance(self._open, _OpenCall)
@@ -120,7 +120,7 @@ class ResponsesStream(Stream):
     def end(self, ended: Ended) -> bytes:
         assert ended.usage is not None  # there is one choice
         cut = ended.reason in ("length", "timeout")
-        if cut and isinstance(self._open, _OpenCall) and self._open.number in ended.broken:
+        if cut and ended.fragment and isinstance(self._open, _OpenCall):
             self._abandon()
         data = self._close("incomplete" if cut else "completed")
         if not cut and all(isinstance(item, OutputReasoning) for item in self._items):
@@ -246,10 +246,7 @@ class _OpenCall:
 
     channel = None
 
-    def __init__(
-        self, events: EventWriter, index: int, tool: CallableTool, call_id: str, number: int
-    ) -> None:
-        self.number = number
+    def __init__(self, events: EventWriter, index: int, tool: CallableTool, call_id: str) -> None:
         self._events = events
         self._index = index
         self._item = make_call(tool, call_id)

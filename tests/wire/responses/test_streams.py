@@ -94,8 +94,8 @@ def call(index: int, name: str, *pieces: str) -> list[Output]:
     return [started, *(ToolInput(0, index, piece) for piece in pieces)]
 
 
-def end(reason: FinishReason = "stop", *broken: int) -> list[Output]:
-    return [Ended(0, reason, USAGE, broken=broken)]
+def end(reason: FinishReason = "stop", *broken: int, fragment: str = "") -> list[Output]:
+    return [Ended(0, reason, USAGE, broken=broken, fragment=fragment)]
 
 
 # The order, as a machine.
@@ -314,6 +314,9 @@ def test_a_limit_makes_it_incomplete(reason: FinishReason, told: str) -> None:
     assert sent.kept
 
 
+CUT = end("length", 1, fragment="<tool_call>...")
+
+
 @pytest.mark.parametrize(
     ("name", "piece"),
     [
@@ -325,7 +328,7 @@ def test_a_limit_makes_it_incomplete(reason: FinishReason, told: str) -> None:
     ],
 )
 def test_a_call_that_is_cut_off_is_never_done(name: str, piece: str) -> None:
-    sent = Sent([*call(0, "get_weather", PARIS), *call(1, name, piece), *end("length", 1)])
+    sent = Sent([*call(0, "get_weather", PARIS), *call(1, name, piece), *CUT])
     done = [event["item"]["call_id"] for event in sent.events if event["type"].endswith("m.done")]
     assert done == ["call_0"]
     assert sent.types.count("function_call_arguments.done") == 1
@@ -409,7 +412,7 @@ def answers(draw: st.DrawFn) -> list[Output]:
             calls += 1
     reason: FinishReason = draw(st.sampled_from(["stop", "tool_calls", "length", "timeout"]))
     if outputs and isinstance(outputs[-1], ToolInput) and draw(st.booleans()):
-        broken.add(calls - 1)
+        return [*outputs, *end(reason, *broken | {calls - 1}, fragment="<tool_call>...")]
     return [*outputs, *end(reason, *broken)]
 
 
