@@ -98,6 +98,7 @@ class Times(msgspec.Struct, frozen=True):
 class Masking:
     """A constraint that allows nearly all tokens and a few by turns."""
 
+    dormant = False
     failure: str | None = None
 
     def __init__(self, vocabulary: int) -> None:

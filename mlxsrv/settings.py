@@ -253,6 +253,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     default_max_tokens: Annotated[
         int, Meta(ge=1, description="`max_tokens` of a chat request that gives none.")
     ] = 4096
+    tool_grammar: Annotated[
+        bool,
+        Meta(
+            description="Hold every tool call that a model starts to the schema of its tool, also "
+            "with tool_choice auto (extra structured; models that call tools in JSON)."
+        ),
+    ] = False
     queue_timeout: Annotated[
         float,
         Meta(

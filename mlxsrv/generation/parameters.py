@@ -66,6 +66,10 @@ class Constraint(Protocol):
     """
 
     @property
+    def dormant(self) -> bool:
+        """Whether any token may come next, so that `fill` need not be called."""
+
+    @property
     def failure(self) -> str | None:
         """Why it cannot go on; its row fails then."""
 

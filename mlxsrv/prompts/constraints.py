@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -16,7 +18,7 @@ from mlxsrv.generation.spec import (
     JSONForm,
     RegexForm,
 )
-from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
+from mlxsrv.prompts.grammars.specs import GrammarSpec, each_call, tool_grammar
 from mlxsrv.text.tools import ToolDialect
 
 # Every grammar of llama.cpp has this, and no Lark grammar can.
@@ -24,14 +26,25 @@ _GBNF = re.compile(r"^[ \t]*root[ \t]*::=", re.MULTILINE)
 
 
 class ConstraintSpec(msgspec.Struct, frozen=True):
-    """A grammar that answers must follow, and the request's field that asks for it."""
+    """A grammar that answers must follow.
+
+    Attributes:
+        param: the request's field that asks for it.
+        calls_only: it begins where the model opens a tool call and ends with that call; all other
+            text is free.
+    """
 
     spec: GrammarSpec
     param: str
+    calls_only: bool = False
 
 
 def chat_constraint(
-    spec: GenerationSpec, asked: ChatPrompt, dialect: ToolDialect | None
+    spec: GenerationSpec,
+    asked: ChatPrompt,
+    dialect: ToolDialect | None,
+    *,
+    enforces: bool = False,
 ) -> ConstraintSpec | None:
     """Return what a chat's answer must follow, or None.
 
@@ -40,6 +53,7 @@ def chat_constraint(
 
     Args:
         dialect: how the model calls the request's tools; None without tools.
+        enforces: each call that the model may make is held to its tool's schema.
 
     Raises:
         UnsupportedParameter: a call cannot be enforced in the model's dialect.
@@ -47,6 +61,9 @@ def chat_constraint(
     if asked.tool_choice.mode == "required":
         return _calls(asked, dialect, spec.path("tool_choice"))
     form = spec.form
+    if form is None and dialect is not None and enforces:
+        grammar = each_call(_callable(asked), dialect.start, str(dialect.end))
+        return ConstraintSpec(grammar, spec.path("tools"), calls_only=True)
     if form is None or dialect is None:
         return _answer(form)
     if not isinstance(form, JSONForm):
@@ -95,13 +112,9 @@ def _calls(
             f"{param}: this model does not call tools in JSON, so what it calls cannot be enforced",
             param=param,
         )
-    only = asked.tool_choice.only
-    tools = [
-        (tool.name, tool.parameters or {}) for tool in asked.tools if not only or tool.name in only
-    ]
-    many = len(only) != 1 and asked.parallel
+    many = len(asked.tool_choice.only) != 1 and asked.parallel
     spec = tool_grammar(
-        tools,
+        _callable(asked),
         dialect.start,
         dialect.end,
         many=many,
@@ -109,3 +122,11 @@ def _calls(
         compact=otherwise is not None and otherwise.compact,
     )
     return ConstraintSpec(spec, param)
+
+
+def _callable(asked: ChatPrompt) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return names and schemas of the tools that may be called."""
+    only = asked.tool_choice.only
+    return [
+        (tool.name, tool.parameters or {}) for tool in asked.tools if not only or tool.name in only
+    ]

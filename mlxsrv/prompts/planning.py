@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,8 @@ import msgspec
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Bans
-from mlxsrv.generation.spec import ChatPrompt, GenerationSpec, InfillPrompt, TextPrompts
+from mlxsrv.generation.spec import ChatPrompt, GenerationSpec, InfillPrompt, TextPrompts, ToolSpec
+from mlxsrv.logs import log
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
@@ -25,6 +27,9 @@ from mlxsrv.text.tools import ToolCalls, ToolDialect
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
+
+
+_log = logging.getLogger("mlxsrv.models")
 
 
 class PromptPlan(msgspec.Struct, frozen=True):
@@ -51,8 +56,12 @@ class PromptPlan(msgspec.Struct, frozen=True):
         """Return a new stage that reads the calls of one answer."""
         if self.dialect is None:
             return None
-        bound = self.constraint is not None
-        return ToolCalls(self.dialect, parallel=self.parallel, bound=bound)
+        return ToolCalls(self.dialect, parallel=self.parallel, bound=self.bound)
+
+    @property
+    def bound(self) -> bool:
+        """Whether the whole answer follows a grammar."""
+        return self.constraint is not None and not self.constraint.calls_only
 
 
 def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
@@ -90,7 +99,9 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
         [chat.path],
         dialect=dialect,
         parallel=asked.parallel,
-        constraint=_prepared(chat_constraint(spec, asked, dialect), tokenizer),
+        constraint=_prepared(
+            chat_constraint(spec, asked, dialect, enforces=tokenizer.enforces_calls), tokenizer
+        ),
         bans=_bans(spec, tokenizer),
     )
 
@@ -112,7 +123,7 @@ def _make_chat(
     spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer
 ) -> tuple[Chat, ToolDialect | None]:
     """Return what the template writes, and how the model calls the tools in it."""
-    tools = [] if asked.tool_choice.mode == "none" else [plain_tool(tool) for tool in asked.tools]
+    tools = [plain_tool(tool) for tool in _offered(asked, tokenizer)]
     dialect = tokenizer.dialect(tools) if tools else None
     if tools and (dialect is None or not _has_variable("tools", asked, tokenizer)):
         path = spec.path("tools")
@@ -132,6 +143,20 @@ def _make_chat(
         template_path=spec.path("chat_template"),
     )
     return chat, dialect
+
+
+def _offered(asked: ChatPrompt, tokenizer: Tokenizer) -> Sequence[ToolSpec]:
+    """Return the tools that stand in the prompt.
+
+    Where a grammar decides which of them are called, that is all of them: a choice of some leaves
+    the prompt as it is, and the prompt cache has it. Otherwise it is those that may be called.
+    """
+    choice = asked.tool_choice
+    if choice.mode == "none":
+        return ()
+    if not choice.only or choice.mode == "required" or tokenizer.enforces_calls:
+        return asked.tools
+    return [tool for tool in asked.tools if tool.name in choice.only]
 
 
 def _messages(asked: ChatPrompt, tokenizer: Tokenizer) -> list[PlainMessage]:
@@ -175,8 +200,16 @@ def _last_tokens(spec: GenerationSpec, tokenizer: Tokenizer) -> int | None:
 
 def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> ConstraintSpec | None:
     """Derive what compiling the constraint needs of the tokenizer, while this thread has it."""
-    if constraint is not None:
+    if constraint is None:
+        return None
+    try:
         tokenizer.grammars.prepare(param=constraint.param)
+    except UnsupportedParameter as error:
+        if not constraint.calls_only:
+            raise
+        tokenizer.enforces_calls = False  # the request did not ask for it
+        log(_log, logging.WARNING, "tool grammar has no effect", reason=error.message)
+        return None
     return constraint
 
 

@@ -35,6 +35,7 @@ from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolCalls, ToolDialect
 
 if TYPE_CHECKING:
+    from mlxsrv.prompts.grammars.calls import CallCompiler
     from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 
 
@@ -75,6 +76,8 @@ class Tokenizer:
         context: tokens of prompt and answer together, or None; set by the pool.
         marks_checkpoints: prompts tell their `checkpoint`; set by the pool, for models whose caches
             cannot be cut.
+        enforces_calls: each call that the model makes is held to its tool's schema; set by the
+            pool.
 
     Raises:
         OSError, ValueError: files are missing or cannot be understood.
@@ -97,7 +100,9 @@ class Tokenizer:
         self.thinks: bool = self._wrapper.has_thinking
         self.marks_checkpoints = False
         self.context: int | None = None
+        self.enforces_calls = False
         self._grammars: GrammarCompiler | None = None
+        self._calls: CallCompiler | None = None
 
     # Facts.
 
@@ -140,6 +145,22 @@ class Tokenizer:
             )
         return self._grammars
 
+    @property
+    def calls(self) -> CallCompiler:
+        """Compiles grammars for the calls in answers; made on first use."""
+        if self._calls is None:
+            from mlxsrv.prompts.grammars.calls import CallCompiler
+
+            self._calls = CallCompiler(self.grammars)
+        return self._calls
+
+    @property
+    def calls_in_json(self) -> bool | None:
+        """Whether the model calls tools in JSON; None if it calls none."""
+        if not self._wrapper.has_tool_calling:
+            return None
+        return self._wrapper.tool_parser is json_tools.parse_tool_call
+
     def dialect(self, tools: Sequence[Mapping[str, Any]]) -> ToolDialect | None:
         """Return how the model calls these tools, or None if that is not known."""
         if not self._wrapper.has_tool_calling:
@@ -150,7 +171,7 @@ class Tokenizer:
             end=self._wrapper.tool_call_end,
             # By position: the parsers do not agree on the name.
             parse=lambda text: parse(text, given),
-            json=parse is json_tools.parse_tool_call,
+            json=bool(self.calls_in_json),
             names=tuple(tool["function"]["name"] for tool in given),
         )
 
@@ -360,11 +381,27 @@ class Tokenizer:
             thinking: the prompt leaves a think block open.
             bound: the answer follows a grammar.
         """
-        start, end = self._wrapper.think_start, self._wrapper.think_end
+        channels = self._channels(thinking=thinking, bound=bound) if chat else None
         return TextPipeline(
             self._texts.detokenizer(chat=chat, calls=tools is not None),
-            Channels(start, end, thinking=thinking, bound=bound) if chat else None,
+            channels,
             StopStrings(stops) if stops else None,
             tools,
             min_tokens=min_tokens,
         )
+
+    def content_pipeline(self, *, thinking: bool) -> TextPipeline:
+        """Return the stages that tell an answer's content, with its calls, from its thoughts."""
+        detokenizer = self._texts.detokenizer(chat=True, calls=True)
+        return TextPipeline(detokenizer, self._channels(thinking=thinking))
+
+    def _channels(self, *, thinking: bool, bound: bool = False) -> Channels:
+        start, end = self._wrapper.think_start, self._wrapper.think_end
+        return Channels(start, end, thinking=thinking, bound=bound)
+
+    @property
+    def think_markers(self) -> frozenset[int]:
+        """Tokens that are a whole marker of thoughts."""
+        wrapper = self._wrapper
+        markers = [wrapper.think_start_tokens, wrapper.think_end_tokens] if self.thinks else []
+        return frozenset(tokens[0] for tokens in markers if tokens and len(tokens) == 1)

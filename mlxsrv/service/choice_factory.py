@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.errors import ContextLengthExceeded
-from mlxsrv.generation.parameters import Steering
+from mlxsrv.generation.parameters import Constraint, Steering
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.choice import Choice
@@ -16,8 +16,9 @@ from mlxsrv.service.resources import Resources
 from mlxsrv.service.scores import Scores
 
 if TYPE_CHECKING:
+    from mlxsrv.prompts.grammars.calls import CallGrammar
     from mlxsrv.prompts.grammars.grammar import CompiledGrammar
-    from mlxsrv.prompts.tokenizer import Tokenizer
+    from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class ChoiceFactory:
     """Makes the choices of one reply: the answers to the first prompt, then those to the second.
 
     Attributes:
-        grammar: what each answer follows, if anything.
+        grammar: what each answer, or each call in it, follows, if anything.
         context_length: tokens of prompt and answer together; None: no limit is known.
     """
 
@@ -35,7 +36,7 @@ class ChoiceFactory:
     context_length: int | None
     tokenizer: Tokenizer
     plan: PromptPlan
-    grammar: CompiledGrammar | None
+    grammar: CompiledGrammar | CallGrammar | None
     steering: Steering | None
 
     def make(self) -> list[Choice]:
@@ -49,14 +50,11 @@ class ChoiceFactory:
 
     def _make_choice(self, prompt_index: int, answer: int) -> Choice:
         spec, tokenizer, prompt = self.spec, self.tokenizer, self.plan.prompts[prompt_index]
-        constraint = None
-        if self.grammar is not None:
-            constraint = self.grammar.constraint(tokenizer.think_end if prompt.thinking else None)
         pipeline = tokenizer.pipeline(
             stops=spec.stops,
             chat=self.spec.is_chat,
             thinking=prompt.thinking,
-            bound=self.grammar is not None,
+            bound=self.plan.bound,
             tools=self.plan.tool_calls(),
             min_tokens=spec.min_tokens,
         )
@@ -64,12 +62,22 @@ class ChoiceFactory:
             prompt_index * spec.choices + answer,
             self._make_job(prompt_index, answer),
             pipeline,
-            constraint=constraint,
+            constraint=self._make_constraint(prompt),
             scores=None if spec.logprobs is None else self._make_scores(),
             echo=prompt.text if spec.echoes else "",
             tells_tokens=spec.tells_tokens,
             spelling=None if spec.prompt_logprobs is None else tokenizer.token_bytes_or_name,
         )
+
+    def _make_constraint(self, prompt: Prompt) -> Constraint | None:
+        if self.grammar is None:
+            return None
+        from mlxsrv.prompts.grammars.calls import CallGrammar
+
+        if isinstance(self.grammar, CallGrammar):
+            content = self.tokenizer.content_pipeline(thinking=prompt.thinking)
+            return self.grammar.constraint(content, self.tokenizer.think_markers)
+        return self.grammar.constraint(self.tokenizer.think_end if prompt.thinking else None)
 
     def _make_scores(self) -> Scores:
         return Scores(
@@ -92,7 +100,7 @@ class ChoiceFactory:
                 spec,
                 self.tokenizer,
                 chat=self.spec.is_chat,
-                constrained=self.plan.constraint is not None,
+                constrained=self.plan.bound,
                 prompt_ends=prompt.ends,
             ),
             checkpoint=prompt.checkpoint,

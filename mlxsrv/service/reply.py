@@ -31,6 +31,7 @@ from mlxsrv.service.resources import Resources
 from mlxsrv.service.wakeup import Wakeup
 
 if TYPE_CHECKING:
+    from mlxsrv.prompts.grammars.calls import CallGrammar
     from mlxsrv.prompts.grammars.grammar import CompiledGrammar
     from mlxsrv.prompts.tokenizer import Tokenizer
 
@@ -180,12 +181,22 @@ class Reply:
         )
         return factory.make()
 
-    async def _compile(self, tokenizer: Tokenizer, planned: PromptPlan) -> CompiledGrammar | None:
-        """The grammar of the answers. Takes up to seconds, so not while holding the tokenizer."""
+    async def _compile(
+        self, tokenizer: Tokenizer, planned: PromptPlan
+    ) -> CompiledGrammar | CallGrammar | None:
+        """The grammar of the answers, or of their calls. Takes up to seconds, so not while holding
+        the tokenizer."""
         constraint = planned.constraint
         if constraint is None:
             return None
-        compile = partial(tokenizer.grammars.compile, constraint.spec, param=constraint.param)
+        compile: Callable[[], CompiledGrammar | CallGrammar | None]
+        if constraint.calls_only and planned.dialect is not None:
+            marker = planned.dialect.start
+            compile = partial(
+                tokenizer.calls.compile, constraint.spec, marker, param=constraint.param
+            )
+        else:
+            compile = partial(tokenizer.grammars.compile, constraint.spec, param=constraint.param)
         return await anyio.to_thread.run_sync(
             compile, abandon_on_cancel=True, limiter=self._lease.model.compiling
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from importlib.metadata import version
@@ -50,7 +51,7 @@ from mlxsrv.service.steering.attachments import SAEs, check_steering
 from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.service.timed_work import TimedWork
-from mlxsrv.settings import Settings
+from mlxsrv.settings import Settings, SettingsError
 from mlxsrv.version import __version__
 from mlxsrv.wire.ollama.models import LoadedModel, ModelFacts
 from mlxsrv.wire.openai.answers import (
@@ -90,11 +91,24 @@ def check_models(settings: Settings) -> str:
         The name of the default model.
 
     Raises:
-        SettingsError: a model, an adapter, an SAE or a control vector cannot be used.
+        SettingsError: a model, an adapter, an SAE or a control vector cannot be used, or an extra
+            is not installed.
     """
     catalogue = Catalogue(settings)
     check_steering(settings, catalogue)
+    if settings.tool_grammar:
+        check_llguidance("--tool-grammar")
     return catalogue.default
+
+
+def check_llguidance(option: str) -> None:
+    """Raise SettingsError if the library that an option needs is not installed."""
+    try:
+        importlib.import_module("llguidance")
+    except ImportError:
+        raise SettingsError(
+            f"{option} needs llguidance, which is not installed: pip install 'mlxsrv[structured]'"
+        ) from None
 
 
 class Service:

@@ -29,13 +29,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from time import perf_counter
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 
 from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache
-from mlxsrv.engine.events import Event, Failed, Likelihood, Token
-from mlxsrv.engine.execution.launch import launch
+from mlxsrv.engine.events import Event, Failed, Token
+from mlxsrv.engine.execution.launch import Launched, launch
 from mlxsrv.engine.execution.speculation import Round, Speculation
 from mlxsrv.engine.execution.sub_batches import SubBatch, find_close
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
@@ -47,18 +47,21 @@ from mlxsrv.engine.sampling.sampler import Sampler
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import PassActivations
 from mlxsrv.engine.steering.steerer import Steerer
-from mlxsrv.generation.outputs import FinishReason
 
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
 
 
 class Step:
-    """Draws the tokens of certain rows from their logits; made anew when rows change."""
+    """Draws the tokens of certain rows from their logits; made anew when rows change.
 
-    def __init__(self, rows: Sequence[Row], vocabulary: int) -> None:
+    Args:
+        ahead: how many tokens a row that is not fresh has drawn and not delivered.
+    """
+
+    def __init__(self, rows: Sequence[Row], vocabulary: int, *, ahead: int = 1) -> None:
         self._rows = tuple(rows)
         # The input of a row that is not fresh is a token drawn and not delivered: it counts.
-        drawn = [len(row.drawn) + (not row.fresh) for row in rows]
+        drawn = [len(row.drawn) + ahead * (not row.fresh) for row in rows]
         settings = [row.job.sampling for row in rows]
         self._sampler = Sampler(settings, drawn)
         penalised = any(map(Penalties.wanted, settings))
@@ -97,36 +100,6 @@ class Step:
         drawn = self._likelihoods(blocks if allowed is logits else Blocks(logits), tokens)
         launch(tokens, highest, *drawn[1:])
         return tokens, (proof,), (drawn,)
-
-
-class Launched(NamedTuple):
-    """Results of the steps under way beside their tokens, and read together with these."""
-
-    proofs: tuple[Proof, ...] = ()
-    drawn: tuple[StepLogprobs, ...] = ()
-    activations: tuple[tuple[PassActivations, list[Place]], ...] = ()
-
-    def broken(self) -> set[Row]:
-        """Rows whose token means nothing, for the model computed NaN."""
-        found: set[Row] = set()
-        for proof in self.proofs:
-            if not proof.holds():
-                found |= proof.broken()
-        return found
-
-    def likelihoods(self) -> dict[Row, Likelihood]:
-        found: dict[Row, Likelihood] = {}
-        for drawn in self.drawn:
-            found |= drawn.read()
-        return found
-
-    def beside(self, other: Launched) -> Launched:
-        """The same for the rows of both steps."""
-        return Launched(
-            self.proofs + other.proofs,
-            self.drawn + other.drawn,
-            self.activations + other.activations,
-        )
 
 
 class Decoder:
@@ -367,7 +340,6 @@ class Decoder:
             self._keep([])
             self.rounding = False
             return
-        finish: FinishReason | None = None
         accepted = 0
         for token in outcome.seen:
             accepted += 1
@@ -377,9 +349,24 @@ class Decoder:
             if finish is not None:
                 row.enter(RowState.ENDED)
                 break
+            self._accept([row], [], events)
+            if row.ended or (row.constraint is not None and not row.constraint.dormant):
+                break
         self.speculation.settle(sub_batch, proposals + 1 - accepted)
-        self._keep([0] if finish is None else [])
+        self._keep([] if row.ended else [0])
+        if not row.ended and row.constraint is not None and not row.constraint.dormant:
+            self._redraw(row, outcome.logits[accepted - 1 : accepted], events)
         self.rounding = False
+
+    def _redraw(self, row: Row, logits: mx.array, events: list[Event]) -> None:
+        """Draw the next input of the only row anew, from the same logits `(1, vocabulary)`: its
+        constraint, which was dormant in the round, binds that token."""
+        step = Step([row], logits.shape[-1], ahead=0)
+        assert step.masks is not None
+        assert self._inputs is not None
+        self._inputs, proofs, scores = step.draw(logits, self._inputs)
+        self._launched, self._round = Launched(proofs, scores), None
+        self._keep(self._permit([row], [0], step.masks, events))
 
     def prepare_draft(self, limit: int) -> None:
         """Have the draft read at most `limit` tokens of the only row's text, if it lacks many."""

@@ -141,6 +141,7 @@ class Round(NamedTuple):
 
     seen: list[int]  # the row's input and the proposals that held
     following: int  # drawn behind them
+    logits: mx.array  # (proposals + 1, vocabulary), behind the input and each proposal
     inputs: mx.array  # (1,), the same on the device
     ended: float  # by perf_counter
     broken: bool  # the model computed NaN, so a token means nothing
@@ -212,7 +213,8 @@ class Speculation:
         first = len(row.drawn) + 1
         places = range(first, first + count + 1)
         sampler = Sampler([row.job.sampling] * len(places), places, ahead=1)
-        drawn, highest = sampler.draw(sub_batch.check(model, fed))
+        logits = sub_batch.check(model, fed)
+        drawn, highest = sampler.draw(logits)
         mx.eval(drawn, highest)
         tokens, expected = cast(list[int], fed.tolist()), cast(list[int], drawn.tolist())
         accepted = _count_equal(tokens[1:], expected)
@@ -223,6 +225,7 @@ class Speculation:
         return Round(
             tokens[: accepted + 1],
             expected[accepted],
+            logits,
             drawn[accepted : accepted + 1],
             ended,
             broken=not Proof((row,), highest[: accepted + 1]).holds(),
@@ -277,12 +280,13 @@ def _count_vocabulary(model: Any) -> int:
 def _eligible(sub_batch: SubBatch) -> bool:
     """Whether the only row can be decoded in speculative rounds.
 
-    Masks, bans, penalties and log-probabilities are computed for one token at a time.
+    Masks, bans, penalties and log-probabilities are computed for one token at a time. A dormant
+    constraint has no mask; the round ends where it wakes up.
     """
     [row] = sub_batch.rows
     return (
         not row.fresh
-        and row.constraint is None
+        and (row.constraint is None or row.constraint.dormant)
         and row.job.logprobs is None
         and not Penalties.wanted(row.job.sampling)
         and not Banning.wanted(row)

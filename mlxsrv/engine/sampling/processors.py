@@ -239,6 +239,7 @@ class Masks:
 
     A constraint knows the allowed tokens only when it has seen the last one. So a batch with
     constraints reads its tokens before it draws the next ones. This happens while the model runs.
+    Where all constraints are dormant, nothing is computed.
     """
 
     def __init__(self, constraints: Sequence[Constraint | None], vocabulary: int) -> None:
@@ -250,15 +251,22 @@ class Masks:
     def __call__(self, logits: mx.array) -> mx.array:
         """Return logits `(rows, vocabulary)`, with minus infinity for forbidden tokens."""
         self.faults = {}
+        bound = False
         for i, (constraint, words) in enumerate(zip(self._constraints, self._words, strict=True)):
-            if constraint is not None:
-                words[:] = -1
-                try:
-                    constraint.fill(words)
-                except BaseException as error:
-                    if not survivable(error):
-                        raise
-                    self.faults[i] = describe(error)
+            if constraint is None:
+                continue
+            words[:] = -1
+            if constraint.dormant:
+                continue
+            bound = True
+            try:
+                constraint.fill(words)
+            except BaseException as error:
+                if not survivable(error):
+                    raise
+                self.faults[i] = describe(error)
+        if not bound:
+            return logits
         bits = np.unpackbits(
             self._words.view(np.uint8), axis=-1, count=self._vocabulary, bitorder="little"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,6 +14,7 @@ from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.encoders import read_cross_encoder_config
 from mlxsrv.formats.model_folder import describe
 from mlxsrv.formats.pooling import read_pooling_config
+from mlxsrv.logs import log
 from mlxsrv.models.catalogue.catalogue import ModelSource
 from mlxsrv.models.pool.model import LoadState, Model
 from mlxsrv.models.pool.model_files import ModelFiles, capped
@@ -20,6 +22,8 @@ from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
+
+_log = logging.getLogger("mlxsrv.models")
 
 T = TypeVar("T")
 
@@ -60,6 +64,10 @@ async def prepare(
     )
     tokenizer.context = files.context_length
     tokenizer.set_pause(model.tokenizer_lock.pause)
+    tokenizer.enforces_calls = settings.tool_grammar and bool(tokenizer.calls_in_json)
+    if settings.tool_grammar and tokenizer.calls_in_json is False:
+        reason = "this model does not call tools in JSON, so its calls cannot be enforced"
+        log(_log, logging.WARNING, "tool grammar has no effect", model=model.name, reason=reason)
     model.finish_preparing(files, tokenizer)
     return tokenizer
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
@@ -172,13 +172,35 @@ class CompiledGrammar:
                 end before. Without `think_end` the grammar applies from the first token, so the
                 answer cannot open a think block itself.
         """
-        grammar = _GrammarConstraint(self._matcher.deep_copy(), self._vocabulary)
+        grammar = self.begin()
         if not think_end:
             return grammar
         return _ThinkingFirst(grammar, tuple(think_end), self._vocabulary)
 
+    def begin(self) -> GrammarConstraint:
+        """Return the grammar at its beginning."""
+        return GrammarConstraint(self._matcher.deep_copy(), self._vocabulary)
 
-class _GrammarConstraint:
+    def begin_within(self, text: str) -> GrammarConstraint | None:
+        """Return the grammar behind `text`; None if it does not allow that, or ends in it."""
+        grammar = self.begin()
+        # Not tokenize_str: this is no thread for the model's own tokenizer.
+        tokens = self._vocabulary.tokenizer.greedy_tokenize(text) if text else []
+        return grammar if grammar.skip(tokens) else None
+
+    def mask(self, tokens: Iterable[int]) -> Mask:
+        """Return a mask of the model's tokens in which those given are set."""
+        size = len(self._vocabulary.known) * 32
+        return _bits((token for token in tokens if token < size), size)
+
+    def spellings(self) -> Iterator[tuple[int, bytes]]:
+        """Yield all tokens of the model and the bytes that they write."""
+        tokenizer = self._vocabulary.tokenizer
+        for token in range(min(len(self._vocabulary.known) * 32, tokenizer.vocab_size)):
+            yield token, tokenizer.decode_bytes([token])
+
+
+class GrammarConstraint:
     """A grammar at some place in an answer.
 
     If it cannot go on, it has a `failure` and only allows the answer to end.
@@ -192,6 +214,7 @@ class _GrammarConstraint:
         self._full = np.zeros(words, dtype=np.int32)
         self._address = self._full.ctypes.data
         self._model = self._full[: len(vocabulary.known)]
+        self.dormant = False
         self.failure: str | None = None
 
     def fill(self, mask: Mask) -> None:
@@ -214,6 +237,15 @@ class _GrammarConstraint:
     def allows(self, token: int) -> bool:
         return self._matcher.validate_tokens([token]) == 1
 
+    def skip(self, tokens: list[int]) -> bool:
+        """Go on behind `tokens`; return whether they are allowed and the text is not over then."""
+        return self._matcher.try_consume_tokens(tokens) == len(tokens) and not self.over
+
+    @property
+    def over(self) -> bool:
+        """Whether the text is complete. It may still go on, if the grammar allows that."""
+        return bool(self._matcher.is_accepting())
+
     def _fail(self, reason: str) -> None:
         self.failure = one_line(reason)
         log(_log, logging.WARNING, "grammar abandoned", reason=self.failure)
@@ -223,13 +255,17 @@ class _ThinkingFirst:
     """A grammar constraint that begins after a think block."""
 
     def __init__(
-        self, grammar: _GrammarConstraint, think_end: tuple[int, ...], vocabulary: _Vocabulary
+        self, grammar: GrammarConstraint, think_end: tuple[int, ...], vocabulary: _Vocabulary
     ) -> None:
         self._grammar = grammar
         self._think_end = think_end
         self._vocabulary = vocabulary
         self._recent: tuple[int, ...] = ()
         self._state: Literal["thinking", "break", "text"] = "thinking"
+
+    @property
+    def dormant(self) -> bool:
+        return False
 
     @property
     def failure(self) -> str | None:

@@ -32,8 +32,18 @@ def check_grammars(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
     Raises:
         GrammarRefused: one does not compile, or leads to where nothing may follow.
     """
-    for i, reason in _run({"grammars": grammars}, type=list[tuple[int, str]]):
-        raise GrammarRefused(prefixed(names[i] if names else "", one_line(reason)))
+    for i, reason in failures(grammars).items():
+        raise GrammarRefused(prefixed(names[i] if names else "", reason))
+
+
+def failures(grammars: Sequence[str]) -> dict[int, str]:
+    """Return why which of these grammars cannot be used, as `check_grammars` finds out.
+
+    Raises:
+        GrammarRefused: they take too long together, or one crashes the compiler.
+    """
+    found = _run({"grammars": grammars}, type=list[tuple[int, str]])
+    return {i: one_line(reason) for i, reason in found}
 
 
 def match_keys(keys: Sequence[SchemaKeys]) -> list[KeyMatches]:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "tool"]
+Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "tool", "call"]
 
 
 class GrammarSpec(msgspec.Struct, frozen=True):
@@ -18,7 +18,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
         text: for json_object nothing (any JSON object will do); for json_schema the schema as
             JSON; for regex a regex that the whole text matches; for choice a JSON array of strings;
             for lark a grammar in llguidance's variant of Lark; for gbnf a grammar of llama.cpp's;
-            for tool what `tool_grammar` writes.
+            for tool what `tool_grammar` writes; for call what `each_call` writes.
         compact: JSON that is an answer has no whitespace.
     """
 
@@ -28,7 +28,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 
 
 class ToolGrammar(msgspec.Struct, frozen=True):
-    """The text of a spec of kind "tool"; see `tool_grammar`."""
+    """The text of a spec of kind "tool" or "call"; see `tool_grammar` and `each_call`."""
 
     tools: list[tuple[str, dict[str, Any]]]
     start: str
@@ -72,3 +72,13 @@ def tool_grammar(
         None if otherwise is None else dict(otherwise),
     )
     return GrammarSpec("tool", msgspec.json.encode(calls).decode(), compact)
+
+
+def each_call(tools: Sequence[tuple[str, Mapping[str, Any]]], start: str, end: str) -> GrammarSpec:
+    """Return a spec for one call of one of the `tools`, from behind `start` to the end of `end`.
+
+    It leaves more room than `tool_grammar`, since no model was told to make the call: there may be
+    whitespace wherever JSON allows it.
+    """
+    calls = ToolGrammar([(name, dict(schema)) for name, schema in tools], start, end, False, None)
+    return GrammarSpec("call", msgspec.json.encode(calls).decode())

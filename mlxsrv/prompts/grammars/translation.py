@@ -6,16 +6,18 @@ Grammars of clients are bounded in size. One that may be hard to compile is trie
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from mlxsrv.logs import log
 from mlxsrv.prompts.grammars import gbnf_lark
 from mlxsrv.prompts.grammars.gbnf import GBNFError
 from mlxsrv.prompts.grammars.key_patterns import list_keys, spell_out
 from mlxsrv.prompts.grammars.regexes import ascii_classes
-from mlxsrv.prompts.grammars.sandbox import check_grammars, match_keys, prefixed
+from mlxsrv.prompts.grammars.sandbox import check_grammars, failures, match_keys, prefixed
 from mlxsrv.prompts.grammars.schema_nodes import SchemaError
 from mlxsrv.prompts.grammars.schemas import prepare
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGrammar
@@ -23,12 +25,15 @@ from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGramm
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+_log = logging.getLogger("mlxsrv.engine")
+
 _KIB = 1024
 _MOST_BYTES = {
     "json_object": 0,
     "json_schema": 256 * _KIB,
     "choice": 256 * _KIB,
     "tool": 256 * _KIB,
+    "call": 1024 * _KIB,
     # For these a mask at one step takes time in proportion to the text, or worse.
     "regex": 32 * _KIB,
     "lark": 32 * _KIB,
@@ -62,6 +67,8 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
             return _lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
         case "tool":
             return _translate_tools(spec, tokenizer)
+        case "call":
+            return _translate_call(spec, tokenizer)
         case "json_schema":
             [schema] = _prepare_schemas([_parse_schema(spec.text)], compact=spec.compact)
             grammar = LLMatcher.grammar_from_json_schema(schema)
@@ -182,6 +189,53 @@ def _translate_tools(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     tried = schemas if answer is None else [*schemas, answer]
     check_grammars([LLMatcher.grammar_from_json_schema(each) for each in tried], [*names, "schema"])
     return _lark_grammar(_tools_lark(calls, names, schemas, answer, tokenizer))
+
+
+def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
+    """Translate the grammar of a call that a model may make.
+
+    The request does not ask for it. So a schema that cannot be used is no error: the arguments are
+    then any JSON object.
+    """
+    from llguidance import LLMatcher
+
+    calls = msgspec.json.decode(spec.text, type=ToolGrammar)
+    names = [name for name, _ in calls.tools]
+    [anything] = _prepare_schemas([{"type": "object"}])
+    schemas: list[str] = []
+    reasons: dict[int, str] = {}
+    for i, (_, schema) in enumerate(calls.tools):
+        try:
+            schemas += _prepare_schemas([schema | {"type": "object"}])
+        except GrammarRefused as error:
+            reasons[i] = str(error)
+            schemas.append(anything)
+    reasons |= failures([LLMatcher.grammar_from_json_schema(each) for each in schemas])
+    for i, reason in reasons.items():
+        schemas[i] = anything
+        log(_log, logging.WARNING, "tool schema not enforced", tool=names[i], reason=reason)
+    return _lark_grammar(_call_lark(names, schemas, _marker(calls.end, tokenizer)))
+
+
+def _call_lark(names: Sequence[str], schemas: Sequence[str], end: str) -> str:
+    tools = [
+        _spaced("{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":")
+        + f' ws %json {schema} ws "}}"'
+        for name, schema in zip(names, schemas, strict=True)
+    ]
+    return "\n".join(
+        [
+            f"start: ws tool ws {end}",
+            r"ws: /[ \t\r\n]{1,2}/?",
+            "tool: " + " | ".join(f"tool{i}" for i in range(len(tools))),
+            *(f"tool{i}: {tool}" for i, tool in enumerate(tools)),
+        ]
+    )
+
+
+def _spaced(*texts: str) -> str:
+    """Return literals in Lark, with whitespace between them."""
+    return " ws ".join(map(json.dumps, texts))
 
 
 def _tools_lark(

@@ -73,6 +73,7 @@ class Faulty:
 class Stuck:
     """A constraint that allows one token and then cannot go on."""
 
+    dormant = False
     failure: str | None = None
 
     def fill(self, mask: Mask) -> None:
@@ -85,6 +86,7 @@ class Stuck:
 class Odd:
     """A constraint: odd tokens and even ones by turns. Raises at the n-th call of a method."""
 
+    dormant = False
     failure = None
 
     def __init__(self, method: str = "", n: int = 0, error: BaseException | None = None) -> None:

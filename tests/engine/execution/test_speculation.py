@@ -323,6 +323,7 @@ def test_plain_steps_while_other_prompts_are_read(models: Any) -> None:
 class Anything:
     """A constraint that allows every token."""
 
+    dormant = False
     failure = None
 
     def fill(self, mask: Mask) -> None:
@@ -352,6 +353,54 @@ def test_rows_that_need_a_look_at_every_token_are_decoded_plainly(
     batch.submit(asked, constraint)
     assert run(batch)[0] == plainly(model, asked)
     assert batch.statistics()["drafted"] == 0
+
+
+class WakesUp:
+    """A constraint that is dormant, but for the three tokens behind each multiple of five, which
+    are odd."""
+
+    failure = None
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self.bound: list[int] = []
+        self._left = 0
+
+    @property
+    def dormant(self) -> bool:
+        return self._left == 0
+
+    def fill(self, mask: Mask) -> None:
+        mask[:] = 0x55555555 * 2 - 2**32
+
+    def accept(self, token: int) -> None:
+        if self._left:
+            self.bound.append(token)
+            self._left -= 1
+        elif token % 5 == 0:
+            self._left = 3
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("kind", ["itself", "perturbed"])
+@pytest.mark.slow
+def test_a_round_ends_where_a_dormant_constraint_wakes_up(
+    models: Any, kind: str, sampling: Sampling
+) -> None:
+    model = models("qwen3")
+    for number, prompt in enumerate(prompts(2, seed=12)):
+        asked = job(number, prompt, 40, sampling=sampling)
+        plain, batch = make(model, None), make(model, models("qwen3", kind))
+        first, second = WakesUp(), WakesUp()
+        plain.submit(asked, first)
+        batch.submit(asked, second)
+        drawn = run(batch)[number]
+        assert drawn == run(plain)[number]
+        assert second.accepted[:39] == first.accepted[:39] == drawn[:39]
+        assert second.bound
+        assert all(token % 2 for token in second.bound)
+        assert batch.statistics()["drafted"] > 0
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mamba2", "qwen3_next", "llama4"])

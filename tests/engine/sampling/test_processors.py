@@ -214,6 +214,10 @@ class OddThenEven:
         self.most = most
 
     @property
+    def dormant(self) -> bool:
+        return False
+
+    @property
     def failure(self) -> str | None:
         return "no more" if len(self.accepted) >= self.most else None
 
@@ -240,6 +244,31 @@ def test_a_constraint_binds_its_row_and_no_other(models: Any) -> None:
         assert constraint.accepted[: len(drawn)] == drawn
     assert_by_hand(model, prompt(1), ids_of(events, 1), 20, GREEDY)
     assert_by_hand(model, prompt(3), ids_of(events, 3), 6, GREEDY)
+
+
+class Dormant(OddThenEven):
+    """Never asked for a mask."""
+
+    @property
+    def dormant(self) -> bool:
+        return True
+
+    def fill(self, mask: Mask) -> None:
+        raise AssertionError("it is dormant")
+
+
+@pytest.mark.parametrize("beside", [None, OddThenEven()], ids=["alone", "beside another"])
+def test_a_dormant_constraint_sees_all_tokens_and_binds_none(
+    models: Any, beside: OddThenEven | None
+) -> None:
+    model = models("qwen3")
+    batch = make(model)
+    constraint = Dormant()
+    batch.submit(job(0, prompt(0), 20), constraint)
+    batch.submit(job(1, prompt(1), 10), beside)
+    events = run(batch)
+    assert_by_hand(model, prompt(0), ids_of(events, 0), 20, GREEDY)
+    assert ids_of(events, 0)[:19] == constraint.accepted[:19]
 
 
 def test_a_constraint_that_cannot_go_on_fails_its_row_and_no_other(models: Any) -> None:

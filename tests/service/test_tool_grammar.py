@@ -1,0 +1,170 @@
+"""`--tool-grammar`: random weights say anything, and every call that they start is a good one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from mlxsrv.generation.outputs import Answer, AnswerBuilder, Usage
+from mlxsrv.generation.spec import (
+    ChatMessage,
+    ChatPrompt,
+    GenerationSpec,
+    SamplingWishes,
+    ToolChoice,
+    ToolSpec,
+)
+from mlxsrv.service.service import Service, check_models
+from mlxsrv.settings import Settings, SettingsError
+from tests.support.effort import examples
+from tests.support.fixtures import ModelFolder
+from tests.support.scripted import cut, write_scripted
+from tests.support.tiny import CHAT_TEMPLATE, VOCABULARY, make_tokenizer
+
+pytestmark = [pytest.mark.served, pytest.mark.slow]  # a process of its own tries each grammar
+
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+    "required": ["city"],
+}
+WEATHER = ToolSpec(name="get_weather", parameters=CITY)
+NOW = ToolSpec(name="now", parameters={"type": "object", "properties": {}})
+SCHEMAS = {"get_weather": CITY, "now": {"type": "object", "maxProperties": 0}}
+
+
+def closers() -> dict[int, float]:
+    """Random text hardly ever closes what it opens."""
+    texts = {token: make_tokenizer().decode([token]) for token in range(VOCABULARY)}
+    return {token: 7.0 for token, text in texts.items() if text[:1] in {'"', "}"}}
+
+
+def opener() -> int:
+    token = make_tokenizer().token_to_id("<tool_call>")
+    assert token is not None
+    return token
+
+
+def asking(**fields: Any) -> GenerationSpec:
+    tools = fields.pop("tools", [WEATHER, NOW])
+    chat = {name: fields.pop(name) for name in ("tool_choice", "thinking") if name in fields}
+    prompt = ChatPrompt(messages=[ChatMessage(role="user", content="x")], tools=tools, **chat)
+    return GenerationSpec(prompt=prompt, **fields)
+
+
+async def answer(service: Service, spec: GenerationSpec) -> tuple[list[Answer], Usage]:
+    reply = await service.generate(spec, "r", "id")
+    builder = AnswerBuilder(spec.choices, scored=False)
+    await reply.admit()
+    while builder.usage is None:
+        for output in await reply.outputs():
+            builder.add(output)
+    reply.close()
+    return builder.make(), builder.usage
+
+
+def serve(test: Callable[[Service], Awaitable[None]], folder: Path, **options: Any) -> None:
+    async def run() -> None:
+        service = Service(Settings(**{"model": (f"m={folder}",), "tool_grammar": True, **options}))
+        await test(service)
+        await service.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_every_call_of_random_weights_is_valid(model_folder: ModelFolder) -> None:
+    made: list[str] = []
+
+    async def test(service: Service) -> None:
+        for seed in range(examples(8)):
+            bias = {**closers(), opener(): 7.0}
+            sampling = SamplingWishes(temperature=1, seed=seed, logit_bias=bias)
+            spec = asking(sampling=sampling, limit=150, choices=3, thinking=seed % 2 == 1)
+            for one in (await answer(service, spec))[0]:
+                for call in one.tools:
+                    assert call.name in SCHEMAS
+                    assert call.complete or (call is one.tools[-1] and one.reason == "length")
+                    if call.complete:
+                        arguments = json.loads(call.arguments)
+                        Draft202012Validator(SCHEMAS[call.name]).validate(arguments)
+                        made.append(call.name)
+
+    serve(test, model_folder("qwen3"))
+    assert {*made} == {*SCHEMAS}
+
+
+def test_without_the_extra_the_server_does_not_start(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    settings = Settings(model=(str(model_folder("qwen3")),), tool_grammar=True)
+    with pytest.raises(SettingsError, match=r"--tool-grammar needs .*'mlxsrv\[structured\]'"):
+        check_models(settings)
+
+
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+WRONG = '<tool_call>\n{"name": "get_weather", "arguments": {"days": "many", "x": 2}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_model_that_would_call_wrongly_calls_rightly(tmp_path: Path, on: bool) -> None:
+    folder = write_scripted(tmp_path / "m", cut("Let me. " + WRONG, 1))
+
+    async def test(service: Service) -> None:
+        [one], _ = await answer(service, asking(limit=200, sampling=SamplingWishes(temperature=0)))
+        assert one.content.startswith("Let me.")
+        [call] = one.tools
+        good = Draft202012Validator(CITY).is_valid(json.loads(call.arguments or "{}"))
+        assert (call.complete and good) == on
+
+    serve(test, folder, tool_grammar=on)
+
+
+def test_a_choice_of_some_tools_leaves_the_prompt_as_it_is_where_it_is_enforced(
+    tmp_path: Path,
+) -> None:
+    folder = write_scripted(tmp_path / "m", cut("Well: " + CALL, 3))
+
+    async def prompts(service: Service) -> tuple[Answer, int, int, int]:
+        whole = (await answer(service, asking(limit=200)))[1].prompt_tokens
+        only = ToolChoice("auto", ("now",))
+        [one], usage = await answer(service, asking(limit=60, tool_choice=only))
+        alone = (await answer(service, asking(limit=200, tools=[NOW])))[1].prompt_tokens
+        return one, usage.prompt_tokens, whole, alone
+
+    async def enforced(service: Service) -> None:
+        one, tokens, whole, alone = await prompts(service)
+        assert tokens == whole > alone
+        assert {call.name for call in one.tools} <= {"now"}
+
+    async def offered(service: Service) -> None:
+        _, tokens, whole, alone = await prompts(service)
+        assert tokens == alone < whole
+
+    serve(enforced, folder)
+    serve(offered, folder, tool_grammar=False)
+
+
+def test_a_model_whose_calls_are_no_json_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = CHAT_TEMPLATE.replace("\n<tool_call>\n{", "\n<tool_call>\n<function=f>{")
+    coder = "<tool_call>\n<function=now>\n</function>\n</tool_call>"
+    folder = write_scripted(tmp_path / "m", cut(coder, 3), template=template)
+
+    async def test(service: Service) -> None:
+        for _ in range(2):
+            [one], _ = await answer(service, asking(limit=200))
+            assert [call.name for call in one.tools] == ["now"]
+
+    with caplog.at_level(logging.WARNING, "mlxsrv"):
+        serve(test, folder)
+    assert caplog.messages == ["tool grammar has no effect"]
