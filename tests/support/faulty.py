@@ -25,6 +25,8 @@ SLUGGISH = SLOW - 1
 SLUGGISH_SECONDS = 0.1
 """Of each slice of a prompt that has such a token."""
 PANIC = "panic, please"
+ASLEEP = "sleep, please"
+"""A thread is at such a chat for hours, and needs no processor for it."""
 
 
 class PanicException(BaseException):
@@ -68,6 +70,8 @@ def plug() -> None:
     def faulty_render(self: Tokenizer, chat: Chat, *args: Any, **named: Any) -> Any:
         if chat.messages[-1]["content"] == PANIC:
             raise PanicException("the tokenizer panicked")
+        if chat.messages[-1]["content"] == ASLEEP:
+            time.sleep(3600)
         return render(self, chat, *args, **named)
 
     Session._load = faulty_load  # type: ignore[method-assign]

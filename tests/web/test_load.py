@@ -126,7 +126,7 @@ def test_those_who_read_nothing_slow_nobody_and_hold_little(
 def test_a_connection_that_takes_nothing_is_cut_off(folders: Folders, tmp_path: Path) -> None:
     model = f"{LONG_NAME}={folders.endless}"
     with (
-        serving(tmp_path, "--model", model, "--stall-timeout", "3") as server,
+        serving(tmp_path, "--model", model, "--stall-timeout", "2") as server,
         server.client() as client,
         ExitStack() as stack,
     ):

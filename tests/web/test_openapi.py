@@ -33,7 +33,7 @@ from tests.support.serving import PATIENCE, Server, hosted, serving
 
 DOCUMENT = "/openapi.json"
 MAX_CHOICES = 4
-EXAMPLES = examples(80)
+EXAMPLES = examples(30)
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 """All but the search for a smaller example, which with bodies like these takes minutes."""
 
@@ -87,10 +87,15 @@ def test_what_is_routed_is_what_is_described() -> None:
     assert {(verb.upper(), path) for path, item in paths.items() for verb in item} == routed
 
 
+@pytest.fixture(scope="module")
+def alone() -> Body:
+    """The document of an app that nobody mounts."""
+    return read_document(mlxsrv.create_app(mlxsrv.Settings()))
+
+
 @pytest.mark.parametrize("prefix", ["/llm", "/a/b", "/with%20space"])
-def test_a_mounted_app_says_where_it_is(prefix: str) -> None:
+def test_a_mounted_app_says_where_it_is(alone: Body, prefix: str) -> None:
     app = mlxsrv.create_app(mlxsrv.Settings())
-    alone = read_document(app)
     assert alone["servers"] == [{"url": "/"}]
     parent = Starlette(routes=[Mount(httpx.URL(prefix).path, app=app)])
     assert read_document(parent, prefix) == alone | {"servers": [{"url": prefix}]}
@@ -104,9 +109,21 @@ def in_starlette(app: Any) -> Any:
     return Starlette(routes=[Mount("/llm", app=app)])
 
 
-@pytest.mark.parametrize("parent", [in_litestar, in_starlette])
-@pytest.mark.parametrize("proxy", ["", "/v1", "/a/b"])
-@pytest.mark.parametrize("said", ["by us", "by the parent's server"])
+@pytest.mark.parametrize(
+    ("parent", "proxy", "said"),
+    [
+        (in_starlette, "", "by us"),
+        (in_starlette, "/v1", "by us"),
+        (in_starlette, "/v1", "by the parent's server"),
+        (in_starlette, "/a/b", "by the parent's server"),
+        (in_litestar, "/v1", "by us"),
+        (in_litestar, "/a/b", "by the parent's server"),
+        pytest.param(in_starlette, "/a/b", "by us", marks=pytest.mark.long),
+        pytest.param(in_litestar, "", "by us", marks=pytest.mark.long),
+        pytest.param(in_litestar, "/v1", "by the parent's server", marks=pytest.mark.long),
+        pytest.param(in_litestar, "/a/b", "by us", marks=pytest.mark.long),
+    ],
+)
 def test_a_server_behind_a_proxy_says_where_it_is(parent: Any, proxy: str, said: str) -> None:
     """The proxy has taken its prefix off; either the server of the parent knows it, or we do."""
     ours, theirs = (proxy, "") if said == "by us" else ("", proxy)
@@ -121,11 +138,10 @@ def test_a_server_behind_a_proxy_says_where_it_is(parent: Any, proxy: str, said:
 
 
 @pytest.mark.parametrize("root_path", ["/llm", "/llm/", "/a/b", "/v1"])
-def test_a_root_path_is_told_and_nothing_else_changes(root_path: str) -> None:
+def test_a_root_path_is_told_and_nothing_else_changes(alone: Body, root_path: str) -> None:
     app = mlxsrv.create_app(mlxsrv.Settings(root_path=root_path))
-    plain = mlxsrv.create_app(mlxsrv.Settings())
     told = read_document(app)
-    assert told == read_document(plain) | {"servers": [{"url": root_path.rstrip("/")}]}
+    assert told == alone | {"servers": [{"url": root_path.rstrip("/")}]}
     client = TestClient(app)
     for path in ("/v1/models", "/models", "/health", "/api/profiles"):
         assert client.get(path).status_code != 404
@@ -174,9 +190,11 @@ OF_THE_MODEL = re.compile(
     r"|^prompt_logprobs: not in a stream|^suffix: |needs include_usage"
     r"|^(guided_(regex|grammar|json)|grammar|json_schema|structured_outputs|response_format)\b"
     r"|cannot be combined with tools"
+    r"|^bad_words\[\d+\]: expected `str` matching regex"
 )
 """Why a body may be refused that the schemas allow: they do not know the model, nor the settings,
-and JSON Schema can hardly say that two fields agree or that a text is JSON or a grammar."""
+and JSON Schema can hardly say that two fields agree or that a text is JSON or a grammar. Which
+characters are spaces, its regexes know otherwise than Python's."""
 
 
 def attempt(

@@ -11,12 +11,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.support import faulty
 from tests.support.client import (
     CHAT,
     FIRST_CONTENT,
@@ -31,6 +33,7 @@ from tests.support.client import (
 )
 from tests.support.fixtures import CONTEXT, Folders
 from tests.support.serving import PATIENCE, Server, environment, serving
+from tests.web.test_faults import serving as serving_faulty
 
 FOR_EVER = 500_000
 
@@ -164,10 +167,13 @@ def looping(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Path:
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
 )
 def test_after_the_grace_it_ends_whatever_threads_do(
-    looping: Path, tmp_path: Path, number: signal.Signals
+    folders: Folders, tmp_path: Path, number: signal.Signals
 ) -> None:
-    options = ["--model", f"t={looping}", "--shutdown-grace", "0.5"]
-    with serving(tmp_path, *options) as server, RawClient(server, chat("loop")) as running:
+    options = ["--model", f"t={folders.plain}", "--shutdown-grace", "0.5"]
+    with (
+        serving_faulty(tmp_path, *options) as server,
+        RawClient(server, chat(faulty.ASLEEP)) as running,
+    ):
         server.logged("model loaded")
         time.sleep(0.5)  # the request is with the template
         server.signal(number)
@@ -176,10 +182,11 @@ def test_after_the_grace_it_ends_whatever_threads_do(
         assert "Traceback" not in server.log_text()
 
 
-def test_a_thread_that_nobody_waits_for_keeps_no_server(looping: Path, tmp_path: Path) -> None:
-    options = ["--model", f"t={looping}", "--request-timeout", "1", "--shutdown-grace", "1"]
-    with serving(tmp_path, *options) as server, server.client() as client:
-        refused(client.post(CHAT, json=chat("loop")), 504, "timeout")
+def test_a_thread_that_nobody_waits_for_keeps_no_server(folders: Folders, tmp_path: Path) -> None:
+    options = ["--model", f"t={folders.plain}", "--request-timeout", "1", "--shutdown-grace", "1"]
+    with serving_faulty(tmp_path, *options) as server, server.client() as client:
+        server.logged("model loaded")
+        refused(client.post(CHAT, json=chat(faulty.ASLEEP)), 504, "timeout")
         client.close()
         begun = time.monotonic()
         server.signal(signal.SIGTERM)
@@ -206,25 +213,19 @@ def test_a_second_signal_ends_it_at_once(
         assert time.monotonic() - begun < 4
 
 
-@pytest.mark.parametrize(
-    "sent",
-    [
-        b"",
-        b"POST /v1/chat/completions HTTP/1.1\r\n",
-        b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\n{",
-    ],
-    ids=["nothing", "half a head", "half a body"],
-)
-def test_a_client_that_never_finishes_its_request_does_not_keep_the_server(
-    folders: Folders, tmp_path: Path, sent: bytes
+def test_clients_that_never_finish_their_requests_do_not_keep_the_server(
+    folders: Folders, tmp_path: Path
 ) -> None:
+    head = b"POST /v1/chat/completions HTTP/1.1\r\n"
+    half_a_body = head + b"Host: localhost\r\nContent-Length: 99\r\n\r\n{"
     options = ["--model", f"t={folders.plain}", "--shutdown-grace", "1"]
     with (
         serving(tmp_path, *options) as server,
         server.client() as client,
-        socket.create_connection(server.address) as slow,
+        ExitStack() as stack,
     ):
-        slow.sendall(sent)
+        for sent in (b"", head, half_a_body):
+            stack.enter_context(socket.create_connection(server.address)).sendall(sent)
         ask(client, chat())
         server.signal(signal.SIGTERM)
         assert server.exit_status() == 0

@@ -29,7 +29,7 @@ from tests.support.client import (
 from tests.support.fixtures import Folders
 from tests.support.serving import Server, serving
 
-DEADLINE = 2.0
+DEADLINE = 1.2
 FOR_EVER = 500_000
 
 SLOW = "ä" * 25_000
@@ -39,7 +39,7 @@ SLOW = "ä" * 25_000
 @pytest.fixture(scope="module")
 def hurried(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One row, and little time for a request."""
-    options = ["--max-concurrency", "1", "--keepalive", "0.4", "--request-timeout", f"{DEADLINE}"]
+    options = ["--max-concurrency", "1", "--keepalive", "0.25", "--request-timeout", f"{DEADLINE}"]
     options += ["--prefill-chunk", "16"]
     folder = tmp_path_factory.mktemp("hurried")
     with serving(folder, "--model", f"t={folders.endless}", *options) as server:

@@ -109,6 +109,17 @@ CASES = [
     if path == CHAT or "response_format" not in fields
 ]
 each_case = pytest.mark.parametrize(("path", "kind"), CASES)
+ALIASES = {"not strict", "guided_json text", "json_object schema", "json_schema"} | {
+    kind for kind in KINDS if kind.startswith("structured ")
+}
+"""Other fields for a form that one of the rest asks for."""
+each_form = pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        pytest.param(path, kind, marks=pytest.mark.long) if kind in ALIASES else (path, kind)
+        for path, kind in CASES
+    ],
+)
 
 
 def sampled(path: str, kind: str = "", /, **fields: Any) -> Body:
@@ -190,7 +201,7 @@ def test_all_choices_obey(client: httpx.Client, path: str, kind: str) -> None:
     assert len({*others}) > 1, "each has luck of its own"
 
 
-@each_case
+@each_form
 def test_a_stop_string_ends_it(client: httpx.Client, path: str, kind: str) -> None:
     full = texts(client, sampled(path, kind, n=3), path)
     stop = full[1][len(full[1]) // 2 :][:2]
@@ -199,7 +210,7 @@ def test_a_stop_string_ends_it(client: httpx.Client, path: str, kind: str) -> No
     assert {choice.reason for choice in said} == {"stop"}
 
 
-@each_case
+@each_form
 def test_its_tokens_are_scored(client: httpx.Client, path: str, kind: str) -> None:
     logprobs = True if path == CHAT else 4
     choices = ask(client, sampled(path, kind, n=2, logprobs=logprobs), path)["choices"]
@@ -259,7 +270,12 @@ def test_rows_with_and_without_do_not_disturb_each_other(
 
 
 @pytest.mark.parametrize(
-    ("model", "kind"), [*(("thinking", kind) for kind in KINDS), ("demo", "strict")]
+    ("model", "kind"),
+    [
+        *(("thinking", kind) for kind in KINDS if kind not in ALIASES),
+        *(pytest.param("thinking", kind, marks=pytest.mark.long) for kind in sorted(ALIASES)),
+        ("demo", "strict"),
+    ],
 )
 def test_thoughts_come_first_and_are_free(client: httpx.Client, model: str, kind: str) -> None:
     bias = hurry(close=8) | {token("</think>"): 7} if model == "thinking" else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -340,18 +341,24 @@ def test_an_answer_cut_at_any_token_has_the_call_as_far_as_it_came(
     full = ask(client, asking(model=model))
     made = [one["function"] for one in the_choice(full)["message"]["tool_calls"]]
     counts = set()
-    for limit in range(1, full["usage"]["completion_tokens"]):
-        choice = the_choice(ask(client, asking(model=model, max_tokens=limit)))
+    bodies = [
+        asking(model=model, max_tokens=limit)
+        for limit in range(1, full["usage"]["completion_tokens"])
+    ]
+    with ThreadPoolExecutor(8) as threads:  # rows in one batch take the time of one
+        cut = [threads.submit(ask, client, body) for body in bodies]
+        streams = [threads.submit(stream, client, body) for body in bodies]
+    for whole, streaming in zip(cut, streams, strict=True):
+        choice, streamed = the_choice(whole.result()), streaming.result()
         message = choice["message"]
         begun = [one["function"] for one in message.get("tool_calls", [])]
         assert choice["finish_reason"] == "length"
-        for one, whole in zip(begun, made, strict=False):
-            assert one["name"] == whole["name"]
-            assert whole["arguments"].startswith(one["arguments"])
+        for one, uncut in zip(begun, made, strict=False):
+            assert one["name"] == uncut["name"]
+            assert uncut["arguments"].startswith(one["arguments"])
         assert begun[:-1] == made[: len(begun)][:-1]
         assert (message["content"] is None) <= bool(begun)
         counts.add(len(begun))
-        streamed = stream(client, asking(model=model, max_tokens=limit))
         together = put_together(streamed)
         assert streamed.finish_reason == "length"
         assert streamed.content == (message["content"] or "")
