@@ -29,6 +29,8 @@ AGENTS = Path(__file__).with_name("agents") / "node_modules" / ".bin"
 LIMIT = 100.0
 """Seconds that an agent may take, on a machine that may be busy."""
 
+KEY = "sesame"
+
 CONTEXT = 400_000
 """Tokens, of one byte each: agents send up to 100,000 bytes."""
 
@@ -56,6 +58,15 @@ class Agent(msgspec.Struct, frozen=True):
     read: Callable[[Path], Call]
     change: Callable[[Path], Call]
 
+
+CODEX = Agent(
+    "codex",
+    # The sandbox needs rights that a container may not have, and the folder is the test's own.
+    ("codex", "exec", "--skip-git-repo-check", "--strict-config", "-s", "danger-full-access"),
+    "/v1/responses",
+    read=lambda file: ("exec_command", {"cmd": f"cat {file}"}),
+    change=lambda file: ("exec_command", {"cmd": f"sed -i.old s/blue/green/ {file}"}),
+)
 
 OPENCODE = Agent(
     "opencode",
@@ -143,7 +154,7 @@ def run_in_group(command: list[str], folder: Path, variables: dict[str, str]) ->
 
 
 def metric(server: Server, name: str) -> float:
-    with server.client() as client:
+    with server.client(headers={"Authorization": f"Bearer {KEY}"}) as client:
         text = client.get("/metrics").text
     return sum(
         float(value) for value in re.findall(rf"^mlxsrv:{name}_total{{.*}} (.*)$", text, re.M)
@@ -162,6 +173,7 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
     variables = {
         "HOME": str(tmp_path / "home"),
         "PATH": os.environ["PATH"],
+        "MLXSRV_API_KEY": KEY,
         # Nothing listens there: what an agent asks of other servers fails at once.
         **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
         "NO_PROXY": "127.0.0.1",
@@ -173,7 +185,7 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
         model = write_conversation(
             folder / "model", scripts(agent, file), max_position_embeddings=CONTEXT
         )
-        options = ("--model", f"scripted={model}")
+        options = ("--model", f"scripted={model}", "--api-key", KEY)
         servers.append(serving(folder, *options, "--metrics"))
         server: Server = servers[-1].__enter__()
         connect = [sys.executable, "-m", "mlxsrv", "connect", agent.client, *options]
@@ -200,7 +212,7 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
             server.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("agent", [OPENCODE, CLAUDE], ids=lambda agent: agent.client)
+@pytest.mark.parametrize("agent", [CODEX, OPENCODE, CLAUDE], ids=lambda agent: agent.client)
 def test_an_agent_reads_a_file_changes_it_and_answers(
     agent: Agent, run: Callable[[Agent], Run]
 ) -> None:
