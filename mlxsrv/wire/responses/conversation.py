@@ -155,9 +155,9 @@ def _join(parts: Sequence[ItemPart]) -> str:
     return "".join(part.text or "" for part in parts)
 
 
-def _text(content: str | list[ItemPart], path: str) -> str:
-    if isinstance(content, str):
-        return content
+def _text(content: str | list[ItemPart] | None, path: str) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
     return "".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 

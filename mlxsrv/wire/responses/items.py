@@ -39,7 +39,7 @@ class InputItem(Struct, frozen=True, kw_only=True):
 
 class InputMessage(InputItem, frozen=True, kw_only=True, tag_field="type", tag="message"):
     role: Literal["user", "assistant", "system", "developer"]
-    content: Parts
+    content: Parts | None = None
     phase: str | None = None
 
 
