@@ -25,6 +25,7 @@ from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
 from mlxsrv.wire import management
 from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.openai import embeddings, requests
+from mlxsrv.wire.responses import requests as responses
 from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
 from tests.fuzz import file_targets
 from tests.fuzz.grammars import check_grammars
@@ -81,7 +82,7 @@ def cut(whole: S, sizes: Iterable[int]) -> Iterator[S]:
 
 _DECODERS: tuple[RequestDecoder[Any], ...] = tuple(
     decoder
-    for module in (requests, embeddings, management)
+    for module in (requests, embeddings, management, responses)
     for _, decoder in sorted(vars(module).items())
     if isinstance(decoder, RequestDecoder)
 )

@@ -191,16 +191,12 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
             InvalidRequest, UnsupportedParameter: an item cannot be read.
         """
         effort = None if self.reasoning is None else self.reasoning.effort
-        choice = self.choice
-        specs = [tool.spec for tool in self.toolbox.tools.values()]
-        if choice.mode == "auto" and choice.only:
-            specs = [spec for spec in specs if spec.name in choice.only]
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         return GenerationSpec(
             prompt=ChatPrompt(
                 messages=self._messages(past),
-                tools=specs,
-                tool_choice=choice,
+                tools=[tool.spec for tool in self.toolbox.tools.values()],
+                tool_choice=self.choice,
                 parallel=self.parallel_tool_calls is not False,
                 variables=self.chat_template_kwargs or {},
                 thinking=None if effort is None else effort != "none",

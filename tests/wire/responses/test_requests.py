@@ -185,10 +185,7 @@ def test_tools_are_functions_to_the_model() -> None:
     ],
 )
 def test_the_choice_of_a_tool(asked_for: Any, choice: ToolChoice) -> None:
-    found = prompt(tools=TOOLS, tool_choice=asked_for)
-    assert found.tool_choice == choice
-    if choice.mode == "auto" and choice.only:
-        assert [tool.name for tool in found.tools] == list(choice.only)
+    assert prompt(tools=TOOLS, tool_choice=asked_for).tool_choice == choice
 
 
 HOSTED = [
