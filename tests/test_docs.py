@@ -32,8 +32,11 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")
 PLACES = (ROOT, ROOT / "mlxsrv", ROOT / "tests")
 """A path in a text is relative to one of these."""
 
-OTHER_FLAGS = {"--config", "--json", "--only", "--pairs", "--no-openblas", "--factory"}
-"""Flags of `mlxsrv models`, of the benchmarks and of uvicorn."""
+OTHER_FLAGS = {
+    *("--config", "--json", "--write", "--yes", "--for-model", "--url"),
+    *("--only", "--pairs", "--no-openblas", "--factory"),
+}
+"""Flags of commands, of the benchmarks and of uvicorn."""
 
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
