@@ -24,6 +24,7 @@ import msgspec
 from mlxsrv.generation.outputs import Identity
 from mlxsrv.wire.anthropic.streams import MessageStream
 from mlxsrv.wire.dialect import Stream
+from mlxsrv.wire.ollama.streams import OllamaChatStream
 from mlxsrv.wire.openai.answers import ChatChunk, ChunkChoice, Delta
 from mlxsrv.wire.openai.streams import ChatStream
 from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
@@ -81,6 +82,7 @@ def dialects() -> dict[str, Callable[[str], object]]:
     streams: dict[str, Stream] = {
         "chat completions": ChatStream(identity, "unasked"),
         "messages": MessageStream(identity),
+        "ollama": OllamaChatStream("demo"),
     }
     return {f"{name}, stream": partial(each.text, 0, "content") for name, each in streams.items()}
 

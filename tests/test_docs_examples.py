@@ -33,7 +33,7 @@ def examples(language: str, containing: str) -> list[tuple[str, str]]:
 CURLS = examples("sh", "curl ")
 MOUNTS = examples("python", "Mount(")
 SDKS = examples("python", "OpenAI(")
-ELSEWHERE = examples("python", "Anthropic(")
+ELSEWHERE = examples("python", "Anthropic(") + examples("python", "from ollama import")
 """Those that tests/clients runs, where their libraries are."""
 
 
