@@ -143,7 +143,7 @@ def connect(arguments: Sequence[str]) -> None:
         f"Print what makes a client use the server that runs, or would run, with the same options. "
         f"CLIENT is one of: {', '.join(CLIENTS)}.",
     )
-    parser.add_argument("client", metavar="CLIENT")
+    parser.add_argument("client", metavar="CLIENT", nargs="?")
     parser.add_argument("--for-model", metavar="NAME", help="Another model than the default one.")
     parser.add_argument("--url", help="Address where the client reaches the server, if another.")
     parser.add_argument(
@@ -157,7 +157,8 @@ def connect(arguments: Sequence[str]) -> None:
     client, model, url = (flags.pop(name) for name in ("client", "for_model", "url"))
     write, yes = flags.pop("write"), flags.pop("yes")
     if client not in CLIENTS:
-        raise SettingsError(f"there is no client {client!r}; there are: {', '.join(CLIENTS)}")
+        wrong = "name a client" if client is None else f"there is no client {client!r}"
+        raise SettingsError(f"{wrong}; there are: {', '.join(CLIENTS)}")
     server = find_address(settings_from(flags), url, model)
     setup = CLIENTS[client](server)
     print(setup.text(server))
@@ -182,7 +183,10 @@ def _agreed() -> bool:
     """Ask on the terminal. Raises SettingsError where there is none."""
     if not sys.stdin.isatty():
         raise SettingsError("there is no terminal to ask on; add --yes to write")
-    return input("Write this? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input("Write this? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:
+        return False
 
 
 COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = MappingProxyType(

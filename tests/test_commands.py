@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shutil
 import subprocess
 import sys
@@ -73,6 +75,7 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
         (("pull", "../x"), 2, "'../x'"),
         (("pull", "org/name"), 1, "org/name"),
+        (("connect",), 2, "name a client; there are: codex, "),
         (("connect", "nobody"), 2, "there is no client 'nobody'; there are: codex, "),
     ],
 )
@@ -118,6 +121,27 @@ def test_a_client_is_connected_after_its_user_has_seen_the_difference(tmp_path: 
     assert "has all of this already" in again.stdout
     for done in (shown, refused, written, again):
         assert "sesame" not in done.stdout + done.stderr + file.read_text()
+
+
+@pytest.mark.parametrize(("said", "written"), [("y\n", True), ("\x04", False)])
+def test_the_user_is_asked_on_the_terminal(said: str, written: bool, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    try:
+        os.write(ours, said.encode())
+        done = subprocess.run(
+            [sys.executable, "-m", "mlxsrv", "connect", "claude", "--write"],
+            env=environment() | {"HOME": str(tmp_path)},
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert "Write this? [y/N]" in done.stdout
+    assert (done.returncode == 0) is written, done.stderr
+    assert (tmp_path / ".claude" / "settings.json").exists() is written
 
 
 def test_a_client_without_a_file_is_not_written(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ def _claude(server: ServerAddress) -> ClientSetup:
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": None if output is None else str(output),
     }
     helper = f"printenv {KEY_VARIABLE}" if server.key else None
+    exported = {name: quote(value) for name, value in variables.items() if value is not None}
+    exported["ANTHROPIC_AUTH_TOKEN"] = server.shell_key
     content = {"apiKeyHelper": helper, "env": variables}
     return ClientSetup(
         title="Claude Code",
@@ -63,6 +65,7 @@ def _claude(server: ServerAddress) -> ClientSetup:
             "~/.claude", "settings.json", "json", content, variable="CLAUDE_CONFIG_DIR"
         ),
         commands=("claude",),
+        instead=tuple(_export(name, value) for name, value in exported.items()),
     )
 
 

@@ -48,6 +48,7 @@ class ClientSetup(msgspec.Struct, frozen=True):
         paste: lines for a file that only the client itself knows.
         variables: lines for a shell, in order.
         commands: that configure or start it.
+        instead: lines for a shell that do for one session what the file does for all.
         notes: whatever else its user has to do or to know, each one sentence.
     """
 
@@ -56,6 +57,7 @@ class ClientSetup(msgspec.Struct, frozen=True):
     paste: str = ""
     variables: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()
+    instead: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def text(self, server: ServerAddress) -> str:
@@ -74,6 +76,9 @@ class ClientSetup(msgspec.Struct, frozen=True):
         if self.variables or self.commands:
             yield "In a shell:"
             yield _indent("\n".join((*self.variables, *self.commands)))
+        if self.instead:
+            yield "Or, without the file, for one session:"
+            yield _indent("\n".join((*self.instead, *self.commands)))
         yield from self.notes
         yield from (f"Note: {warning}." for warning in server.warnings)
 
