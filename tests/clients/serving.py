@@ -24,9 +24,9 @@ STOP = 15.0
 
 
 @contextmanager
-def serving(log: Path) -> Iterator[str]:
+def serving(log: Path, *arguments: str) -> Iterator[str]:
     """A server on a free port, whose log goes to `log`; yields its URL."""
-    command = [PYTHON, "-m", "mlxsrv", "--port", "0", "--log-format", "json"]
+    command = [PYTHON, "-m", "mlxsrv", "--port", "0", "--log-format", "json", *arguments]
     options = {name: text for name, text in os.environ.items() if not name.startswith("MLXSRV_")}
     with log.open("wb") as stderr:
         process = subprocess.Popen(command, cwd=ROOT, env=options, stderr=stderr)
