@@ -1,6 +1,6 @@
 """The targets of `make fuzz`, in brief: what was once found, the seeds, and inputs near them.
 
-`FUZZ_EXAMPLES` says how many inputs each target gets (400): fifty thousand take an hour.
+`FUZZ_EXAMPLES` says how many inputs each target gets (80): fifty thousand take an hour.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.fuzz.targets import DIALECTS, TARGETS
 from tests.support.effort import examples
 from tests.text.test_tools import FAMILIES
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(400)))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(200)))
 SLOW = {"growth": 10, "grammars": 100}
 """Targets that take so many times as long as others."""
 

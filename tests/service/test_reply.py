@@ -111,7 +111,7 @@ def test_a_choice_that_waits_for_a_row_ends_with_the_time_of_its_reply(tmp_path:
     folder = write_model(tmp_path / "m", "qwen3", plain=True, max_position_embeddings=10**6)
 
     async def test() -> None:
-        settings = Settings(model=(f"m={folder}",), max_concurrency=1, request_timeout=3)
+        settings = Settings(model=(f"m={folder}",), max_concurrency=1, request_timeout=1.5)
         spec = GenerationSpec(prompt=PROMPT, limit=10**5, choices=2)
         service = Service(settings)
         await service.pool.preload(await service.pool.catalogue.find(None))

@@ -210,7 +210,7 @@ class Writer(threading.Thread):
                 self.acknowledged.append(name)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.11])
+@pytest.mark.parametrize("seconds", [0.0, pytest.param(0.11, marks=pytest.mark.long)])
 def test_after_sigkill_all_is_as_it_was(folders: Folders, tmp_path: Path, seconds: float) -> None:
     with Hub() as hub:
         hub.add("org/slow", folders.other)

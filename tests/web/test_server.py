@@ -110,7 +110,9 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(
         assert server.exit_status() == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
 def test_after_the_grace_streams_end_with_an_error(
     folders: Folders, tmp_path: Path, number: signal.Signals
 ) -> None:

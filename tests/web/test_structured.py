@@ -400,7 +400,8 @@ def test_what_cannot_be_followed_is_refused(
     assert answer(ask(client, FORMS[path](), path))
 
 
-def test_leaving_while_a_grammar_compiles_leaves_nothing(narrow: Server) -> None:
+def test_a_grammar_that_never_compiles_is_refused_and_nobody_waits(narrow: Server) -> None:
+    """Those who leave meanwhile leave nothing behind."""
     stuck = chat(guided_json=NEVER_COMPILED)
     with narrow.client() as client, RawClient(narrow, stuck) as stays:
         assert answer(ask(client, chat(guided_regex="[ab]{3}")))  # nothing else takes time now
@@ -411,18 +412,10 @@ def test_leaving_while_a_grammar_compiles_leaves_nothing(narrow: Server) -> None
         assert all(left(narrow, leaver) for leaver in (whole, streamed))
         assert not narrow.log("stream end", request=stays.request), "they need not wait for it"
         assert answer(ask(client, chat(guided_regex="[ab]{3}")))
+        assert not narrow.log("request", request=stays.request), "it was answered before others"
+        refusal = stays.until(rb"guided_json: takes more than 5 s to compile")
+        assert refusal.startswith(b"HTTP/1.1 400 ")
     assert started(narrow, stays, whole, streamed) == []
-
-
-def test_a_grammar_that_never_compiles_is_refused_and_nobody_waits(
-    server: Server, client: httpx.Client
-) -> None:
-    with RawClient(server, chat(guided_json=NEVER_COMPILED)) as stuck:
-        for _ in range(3):
-            assert answer(ask(client, chat()))
-        assert not server.log("request", request=stuck.request), "it was answered before others"
-        refusal = stuck.until(rb"guided_json: takes more than 5 s to compile")
-    assert refusal.startswith(b"HTTP/1.1 400 ")
 
 
 @pytest.mark.parametrize("streaming", [False, True])

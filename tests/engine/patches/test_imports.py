@@ -91,7 +91,7 @@ def test_once_they_are_there_nothing_is_done() -> None:
     [
         ("", {"transformers", "mlx-lm"}),
         ("off", set()),
-        ("openblas", set()),
+        pytest.param("openblas", set(), marks=pytest.mark.long),
         ("openblas, transformers", {"transformers"}),
         ("mlx-lm", {"mlx-lm"}),
     ],

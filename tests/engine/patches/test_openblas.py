@@ -98,7 +98,6 @@ def test_a_variable_turns_it_off() -> None:
         print(openblas.bind_openblas(), same_bits(before, products()))
     """
     assert run(code, MLXSRV_PATCHES="off") == "False True\n"
-    assert run(code, MLXSRV_PATCHES="transformers,mlx-lm") == "False True\n"
     assert run(code, MLXSRV_PATCHES="openblas") == "True False\n"
 
 

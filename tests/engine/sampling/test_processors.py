@@ -203,7 +203,7 @@ def test_penalties_are_exact_however_many_tokens_a_row_has_had() -> None:
                 )
                 expected = np.where(again, expected * factor, expected)
             expected -= each.frequency_penalty * counts[i] + each.presence_penalty * had
-            assert found[i] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+            np.testing.assert_allclose(found[i], expected, rtol=1e-5, atol=1e-5)
 
 
 class OddThenEven:

@@ -14,7 +14,7 @@ from mlxsrv.errors import InvalidRequest
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from tests.fuzz.grammars import check, judge, writer
 
-pytestmark = pytest.mark.served  # a process of its own tries each grammar
+pytestmark = pytest.mark.usefixtures("near_sandbox")
 
 COUNT = int(os.environ.get("GRAMMARS", "40"))
 

@@ -13,7 +13,7 @@ from mlxsrv.prompts.grammars.schemas import prepare
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, tool_grammar
 from mlxsrv.prompts.grammars.translation import translate
 
-pytestmark = pytest.mark.served  # a process of its own tries each grammar
+pytestmark = pytest.mark.usefixtures("near_sandbox")
 
 Schema = dict[str, Any]
 BYTES = LLTokenizer("byte")
