@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ import msgspec
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Bans
 from mlxsrv.generation.spec import ChatPrompt, GenerationSpec, InfillPrompt, TextPrompts, ToolSpec
-from mlxsrv.logs import log
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
@@ -27,9 +25,6 @@ from mlxsrv.text.tools import ToolCalls, ToolDialect
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
-
-
-_log = logging.getLogger("mlxsrv.models")
 
 
 class PromptPlan(msgspec.Struct, frozen=True):
@@ -94,14 +89,17 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
     budget = tokenizer.budget(chat.path)
     prompt = tokenizer.render(chat, budget, _last_tokens(spec, tokenizer))
     _require_tokens(prompt, chat.path if asked.template is None else chat.template_path)
+    enforces = tokenizer.enforces_calls
+    constraint = _prepared(chat_constraint(spec, asked, dialect, enforces=enforces), tokenizer)
+    if constraint is None and any(tool.input_form is not None for tool in asked.tools):
+        reason = "needs --tool-grammar, or a tool_choice that requires a call"
+        tokenizer.log_once("grammars of custom tools not enforced", reason=reason)
     return PromptPlan(
         [prompt],
         [chat.path],
         dialect=dialect,
         parallel=asked.parallel,
-        constraint=_prepared(
-            chat_constraint(spec, asked, dialect, enforces=tokenizer.enforces_calls), tokenizer
-        ),
+        constraint=constraint,
         bans=_bans(spec, tokenizer),
     )
 
@@ -208,7 +206,7 @@ def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> Constr
         if not constraint.calls_only:
             raise
         tokenizer.enforces_calls = False  # the request did not ask for it
-        log(_log, logging.WARNING, "tool grammar has no effect", reason=error.message)
+        tokenizer.log_once("tool grammar has no effect", reason=error.message)
         return None
     return constraint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest
+from mlxsrv.logs import log
 from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.encoding import (
     PIECE_CHARACTERS,
@@ -37,6 +39,9 @@ from mlxsrv.text.tools import ToolCalls, ToolDialect
 if TYPE_CHECKING:
     from mlxsrv.prompts.grammars.calls import CallCompiler
     from mlxsrv.prompts.grammars.grammar import GrammarCompiler
+
+
+_log = logging.getLogger("mlxsrv.models")
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -101,6 +106,7 @@ class Tokenizer:
         self.marks_checkpoints = False
         self.context: int | None = None
         self.enforces_calls = False
+        self._logged: set[str] = set()
         self._grammars: GrammarCompiler | None = None
         self._calls: CallCompiler | None = None
 
@@ -182,6 +188,12 @@ class Tokenizer:
     def set_pause(self, pause: Pause) -> None:
         """Have `pause` called between two texts, or between two pieces of a long one."""
         self._encoder.pause = pause
+
+    def log_once(self, event: str, **fields: Any) -> None:
+        """Log a warning about the model, the first time only."""
+        if event not in self._logged:
+            self._logged.add(event)
+            log(_log, logging.WARNING, event, **fields)
 
     # Texts to tokens.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 from jsonschema import Draft202012Validator
 
+from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.outputs import Answer, AnswerBuilder, Usage
 from mlxsrv.generation.spec import (
     ChatMessage,
     ChatPrompt,
     GenerationSpec,
+    GrammarForm,
+    RegexForm,
     SamplingWishes,
     ToolChoice,
     ToolSpec,
@@ -64,10 +68,12 @@ async def answer(service: Service, spec: GenerationSpec) -> tuple[list[Answer], 
     reply = await service.generate(spec, "r", "id")
     builder = AnswerBuilder(spec.choices, scored=False)
     await reply.admit()
-    while builder.usage is None:
-        for output in await reply.outputs():
-            builder.add(output)
-    reply.close()
+    try:
+        while builder.usage is None:
+            for output in await reply.outputs():
+                builder.add(output)
+    finally:
+        reply.close()
     return builder.make(), builder.usage
 
 
@@ -126,6 +132,73 @@ def test_a_model_that_would_call_wrongly_calls_rightly(tmp_path: Path, on: bool)
         assert (call.complete and good) == on
 
     serve(test, folder, tool_grammar=on)
+
+
+def custom(form: RegexForm | GrammarForm) -> ToolSpec:
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    return ToolSpec(name="edit", parameters=text, input_form=form)
+
+
+LINES = re.compile('([+-][a-z"\\\\]{1,5}\n)+')
+FORMS: dict[str, RegexForm | GrammarForm] = {
+    "regex": RegexForm("tools[0].format.definition", LINES.pattern),
+    "regular": GrammarForm(
+        "tools[0].format.definition",
+        'start: line+\nline: ("+" | "-") /[a-z"\\\\]{1,5}/ LF -> x\n%import common.LF',
+    ),
+    "recursive": GrammarForm(
+        "tools[0].format.definition",
+        'start: line start | line\nline: ("+" | "-") /[a-z"\\\\]{1,5}/ LF\n%import common.LF',
+    ),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("required", [True, False])
+def test_the_input_of_a_custom_tool_follows_its_grammar(
+    model_folder: ModelFolder, form: str, required: bool
+) -> None:
+    found: list[str] = []
+    choice = ToolChoice("required", ("edit",)) if required else ToolChoice()
+
+    async def test(service: Service) -> None:
+        for seed in range(3):
+            bias = {**closers(), opener(): 7.0}
+            sampling = SamplingWishes(temperature=1, seed=seed, logit_bias=bias)
+            tools = [custom(FORMS[form])]
+            spec = asking(tools=tools, tool_choice=choice, sampling=sampling, limit=150, choices=2)
+            for one in (await answer(service, spec))[0]:
+                found.extend(
+                    json.loads(call.arguments)["input"]
+                    for call in one.tools
+                    if call.complete and call.name == "edit"
+                )
+
+    serve(test, model_folder("qwen3"), tool_grammar=not required)
+    assert found
+    assert [text for text in found if not LINES.fullmatch(text)] == []
+
+
+@pytest.mark.parametrize("on", [True, False])
+def test_a_grammar_that_cannot_be_enforced(
+    model_folder: ModelFolder, caplog: pytest.LogCaptureFixture, on: bool
+) -> None:
+    """It is an error where it would be enforced; elsewhere the log says that it is not."""
+    bad = custom(GrammarForm("tools[0].format.definition", "start: /(?=a)b/"))
+
+    async def test(service: Service) -> None:
+        spec = asking(tools=[bad], limit=5)
+        if not on:
+            for _ in range(2):
+                await answer(service, spec)
+            spec = asking(tools=[bad], limit=5, tool_choice=ToolChoice("required"))
+        with pytest.raises(InvalidRequest, match="assert in a regex is not supported") as refused:
+            await answer(service, spec)
+        assert refused.value.param == "tools[0].format.definition"
+
+    with caplog.at_level(logging.WARNING, "mlxsrv"):
+        serve(test, model_folder("qwen3"), tool_grammar=on)
+    assert caplog.messages == ([] if on else ["grammars of custom tools not enforced"])
 
 
 def test_a_choice_of_some_tools_leaves_the_prompt_as_it_is_where_it_is_enforced(

@@ -13,7 +13,7 @@ https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -78,22 +78,23 @@ def parse(text: str) -> Mapping[str, Expr]:
         GBNFError: it is not a grammar.
     """
     rules = _Parser(text).rules()
-    for name in ("root", *(ref for rule in rules.values() for ref in _refs(rule))):
+    for name in ("root", *(ref for rule in rules.values() for ref in references(rule))):
         if name not in rules:
             raise GBNFError(f"there is no rule {name}")
     return rules
 
 
-def _refs(expr: Expr) -> list[str]:
+def references(expr: Expr) -> list[str]:
+    """Return the names of the rules that an expression refers to."""
     match expr:
         case Chars():
             return []
         case Ref(name):
             return [name]
         case Rep(item):
-            return _refs(item)
+            return references(item)
         case Seq(items) | Alt(items):
-            return [name for item in items for name in _refs(item)]
+            return [name for item in items for name in references(item)]
 
 
 class _Parser:
@@ -176,7 +177,7 @@ class _Parser:
                 raise self._error("a range of characters that ends before it begins")
             ranges.append((first, last))
         self._at += 1
-        chars = Chars(_complement(_merged(ranges)) if negated else _merged(ranges))
+        chars = Chars(complement(merge(ranges)) if negated else merge(ranges))
         if not chars.ranges:
             raise self._error("a class of no characters")
         return chars
@@ -256,7 +257,8 @@ class _Parser:
         return GBNFError(f"line {line}: {what}")
 
 
-def _merged(ranges: list[tuple[int, int]]) -> Ranges:
+def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """Return ranges in order and with gaps between them."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -266,7 +268,8 @@ def _merged(ranges: list[tuple[int, int]]) -> Ranges:
     return tuple(merged)
 
 
-def _complement(ranges: Ranges) -> Ranges:
+def complement(ranges: Ranges) -> Ranges:
+    """Return all characters but those given."""
     starts = [0, *(last + 1 for _, last in ranges)]
     ends = [*(first - 1 for first, _ in ranges), LAST]
     return tuple((a, b) for a, b in zip(starts, ends, strict=True) if a <= b)

@@ -21,14 +21,22 @@ def translate(text: str) -> str:
     Raises:
         GBNFError: it is not a grammar.
     """
-    rules = parse(text)
+    return "\n".join(lark_rules(parse(text), "root", "start"))
+
+
+def lark_rules(rules: Mapping[str, Expr], root: str, name: str) -> list[str]:
+    """Return lines of Lark in which the rule `name` is the rule `root`.
+
+    Args:
+        rules: all that are referred to; in Lark their names begin with `name`.
+    """
     regexes: dict[str, str | None] = {}
-    whole = _regular("root", rules, regexes, ())
+    whole = _regular(root, rules, regexes, ())
     if whole is not None:
-        return f"start: /{whole}/"
-    names = {name: f"r{i}" for i, name in enumerate(rules)}
-    lines = [f"{names[name]}: {_lark(rule, names)}" for name, rule in rules.items()]
-    return "\n".join([f"start: {names['root']}", *lines])
+        return [f"{name}: /{whole}/"]
+    names = {rule: f"{name}_r{i}" for i, rule in enumerate(rules)}
+    lines = [f"{names[rule]}: {_lark(expr, names)}" for rule, expr in rules.items()]
+    return [f"{name}: {names[root]}", *lines]
 
 
 def _regular(

@@ -24,7 +24,7 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Constraint, Mask
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars.sandbox import one_line
-from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec
+from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, by_characters
 from mlxsrv.prompts.grammars.translation import translate, without_forcing
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class GrammarCompiler:
         if any(name in grammar.replace("\\", "") for name in vocabulary.added):
             grammar = without_forcing(grammar)
         # Not verbose: errors are logged, and a model's text does not belong in the log.
-        step, row = _ITEMS_OF_CHARACTERS if spec.kind == "gbnf" else _ITEMS
+        step, row = _ITEMS_OF_CHARACTERS if by_characters(spec) else _ITEMS
         limits = LLParserLimits(verbose_errors=False, step_max_items=step, max_items_in_row=row)
         matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
         if reason := matcher.get_error() or _first_error(matcher.deep_copy()):

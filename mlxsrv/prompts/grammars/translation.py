@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +15,7 @@ import msgspec
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars import gbnf_lark
 from mlxsrv.prompts.grammars.gbnf import GBNFError
+from mlxsrv.prompts.grammars.json_strings import input_lark
 from mlxsrv.prompts.grammars.key_patterns import list_keys, spell_out
 from mlxsrv.prompts.grammars.regexes import ascii_classes
 from mlxsrv.prompts.grammars.sandbox import check_grammars, failures, match_keys, prefixed
@@ -183,12 +184,16 @@ def _translate_tools(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
     names = [name for name, _ in calls.tools]
     schemas = _prepare_schemas([schema | {"type": "object"} for _, schema in calls.tools], names)
+    inputs = _input_rules(calls)
     answer = None
     if calls.otherwise is not None:
         [answer] = _prepare_schemas([calls.otherwise], compact=spec.compact)
     tried = schemas if answer is None else [*schemas, answer]
-    check_grammars([LLMatcher.grammar_from_json_schema(each) for each in tried], [*names, "schema"])
-    return _lark_grammar(_tools_lark(calls, names, schemas, answer, tokenizer))
+    check_grammars(
+        [*map(LLMatcher.grammar_from_json_schema, tried), *map(_input_grammar, inputs.values())],
+        [*names, *([] if answer is None else ["schema"]), *inputs],
+    )
+    return _lark_grammar(_tools_lark(calls, schemas, inputs, answer, tokenizer))
 
 
 def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
@@ -210,56 +215,95 @@ def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         except GrammarRefused as error:
             reasons[i] = str(error)
             schemas.append(anything)
-    reasons |= failures([LLMatcher.grammar_from_json_schema(each) for each in schemas])
+    inputs = _input_rules(calls)
+    tried = {i: LLMatcher.grammar_from_json_schema(schema) for i, schema in enumerate(schemas)}
+    tried |= {names.index(name): _input_grammar(rules) for name, rules in inputs.items()}
+    reasons |= failures([tried[i] for i in range(len(tried))])
     for i, reason in reasons.items():
         schemas[i] = anything
+        inputs.pop(names[i], None)
         log(_log, logging.WARNING, "tool schema not enforced", tool=names[i], reason=reason)
-    return _lark_grammar(_call_lark(names, schemas, _marker(calls.end, tokenizer)))
+    return _lark_grammar(_call_lark(calls, schemas, inputs, tokenizer))
 
 
-def _call_lark(names: Sequence[str], schemas: Sequence[str], end: str) -> str:
-    tools = [
-        _spaced("{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":")
-        + f' ws %json {schema} ws "}}"'
-        for name, schema in zip(names, schemas, strict=True)
-    ]
-    return "\n".join(
-        [
-            f"start: ws tool ws {end}",
-            r"ws: /[ \t\r\n]{1,2}/?",
-            "tool: " + " | ".join(f"tool{i}" for i in range(len(tools))),
-            *(f"tool{i}: {tool}" for i, tool in enumerate(tools)),
-        ]
-    )
+def _input_rules(calls: ToolGrammar) -> dict[str, list[str]]:
+    """Return the rules in Lark of each tool's free text, the first of them for the whole text."""
+    return {
+        name: input_lark(calls.inputs[name], f"input{i}")
+        for i, (name, _) in enumerate(calls.tools)
+        if name in calls.inputs
+    }
 
 
-def _spaced(*texts: str) -> str:
-    """Return literals in Lark, with whitespace between them."""
-    return " ws ".join(map(json.dumps, texts))
+def _input_grammar(rules: Sequence[str]) -> str:
+    name, _, rule = rules[0].partition(":")
+    return _lark_grammar("\n".join([f"start: {name}", f"{name}:{rule}", *rules[1:]]))
 
 
 def _tools_lark(
     calls: ToolGrammar,
-    names: Sequence[str],
     schemas: Sequence[str],
+    inputs: Mapping[str, Sequence[str]],
     answer: str | None,
     tokenizer: LLTokenizer,
 ) -> str:
     start, end = _marker(calls.start, tokenizer), _marker(calls.end, tokenizer)
-    heads = [f'{{"name": {json.dumps(name)}, "arguments": ' for name in names]
+    heads = [f'{{"name": {json.dumps(name)}, "arguments": ' for name, _ in calls.tools]
     bodies = [
         f'{json.dumps(head)} %json {schema} "}}"'
-        for head, schema in zip(heads, schemas, strict=True)
+        if name not in inputs
+        else f"""{json.dumps(head + '{"input": "')} input{i} {json.dumps('"}}')}"""
+        for i, (head, schema, (name, _)) in enumerate(zip(heads, schemas, calls.tools, strict=True))
     ]
     return "\n".join(
         [
             "start: calls" if answer is None else f"start: calls | answer\nanswer: %json {answer}",
             r'calls: call ("\n" call)*' if calls.many else "calls: call",
             rf'call: {start} "\n" tool "\n" {end}',
-            "tool: " + " | ".join(f"tool{i}" for i in range(len(bodies))),
-            *(f"tool{i}: {body}" for i, body in enumerate(bodies)),
+            *_alternatives("tool", bodies),
+            *(line for rules in inputs.values() for line in rules),
         ]
     )
+
+
+def _call_lark(
+    calls: ToolGrammar,
+    schemas: Sequence[str],
+    inputs: Mapping[str, Sequence[str]],
+    tokenizer: LLTokenizer,
+) -> str:
+    heads = [
+        _spaced("{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":")
+        for name, _ in calls.tools
+    ]
+    bodies = [
+        f'{head} ws %json {schema} ws "}}"'
+        if name not in inputs
+        else rf"""{head} ws {_spaced("{", '"input"', ":", '"')} input{i} {_spaced('"', "}", "}")}"""
+        for i, (head, schema, (name, _)) in enumerate(zip(heads, schemas, calls.tools, strict=True))
+    ]
+    return "\n".join(
+        [
+            f"start: ws tool ws {_marker(calls.end, tokenizer)}",
+            r"ws: /[ \t\r\n]{1,2}/?",
+            *_alternatives("tool", bodies),
+            *(line for rules in inputs.values() for line in rules),
+        ]
+    )
+
+
+def _alternatives(name: str, bodies: Sequence[str]) -> list[str]:
+    """Return a rule for one of the bodies, and a rule for each."""
+    each = [f"{name}{i}" for i in range(len(bodies))]
+    return [
+        f"{name}: " + " | ".join(each),
+        *(f"{rule}: {body}" for rule, body in zip(each, bodies, strict=True)),
+    ]
+
+
+def _spaced(*texts: str) -> str:
+    """Return literals in Lark, with whitespace between them."""
+    return " ws ".join(map(json.dumps, texts))
 
 
 def _marker(text: str, tokenizer: LLTokenizer) -> str:
