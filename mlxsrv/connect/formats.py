@@ -108,7 +108,7 @@ def _merge_toml(text: str, content: Mapping[str, Any]) -> str:
         there = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise CannotMerge(f"it is not TOML ({error})") from None
-    lines = text.splitlines()
+    lines = text.rstrip("\n").split("\n")
     for key, value in reversed(list(content.items())):
         if not isinstance(value, Mapping):
             _replace_toml_value(lines, key, value)
@@ -178,7 +178,7 @@ def _yaml_lines(content: Mapping[str, Any]) -> Iterator[str]:
 
 def _merge_yaml(text: str, content: Mapping[str, Any]) -> str:
     """Replace or append lines `key: value`. Nested settings are for the user."""
-    lines = text.splitlines()
+    lines = text.rstrip("\n").split("\n")
     if any(isinstance(value, (Mapping, list)) for value in content.values()):
         raise CannotMerge("it has settings already, and lists in YAML are not changed here")
     if not all(_FLAT.fullmatch(line) for line in lines):

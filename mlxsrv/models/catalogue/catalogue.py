@@ -156,7 +156,8 @@ class Catalogue:
         entry = self.known(name)
         if entry is not None or name is None:
             return entry
-        targets = (target for pattern, target in self._aliases if fnmatchcase(name, pattern))
+        plain = self.name(name)
+        targets = (target for pattern, target in self._aliases if fnmatchcase(plain, pattern))
         target = next(targets, None)
         return None if target is None else self.known(target)
 

@@ -117,6 +117,7 @@ def test_an_alias_stands_for_what_matches_and_is_not_served_itself(plain: Path) 
         "claude-opus-4-8": "big",
         "claude-own": "claude-own",
         "gpt-5": "plain",
+        "gpt-5:latest": "plain",
         "o1": "big",
     }.items():
         assert find(models, name).name == answers
