@@ -52,6 +52,12 @@ class ToolUse(msgspec.Struct, frozen=True):
     arguments: str
     complete: bool = True
 
+    @property
+    def text(self) -> str:
+        """The call as text, for dialects that do not send one that is not complete."""
+        name = msgspec.json.encode(self.name).decode()
+        return f'{{"name": {name}, "arguments": {self.arguments}}}'
+
 
 class Answer(msgspec.Struct, frozen=True):
     """One whole choice. `fragment` is what `Ended` has.

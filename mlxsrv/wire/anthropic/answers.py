@@ -102,8 +102,7 @@ def _blocks(answer: Answer) -> Iterator[Block]:
         if use.complete:
             yield ToolUseBlock(use.id, use.name, msgspec.json.decode(use.arguments))
         elif not answer.fragment or use is not answer.tools[-1]:
-            name = msgspec.json.encode(use.name).decode()
-            yield TextBlock(f'{{"name": {name}, "arguments": {use.arguments}}}')
+            yield TextBlock(use.text)
     if answer.fragment:
         yield TextBlock(answer.fragment)
 

@@ -74,6 +74,22 @@ def ollama_call(index: int, use: ToolUse) -> OllamaCall | None:
     return OllamaCall(use.id, OllamaCalledFunction(index, use.name, arguments))
 
 
+def split_calls(uses: Sequence[ToolUse], fragment: str) -> tuple[list[OllamaCall], str]:
+    """Return the calls of an answer, and the text of those that are left out as broken.
+
+    Args:
+        fragment: what the model wrote of the call that the answer ended in, if it is broken.
+    """
+    calls, texts = [], []
+    for index, use in enumerate(uses):
+        call = ollama_call(index, use)
+        if call is not None:
+            calls.append(call)
+        elif not fragment or use is not uses[-1]:
+            texts.append(use.text)
+    return calls, "".join([*texts, fragment])
+
+
 # Texts.
 
 DoneReason = Literal["stop", "length", "load", "unload"]
@@ -145,14 +161,14 @@ def done_fields(reason: FinishReason, usage: Usage) -> dict[str, Any]:
 
 
 def chat_answer(model: str, answer: Answer, usage: Usage) -> OllamaChatAnswer:
-    calls = [ollama_call(index, use) for index, use in enumerate(answer.tools)]
+    calls, left_out = split_calls(answer.tools, answer.fragment)
     return OllamaChatAnswer(
         model=model,
         created_at=ollama_time(),
         message=OllamaAnswerMessage(
-            content=answer.content + answer.fragment,
+            content=answer.content + left_out,
             thinking=answer.reasoning or UNSET,
-            tool_calls=[call for call in calls if call is not None] or UNSET,
+            tool_calls=calls or UNSET,
         ),
         logprobs=UNSET if answer.scores is None else ollama_logprobs(answer.scores),
         **done_fields(answer.reason, usage),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from msgspec import UNSET, Struct, UnsetType
@@ -19,10 +19,10 @@ from mlxsrv.wire.ollama.answers import (
     OllamaChatAnswer,
     OllamaTextAnswer,
     done_fields,
-    ollama_call,
     ollama_error,
     ollama_logprobs,
     ollama_time,
+    split_calls,
 )
 from mlxsrv.wire.sse import PLACEHOLDER
 
@@ -75,12 +75,11 @@ class OllamaStream(Stream):
         return lines(text)
 
     def end(self, ended: Ended) -> bytes:
-        calls = self._send_calls(ended.broken)
-        fragment = self.text(0, "content", ended.fragment) if ended.fragment else b""
+        calls = self._send_calls(ended)
         assert ended.usage is not None  # there is one choice
         done = done_fields(ended.reason, ended.usage)
         last = self._make("content", "", model=self._model, created_at=ollama_time(), **done)
-        return calls + fragment + line(last)
+        return calls + line(last)
 
     def error(self, error: ServeError) -> bytes:
         return line(ollama_error(error))
@@ -102,15 +101,14 @@ class OllamaStream(Stream):
         self._calls[index].arguments.append(text)
         return b""
 
-    def _send_calls(self, broken: Collection[int]) -> bytes:
-        calls = [
-            ollama_call(index, ToolUse(held.id, held.name, "".join(held.arguments)))
+    def _send_calls(self, ended: Ended) -> bytes:
+        uses = [
+            ToolUse(held.id, held.name, "".join(held.arguments), index not in ended.broken)
             for index, held in self._calls.items()
-            if index not in broken
         ]
-        return b"".join(
-            self._line("content", "", tool_calls=[call]) for call in calls if call is not None
-        )
+        calls, left_out = split_calls(uses, ended.fragment)
+        lines = [self._line("content", "", tool_calls=[call]) for call in calls]
+        return b"".join([*lines, self.text(0, "content", left_out) if left_out else b""])
 
 
 class OllamaChatStream(OllamaStream):
