@@ -1,0 +1,263 @@
+"""The four dialects are views of one engine: what is asked in one is answered as in the others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.testclient import TestClient
+
+import mlxsrv
+from mlxsrv.prompts.planning import plan
+from mlxsrv.prompts.tokenizer import Tokenizer
+from tests.support.scripted import AFTER_TOOL, cut, write_conversation, write_scripted
+from tests.support.tiny import CHAT_TEMPLATE, write_model
+from tests.web.dialects.asking import DIALECTS, Asked, Call, Said, Tool, Turn, asking
+
+WEATHER = Tool(
+    "get_weather",
+    "Weather of a city",
+    {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+)
+DEMO = Path(mlxsrv.__file__).parent / "models" / "demo"
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ODD = 'He said "no"\\: \u2028 \x85 <b>ä</b> 你好 👩‍👩‍👧 \u2029 fin'
+
+# The thoughts and the ids of calls that a client gives back are in the prompt.
+TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content or '' }}",
+    "{{ message.reasoning_content or '' }}{{ message.tool_call_id or '' }}"
+    "{{ message.content or '' }}",
+).replace("{% set arguments =", "{{ call.id }}{% set arguments =")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("dialects")
+    agent = {
+        AFTER_TOOL: "<think>\nSo it shines.\n</think>\n\nIt is sunny there.",
+        "true": f"<think>\nParis, then.\n</think>\n\nI will look.\n\n{CALL}",
+    }
+    scripts = {"odd": ODD, "goes-on": f"So:\n{CALL}\nIs that so?"}
+    scripts["breaks"] = f"So: {CALL.replace('}}', '')}"
+    return {
+        "agent": write_conversation(
+            folder / "agent", agent, template=TEMPLATE, max_position_embeddings=10**5
+        ),
+        "t": write_model(folder / "t", "qwen3", plain=True),
+        **{name: write_scripted(folder / name, cut(text, 3)) for name, text in scripts.items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def client(models: dict[str, Path]) -> Iterator[TestClient]:
+    named = tuple(f"{name}={path}" for name, path in models.items())
+    settings = mlxsrv.Settings(model=("demo", *named), hf_cache=False, metrics=True)
+    with TestClient(mlxsrv.create_app(settings)) as client:
+        yield client
+
+
+HISTORY = [
+    Turn(text="What is the weather in Paris?"),
+    Turn(
+        role="assistant",
+        text="I will look.",
+        thoughts="Paris, then.",
+        calls=[Call("get_weather", {"city": "Paris"}, "call_1")],
+    ),
+    Turn(role="tool", text="sunny", answers="call_1"),
+]
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}, "warm": {"type": "boolean"}},
+    "required": ["city", "warm"],
+    "additionalProperties": False,
+}
+SILENT = Turn(role="assistant", calls=[Call("get_weather", {"days": [1, None]}, "call_2")])
+
+CASES = {
+    "text": asking("What is mlxsrv?", model="demo", limit=12),
+    "turns": Asked(
+        model="demo",
+        system="Be brief.",
+        turns=[Turn(text="Hello"), Turn(role="assistant", text="Hello!"), Turn(text="Who is it?")],
+        limit=12,
+    ),
+    "thoughts": asking("What is mlxsrv?", model="demo", thinks=True, limit=12),
+    "no thoughts": asking("What is mlxsrv?", model="demo", thinks=False, limit=2),
+    "call": asking(tools=[WEATHER], system="Be brief."),
+    "result": Asked(turns=HISTORY, tools=[WEATHER], system="Be brief."),
+    "two results": Asked(
+        turns=[*HISTORY, SILENT, Turn(role="tool", text="rainy: 5", answers="call_2")],
+        tools=[WEATHER],
+    ),
+    "text after a call": asking(model="goes-on", tools=[WEATHER]),
+    "any call": asking(model="agent", tools=[WEATHER], choice="required"),
+    "this call": asking("Hello", model="demo", tools=[WEATHER], choice="get_weather", limit=40),
+    "no call": asking("Hello", model="demo", tools=[WEATHER], choice="none", limit=5),
+    "form": asking("Hello", model="t", schema=SCHEMA),
+    "stop": asking("What is mlxsrv?", model="demo", stop="server"),
+    "limit in thoughts": asking(limit=4),
+    "odd text": asking(ODD, model="odd", system=ODD),
+    "long text": asking("Tell me of the sea.", model="t", limit=60),
+    "seed": asking("Tell me of the sea.", model="t", limit=40, temperature=0.9, seed=7),
+}
+
+
+@pytest.mark.parametrize("asked", CASES.values(), ids=[*CASES])
+def test_all_say_the_same(client: TestClient, asked: Asked) -> None:
+    spoken = [each for each in DIALECTS.values() if each.can(asked)]
+    DIALECTS["chat"].ask(client, asked)  # so that all find the same in the prompt cache
+    answers = {f"{each.name}, whole": each.ask(client, asked) for each in spoken}
+    answers |= {f"{each.name}, streamed": each.stream(client, asked) for each in spoken}
+    first = next(iter(answers.values()))
+    assert {name: said.essence for name, said in answers.items()} == dict.fromkeys(
+        answers, first.essence
+    )
+    for name in ("cached", "thoughts"):
+        told = {getattr(said.usage, name) for said in answers.values()} - {None}
+        assert len(told) == 1, (name, answers)
+
+
+def test_the_cases_are_what_they_seem(client: TestClient) -> None:
+    """A case without a call, for example, would compare nothing."""
+    said = {name: DIALECTS["chat"].ask(client, asked) for name, asked in CASES.items()}
+
+    def those(trait: Callable[[Said], object]) -> set[str]:
+        return {name for name, each in said.items() if trait(each)}
+
+    assert those(lambda each: each.calls) == {
+        *("call", "text after a call", "any call", "this call")
+    }
+    assert those(lambda each: each.finish == "tool_calls") == those(lambda each: each.calls)
+    for name in ("call", "text after a call"):
+        assert [(call.name, call.arguments) for call in said[name].calls] == [
+            ("get_weather", {"city": "Paris"})
+        ]
+    assert those(lambda each: each.thoughts) == {
+        *("thoughts", "call", "result", "two results", "limit in thoughts")
+    }
+    assert msgspec.json.decode(said["form"].text).keys() == {"city", "warm"}
+    assert said["odd text"].text == ODD
+    assert said["text after a call"].text == "So:Is that so?"
+    assert said["stop"].finish == "stop"
+    assert "server" in DIALECTS["chat"].ask(client, asking("What is mlxsrv?", model="demo")).text
+    assert said["two results"].text == said["result"].text == "It is sunny there."
+
+
+@pytest.mark.parametrize("asked", CASES.values(), ids=[*CASES])
+def test_all_have_the_same_prompt(models: dict[str, Path], asked: Asked) -> None:
+    tokenizer = Tokenizer(models.get(asked.model, DEMO))
+    prompts = {
+        each.name: plan(each.spec(each.body(asked)), tokenizer).prompts[0].tokens
+        for each in DIALECTS.values()
+        if each.can(asked)
+    }
+    assert prompts == dict.fromkeys(prompts, prompts["chat"])
+
+
+# Conversations.
+
+
+def test_a_conversation_goes_on_in_another_dialect(client: TestClient) -> None:
+    """Each turn is asked in the next dialect, which finds in the prompt cache what was read."""
+    spoken = [DIALECTS[name] for name in ("chat", "messages", "ollama", "responses", "chat")]
+    asked = asking(tools=[WEATHER], system="You are an agent. " * 30)
+    known = 0
+    for number, each in enumerate(spoken):
+        said = (each.stream if number % 2 else each.ask)(client, asked)
+        if said.usage.cached is not None:
+            assert said.usage.cached >= known - 1
+            assert said.usage.cached < said.usage.prompt
+        known = said.usage.prompt
+        turns = [*asked.turns, said.turn()]
+        if said.calls:
+            turns.append(Turn(role="tool", text="sunny", answers=said.calls[0].id))
+        else:
+            turns.append(Turn(text=f"And in city number {number}?"))
+        asked = msgspec.structs.replace(asked, turns=turns)
+    assert [turn.text for turn in asked.turns[1::2]] == [
+        *("I will look.", "It is sunny there.") * 2,
+        "I will look.",
+    ]
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_the_second_turn_of_an_agent_reads_only_what_is_new(client: TestClient, name: str) -> None:
+    """As agents ask: 20,000 tokens of instructions and tools. All dialects share them."""
+    spoken = DIALECTS[name]
+    tools = [
+        Tool(f"tool_{i}", f"Tool {i}. " + "It does things. " * 45, WEATHER.parameters)
+        for i in range(20)
+    ]
+    system = "You are an agent. Follow the rules of the house. " * 60
+    asked = asking(f"What is said in {name}?", tools=[*tools, WEATHER], system=system, limit=32_000)
+    first = spoken.ask(client, asked)
+    assert first.usage.prompt > 20_000
+    result = Turn(role="tool", text="sunny", answers=first.calls[0].id)
+    asked = msgspec.structs.replace(asked, turns=[*asked.turns, first.turn(), result])
+    before = cached(client)
+    second = spoken.stream(client, asked)
+    assert second.text == "It is sunny there."
+    read = second.usage.prompt - (cached(client) - before)
+    assert second.usage.cached in (None, cached(client) - before)
+    assert read < 200
+    assert first.usage.prompt - 1 <= second.usage.prompt - read
+
+
+def cached(client: TestClient) -> int:
+    """How many tokens were found in the prompt cache of the agent's model so far."""
+    found = re.search(
+        r'^mlxsrv:prefix_cache_hits_total\{model_name="agent"\} (\S+)$',
+        client.get("/metrics").text,
+        re.MULTILINE,
+    )
+    return 0 if found is None else int(float(found[1]))
+
+
+# Calls that are not complete.
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_a_call_that_is_not_complete_is_none(client: TestClient, name: str) -> None:
+    """In chat completions, a client sees that from its arguments, or from the finish."""
+    spoken, asked = DIALECTS[name], asking(model="breaks", tools=[WEATHER])
+    wrong, cut_off = (msgspec.structs.replace(asked, limit=limit) for limit in (100, 18))
+    for said in (spoken.ask(client, cut_off), spoken.stream(client, cut_off)):
+        assert (said.calls, said.finish) == ([], "length")
+    for said in (spoken.ask(client, wrong), spoken.stream(client, wrong)):
+        assert (said.calls, said.finish) == ([], "tool_calls" if name == "chat" else "stop")
+        assert said.text.startswith("So:")
+    if name in ("messages", "ollama"):
+        assert '"get_weather"' in spoken.ask(client, wrong).text
+        assert "<tool_call>" in spoken.ask(client, cut_off).text
+
+
+# Mounted, and with a key.
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_all_work_under_a_prefix_and_with_either_header_of_a_key(
+    client: TestClient, models: dict[str, Path], name: str
+) -> None:
+    spoken, asked = DIALECTS[name], asking(tools=[WEATHER])
+    settings = mlxsrv.Settings(
+        model=(f"agent={models['agent']}",), hf_cache=False, api_key=("one", "other")
+    )
+    app = mlxsrv.create_app(settings)
+    expected = spoken.ask(client, asked).essence
+    parent = Starlette(routes=[Mount("/llm", app=app)], lifespan=app.lifespan)
+    with TestClient(parent, base_url="http://testserver/llm") as below:
+        assert spoken.post(below, asked).status_code == 401
+        assert spoken.post(below, asked, stream=True).status_code == 401
+        for header in ({"x-api-key": "one"}, {"authorization": "Bearer other"}):
+            below.headers = header
+            assert spoken.ask(below, asked).essence == expected
+            assert spoken.stream(below, asked).essence == expected
+        below.headers = {"x-api-key": "none"}
+        assert spoken.post(below, asked).status_code == 401
