@@ -16,6 +16,7 @@ from msgspec import Struct
 
 from mlxsrv.version import __version__
 from mlxsrv.wire.management import Problem
+from mlxsrv.wire.ollama.requests import OllamaPullRequest, OllamaShowRequest
 from mlxsrv.wire.openai import (
     answers,
     embeddings,
@@ -134,7 +135,10 @@ def _operation(operation: Operation) -> Schema:
 def _needs_body(kind: type[Struct]) -> bool:
     """Whether an empty object is refused. Some kinds need one of several fields."""
     required = any(field.required for field in msgspec.structs.fields(kind))
-    one_of = (tokens.TokenizeRequest, embeddings.ScoreRequest, ResponsesRequest)
+    one_of = (
+        *(tokens.TokenizeRequest, embeddings.ScoreRequest, ResponsesRequest),
+        *(OllamaShowRequest, OllamaPullRequest),
+    )
     return required or kind in one_of
 
 
@@ -273,6 +277,8 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     for name in forms.REFUSED:
         structured["properties"][name] = {"type": "null", "description": "Not supported."}
     structured["oneOf"] = [_set(name) for name in forms.FORMS]
+    for name in ("OllamaShowRequest", "OllamaPullRequest"):
+        schemas[name]["anyOf"] = [_with(field, _TEXT) for field in ("model", "name")]
     schemas["TokenizeRequest"]["oneOf"] = [_set(name) for name in ("content", "prompt", "messages")]
     text["properties"]["suffix"]["description"] = "Not with `echo`; prompts are texts then."
     asked = schemas["InfillRequest"]["properties"]

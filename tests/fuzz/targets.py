@@ -24,6 +24,7 @@ from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
 from mlxsrv.wire import management
 from mlxsrv.wire.decoding import RequestDecoder, read_query
+from mlxsrv.wire.ollama import requests as ollama
 from mlxsrv.wire.openai import embeddings, requests
 from mlxsrv.wire.responses import requests as responses
 from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
@@ -82,7 +83,7 @@ def cut(whole: S, sizes: Iterable[int]) -> Iterator[S]:
 
 _DECODERS: tuple[RequestDecoder[Any], ...] = tuple(
     decoder
-    for module in (requests, embeddings, management, responses)
+    for module in (requests, embeddings, management, responses, ollama)
     for _, decoder in sorted(vars(module).items())
     if isinstance(decoder, RequestDecoder)
 )

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.client import Body, ask, chat
+from tests.support.fixtures import Folders
 from tests.support.ollama import RECORDED, Line, check_type, read_lines
 from tests.support.scripted import cut, write_scripted
 from tests.support.serving import Server, serving, wait_for
@@ -424,3 +425,39 @@ def test_a_client_that_leaves_frees_its_row(ollama: Server, client: httpx.Client
     ) as response:
         next(response.iter_lines())
     ollama.logged("stream end", request="left", finish="disconnected")
+
+
+# While nothing is produced, and when a stream has begun.
+
+
+@pytest.fixture(scope="module")
+def impatient(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server with one row, which nobody waits for long."""
+    arguments = ("--max-concurrency", "1", "--keepalive", "0.1", "--queue-timeout", "0.5")
+    folder = tmp_path_factory.mktemp("impatient")
+    with serving(folder, "--model", f"t={folders.endless}", *arguments) as server:
+        yield server
+
+
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_who_waits_gets_empty_lines_and_then_the_error(impatient: Server, path: str) -> None:
+    endless = {"model": "t", "prompt": "Hello", "options": {"num_predict": -1}}
+    body = {"model": "t", "messages": HELLO, "prompt": "Hello"}
+    with (
+        impatient.client() as client,
+        client.stream("POST", "/api/generate", json=endless) as response,
+    ):
+        lines = response.iter_lines()
+        while not json.loads(next(lines))["response"]:
+            pass
+        *waiting, last = streamed(client, path, **body)
+        assert waiting
+        for line in waiting:
+            check_type(line, "ChatResponse" if path == "/api/chat" else "GenerateResponse")
+            assert not line["done"]
+            assert not line.get("response")
+            assert not line.get("message", {}).get("content")
+        assert last.keys() == {"error"}
+        assert "--queue-timeout" in last["error"]
+        whole_body = {**body, "stream": False}
+        assert "--queue-timeout" in refused(client.post(path, json=whole_body), 503)
