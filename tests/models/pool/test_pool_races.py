@@ -152,6 +152,7 @@ class World:
         self.dice = dice
         self.calm = calm  # each pause is one turn
         self.failures = 0.0  # how often a load fails that need not
+        self.keeps = False  # whether requests say how long their model stays
         self.settings = Settings(
             model=tuple(f"{name}={folder / name}" for name in SIZES),
             hf_cache=False,
@@ -228,6 +229,8 @@ class Request:
         assert entry is not None
         try:
             self._lease = self._world.pool.lease(entry)
+            if self._world.keeps:
+                self._lease.keep_alive = self._world.dice.choice([None, 0.0, 0.1])
             return await self._answer(self._lease)
         except ServeError as error:
             return type(error).__name__
@@ -355,9 +358,12 @@ def test_every_request_is_answered_and_no_model_goes_from_under_one(
     async def play() -> None:
         world = World(folder, dice, calm=dice.random() < 0.3, **options)
         world.failures = dice.choice([0.0, 0.1, 0.5])
+        world.keeps = dice.random() < 0.5
         names = dice.sample(list(SIZES), dice.randint(2, len(SIZES)))
         for _ in range(dice.randint(3, 40)):
             await world.pause()
+            if world.keeps and dice.random() < 0.2:
+                world.pool.unload(dice.choice(names))
             request = world.request(dice.choice(names), refuse=dice.random() < 0.1)
             if dice.random() < 0.4:
                 how: How = "cancel" if dice.random() < 0.7 else "end"
