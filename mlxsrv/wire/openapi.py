@@ -259,7 +259,6 @@ def _tighten(schemas: dict[str, Schema]) -> None:
         schema = schemas[name]
         properties = schema["properties"]
         properties["logit_bias"]["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
-        properties["steering"]["propertyNames"] = _FEATURE
         # With more rules, tools that generate bodies give up.
         properties["steering"]["description"] = "Not with `profile`."
         properties["steering_mode"]["description"] = "Only with `steering`."
@@ -267,8 +266,11 @@ def _tighten(schemas: dict[str, Schema]) -> None:
         schema["oneOf"] = _at_most_one(_constraints(properties))
     chat, text = schemas["ChatRequest"], schemas["CompletionRequest"]
     chat["allOf"], text["allOf"] = _CHAT_RULES, _TEXT_RULES
-    for name in ("FeaturesRequest", "ProfileRequest", "ProfileUpdate"):
-        schemas[name]["properties"]["steering"]["propertyNames"] = _FEATURE
+    for schema in schemas.values():
+        if "steering" in schema["properties"]:
+            schema["properties"]["steering"]["propertyNames"] = _FEATURE
+    schemas["AnthropicTool"]["allOf"] = [_OWN_TOOL]
+    schemas["AnthropicToolChoice"]["allOf"] = [_NAMED_CHOICE]
     chat["properties"]["chat_template"]["description"] = "Where the operator allows it."
     for name in generation_request.SPELLINGS["max_tokens"]:
         chat["properties"][name]["description"] = "-1: none is given."
@@ -366,4 +368,14 @@ _CHAT_RULES = [
         _with("tools", {"type": "array", "minItems": 1}),
     ),
 ]
+_OWN_TOOL = _needs(
+    {"properties": {"type": {"enum": [None, "custom"]}}},
+    {
+        "properties": {"name": _STRING, "input_schema": {"type": "object"}},
+        "required": ["name", "input_schema"],
+    },
+)
+_NAMED_CHOICE = _needs(
+    _with("type", {"const": "tool"}), {"properties": {"name": _STRING}, "required": ["name"]}
+)
 _TEXT_RULES = [_needs(_with("max_tokens", {"const": 0}), _with("echo", {"const": True}))]

@@ -8,21 +8,24 @@ mutation of one stays an input of the other.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 from urllib.parse import parse_qsl
 
 import msgspec
 
 from mlxsrv.errors import InvalidRequest
+from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.text.channels import Channels, Piece
 from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
 from mlxsrv.text.pipeline import OutputPart, TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolArguments, ToolCalls, ToolDialect, ToolOpened
 from mlxsrv.wire import management
+from mlxsrv.wire.anthropic import requests as messages
 from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.ollama import requests as ollama
 from mlxsrv.wire.openai import embeddings, requests
@@ -83,7 +86,7 @@ def cut(whole: S, sizes: Iterable[int]) -> Iterator[S]:
 
 _DECODERS: tuple[RequestDecoder[Any], ...] = tuple(
     decoder
-    for module in (requests, embeddings, management, responses, ollama)
+    for module in (requests, messages, embeddings, management, responses, ollama)
     for _, decoder in sorted(vars(module).items())
     if isinstance(decoder, RequestDecoder)
 )
@@ -109,6 +112,13 @@ def check_requests(data: bytes) -> None:
         assert again == request
 
 
+@runtime_checkable
+class Asking(Protocol):
+    """A request for text."""
+
+    def spec(self) -> GenerationSpec: ...
+
+
 def check_queries(data: bytes) -> None:
     """A URL's query is what a route may ask, or an InvalidRequest that can be told."""
     values = dict(parse_qsl(data[:LONGEST].decode("latin-1"), keep_blank_values=True))
@@ -123,7 +133,10 @@ def check_queries(data: bytes) -> None:
 
 
 def _ask(request: msgspec.Struct) -> None:
-    """Whatever else it tells."""
+    """Whatever else it tells, and what it asks of a model, or an InvalidRequest."""
+    if isinstance(request, Asking) and not getattr(request, "is_empty", False):
+        with contextlib.suppress(InvalidRequest):
+            request.spec()
     for name in dir(type(request)):
         if isinstance(getattr(type(request), name), property):
             getattr(request, name)

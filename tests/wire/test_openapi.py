@@ -190,6 +190,7 @@ PATHS = {
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
     "infill": "/infill",
+    "messages": "/v1/messages",
 }
 
 

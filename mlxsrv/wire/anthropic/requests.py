@@ -12,6 +12,7 @@ from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, ThreadNotFound
 from mlxsrv.generation.spec import (
+    ChatMessage,
     ChatPrompt,
     GenerationSpec,
     JSONForm,
@@ -128,7 +129,7 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
             parallel=choice is None or not choice.disable_parallel_tool_use,
             thinking=_thinks(self.thinking),
             effort=None if self.output_config is None else self.output_config.effort,
-            continues=messages[-1].role == "assistant" and bool(messages[-1].content),
+            continues=_is_unfinished(messages[-1]),
             reminds=True,
         )
 
@@ -141,6 +142,10 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
         if self.output_format is not None:
             return JSONForm("output_format", self.output_format.schema)
         return None
+
+
+def _is_unfinished(last: ChatMessage) -> bool:
+    return last.role == "assistant" and bool(last.content) and not last.calls
 
 
 def _tool_spec(tool: AnthropicTool) -> ToolSpec:
