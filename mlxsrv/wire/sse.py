@@ -8,6 +8,7 @@ placeholder, and split there. Each token then costs only its own JSON string bet
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain, count
 
 import msgspec
 
@@ -82,23 +83,38 @@ def text_encoder(template: bytes) -> Callable[[str], bytes]:
     return encode_text
 
 
+_FIRST_NUMBERS = tuple(map(_encode, range(1000)))
+
+
+class Numbers:
+    """Counts the events of a stream, from 0."""
+
+    def __init__(self) -> None:
+        # It runs once a token: most streams need only numbers that are there.
+        self.next_json = chain(_FIRST_NUMBERS, map(_encode, count(len(_FIRST_NUMBERS)))).__next__
+
+    def next(self) -> int:
+        return int(self.next_json())
+
+
 def numbered_frames(
-    name: str, event: object, field: str, number: Callable[[], int]
+    name: str, event: object, field: str, numbers: Numbers, texts: list[str]
 ) -> Callable[[str], bytes]:
     """Return an encoder of named frames that differ in one text and in a number.
 
     Args:
         event: a Struct or dict, with PLACEHOLDER in place of the text, and -1 as the number.
         field: the name of the number's field, which stands before the text.
-        number: returns the next number.
+        texts: each text that is encoded is appended.
     """
     head, mark, rest = named_frame(name, event).partition(b'"%s":-1' % field.encode())
-    before, tail = rest.split(_PLACEHOLDER_JSON)
+    between, tail = rest.split(_PLACEHOLDER_JSON)
     head += mark.removesuffix(b"-1")
-    encode = _encode
+    encode, number, note = _encode, numbers.next_json, texts.append
 
     def encode_frame(text: str) -> bytes:
+        note(text)
         json = encode(text) if text.isascii() else encode_json(text)
-        return b"".join((head, encode(number()), before, json, tail))
+        return b"".join((head, number(), between, json, tail))
 
     return encode_frame

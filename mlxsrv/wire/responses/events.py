@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from typing import Any
 
 from msgspec import Struct
@@ -16,7 +15,7 @@ from mlxsrv.wire.responses.answers import (
     ResponseObject,
     SummaryText,
 )
-from mlxsrv.wire.sse import PLACEHOLDER, named_frame, numbered_frames
+from mlxsrv.wire.sse import PLACEHOLDER, Numbers, named_frame, numbered_frames
 
 
 class ResponsesEvent(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -173,16 +172,19 @@ class EventWriter:
     """Writes the events of one stream, and numbers them."""
 
     def __init__(self) -> None:
-        self._number: Callable[[], int] = count().__next__
+        self._numbers = Numbers()
 
     def write(self, kind: type[ResponsesEvent], **fields: Any) -> bytes:
         """Return the frame of one event."""
-        return named_frame(_name(kind), kind(sequence_number=self._number(), **fields))
+        return named_frame(_name(kind), kind(sequence_number=self._numbers.next(), **fields))
 
-    def deltas(self, kind: type[ResponsesEvent], **fields: Any) -> Callable[[str], bytes]:
-        """Return an encoder of events that differ in `delta` and in their number."""
+    def deltas(
+        self, kind: type[ResponsesEvent], texts: list[str], **fields: Any
+    ) -> Callable[[str], bytes]:
+        """Return an encoder of events that differ in `delta` and in their number. It appends each
+        delta to `texts`."""
         event = kind(**{"sequence_number": -1, "delta": PLACEHOLDER, **fields})
-        return numbered_frames(_name(kind), event, "sequence_number", self._number)
+        return numbered_frames(_name(kind), event, "sequence_number", self._numbers, texts)
 
 
 def _name(kind: type[ResponsesEvent]) -> str:

@@ -84,6 +84,7 @@ class ResponsesStream(Stream):
         self._created = False
         self._items: list[OutputItem] = []
         self._open: _OpenText | _OpenCall | None = None
+        self._deltas: dict[Channel, Callable[[str], bytes]] = {}  # of the text that is open
 
     def keepalive(self) -> bytes:
         """An event, because clients do not count comments as a sign of life."""
@@ -101,13 +102,16 @@ class ResponsesStream(Stream):
     def text(
         self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
     ) -> bytes:
-        begun = b""
-        if self._open is None or self._open.channel != channel:
+        deltas = self._deltas.get(channel)
+        if deltas is None:
             if not text:  # the score of a token that is no text, such as a marker of a call
                 return b""
             begun = self._begin(self._new_text(channel))
-        assert isinstance(self._open, _OpenText)
-        return begun + self._open.add(text, scores)
+            return begun + self.text(choice, channel, text, scores)
+        if scores:
+            assert isinstance(self._open, _OpenText)
+            return self._open.add_scored(text, scores)
+        return deltas(text)
 
     def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
         tool = self._request.toolbox.tool(name)
@@ -146,11 +150,14 @@ class ResponsesStream(Stream):
     def _begin(self, item: _OpenText | _OpenCall) -> bytes:
         closed = self._close("completed")
         self._open = item
+        if isinstance(item, _OpenText):
+            self._deltas[item.channel] = item.frames
         return closed + item.begin()
 
     def _close(self, status: ItemStatus) -> bytes:
         """End the open item, if there is one. Texts get this status."""
         open, self._open = self._open, None
+        self._deltas.clear()
         if open is None:
             return b""
         data, item = open.end(status)
@@ -196,7 +203,9 @@ class _OpenText:
         else:
             self._kinds = _SUMMARY if request.summarized else _REASONING
         self._id = new_item_id("message" if channel == "content" else "reasoning")
-        self._frames = events.deltas(self._kinds.delta, item_id=self._id, output_index=index)
+        self.frames = events.deltas(
+            self._kinds.delta, self._texts, item_id=self._id, output_index=index
+        )
 
     def begin(self) -> bytes:
         empty: OutputItem
@@ -207,10 +216,8 @@ class _OpenText:
         added = self._events.write(ItemAdded, output_index=self._index, item=empty)
         return added + self._write(self._kinds.added, part=self._kinds.part())
 
-    def add(self, text: str, scores: Sequence[TokenScore]) -> bytes:
+    def add_scored(self, text: str, scores: Sequence[TokenScore]) -> bytes:
         self._texts.append(text)
-        if not scores or self.channel != "content":
-            return self._frames(text)
         logprobs = chat_logprobs(scores).content
         self._logprobs += logprobs
         return self._write(OutputTextDelta, delta=text, logprobs=logprobs)
@@ -244,8 +251,6 @@ class _OpenText:
 class _OpenCall:
     """A call that is being written."""
 
-    channel = None
-
     def __init__(self, events: EventWriter, index: int, tool: CallableTool, call_id: str) -> None:
         self._events = events
         self._index = index
@@ -254,6 +259,7 @@ class _OpenCall:
         self._texts: list[str] = []
         self._frames = events.deltas(
             InputDelta if tool.custom else ArgumentsDelta,
+            self._texts,
             item_id=self._item.id,
             output_index=index,
         )
@@ -265,7 +271,6 @@ class _OpenCall:
         return self._add(arguments if self._input is None else self._input.feed(arguments))
 
     def _add(self, text: str) -> bytes:
-        self._texts.append(text)
         return self._frames(text) if text else b""
 
     def item(self, status: ItemStatus) -> OutputItem:
