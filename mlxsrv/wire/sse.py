@@ -86,7 +86,7 @@ def text_encoder(template: bytes) -> Callable[[str], bytes]:
 _FIRST_NUMBERS = tuple(map(_encode, range(1000)))
 
 
-class Numbers:
+class EventNumbers:
     """Counts the events of a stream, from 0."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Numbers:
 
 
 def numbered_frames(
-    name: str, event: object, field: str, numbers: Numbers, texts: list[str]
+    name: str, event: object, field: str, numbers: EventNumbers, texts: list[str]
 ) -> Callable[[str], bytes]:
     """Return an encoder of named frames that differ in one text and in a number.
 

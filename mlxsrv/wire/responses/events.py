@@ -15,7 +15,7 @@ from mlxsrv.wire.responses.answers import (
     ResponseObject,
     SummaryText,
 )
-from mlxsrv.wire.sse import PLACEHOLDER, Numbers, named_frame, numbered_frames
+from mlxsrv.wire.sse import PLACEHOLDER, EventNumbers, named_frame, numbered_frames
 
 
 class ResponsesEvent(Struct, frozen=True, kw_only=True, tag_field="type"):
@@ -172,7 +172,7 @@ class EventWriter:
     """Writes the events of one stream, and numbers them."""
 
     def __init__(self) -> None:
-        self._numbers = Numbers()
+        self._numbers = EventNumbers()
 
     def write(self, kind: type[ResponsesEvent], **fields: Any) -> bytes:
         """Return the frame of one event."""
