@@ -29,7 +29,7 @@ quick: check  ## lint, types, then the tests that need neither socket nor proces
 	  -m 'not (slow or served or long)' $(ARGS)
 
 test: check  ## lint, types, then every test that is not long (ARGS="-k stream")
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-long: $(VENV)/.test  ## what takes long, and ten times the examples of hypothesis
 	MLXSRV_TESTS=long $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1200 -m 'long or hypothesis' $(ARGS)

@@ -33,6 +33,24 @@ _SERVED = {
 }
 """Folders and files whose tests need sockets or processes, or take long."""
 
+_LONGEST = (
+    "web/test_timeouts.py",
+    "web/test_structured.py",
+    "web/test_server.py",
+    "web/test_openapi.py",
+    "web/test_faults.py",
+    "web/test_models.py",
+    "web/test_soak.py",
+    "web/test_streaming.py",
+    "web/test_load.py",
+    "web/test_restart.py",
+    "web/test_limits.py",
+    "engine/test_device.py",
+    "engine/patches/test_imports.py",
+    "engine/execution/test_batch.py",
+)
+"""Files that take longest. They come first, so that no process has a long one left at the end."""
+
 _FORBIDDEN = {"socket.connect", "socket.bind", "subprocess.Popen", "os.posix_spawn"}
 
 
@@ -41,6 +59,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(_TESTS)
         if {path.as_posix(), path.name, *(folder.as_posix() for folder in path.parents)} & _SERVED:
             item.add_marker(pytest.mark.served)
+    places = {_TESTS / name: place for place, name in enumerate(_LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
