@@ -18,7 +18,7 @@ from tests.fuzz.targets import DIALECTS, TARGETS
 from tests.support.effort import examples
 from tests.text.test_tools import FAMILIES
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(200)))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(400, usual=80)))
 SLOW = {"growth": 10, "grammars": 100}
 """Targets that take so many times as long as others."""
 

@@ -248,7 +248,7 @@ TEXTS = st.lists(PARTS, max_size=40).map("".join)
 
 
 @pytest.mark.parametrize("name", CUT)
-@settings(max_examples=examples(60), deadline=None)
+@settings(max_examples=examples(150, usual=24), deadline=None)
 @given(text=TEXTS, piece=st.integers(1, 24))
 @pytest.mark.slow
 def test_pieces_give_the_tokens_of_the_whole(name: str, text: str, piece: int) -> None:

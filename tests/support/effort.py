@@ -21,8 +21,11 @@ _REPEATED = frozenset(
 """Families of tests.support.tiny whose kinds of KV cache another family has too."""
 
 
-def examples(count: int) -> int:
-    """How many examples hypothesis tries where `count` would be thorough."""
+def examples(count: int, usual: int | None = None) -> int:
+    """How many examples hypothesis tries where `count` would be thorough; in the usual run `usual`,
+    where those few find what is wrong for many inputs."""
+    if usual is not None and EFFORT == "usual":
+        return usual
     return max(1, round(count * _SHARES[EFFORT]))
 
 

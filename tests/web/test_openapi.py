@@ -33,7 +33,7 @@ from tests.support.serving import PATIENCE, Server, hosted, serving
 
 DOCUMENT = "/openapi.json"
 MAX_CHOICES = 4
-EXAMPLES = examples(30)
+EXAMPLES = examples(80, usual=10)
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 """All but the search for a smaller example, which with bodies like these takes minutes."""
 

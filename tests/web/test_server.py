@@ -55,8 +55,8 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "told"),
     [
         (["--port", "x"], "--port"),
-        (["--max-concurrency", "0"], "--max-concurrency"),
-        (["--log-format", "xml"], "--log-format"),
+        pytest.param(["--max-concurrency", "0"], "--max-concurrency", marks=pytest.mark.long),
+        pytest.param(["--log-format", "xml"], "--log-format", marks=pytest.mark.long),
         (["--model", "/no/such/folder"], "/no/such/folder"),
         (["--model", "a=/no/such/folder"], "/no/such/folder"),
         (["--model", "/" + "long" * 1000], "long"),

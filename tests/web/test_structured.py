@@ -347,7 +347,14 @@ def test_beside_tools_json_or_a_call_comes(client: httpx.Client, kind: str) -> N
 
 
 @pytest.mark.parametrize(
-    "text", ["a <think> b", "a </think> b", "<tool_call>a", "a </tool_call> b", "a<|im_end|>b"]
+    "text",
+    [
+        "a <think> b",
+        pytest.param("a </think> b", marks=pytest.mark.long),
+        "<tool_call>a",
+        pytest.param("a </tool_call> b", marks=pytest.mark.long),
+        "a<|im_end|>b",
+    ],
 )
 def test_what_a_schema_spells_like_a_marker_is_text(client: httpx.Client, text: str) -> None:
     properties = {"forced": {"const": text}, "drawn": {"enum": [text, "zz"]}}
