@@ -82,6 +82,7 @@ def as_reminders(messages: Sequence[PlainMessage]) -> list[PlainMessage]:
     changes its place, so the prompt stays a prefix of the next turn's.
     """
     plain: list[PlainMessage] = []
+    texts: list[list[str]] = []  # of each of them
     reminded = False  # the last message ends with a reminder
     for message in messages:
         last = plain[-1]["role"] if plain else message["role"]
@@ -90,9 +91,12 @@ def as_reminders(messages: Sequence[PlainMessage]) -> list[PlainMessage]:
             text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
             message = {"role": "user", "content": text}
         if plain and message["role"] == last and (last == "system" or late or reminded):
-            text = f"{plain[-1]['content']}\n\n{message['content']}"
-            plain[-1] = {**plain[-1], "content": text}
+            texts[-1].append(message["content"])
         else:
             plain.append(message)
+            texts.append([message["content"]])
         reminded = late
-    return plain
+    return [
+        {**message, "content": "\n\n".join(parts)}
+        for message, parts in zip(plain, texts, strict=True)
+    ]

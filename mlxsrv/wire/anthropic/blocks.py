@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
-from msgspec.structs import replace
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
@@ -129,13 +129,15 @@ def read_chat(system: System | None, messages: Sequence[MessageParam]) -> list[C
             has its path in the request.
     """
     told = _read_system(system)
+    turns = (
+        read
+        for i, message in enumerate(messages)
+        for read in _read(message, f"messages[{i}].content")
+    )
     chat = [ChatMessage(role="system", content=told)] if told else []
-    for i, message in enumerate(messages):
-        for read in _read(message, f"messages[{i}].content"):
-            if chat and chat[-1].role == read.role and read.role in ("user", "assistant"):
-                chat[-1] = _joined(chat[-1], read)
-            else:
-                chat.append(read)
+    for role, group in groupby(turns, key=lambda message: message.role):
+        same = [*group]
+        chat += [_joined(same)] if role in ("user", "assistant") else same
     return chat
 
 
@@ -148,13 +150,13 @@ def _read_system(system: System | None) -> str:
     return _BETWEEN.join(text for text in texts if text)
 
 
-def _joined(first: ChatMessage, second: ChatMessage) -> ChatMessage:
-    reasoning = [one.reasoning for one in (first, second) if one.reasoning]
-    return replace(
-        first,
-        content=_BETWEEN.join(one.content for one in (first, second) if one.content),
-        reasoning=_BETWEEN.join(reasoning) or None,
-        calls=(*first.calls, *second.calls),
+def _joined(messages: Sequence[ChatMessage]) -> ChatMessage:
+    thoughts = [message.reasoning for message in messages if message.reasoning]
+    return ChatMessage(
+        role=messages[0].role,
+        content=_BETWEEN.join(message.content for message in messages if message.content),
+        reasoning=_BETWEEN.join(thoughts) or None,
+        calls=tuple(call for message in messages for call in message.calls),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from mlxsrv.generation.spec import (
     ToolChoice,
     ToolSpec,
 )
+from mlxsrv.prompts.messages import as_reminders, plain_message
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
 from tests.support.schemas import Body
 
@@ -112,6 +114,15 @@ def test_turns_of_one_role_are_one() -> None:
     ]
 
 
+@pytest.mark.parametrize("roles", [("user", "user"), ("user", "system")])
+def test_many_turns_are_read_in_time(roles: tuple[str, str]) -> None:
+    turns = [{"role": roles[i % 2], "content": "x" * 2000} for i in range(10_000)]
+    begun = time.process_time()
+    messages = [plain_message(message) for message in chat(*turns)]
+    assert len(as_reminders(messages)) == 1
+    assert time.process_time() - begun < 5, "texts are joined once"
+
+
 def test_a_system_message_stays_where_it_stands() -> None:
     asked = prompt(user("a"), {"role": "system", "content": [text("b")]}, user("c"))
     assert [message.role for message in asked.messages] == ["user", "system", "user"]
@@ -132,7 +143,7 @@ def test_calls_and_results_keep_their_order() -> None:
             role="assistant",
             content="b",
             reasoning="hm",
-            calls=[PastCall("f", {"city": "Paris"}, "call_1")],
+            calls=(PastCall("f", {"city": "Paris"}, "call_1"),),
         ),
         ChatMessage(role="tool", content="sunny", call_id="call_1"),
         ChatMessage(role="tool", content="Error: x\n\ny", call_id="call_1"),

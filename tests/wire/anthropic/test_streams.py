@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +36,14 @@ _FILE = Path(__file__).parents[2] / "support" / "anthropic_schemas.json"
 _DEFS = json.loads(_FILE.read_text("utf-8"))["$defs"]
 
 
+@cache
+def _validator(name: str) -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": _DEFS})
+
+
 def check_type(body: object, name: str) -> None:
     """Fails unless `body` is what the SDK's type `name` describes."""
-    schema = {"$ref": f"#/$defs/{name}", "$defs": _DEFS}
-    jsonschema.Draft202012Validator(schema).validate(body)
+    _validator(name).validate(body)
 
 
 def read_events(data: bytes) -> list[Body]:
