@@ -23,7 +23,7 @@ _PREFLIGHT_SECONDS = 600
 
 _CORS_HEADERS = {
     "Access-Control-Expose-Headers": "Retry-After, X-Ignored-Params, X-RateLimit-Limit-Requests, "
-    "X-RateLimit-Remaining-Requests, X-RateLimit-Reset-Requests, X-Request-ID",
+    "X-RateLimit-Remaining-Requests, X-RateLimit-Reset-Requests, X-Request-ID, request-id",
 }
 
 
