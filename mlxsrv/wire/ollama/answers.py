@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from mlxsrv.errors import ServeError, UnsupportedParameter
+from mlxsrv.errors import ModelNotFound, ServeError, UnsupportedParameter
 from mlxsrv.generation.outputs import Answer, FinishReason, Timings, TokenScore, ToolUse, Usage
 from mlxsrv.wire.dialect import ErrorShape
 from mlxsrv.wire.openai.logprobs import TokenLogprob, TopLogprob, chat_logprobs
@@ -22,9 +22,12 @@ class OllamaError(Struct, frozen=True):
 
 
 def ollama_error(error: ServeError, request_id: str = "") -> OllamaError:
-    """Clients look for Ollama's own words where a model has no tools."""
-    if isinstance(error, UnsupportedParameter) and error.param == "tools":
-        return OllamaError(f"the model does not support tools: {error.message}")
+    """Clients look for Ollama's own words where there is no such model, or it has no tools."""
+    match error:
+        case ModelNotFound():
+            return OllamaError(f"model not found: {error.message}")
+        case UnsupportedParameter(param="tools"):
+            return OllamaError(f"the model does not support tools: {error.message}")
     return OllamaError(error.message)
 
 

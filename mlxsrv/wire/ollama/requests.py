@@ -34,10 +34,10 @@ _UNLIMITED = 2**31 - 1
 _CHAT_PATHS = {"context": "options.num_ctx"}
 _GENERATE_PATHS = {**_CHAT_PATHS, "messages": "prompt", "chat_template": "template"}
 
-Penalty2 = Annotated[float, Meta(ge=-2, le=2)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-KeepAlive = float | Annotated[str, Meta(max_length=100)]
-Images = Annotated[list[str], Meta(max_length=1000)]
+_Penalty = Annotated[float, Meta(ge=-2, le=2)]
+_Share = Annotated[float, Meta(ge=0, le=1)]
+_KeepAlive = float | Annotated[str, Meta(max_length=100)]
+_Images = Annotated[list[str], Meta(max_length=1000)]
 
 
 class OllamaOptions(Struct, frozen=True, kw_only=True):
@@ -51,11 +51,11 @@ class OllamaOptions(Struct, frozen=True, kw_only=True):
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=_UNLIMITED)] | None = None
-    top_p: Share | None = None
-    min_p: Share | None = None
+    top_p: _Share | None = None
+    min_p: _Share | None = None
     repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    presence_penalty: Penalty2 | None = None
-    frequency_penalty: Penalty2 | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
 
     @property
     def limit(self) -> int | None:
@@ -93,8 +93,8 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
     stream: bool | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
-    keep_alive: KeepAlive | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    keep_alive: _KeepAlive | None = None
+    think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
@@ -104,7 +104,10 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
 
     @property
     def effort(self) -> str | None:
-        return self.think if isinstance(self.think, str) else None
+        """How much the model shall think. No model here knows more than "high"."""
+        if isinstance(self.think, str):
+            return "high" if self.think == "max" else self.think
+        return None
 
     @property
     def form(self) -> JSONForm | None:
@@ -151,7 +154,7 @@ class OllamaMessage(Struct, frozen=True):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: Images | None = None
+    images: _Images | None = None
     tool_calls: Annotated[list[OllamaPastCall], Meta(max_length=1000)] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -218,7 +221,7 @@ def _is_unfinished(last: ChatMessage) -> bool:
     return last.role == "assistant" and bool(last.content) and not last.calls
 
 
-def _refuse_images(images: Images | None, path: str) -> None:
+def _refuse_images(images: _Images | None, path: str) -> None:
     if images:
         raise UnsupportedParameter(f"{path}: this model takes text only; leave it out", param=path)
 
@@ -234,7 +237,7 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     system: str | None = None
     template: Annotated[str, Meta(max_length=2**20)] | None = None
     raw: bool | None = None
-    images: Images | None = None
+    images: _Images | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -280,7 +283,7 @@ class OllamaEmbedRequest(Struct, frozen=True, kw_only=True):
     input: str | Annotated[list[NotEmpty], Meta(max_length=2048)] | None = None
     truncate: bool | None = None
     dimensions: Annotated[int, Meta(ge=0)] | None = None
-    keep_alive: KeepAlive | None = None
+    keep_alive: _KeepAlive | None = None
     options: dict[str, Any] | None = None
 
     @property
@@ -302,7 +305,7 @@ class OllamaEmbeddingsRequest(Struct, frozen=True, kw_only=True):
 
     model: NotEmpty
     prompt: str | None = None
-    keep_alive: KeepAlive | None = None
+    keep_alive: _KeepAlive | None = None
     options: dict[str, Any] | None = None
 
     @property

@@ -132,7 +132,13 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
 
 @pytest.mark.parametrize(
     ("think", "thinking", "effort"),
-    [(None, None, None), (True, True, None), (False, False, None), ("low", True, "low")],
+    [
+        (None, None, None),
+        (True, True, None),
+        (False, False, None),
+        ("low", True, "low"),
+        ("max", True, "high"),
+    ],
 )
 def test_think_is_thinking_and_effort(
     think: object, thinking: bool | None, effort: str | None

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.errors import EngineFailed, UnsupportedParameter
+from mlxsrv.errors import EngineFailed, ModelNotFound, UnsupportedParameter
 from mlxsrv.generation.outputs import (
     AnswerBuilder,
     Ended,
@@ -168,6 +168,7 @@ def test_an_error_is_a_line_of_its_own() -> None:
     assert read_lines(data)[1] == {"error": "no"}
 
 
-def test_a_model_without_tools_is_told_in_ollamas_words() -> None:
+def test_what_clients_look_for_is_told_in_ollamas_words() -> None:
     error = ollama_error(UnsupportedParameter("tools: the template has none", param="tools"))
     assert "does not support tools" in error.error
+    assert "model not found" in ollama_error(ModelNotFound("no model 'x'", param="model")).error
