@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -194,7 +194,7 @@ class ResponseObject(Struct, frozen=True, kw_only=True):
     temperature: float | None
     text: dict[str, Any]
     tool_choice: Any
-    tools: list[Any]
+    tools: list[dict[str, Any]]
     top_logprobs: int | None
     top_p: float | None
     truncation: Literal["auto", "disabled"]
@@ -206,7 +206,6 @@ def make_response(request: ResponsesRequest, identity: Identity) -> ResponseObje
     """Return a response that has begun."""
     reasoning = request.reasoning
     form = None if request.text is None else request.text.format
-    tools: Sequence[Raw | Mapping[str, Any]] = request.toolbox.shown
     return ResponseObject(
         id=identity.id,
         created_at=identity.created,
@@ -224,7 +223,7 @@ def make_response(request: ResponsesRequest, identity: Identity) -> ResponseObje
         temperature=request.temperature,
         text={"format": form or PlainFormat()},
         tool_choice=request.tool_choice or "auto",
-        tools=[*tools],
+        tools=[*request.toolbox.shown],
         top_logprobs=request.top_logprobs,
         top_p=request.top_p,
         truncation=request.truncation or "disabled",

@@ -11,13 +11,14 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
 from mlxsrv.errors import MissingParameter
 from mlxsrv.wire.decoding import decode_part
 from mlxsrv.wire.unknown import Fields, Search
 
 
-class ItemPart(Struct, frozen=True):
+class ItemPart(Struct, frozen=True, omit_defaults=True):
     """A part of a message, of a tool's output or of reasoning."""
 
     type: str
@@ -30,7 +31,7 @@ class ItemPart(Struct, frozen=True):
 Parts = str | Annotated[list[ItemPart], Meta(max_length=10_000)]
 
 
-class InputItem(Struct, frozen=True, kw_only=True):
+class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What all items have. Clients that give items back may leave out both."""
 
     id: str | None = None
@@ -173,27 +174,15 @@ def read_stored(items: Sequence[bytes], path: str) -> list[PlacedItem]:
     return [PlacedItem(path, _READERS[_read_head(each).type].decode(each)) for each in items]
 
 
-def stored_form(raw: Raw | bytes, new_id: Callable[[str], str]) -> tuple[str, bytes]:
+def stored_form(item: InputItem, new_id: Callable[[str], str]) -> tuple[str, bytes]:
     """Return the id of an item that a client has sent, and the item as it is stored: with an id
     and a status, and the content of a message as parts."""
-    item: dict[str, Any] = msgspec.json.decode(raw)
-    item["type"] = item.get("type") or "message"
-    if not item.get("id"):
-        item["id"] = new_id(item["type"])
-    if item["type"] != "reasoning":
-        item["status"] = item.get("status") or "completed"
-    content = item.get("content")
-    if item["type"] == "message" and isinstance(content, str):
-        item["content"] = [_text_part(item["role"], content)]
-    return item["id"], msgspec.json.encode(item)
-
-
-def plain_message(text: str) -> bytes:
-    """Return the item that an input of plain text stands for."""
-    return msgspec.json.encode({"type": "message", "role": "user", "content": text})
-
-
-def _text_part(role: str, text: str) -> dict[str, Any]:
-    if role == "assistant":
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    return {"type": "input_text", "text": text}
+    id = item.id or new_id(str(item.__struct_config__.tag))
+    item = replace(item, id=id, status=item.status or "completed")
+    match item:
+        case InputMessage(role=role, content=str(text)):
+            kind = "output_text" if role == "assistant" else "input_text"
+            item = replace(item, content=[ItemPart(type=kind, text=text)])
+        case InputReasoning(summary=None):
+            item = replace(item, summary=[])
+    return id, msgspec.json.encode(item)

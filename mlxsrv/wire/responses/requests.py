@@ -115,23 +115,12 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
         return Search()
 
     @cached_property
-    def raw_items(self) -> Sequence[tuple[PlacedItem, Raw]]:
-        """The items as they were read and as they came, if the input is no string.
-
-        Raises:
-            InvalidRequest: one of them is wrong.
-        """
+    def items(self) -> Sequence[PlacedItem]:
+        """The items, if the input is no string. Raises InvalidRequest."""
         if self.input is None or isinstance(self.input, str):
             return []
-        read = (
-            (read_item(raw, f"input[{i}]", self.ignored), raw) for i, raw in enumerate(self.input)
-        )
-        return [(item, raw) for item, raw in read if item is not None]
-
-    @property
-    def items(self) -> list[PlacedItem]:
-        """The items, if the input is no string. Raises InvalidRequest."""
-        return [item for item, _ in self.raw_items]
+        read = (read_item(raw, f"input[{i}]", self.ignored) for i, raw in enumerate(self.input))
+        return [item for item in read if item is not None]
 
     @cached_property
     def toolbox(self) -> Toolbox:

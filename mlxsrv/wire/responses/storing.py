@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.wire.responses.answers import ResponseObject, new_item_id
-from mlxsrv.wire.responses.items import InputReference, plain_message, stored_form
+from mlxsrv.wire.responses.items import InputMessage, InputReference, stored_form
 from mlxsrv.wire.responses.requests import Past, ResponsesRequest
 from mlxsrv.wire.sse import encode_json
 
@@ -20,13 +20,12 @@ IdentifiedItem = tuple[str, bytes]
 def stored_input(request: ResponsesRequest, past: Past) -> Iterator[IdentifiedItem]:
     """The items of a request; those that it refers to are copied."""
     if isinstance(request.input, str):
-        yield stored_form(plain_message(request.input), new_item_id)
-        return
-    for placed, raw in request.raw_items:
+        yield stored_form(InputMessage(role="user", content=request.input), new_item_id)
+    for placed in request.items:
         if isinstance(placed.item, InputReference):
             yield placed.item.id, past.references[placed.item.id]
         else:
-            yield stored_form(raw, new_item_id)
+            yield stored_form(placed.item, new_item_id)
 
 
 def stored_output(response: ResponseObject) -> Iterator[IdentifiedItem]:

@@ -79,6 +79,7 @@ class _Reader:
         self.fields = Fields(kind, "tools[].")
 
 
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 _read_kind = msgspec.json.Decoder(_Kind).decode
 _READERS = {kind.__struct_config__.tag: _Reader(kind) for kind in TOOL_KINDS}
 
@@ -110,7 +111,7 @@ class Toolbox(Struct, frozen=True):
     """
 
     tools: Mapping[str, CallableTool]
-    shown: Sequence[Raw | Mapping[str, Any]] = ()
+    shown: Sequence[dict[str, Any]] = ()
     hosted: bool = False
 
     def tool(self, name: str) -> CallableTool:
@@ -139,13 +140,15 @@ def read_tools(tools: Sequence[Raw], search: Search) -> Toolbox:
         InvalidRequest: a tool is wrong; the error has its path.
     """
     found: dict[str, CallableTool] = {}
-    shown: list[Raw | Mapping[str, Any]] = []
+    shown: list[dict[str, Any]] = []
     hosted = False
     for i, raw in enumerate(tools):
         path = f"tools[{i}]"
         tool = _read_tool(raw, path, search)
         hosted = hosted or tool is None
-        shown.append(_shown(tool) if isinstance(tool, FunctionTool) else raw)
+        # Decoded, because a line end between two fields would break an event.
+        plain = decode_part(_decode, raw, path)
+        shown.append(_shown(tool) if isinstance(tool, FunctionTool) else plain)
         if isinstance(tool, NamespaceTool):
             for j, inner in enumerate(tool.tools):
                 own = _read_tool(inner, f"{path}.tools[{j}]", search)
@@ -161,7 +164,6 @@ def _read_tool(
 ) -> FunctionTool | CustomTool | NamespaceTool | None:
     reader = _READERS.get(decode_part(_read_kind, raw, path).type)
     if reader is None:
-        decode_part(_as_text, raw, path)  # what is ignored must be valid UTF-8, too
         search.note("tools[]", path)
         return None
     tool: FunctionTool | CustomTool | NamespaceTool = decode_part(reader.decode, raw, path)
@@ -169,11 +171,7 @@ def _read_tool(
     return tool
 
 
-def _as_text(raw: Raw) -> str:
-    return str(raw, "utf-8")
-
-
-def _shown(tool: FunctionTool) -> Mapping[str, Any]:
+def _shown(tool: FunctionTool) -> dict[str, Any]:
     """OpenAI's types require all fields of a function."""
     return {
         "type": "function",

@@ -18,6 +18,7 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.wire.responses.conversation import seal, unseal
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past
+from mlxsrv.wire.responses.storing import stored_input
 from tests.support.schemas import Body
 from tests.wire.responses.asking import (
     FUNCTION,
@@ -208,7 +209,29 @@ def test_hosted_tools_are_left_out_with_a_note() -> None:
 def test_the_response_repeats_the_tools() -> None:
     shown = asked(tools=[{**FUNCTION, "strict": None}, HOSTED[0]]).toolbox.shown
     assert shown[0] == {**FUNCTION, "strict": None, "description": None}
-    assert json.loads(bytes(shown[1])) == HOSTED[0]  # type: ignore[arg-type]
+    assert shown[1] == HOSTED[0]
+
+
+# The store.
+
+
+def test_items_are_stored_with_all_that_a_client_may_leave_out() -> None:
+    items = [{"role": "user", "content": "hi"}, said("So"), {"type": "reasoning"}, CALL, OUTPUT]
+    junk = {"role": "assistant", "content": "x", "junk": 1}
+    request = asked(input=[*items, junk])
+    found = [json.loads(stored) for _, stored in stored_input(request, Past())]
+    assert [item["type"] for item in found] == [
+        *("message", "message", "reasoning", "function_call", "function_call_output", "message")
+    ]
+    assert [item["id"].split("_")[0] for item in found] == ["msg", "msg", "rs", "fc", "fco", "msg"]
+    assert {item["status"] for item in found} == {"completed"}
+    assert found[0]["content"] == [{"type": "input_text", "text": "hi"}]
+    assert found[1]["content"] == said("So")["content"]
+    assert found[2]["summary"] == []
+    assert found[5]["content"] == [{"type": "output_text", "text": "x"}]
+    past = Past([stored for _, stored in stored_input(request, Past())])
+    again = prompt(past, input=None, previous_response_id="resp_1")
+    assert again.messages == request.spec(Past()).prompt.messages  # type: ignore[union-attr]
 
 
 # The rest.

@@ -27,7 +27,7 @@ from mlxsrv.generation.outputs import (
     Usage,
 )
 from mlxsrv.wire.responses.answers import ResponseObject, fold_response, is_object
-from mlxsrv.wire.responses.requests import ResponsesRequest
+from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, ResponsesRequest
 from mlxsrv.wire.responses.streams import ResponsesStream
 from tests.support.schemas import Body, as_sent
 from tests.wire.responses.asking import TOOLS, asked, check_response, read_events, sdk_event, short
@@ -298,6 +298,13 @@ def test_a_score_without_text_opens_no_message() -> None:
     scored = TextPiece(0, "content", "", (TokenScore(b"<tool_call>", -0.5),))
     sent = Sent([scored, *call(0, "get_weather", PARIS), scored, *end("tool_calls")])
     assert [item["type"] for item in sent.output] == ["function_call"]
+
+
+def test_line_ends_of_a_request_break_no_event() -> None:
+    hosted = {"type": "mcp", "server_label": "a\u2028b"}
+    body = json.dumps({"input": "hi", "tools": [*TOOLS, hosted]}, indent=1)
+    request, _ = RESPONSES_REQUESTS.decode(body.encode())
+    assert Sent([*text("a"), *end()], request).response["tools"][-1] == hosted
 
 
 # Ends.
