@@ -13,9 +13,9 @@ from mlxsrv.service.response_store import ResponseStore, StoredItem, StoredRespo
 from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.reading import read_request, service_of
-from mlxsrv.web.responses import JSONResponse
+from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.wire.decoding import read_query
-from mlxsrv.wire.responses.answers import DeletedResponse, ItemList, ResponseObject
+from mlxsrv.wire.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseObject
 from mlxsrv.wire.responses.dialects import ResponsesDialect
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past, ResponsesRequest
 from mlxsrv.wire.responses.storing import (
@@ -32,14 +32,26 @@ async def create_response(request: Request) -> Response:
     """Answer, and keep the response unless the client does not want that."""
     record_of(request.scope).operation = "chat"
     asked, headers = await read_request(request, RESPONSES_REQUESTS)
-    store = service_of(request).responses
-    past = Past(
-        [item.body for item in store.conversation(asked.previous_response_id)],
-        {id: store.item(id, path).body for id, path in asked.references.items()},
-    )
+    store = _store(request)
+    past = _past(store, asked)
     dialect = ResponsesDialect(past, partial(_keep, store, asked, past))
     reply = await start_reply(request, dialect.spec(asked), dialect.new_id())
     return answer(dialect, asked, reply, headers)
+
+
+async def count_input_tokens(request: Request) -> Response:
+    asked, headers = await read_request(request, RESPONSES_REQUESTS)
+    work = service_of(request).count_tokens(asked.spec(_past(_store(request), asked)))
+    count = await unless_gone(request.receive, work)
+    return JSONResponse(InputTokens(input_tokens=count), headers=headers)
+
+
+def _past(store: ResponseStore, asked: ResponsesRequest) -> Past:
+    """Raises PreviousResponseNotFound, StoredItemNotFound."""
+    return Past(
+        [item.body for item in store.conversation(asked.previous_response_id)],
+        {id: store.item(id, path).body for id, path in asked.references.items()},
+    )
 
 
 def _keep(

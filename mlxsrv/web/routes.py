@@ -36,6 +36,7 @@ def make_routes(telemetry: Iterable[OperationRoute], *, ollama_root: bool) -> li
         _route("createMessage", messages.create_message),
         _route("countMessageTokens", messages.count_tokens),
         _route("createResponse", responses_api.create_response),
+        _route("countInputTokens", responses_api.count_input_tokens),
         _route("getResponse", responses_api.get_response),
         _route("deleteResponse", responses_api.delete_response),
         _route("listInputItems", responses_api.list_input_items),

@@ -56,6 +56,15 @@ INFERENCE = (
         fails=(507,),
     ),
     Operation(
+        "POST",
+        "/v1/responses/input_tokens",
+        "countInputTokens",
+        "How many tokens a prompt has",
+        description="Asked as a response is. Nothing is generated.",
+        body=RESPONSES_REQUESTS,
+        answer=responses.InputTokens,
+    ),
+    Operation(
         "GET",
         "/v1/responses/{id}",
         "getResponse",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,30 @@ def test_logprobs_where_they_are_asked_for(client: httpx.Client) -> None:
 def test_a_seed_makes_the_same_text(client: httpx.Client) -> None:
     texts = {text_of(answer(client, model="endless", seed=7, temperature=2)) for _ in range(2)}
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition"),
+    [("regex", "[0-9]{2}\n[a-c]{3}"), ("lark", 'start: /[0-9]{2}/ "\\n" /[a-c]{3}/')],
+)
+def test_a_grammar_binds_a_custom_tools_text(
+    client: httpx.Client, syntax: str, definition: str
+) -> None:
+    """Also a model that knows nothing of it."""
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    tool = {"type": "custom", "name": "write", "format": form}
+    fields = {"tools": [tool], "tool_choice": {"type": "custom", "name": "write"}}
+    item = call_of(answer(client, model="endless", **fields))
+    assert re.fullmatch(r"[0-9]{2}\n[a-c]{3}", item["input"])
+
+
+def test_tokens_are_counted_as_the_usage_has_them(client: httpx.Client, sdk: openai.OpenAI) -> None:
+    asked: Any = {"model": "thinks", "input": "hi", "instructions": "Be.", "tools": [FUNCTION]}
+    used = answer(client, **asked)
+    assert sdk.responses.input_tokens.count(**asked).input_tokens == used["usage"]["input_tokens"]
+    asked["previous_response_id"] = used["id"]
+    more = sdk.responses.input_tokens.count(**asked).input_tokens
+    assert more == answer(client, **asked)["usage"]["input_tokens"] > used["usage"]["input_tokens"]
 
 
 # Recorded requests.

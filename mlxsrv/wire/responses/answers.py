@@ -307,6 +307,11 @@ def _whole_call(toolbox: Toolbox, use: ToolUse, *, cut: bool) -> OutputItem:
     return msgspec.structs.replace(item, input=text + rest, status=status)
 
 
+class InputTokens(Struct, frozen=True, kw_only=True):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 # The store.
 
 
