@@ -291,6 +291,8 @@ def test_keep_alive_says_how_long_a_model_stays(client: httpx.Client) -> None:
     whole(client, "/api/embed", model="a", input="x", keep_alive=60)
     told = running(client)["a"]
     assert seconds_left(told) == pytest.approx(60, abs=10)
+    whole(client, "/api/embed", model="a", input="x", keep_alive=1e300)
+    assert seconds_left(running(client)["a"]) > 10**9, "longer than a date can say"
     assert told["size"] == told["size_vram"] > 0
     assert told["context_length"] == 64
     streamed(client, "/api/chat", model="a", messages=HELLO, keep_alive=0)

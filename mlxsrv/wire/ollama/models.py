@@ -104,10 +104,11 @@ def ollama_model(model: ModelObject) -> OllamaModel:
 
 
 def running_model(loaded: LoadedModel) -> OllamaRunningModel:
-    left = _NEVER if loaded.seconds_left is None else timedelta(seconds=loaded.seconds_left)
+    never = _NEVER.total_seconds()
+    seconds = never if loaded.seconds_left is None else min(loaded.seconds_left, never)
     return OllamaRunningModel(
         **{**_listed(loaded.described), "size": loaded.bytes},
-        expires_at=ollama_time(datetime.now(UTC) + min(left, _NEVER)),
+        expires_at=ollama_time(datetime.now(UTC) + timedelta(seconds=seconds)),
         size_vram=loaded.bytes,  # the memory of the device, which on a Mac is that of the machine
         context_length=loaded.described.context_length or 0,
     )
