@@ -28,12 +28,14 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Constraint, Sampling
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
-from mlxsrv.prompts.grammars.specs import GrammarSpec
+from mlxsrv.prompts.grammars.specs import GrammarSpec, each_call
+from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 Ask: TypeAlias = Callable[[Job], tuple[Job, Constraint | None]]
 
 _ROW_COUNTS = (8, 32)
+_START, _END = "<tool_call>", "</tool_call>"
 _SCHEMA = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
 
 
@@ -63,6 +65,14 @@ def ask_penalties(job: Job) -> tuple[Job, Constraint | None]:
 def ask_grammar(template: CompiledGrammar) -> Ask:
     """JSON that does not end before the benchmark does."""
     return lambda job: (job, template.constraint())
+
+
+def ask_calls(tokenizer: Tokenizer) -> Ask:
+    """Calls held to a schema, in text that makes none: `--tool-grammar` while nothing is called."""
+    spec = each_call([("f", _SCHEMA)], _START, _END)
+    grammar = tokenizer.calls.compile(spec, _START, param="x")
+    assert grammar is not None
+    return lambda job: (job, grammar.constraint(tokenizer.content_pipeline(thinking=False)))
 
 
 def measure(
@@ -122,10 +132,12 @@ def main() -> None:
             "log-probabilities": ask_scores,
             "penalties": ask_penalties,
             "a grammar": ask_grammar(template),
+            "calls in a grammar": ask_calls(Tokenizer(path)),
         }
         measured = [
             measure(model, name, ask, asking, rows, arguments)
             for name, ask in asks.items()
+            if arguments.only in ("", name)
             for rows in _ROW_COUNTS
             for asking in (1, rows)
         ]
@@ -143,6 +155,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--family", choices=FAMILIES, default="qwen3")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=100)
+    parser.add_argument("--only", default="", metavar="NAME", help="measure this row of the table")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all rates here")
     return parser.parse_args()
 
