@@ -180,7 +180,8 @@ class Ended(msgspec.Struct, frozen=True):
       limit cut it off.
     - Ollama: a broken call is not sent.
 
-    Dialects that leave a call out give its `fragment` as text.
+    Dialects that leave a call out give its `fragment` as text. So do Responses if the call has no
+    item, because it was cut off before its name was complete.
 
     Attributes:
         usage: of the whole reply, with the last choice that ends.

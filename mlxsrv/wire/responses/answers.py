@@ -274,13 +274,16 @@ def fold_response(
     output: list[OutputItem] = []
     cut = answer.reason in ("length", "timeout")
     if answer.reasoning:
-        silent = cut and not answer.content and not answer.tools
+        silent = cut and not (answer.content or answer.tools or answer.fragment)
         status: ItemStatus = "incomplete" if silent else "completed"
         id = new_item_id("reasoning")
         output.append(make_reasoning(request, id, answer.reasoning, status))
-    if answer.content or not (answer.tools or cut):
-        text = OutputText(text=answer.content, logprobs=_logprobs(answer))
-        status = "incomplete" if cut and not answer.tools else "completed"
+    # What was written of a call that was cut off before it had a name.
+    nameless = "" if answer.tools and not answer.tools[-1].complete else answer.fragment
+    content = answer.content + nameless
+    if content or not (answer.tools or cut):
+        text = OutputText(text=content, logprobs=_logprobs(answer))
+        status = "incomplete" if cut and (nameless or not answer.tools) else "completed"
         output.append(OutputMessage(id=new_item_id("message"), status=status, content=[text]))
     last = len(answer.tools) - 1 if cut and answer.fragment else None
     output += [

@@ -84,6 +84,7 @@ class ResponsesStream(Stream):
         self._created = False
         self._items: list[OutputItem] = []
         self._open: _OpenText | _OpenCall | None = None
+        self._calls = 0  # that were begun
         self._deltas: dict[Channel, Callable[[str], bytes]] = {}  # of the text that is open
 
     def keepalive(self) -> bytes:
@@ -114,6 +115,7 @@ class ResponsesStream(Stream):
         return deltas(text)
 
     def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
+        self._calls += 1
         tool = self._request.toolbox.tool(name)
         return self._begin(_OpenCall(self._events, self._next_index(), tool, id))
 
@@ -124,9 +126,12 @@ class ResponsesStream(Stream):
     def end(self, ended: Ended) -> bytes:
         assert ended.usage is not None  # there is one choice
         cut = ended.reason in ("length", "timeout")
-        if cut and ended.fragment and isinstance(self._open, _OpenCall):
+        data = b""
+        if ended.fragment and self._calls - 1 not in ended.broken:
+            data = self.text(0, "content", ended.fragment)  # of a call that has no item
+        elif cut and ended.fragment and isinstance(self._open, _OpenCall):
             self._abandon()
-        data = self._close("incomplete" if cut else "completed")
+        data += self._close("incomplete" if cut else "completed")
         if not cut and all(isinstance(item, OutputReasoning) for item in self._items):
             # Clients look for a message or a call.
             data += self._begin(self._new_text("content")) + self._close("completed")
