@@ -200,12 +200,13 @@ class Pool:
         return None if limit is None else max(limit - (model.idle_seconds or 0.0), 0.0)
 
     def unload(self, name: str) -> None:
-        """Unload a model as soon as nobody uses it. One that is pinned, or has an SAE, stays."""
+        """Unload a model as soon as nobody uses it or waits for it. One that is pinned, or has an
+        SAE, stays."""
         model = self._models.get(name)
-        if model is None or model.loaded is None or self._limits.stays(model):
+        if model is None or self._limits.stays(model):
             return
         model.keep_alive = 0.0
-        if model.users == 0:
+        if model.loaded is not None and model.users == 0:
             self._evict(model, "asked for")
             self._arrange()
 

@@ -136,6 +136,18 @@ def test_unloading_is_done_at_once_or_after_the_last_user(folder: Path, log: Log
     run(test)
 
 
+def test_a_model_that_loads_is_unloaded_after_who_waits_for_it(folder: Path, log: Log) -> None:
+    async def test() -> None:
+        async with opened(folder) as pool:
+            waiting = asyncio.create_task(use(pool, "a"))
+            await until(lambda: pool.model("a") is not None, "a is asked for")
+            pool.unload("a")
+            await waiting
+            await until(lambda: log.moves == ["+a", "-a"], "a goes")
+
+    run(test)
+
+
 def test_a_request_that_comes_in_time_keeps_the_model(folder: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
