@@ -1,4 +1,4 @@
-"""mlxsrv: a lean, streaming-first, OpenAI-compatible ASGI server for MLX language models."""
+"""mlxsrv: a lean, streaming-first ASGI server for MLX language models."""
 
 from contextlib import AbstractAsyncContextManager
 

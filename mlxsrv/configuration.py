@@ -84,7 +84,7 @@ def _named(where: str, read: Callable[[Any], Any], value: Any) -> Any:
 
 def option_parser(
     command: str = "",
-    does: str = "Serve MLX language models over an OpenAI-compatible HTTP API.\n"
+    does: str = "Serve MLX language models over OpenAI's, Anthropic's and Ollama's APIs.\n"
     "Other commands: mlxsrv models (list what would be served), mlxsrv pull (download a model), "
     "mlxsrv connect (set up a client).",
 ) -> argparse.ArgumentParser:

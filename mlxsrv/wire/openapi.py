@@ -75,7 +75,7 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
         "info": {
             "title": "mlxsrv",
             "version": __version__,
-            "description": "An OpenAI-compatible server for MLX language models. What is "
+            "description": "A server for MLX language models, with the APIs of OpenAI, Anthropic and Ollama. What is "
             "under /v1 is served without it, too.",
         },
         "servers": [{"url": quote(prefix) or "/"}],
