@@ -75,8 +75,8 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
         "info": {
             "title": "mlxsrv",
             "version": __version__,
-            "description": "A server for MLX language models, with the APIs of OpenAI, Anthropic and Ollama. What is "
-            "under /v1 is served without it, too.",
+            "description": "A server for MLX language models, with the APIs of OpenAI, Anthropic "
+            "and Ollama. What is under /v1 is served without it, too.",
         },
         "servers": [{"url": quote(prefix) or "/"}],
         "paths": paths,
