@@ -344,8 +344,10 @@ def test_a_call_that_is_cut_off_is_never_done(name: str, piece: str) -> None:
     assert sent.response["status"] == "incomplete"
 
 
-def test_a_call_before_the_limit_is_whole() -> None:
-    sent = Sent([*call(0, "get_weather", PARIS), *end("length")])
+@pytest.mark.parametrize("fragment", ["", '<tool_call>\n{"na'])
+def test_a_call_before_the_limit_is_whole(fragment: str) -> None:
+    """Also where the next call was cut off before its name was known."""
+    sent = Sent([*call(0, "get_weather", PARIS), *end("length", fragment=fragment)])
     assert sent.output[0]["status"] == "completed"
     assert sent.response["status"] == "incomplete"
 
