@@ -114,6 +114,7 @@ def test_turns_of_one_role_are_one() -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("roles", [("user", "user"), ("user", "system")])
 def test_many_turns_are_read_in_time(roles: tuple[str, str]) -> None:
     turns = [{"role": roles[i % 2], "content": "x" * 2000} for i in range(10_000)]

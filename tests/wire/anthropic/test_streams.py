@@ -207,6 +207,7 @@ def joined(content: list[Body], kind: str) -> str:
     return "".join(block[kind] for block in content if block["type"] == kind)
 
 
+@pytest.mark.slow
 @given(told=outputs())
 def test_a_stream_keeps_its_order_and_says_what_the_whole_says(told: list[Output]) -> None:
     stream, data = MessageStream(WHO), b""
