@@ -298,8 +298,8 @@ def test_a_deadline_after_some_text(folders: Folders) -> None:
         "responses": {"reason": "timeout"},
         "ollama": "length",
     }
-    with served(f"t={folders.endless}", request_timeout=1.0) as client:
-        wait_for_model(client)
+    with served(f"t={folders.endless}", request_timeout=1.5) as client:
+        assert DIALECTS["chat"].post(client, short()).status_code == 200
         for (spoken, stream), waited in in_every_way(client, endless()).items():
             response = waited()
             assert response.status_code == 200, response.text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from starlette.testclient import TestClient
 import mlxsrv
 from mlxsrv.prompts.planning import plan
 from mlxsrv.prompts.tokenizer import Tokenizer
+from tests.support.client import Body
 from tests.support.scripted import AFTER_TOOL, cut, write_conversation, write_scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_model
 from tests.web.dialects.asking import DIALECTS, Asked, Call, Said, Tool, Turn, asking
@@ -27,6 +29,8 @@ WEATHER = Tool(
 DEMO = Path(mlxsrv.__file__).parent / "models" / "demo"
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ODD = 'He said "no"\\: \u2028 \x85 <b>ä</b> 你好 👩‍👩‍👧 \u2029 fin'
+
+ODD_ARGUMENTS = {"city": f"Zürich {ODD}", "big": 12**30, "days": [1.5, -0.0, None, {"": False}]}
 
 # The thoughts and the ids of calls that a client gives back are in the prompt.
 TEMPLATE = CHAT_TEMPLATE.replace(
@@ -44,6 +48,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "true": f"<think>\nParis, then.\n</think>\n\nI will look.\n\n{CALL}",
     }
     scripts = {"odd": ODD, "goes-on": f"So:\n{CALL}\nIs that so?"}
+    odd_call = json.dumps({"name": "get_weather", "arguments": ODD_ARGUMENTS}, ensure_ascii=False)
+    scripts["odd-call"] = f"<tool_call>{odd_call}</tool_call>"
     scripts["breaks"] = f"So: {CALL.replace('}}', '')}"
     return {
         "agent": write_conversation(
@@ -104,6 +110,7 @@ CASES = {
     "stop": asking("What is mlxsrv?", model="demo", stop="server"),
     "limit in thoughts": asking(limit=4),
     "odd text": asking(ODD, model="odd", system=ODD),
+    "odd call": asking(model="odd-call", tools=[WEATHER], limit=200),
     "long text": asking("Tell me of the sea.", model="t", limit=60),
     "seed": asking("Tell me of the sea.", model="t", limit=40, temperature=0.9, seed=7),
 }
@@ -132,7 +139,7 @@ def test_the_cases_are_what_they_seem(client: TestClient) -> None:
         return {name for name, each in said.items() if trait(each)}
 
     assert those(lambda each: each.calls) == {
-        *("call", "text after a call", "any call", "this call")
+        *("call", "text after a call", "any call", "this call", "odd call")
     }
     assert those(lambda each: each.finish == "tool_calls") == those(lambda each: each.calls)
     for name in ("call", "text after a call"):
@@ -144,6 +151,7 @@ def test_the_cases_are_what_they_seem(client: TestClient) -> None:
     }
     assert msgspec.json.decode(said["form"].text).keys() == {"city", "warm"}
     assert said["odd text"].text == ODD
+    assert said["odd call"].calls[0].arguments == ODD_ARGUMENTS
     assert said["text after a call"].text == "So:Is that so?"
     assert said["stop"].finish == "stop"
     assert "server" in DIALECTS["chat"].ask(client, asking("What is mlxsrv?", model="demo")).text
@@ -159,6 +167,23 @@ def test_all_have_the_same_prompt(models: dict[str, Path], asked: Asked) -> None
         if each.can(asked)
     }
     assert prompts == dict.fromkeys(prompts, prompts["chat"])
+
+
+def test_all_have_the_same_scores(client: TestClient) -> None:
+    asked = asking("Tell me of the sea.", model="t", limit=10)
+    wishes: dict[str, Body] = {
+        "chat": {"logprobs": True, "top_logprobs": 2},
+        "responses": {"include": ["message.output_text.logprobs"], "top_logprobs": 2},
+        "ollama": {"logprobs": True, "top_logprobs": 2},
+    }
+    bodies = {
+        name: DIALECTS[name].post(client, asked, **wish).json() for name, wish in wishes.items()
+    }
+    [[choice], [item]] = bodies["chat"]["choices"], bodies["responses"]["output"]
+    scores = choice["logprobs"]["content"]
+    assert len(scores) == 10
+    assert item["content"][0]["logprobs"] == scores
+    assert bodies["ollama"]["logprobs"] == scores
 
 
 # Conversations.
