@@ -7,6 +7,7 @@ those of its row in DEEDS, no others; a queue that is full is one that all must 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -109,6 +110,27 @@ async def ask_what_is_known(world: World, *, stream: bool) -> str:
     if heard.status != 200:
         return told(heard)
     said = text_of(heard, stream=stream)
+    if said != world.known[f"{model}/{prompt}"]:
+        raise Strange(f"{model} said {said!r}, and {world.known[f'{model}/{prompt}']!r} before")
+    return "the same as ever"
+
+
+async def ask_as_ollama(world: World) -> str:
+    """The same in Ollama's API, which may also say how long the model stays."""
+    model, prompt = world.writer(), world.dice.choice(PROMPTS)
+    body: Body = {
+        "model": f"{model}:latest",
+        "messages": [{"role": "user", "content": prompt}],
+        "options": {"num_predict": 24, "temperature": 0},
+        "keep_alive": world.dice.choice([None, None, 0, 0.5, -1]),
+    }
+    heard = await world.ask("POST", "/api/chat", body)
+    if heard.status == 503:
+        return FULL
+    lines = [json.loads(line) for line in heard.body.splitlines()]
+    if not lines[-1].get("done"):
+        raise Strange(f"a stream ends with {lines[-1]}")
+    said = "".join(line["message"]["content"] for line in lines)
     if said != world.known[f"{model}/{prompt}"]:
         raise Strange(f"{model} said {said!r}, and {world.known[f'{model}/{prompt}']!r} before")
     return "the same as ever"
@@ -411,6 +433,7 @@ _LOOSE = "400 sae_not_attached"
 DEEDS = {
     "known stream": Row(20, partial(ask_what_is_known, stream=True), ("the same as ever", FULL)),
     "known answer": Row(14, partial(ask_what_is_known, stream=False), ("the same as ever", FULL)),
+    "as Ollama": Row(6, ask_as_ollama, ("the same as ever", FULL)),
     "several": Row(6, ask_for_several, ("all choices", FULL)),
     "completions": Row(5, complete_texts, ("answered", FULL)),
     "structured": Row(4, ask_for_json, ("JSON", "cut off", FULL)),
