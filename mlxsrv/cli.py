@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from mlxsrv.commands import COMMANDS
@@ -18,15 +19,15 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run a command; without one, serve until a signal.
 
     Exit status: 0 after a shutdown, even if a second signal cut it short, or when the command has
-    done its work; 1 if it could not; 2 for a wrong setting; 3 if the engine failed under
-    `--exit-on-failure`.
+    done its work; 1 if it could not, 130 if Ctrl-C ended it; 2 for a wrong setting; 3 if the engine
+    failed under `--exit-on-failure`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = COMMANDS.get(arguments[0]) if arguments else None
     try:
         if command is None:
             sys.exit(serve(load_settings(arguments)))
-        command(arguments[1:])
+        _run(command, arguments[1:])
     except SettingsError as error:
         _fail(2, str(error))
     except ServeError as error:
@@ -34,6 +35,18 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     except ListenError as error:
         _fail(1, str(error))
     sys.exit(0)
+
+
+def _run(command: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> None:
+    """Run a command. Ctrl-C, or a reader of its output that goes, ends it without a traceback."""
+    try:
+        command(arguments)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _fail(130, "interrupted")
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes at exit
+        sys.exit(1)
 
 
 def _fail(status: int, message: str) -> NoReturn:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -142,6 +144,54 @@ def test_the_user_is_asked_on_the_terminal(said: str, written: bool, tmp_path: P
     assert "Write this? [y/N]" in done.stdout
     assert (done.returncode == 0) is written, done.stderr
     assert (tmp_path / ".claude" / "settings.json").exists() is written
+
+
+def test_ctrl_c_at_the_question_is_no_traceback(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "mlxsrv", "connect", "claude", "--write"],
+        env=environment() | {"HOME": str(tmp_path)},
+        stdin=theirs,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        try:
+            assert process.stdout is not None
+            shown = ""
+            while not shown.endswith("[y/N]"):
+                more = process.stdout.read(1)
+                assert more, shown
+                shown += more
+            errors = None
+            while errors is None:
+                # One that comes before the process waits is not seen until a line is there.
+                process.send_signal(signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    _, errors = process.communicate(timeout=10)
+        finally:
+            process.kill()
+            os.close(ours)
+            os.close(theirs)
+    assert (process.returncode, errors) == (130, "mlxsrv: interrupted\n")
+    assert not (tmp_path / ".claude").exists()
+
+
+def test_a_reader_of_the_output_may_go(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "mlxsrv", "connect", "codex"],
+            env=environment() | {"HOME": str(tmp_path)},
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_a_client_without_a_file_is_not_written(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -61,23 +62,26 @@ def find_address(
 
     Args:
         url: the address where clients reach the server, if that is another.
-        model: a name of the catalogue; None is the default model.
+        model: a name that the server answers for; None is the default model.
 
     Raises:
         SettingsError: the model is not known, or no port is.
     """
     catalogue = Catalogue(settings)
     catalogue.scan()
-    entry = catalogue.known(model)
+    entry = catalogue.answering(model)
     if entry is None:
         raise SettingsError(f"the model {model!r} is not served here; see: mlxsrv models")
     if entry.problem is not None:
         raise SettingsError(f"the model {entry.name!r} cannot be served: {entry.problem}")
+    name = entry.name if model is None else model
+    if not name.isprintable():
+        raise SettingsError(f"configuration files cannot name {name!r}; use --model NAME=MODEL")
     known = entry.description
     context = capped(known.context_length if known else None, settings)
     return ServerAddress(
         url=_url(settings, url),
-        model=entry.name,
+        model=name,
         context_length=context,
         key=bool(settings.api_key or settings.api_key_file),
         warnings=_warnings(known, context),
@@ -86,13 +90,21 @@ def find_address(
 
 def _url(settings: Settings, given: str | None) -> str:
     if given is not None:
-        if not re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", given):
+        if not _is_url(given):
             raise SettingsError(f"--url: {given!r} is not a URL such as http://127.0.0.1:8000")
         return given.rstrip("/").removesuffix("/v1")
     if settings.port == 0:
         raise SettingsError("port 0 is any free one; give --port, or the server's --url")
     host = _ANY_ADDRESS.get(settings.host, settings.host)
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.port}"
+
+
+def _is_url(text: str) -> bool:
+    try:
+        urlsplit(text).port  # noqa: B018 - both raise for what cannot be an address
+    except ValueError:
+        return False
+    return re.fullmatch(r"https?://[^\s/?#]+(/[^\s?#]*)?", text) is not None
 
 
 def _warnings(model: ModelDescription | None, context: int | None) -> tuple[str, ...]:

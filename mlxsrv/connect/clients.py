@@ -6,6 +6,7 @@ Each function says what the client's own documents say of a provider with an add
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from shlex import quote
 from types import MappingProxyType
@@ -88,7 +89,9 @@ def _opencode(server: ServerAddress) -> ClientSetup:
     }
     return ClientSetup(
         title="opencode",
-        file=ConfigFile("~/.config/opencode", "opencode.json", "json", content),
+        file=ConfigFile(
+            "~/.config", "opencode/opencode.json", "json", content, variable="XDG_CONFIG_HOME"
+        ),
         commands=("opencode",),
     )
 
@@ -142,13 +145,14 @@ def _zed(server: ServerAddress) -> ClientSetup:
     return ClientSetup(
         title="Zed",
         file=ConfigFile(
-            "~/.config/zed",
-            "settings.json",
+            "~/.config",
+            "zed/settings.json",
             "json",
             {
                 "language_models": {"openai_compatible": {_PROVIDER: provider}},
                 "agent": {"default_model": {"provider": _PROVIDER, "model": server.model}},
             },
+            variable=None if sys.platform == "darwin" else "XDG_CONFIG_HOME",
         ),
         notes=(f"Zed wants a key: start it where {KEY_VARIABLE} {key}, or enter one in Zed.",),
     )

@@ -10,6 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -32,13 +33,21 @@ def new_text(format: str, content: Mapping[str, Any]) -> str:
 def merged_text(format: str, text: str, content: Mapping[str, Any]) -> str:
     """The file's text with this content in it.
 
+    Lines end as they do in `text`.
+
     Raises:
         CannotMerge: the text is not of this format, or cannot be changed safely.
     """
+    if "\r\n" in text and text.count("\r\n") == text.count("\n"):
+        merged = merged_text(format, text.replace("\r\n", "\n"), content)
+        return merged.replace("\n", "\r\n")
     new = new_text(format, content)
     if text == new or not text.strip():
         return new
-    return _WRITERS[format][1](text, content)
+    try:
+        return _WRITERS[format][1](text, content)
+    except RecursionError:
+        raise CannotMerge("it is nested too deeply") from None
 
 
 def _merged(there: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +69,7 @@ def _merged(there: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, A
 
 
 def _write_json(content: Mapping[str, Any], indent: str = "  ") -> str:
-    return json.dumps(content, indent=indent, ensure_ascii=False) + "\n"
+    return json.dumps(content, indent=indent, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _merge_json(text: str, content: Mapping[str, Any]) -> str:
@@ -71,7 +80,12 @@ def _merge_json(text: str, content: Mapping[str, Any]) -> str:
     if not isinstance(there, dict):
         raise CannotMerge("it is not a JSON object")
     indent = re.search(r"^[ \t]+", text, re.MULTILINE)
-    return _write_json(_merged(there, content), indent[0] if indent else "  ")
+    try:
+        merged = _write_json(_merged(there, content), indent[0] if indent else "  ")
+        merged.encode()
+    except ValueError as error:
+        raise CannotMerge(f"it has a value that JSON has not ({error})") from None
+    return merged
 
 
 # TOML. Comments stay: lines are changed, and then the result is compared with what was meant.
@@ -154,7 +168,16 @@ def _replace_toml_table(lines: list[str], table: list[str]) -> None:
 
 # YAML.
 
-_FLAT = re.compile(r"#.*|\s.*|-.*|[\w-]+:( .*)?|---|")
+_COMMENT = re.compile(r"\s*(#.*)?")
+_INNER = re.compile(r"\s.*|-( .*)?")
+_SETTING = re.compile(
+    r"""[\w-]+:                        # a key, and a value that ends on the same line:
+    ([ ]+ (?: "(?:[^"\\]|\\.)*" | '(?:[^']|'')*'
+            | \[[^][{}"'#]*\]
+            | (?!.*:[ ]) [\w./~+-] (?:[^#]|(?<!\s)\#)* ) )?
+    \s*([ ]\#.*)?""",
+    re.VERBOSE,
+)
 
 
 def _write_yaml(content: Mapping[str, Any]) -> str:
@@ -181,12 +204,16 @@ def _merge_yaml(text: str, content: Mapping[str, Any]) -> str:
     lines = text.rstrip("\n").split("\n")
     if any(isinstance(value, (Mapping, list)) for value in content.values()):
         raise CannotMerge("it has settings already, and lists in YAML are not changed here")
-    if not all(_FLAT.fullmatch(line) for line in lines):
+    written = [n for n, line in enumerate(lines) if not _COMMENT.fullmatch(line)]
+    if written and lines[written[0]] == "---":
+        del written[0]
+    inner = {n for n in written if _INNER.fullmatch(lines[n])}
+    if not all(n in inner or _SETTING.fullmatch(lines[n]) for n in written):
         raise CannotMerge("it is not a plain list of settings")
+    nested = {n for n, after in pairwise(written) if after in inner}
     for key, value in content.items():
         found = [n for n, line in enumerate(lines) if line.startswith(f"{key}:")]
-        nested = any(n + 1 < len(lines) and lines[n + 1][:1] in (" ", "-", "\t") for n in found)
-        if len(found) > 1 or nested:
+        if len(found) > 1 or nested.intersection(found):
             raise CannotMerge(f"{key} is written there in another way")
         if value is None:
             lines[:] = [line for n, line in enumerate(lines) if n not in found]

@@ -18,6 +18,7 @@ class ConfigFile(msgspec.Struct, frozen=True):
 
     Attributes:
         folder: the file's usual folder.
+        name: the file's path below it.
         content: settings by their names, nested. An `Owned` table replaces the one that is there;
             others are merged with it. None removes a setting.
         variable: of the environment, which names another folder.

@@ -1,10 +1,11 @@
-"""FileChange a configuration file: show the difference, ask, keep a copy, write."""
+"""Change a configuration file: show the difference, ask, keep a copy, write."""
 
 from __future__ import annotations
 
 import difflib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,9 @@ import msgspec
 from mlxsrv.connect.formats import CannotMerge, merged_text
 from mlxsrv.connect.setup import ConfigFile
 from mlxsrv.settings import SettingsError
+
+_LARGEST = 1_000_000
+"""Bytes. A configuration file has thousands; to compare millions of lines takes minutes."""
 
 
 class FileChange(msgspec.Struct, frozen=True):
@@ -41,7 +45,7 @@ def plan_change(file: ConfigFile) -> FileChange:
     Raises:
         SettingsError: the file cannot be read, or not be changed safely.
     """
-    path = file.path().resolve()
+    path = Path(os.path.realpath(file.path()))
     try:
         before = _read(path)
         return FileChange(path, before, merged_text(file.format, before or "", file.content))
@@ -79,10 +83,16 @@ def write_change(change: FileChange, confirm: Callable[[], bool]) -> Path | None
 
 
 def _read(path: Path) -> str | None:
+    """The file's text; None if it is not there. Raises CannotMerge if it is no usual file."""
     try:
-        return path.read_bytes().decode()
+        status = path.stat()
     except FileNotFoundError:
         return None
+    if not stat.S_ISREG(status.st_mode):
+        raise CannotMerge("it is not a file")
+    if status.st_size > _LARGEST:
+        raise CannotMerge(f"it has more than {_LARGEST:,} bytes")
+    return path.read_bytes().decode()
 
 
 def _copy(path: Path) -> Path:
@@ -95,12 +105,13 @@ def _copy(path: Path) -> Path:
 
 
 def _replace(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as new:
-        new.write(text)
+    descriptor, new = tempfile.mkstemp(dir=path.parent)
     try:
+        with open(descriptor, "w", encoding="utf-8", newline="") as file:
+            file.write(text)
         if path.exists():
-            shutil.copymode(path, new.name)
-        os.replace(new.name, path)
-    except OSError:
-        os.unlink(new.name)
+            shutil.copymode(path, new)
+        os.replace(new, path)
+    except BaseException:
+        os.unlink(new)
         raise

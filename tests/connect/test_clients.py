@@ -22,7 +22,7 @@ ADDRESS = ServerAddress("http://127.0.0.1:8000", "org/a model", 40_000, key=True
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of its own: no test may touch the developer's files."""
-    for name in ("CODEX_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR"):
+    for name in (*("CODEX_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR"), "XDG_CONFIG_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
@@ -50,6 +50,9 @@ def test_a_url_may_be_given_with_the_path_of_the_api_or_without() -> None:
         assert find_address(Settings(hf_cache=False), given).openai == "https://x/llm/v1"
     with pytest.raises(SettingsError, match="--url"):
         find_address(Settings(hf_cache=False), "127.0.0.1:8000")
+    for wrong in ("http://[::1", "http://x:port"):
+        with pytest.raises(SettingsError, match="is not a URL"):
+            find_address(Settings(hf_cache=False), wrong)
     with pytest.raises(SettingsError, match="--port"):
         address(port=0)
 
@@ -67,6 +70,20 @@ def test_model_and_context_come_from_the_catalogue(tmp_path: Path) -> None:
     assert find_address(Settings(hf_cache=False), model="demo").model == "demo"
     with pytest.raises(SettingsError, match="'nobody' is not served here"):
         find_address(Settings(hf_cache=False), model="nobody")
+
+
+def test_a_client_may_ask_for_any_name_that_the_server_answers_for() -> None:
+    aliased = Settings(hf_cache=False, model_alias=("gpt-*=demo",))
+    assert find_address(aliased, model="gpt-5").model == "gpt-5"
+    assert find_address(Settings(hf_cache=False, any_model=True), model="x").model == "x"
+    with pytest.raises(SettingsError, match="'x' is not served here"):
+        find_address(aliased, model="x")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x7f", "a\x85b", "a\u2028", "a\ud800"])
+def test_a_name_that_no_file_could_hold_is_refused(name: str) -> None:
+    with pytest.raises(SettingsError, match="use --model NAME=MODEL"):
+        address(model=[f"{name}=demo"])
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -106,13 +123,20 @@ def test_what_a_client_has_is_changed_when_the_server_changes(client: str) -> No
     assert "40000" not in text
 
 
+@pytest.mark.parametrize(
+    ("client", "variable", "path"),
+    [
+        ("codex", "CODEX_HOME", "config.toml"),
+        ("opencode", "XDG_CONFIG_HOME", "opencode/opencode.json"),
+    ],
+)
 def test_a_folder_that_the_client_takes_from_a_variable_is_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    client: str, variable: str, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CODEX_HOME", str(tmp_path / "elsewhere"))
-    file = CLIENTS["codex"](ADDRESS).file
+    monkeypatch.setenv(variable, str(tmp_path / "elsewhere"))
+    file = CLIENTS[client](ADDRESS).file
     assert file is not None
-    assert file.path() == tmp_path / "elsewhere" / "config.toml"
+    assert file.path() == tmp_path / "elsewhere" / path
 
 
 # Writing.
@@ -171,9 +195,20 @@ def test_a_file_that_cannot_be_read_or_written_is_told(home: Path) -> None:
     file = CLIENTS["codex"](ADDRESS).file
     assert file is not None
     file.path().mkdir(parents=True)
-    with pytest.raises(SettingsError, match="cannot be read"):
+    with pytest.raises(SettingsError, match="it is not a file"):
         plan_change(file)
     file.path().rmdir()
+    os.mkfifo(file.path())
+    with pytest.raises(SettingsError, match="it is not a file"):
+        plan_change(file)
+    file.path().unlink()
+    file.path().symlink_to(file.path())
+    with pytest.raises(SettingsError, match="cannot be read"):
+        plan_change(file)
+    file.path().unlink()
+    file.path().write_text("#" * 1_000_001)
+    with pytest.raises(SettingsError, match="more than 1,000,000 bytes"):
+        plan_change(file)
     file.path().write_bytes(b"\xff")
     with pytest.raises(SettingsError, match="cannot be read"):
         plan_change(file)

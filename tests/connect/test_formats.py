@@ -33,7 +33,37 @@ def test_what_is_written_twice_is_written_once(format: str) -> None:
     assert merged_text(format, once, TREE) == once
 
 
+@pytest.mark.parametrize(
+    ("format", "text", "content"),
+    [
+        ("json", '{\r\n  "a": 1\r\n}\r\n', TREE),
+        ("toml", "a = 1\r\n[t]\r\nb = 2\r\n", TREE),
+        ("yaml", "# a\r\na: 1\r\n", {"model": "x"}),
+    ],
+)
+def test_lines_end_as_they_did(format: str, text: str, content: dict[str, Any]) -> None:
+    merged = merged_text(format, text, content)
+    assert merged.replace("\r\n", "\n") == merged_text(format, text.replace("\r", ""), content)
+    assert merged.count("\r\n") == merged.count("\n") > text.count("\n")
+    assert merged_text(format, merged, content) == merged
+
+
+@pytest.mark.parametrize(
+    ("format", "text"),
+    [("json", '{"a": %s}' % ("[" * 100_000 + "]" * 100_000)), ("toml", "a = " + "[" * 100_000)],
+)
+def test_what_is_nested_too_deeply_is_left_alone(format: str, text: str) -> None:
+    with pytest.raises(CannotMerge, match="nested too deeply"):
+        merged_text(format, text, TREE)
+
+
 # JSON.
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", '"\\ud800"'])
+def test_what_cannot_be_written_as_json_again_is_left_alone(value: str) -> None:
+    with pytest.raises(CannotMerge, match="a value that JSON has not"):
+        merged_text("json", f'{{"a": {value}}}', TREE)
 
 
 def test_json_keeps_other_settings_their_order_and_its_indent() -> None:
@@ -126,9 +156,25 @@ def test_yaml_of_plain_settings_is_changed_line_by_line() -> None:
     assert merged == '# mine\nmodel: "openai/a"\nread:\n  - a.md\ntimeout: 5\n'
 
 
+def test_yaml_of_every_plain_form_is_changed() -> None:
+    lines = ["---", "# c", "", "a: true # b", "b: 'it''s'", 'c: "x # y" # z', "d: [a.md, b]", "e:"]
+    lines += ["  - f", "  # c", "- g", "h: ~/x-1:2#3", "model: old"]
+    merged = merged_text("yaml", "\n".join(lines), {"model": "x"})
+    assert merged.splitlines() == [*lines[:-1], 'model: "x"']
+
+
 @pytest.mark.parametrize(
     ("text", "content"),
     [
+        ("model:\n\n  a: b", {"model": "x"}),
+        ("model:\n# c\n  a: b", {"model": "x"}),
+        ("model:\n- b", {"model": "x"}),
+        ("model: |\n\n  b", {"model": "x"}),
+        ('model: "a\n\n  b"', {"model": "x"}),
+        ("model: &m a\nother: *m", {"model": "x"}),
+        ("a: b\n---\nmodel: c", {"model": "x"}),
+        ("a: [b", {"model": "x"}),
+        ("a: b: c", {"model": "x"}),
         ("models:\n  - name: x", {"models": [{"name": "y"}]}),
         ("model:\n  a: b", {"model": "x"}),
         ("model: a\nmodel: b", {"model": "x"}),

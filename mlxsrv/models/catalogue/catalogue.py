@@ -161,12 +161,18 @@ class Catalogue:
         target = next(targets, None)
         return None if target is None else self.known(target)
 
+    def answering(self, name: str | None) -> ModelEntry | None:
+        """The entry that answers requests for `name`, aliases and `--any-model` included, as far as
+        the last scan knows."""
+        entry = self._known_or_aliased(name)
+        if entry is None and self._settings.any_model:
+            return self.known(None)
+        return entry
+
     def label(self, name: str | None) -> str:
         """The name, for metrics and traces, of the entry that answers requests for `name`; "" if
         there is none, for clients can make up any number of names."""
-        entry = self._known_or_aliased(name)
-        if entry is None and self._settings.any_model:
-            return self.default
+        entry = self.answering(name)
         return "" if entry is None else entry.name
 
     async def find(self, name: str | None, *, download: bool = True) -> ModelEntry:
