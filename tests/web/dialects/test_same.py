@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.testclient import TestClient
@@ -160,13 +163,62 @@ def test_the_cases_are_what_they_seem(client: TestClient) -> None:
 
 @pytest.mark.parametrize("asked", CASES.values(), ids=[*CASES])
 def test_all_have_the_same_prompt(models: dict[str, Path], asked: Asked) -> None:
-    tokenizer = Tokenizer(models.get(asked.model, DEMO))
+    tokenizer = tokenizer_of(models.get(asked.model, DEMO))
     prompts = {
         each.name: plan(each.spec(each.body(asked)), tokenizer).prompts[0].tokens
         for each in DIALECTS.values()
         if each.can(asked)
     }
     assert prompts == dict.fromkeys(prompts, prompts["chat"])
+
+
+WORDS = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | WORDS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(WORDS, inner, max_size=2),
+    max_leaves=4,
+)
+OBJECTS = st.dictionaries(WORDS, VALUES, max_size=2)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> Asked:
+    """A user's turn, then answers of the model with their calls, results and more questions."""
+    turns = [Turn(text=draw(WORDS))]
+    for number in range(draw(st.integers(0, 3))):
+        calls = [
+            Call(draw(st.sampled_from(["get_weather", "other"])), arguments, f"call_{number}_{i}")
+            for i, arguments in enumerate(draw(st.lists(OBJECTS, max_size=2)))
+        ]
+        text = draw(WORDS | st.just("") if calls else WORDS)
+        thoughts = draw(st.just("") | WORDS)
+        turns.append(Turn(role="assistant", text=text, thoughts=thoughts, calls=calls))
+        turns += [Turn(role="tool", text=draw(WORDS), answers=call.id) for call in calls]
+        if not calls or draw(st.booleans()):
+            turns.append(Turn(text=draw(WORDS)))
+    tools = [Tool(name, draw(WORDS), draw(OBJECTS)) for name in ("get_weather", "other")]
+    return Asked(
+        turns=turns, system=draw(st.just("") | WORDS), tools=draw(st.sampled_from([[], tools]))
+    )
+
+
+@given(conversations())
+def test_any_conversation_has_the_same_prompt(models: dict[str, Path], asked: Asked) -> None:
+    tokenizer = tokenizer_of(models["agent"])
+    prompts = {
+        each.name: plan(each.spec(each.body(asked)), tokenizer).prompts[0].tokens
+        for each in DIALECTS.values()
+    }
+    assert prompts == dict.fromkeys(prompts, prompts["chat"])
+
+
+@cache
+def tokenizer_of(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
 
 
 def test_all_have_the_same_scores(client: TestClient) -> None:
