@@ -60,7 +60,7 @@ def _failures(grammars: Iterable[str]) -> Iterator[tuple[int, str]]:
 
 def _dead_end(grammar: str, until: float) -> str | None:
     """A text after which nothing may come, though it is not complete, if a few random ones lead to
-    it. GrammarCompiler that name a model's tokens are left alone."""
+    it. Grammars that name a model's tokens are left alone."""
     matcher = _matcher(grammar)
     if matcher.is_error():
         return None

@@ -120,47 +120,73 @@ def _prepare_schemas(
     Args:
         names: what error messages call each schema; an empty name if there is one.
         compact: JSON has no whitespace.
+
+    Raises:
+        GrammarRefused: one of them cannot be used, or they take too long together.
     """
-    named = list(zip(names, schemas, strict=True))
-    ready = [_prepare_schema(name, schema, close=True) for name, schema in named]
-    _check_one_of([(name, schema) for name, schema in named if "oneOf" in str(schema)])
-    keys = [list_keys(schema) for schema in ready]
+    ready, reasons = _prepare_each(schemas, compact=compact)
+    for i, reason in reasons.items():
+        raise GrammarRefused(prefixed(names[i], reason))
+    return ready
+
+
+def _prepare_each(
+    schemas: Sequence[dict[str, Any]], *, compact: bool = False
+) -> tuple[list[str], dict[int, str]]:
+    """Return the schemas, prepared, and by index why some of them cannot be used. In the place of
+    those stands any object.
+
+    All schemas are tried together, since each process of the sandbox takes a while.
+
+    Raises:
+        GrammarRefused: they take too long together.
+    """
+    reasons: dict[int, str] = {}
+    ready = _prepare_all(dict(enumerate(schemas)), reasons, close=True)
+    _check_one_of({i: schemas[i] for i in ready if "oneOf" in str(schemas[i])}, reasons)
+    prepared = [{"type": "object"} if i in reasons else ready[i] for i in range(len(schemas))]
+    keys = [list_keys(schema) for schema in prepared]
     if asked := [each for each in keys if each is not None]:
         matches = iter(match_keys(asked))
-        ready = [
+        prepared = [
             schema if each is None else spell_out(schema, next(matches))
-            for schema, each in zip(ready, keys, strict=True)
+            for schema, each in zip(prepared, keys, strict=True)
         ]
     options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
-    return [msgspec.json.encode(schema | {"x-guidance": options}).decode() for schema in ready]
+    texts = [msgspec.json.encode(schema | {"x-guidance": options}).decode() for schema in prepared]
+    return texts, reasons
 
 
-def _prepare_schema(name: str, schema: dict[str, Any], *, close: bool) -> dict[str, Any]:
-    if _depth(schema) > _DEEPEST:
-        raise GrammarRefused(prefixed(name, f"nested more than {_DEEPEST} levels deep"))
-    try:
-        return prepare(schema, close=close)
-    except SchemaError as error:
-        raise GrammarRefused(prefixed(name, str(error))) from None
+def _prepare_all(
+    schemas: Mapping[int, dict[str, Any]], reasons: dict[int, str], *, close: bool
+) -> dict[int, dict[str, Any]]:
+    """Return the prepared schemas by index; add to `reasons` why others cannot be prepared."""
+    ready = {}
+    for i, schema in schemas.items():
+        if _depth(schema) > _DEEPEST:
+            reasons[i] = f"nested more than {_DEEPEST} levels deep"
+            continue
+        try:
+            ready[i] = prepare(schema, close=close)
+        except SchemaError as error:
+            reasons[i] = str(error)
+    return ready
 
 
-def _check_one_of(named: Sequence[tuple[str, dict[str, Any]]]) -> None:
-    """Refuse a `oneOf` whose options may both be satisfied.
+def _check_one_of(schemas: Mapping[int, dict[str, Any]], reasons: dict[int, str]) -> None:
+    """Add to `reasons` each schema that has a `oneOf` whose options may both be satisfied.
 
     Closed objects may hide that: then one option forbids what another lists, and a client who
     checks the answer finds that both fit. So the schemas are tried with their objects open.
     """
     from llguidance import LLMatcher
 
-    opened = [_prepare_schema(name, schema, close=False) for name, schema in named]
+    opened = _prepare_all(schemas, reasons, close=False)
     if opened:
-        check_grammars(
-            [
-                LLMatcher.grammar_from_json_schema(msgspec.json.encode(schema).decode())
-                for schema in opened
-            ],
-            [name for name, _ in named],
-        )
+        texts = [msgspec.json.encode(schema).decode() for schema in opened.values()]
+        found = failures([LLMatcher.grammar_from_json_schema(text) for text in texts])
+        indices = list(opened)
+        reasons.update((indices[i], reason) for i, reason in found.items())
 
 
 def _depth(value: Any) -> int:
@@ -207,14 +233,7 @@ def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
     names = [name for name, _ in calls.tools]
     [anything] = _prepare_schemas([{"type": "object"}])
-    schemas: list[str] = []
-    reasons: dict[int, str] = {}
-    for i, (_, schema) in enumerate(calls.tools):
-        try:
-            schemas += _prepare_schemas([schema | {"type": "object"}])
-        except GrammarRefused as error:
-            reasons[i] = str(error)
-            schemas.append(anything)
+    schemas, reasons = _prepare_each([schema | {"type": "object"} for _, schema in calls.tools])
     inputs = _input_rules(calls)
     tried = {i: LLMatcher.grammar_from_json_schema(schema) for i, schema in enumerate(schemas)}
     tried |= {names.index(name): _input_grammar(rules) for name, rules in inputs.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,34 @@ def test_a_schema_that_cannot_be_used_leaves_its_tool_free(
     row = Row(tokenizer, grammar)
     row.draw(*ids(tokenizer, f'{START}{{"name": "weather", "arguments": {{"city": '))
     assert ids(tokenizer, "5")[0] not in row.allowed()
+
+
+def test_many_tools_are_tried_in_a_few_processes(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+
+    class Process(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            started.append(arguments)
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    word = {"oneOf": [{"type": "string"}, {"type": "integer"}]}
+    keys = {"type": "object", "properties": {"ab": {}}, "patternProperties": {"^a": word}}
+    tools = [(f"f{i}", {"properties": {"a": word, "b": keys}}) for i in range(20)]
+    both = {"properties": {"a": {"oneOf": [{"type": "string"}, {"const": "x"}]}}}
+    with caplog.at_level(logging.WARNING, "mlxsrv"):
+        spec = each_call([*tools[:5], ("both", both), *tools[5:]], START, END)
+        grammar = tokenizer.calls.compile(spec, START, param="tools")
+    assert 0 < len(started) <= 3
+    assert [vars(line)["mlxsrv_fields"]["tool"] for line in caplog.records] == ["both"]
+    assert grammar is not None
+    row = Row(tokenizer, grammar)
+    row.draw(*ids(tokenizer, f'{START}{{"name": "f19", "arguments": {{"a": '))
+    allowed = row.allowed()
+    assert ids(tokenizer, "5")[0] in allowed
+    assert ids(tokenizer, "{")[0] not in allowed
 
 
 def test_a_grammar_that_is_too_much_is_left_out(
