@@ -238,6 +238,16 @@ def test_all_have_the_same_scores(client: TestClient) -> None:
     assert bodies["ollama"]["logprobs"] == scores
 
 
+def test_all_are_steered(client: TestClient) -> None:
+    assert client.post("/api/saes/demo/attach", json={"model": "demo"}).json()["success"]
+    asked = asking("Is it free software?", model="demo", limit=8)
+    for spoken in DIALECTS.values():
+        response = spoken.post(client, asked, steering={"86": 9})
+        assert "x-ignored-params" not in response.headers
+        assert spoken.read(response.json()).text.startswith("GET /health")
+        assert spoken.ask(client, asked).text.startswith("mlxsrv is free")
+
+
 # Conversations.
 
 
@@ -262,6 +272,17 @@ def test_a_conversation_goes_on_in_another_dialect(client: TestClient) -> None:
         *("I will look.", "It is sunny there.") * 2,
         "I will look.",
     ]
+
+
+def test_what_is_stored_is_what_others_send_again(client: TestClient) -> None:
+    spoken, asked = DIALECTS["responses"], asking(tools=[WEATHER])
+    first = spoken.post(client, asked).json()
+    said = spoken.read(first)
+    result = Turn(role="tool", text="sunny", answers=said.calls[0].id)
+    new = msgspec.structs.replace(asked, turns=[result])
+    second = spoken.post(client, new, previous_response_id=first["id"]).json()
+    again = msgspec.structs.replace(asked, turns=[*asked.turns, said.turn(), result])
+    assert spoken.read(second).essence == DIALECTS["chat"].ask(client, again).essence
 
 
 @pytest.mark.parametrize("name", DIALECTS)
