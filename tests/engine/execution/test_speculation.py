@@ -201,9 +201,9 @@ def test_the_text_is_that_of_plain_steps(
 @pytest.mark.slow
 def test_rows_join_and_leave_between_rounds(models: Any, max_rows: int, sampling: Sampling) -> None:
     model = models("qwen3")
-    jobs = [
-        job(i, prompt, random.Random(i).randint(1, 30), sampling=sampling)
-        for i, prompt in enumerate(prompts(8, seed=2))
+    lengths = [*(random.Random(i).randint(1, 30) for i in range(7)), 80]
+    jobs = [  # the last one is alone for a while, in which it is speculated for
+        job(i, prompt, lengths[i], sampling=sampling) for i, prompt in enumerate(prompts(8, seed=2))
     ]
     batch = make(model, models("qwen3", "perturbed"), max_rows=max_rows, cache_bytes=CACHE_BYTES)
     drawn = run(batch, jobs)
