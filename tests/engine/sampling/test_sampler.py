@@ -212,7 +212,9 @@ def test_frequencies_are_exact(sampling: Sampling, vocabulary: int) -> None:
 
 
 @pytest.mark.parametrize("vocabulary", [40, LARGE])
-@pytest.mark.parametrize("logits", ["all equal", "few values", "one spike a block", "two tokens"])
+@pytest.mark.parametrize(
+    "logits", ["all equal", "few values", "one spike a block", "two tokens", "first block", "last"]
+)
 @pytest.mark.parametrize(
     "sampling", [SETTINGS[0], SETTINGS[2], SETTINGS[6], SETTINGS[9], SETTINGS[12]], ids=repr
 )
@@ -224,6 +226,8 @@ def test_shapes_that_blocks_might_mistake(sampling: Sampling, vocabulary: int, l
         "few values": dice.integers(0, 3, vocabulary).astype(float),
         "one spike a block": np.where(np.arange(vocabulary) % 128 == 77, 0.0, -np.inf),
         "two tokens": np.where(np.isin(np.arange(vocabulary), [0, vocabulary - 1]), 0.0, -np.inf),
+        "first block": np.append([0.0, -0.7, -1.9], np.full(vocabulary - 3, -np.inf)),
+        "last": np.append(np.full(vocabulary - 3, -np.inf), [-1.9, -0.7, 0.0]),
     }[logits]
     if not np.isfinite(entries).any():
         entries[7] = 0
@@ -234,7 +238,7 @@ def test_shapes_that_blocks_might_mistake(sampling: Sampling, vocabulary: int, l
     counts = np.bincount(np.array(Sampler(mine, [0] * rows)(wide)), minlength=vocabulary)
     assert not counts[expected == 0].any()
     # by parts of the vocabulary, because a single token comes too rarely
-    for part in np.array_split(np.arange(vocabulary), 8):
+    for part in [*np.array_split(np.arange(vocabulary), 8), np.array([0]), np.array([1])]:
         p = expected[part].sum()
         assert abs(counts[part].sum() - rows * p) <= 5 * np.sqrt(rows * p * (1 - p)) + 1
 
