@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,7 +165,7 @@ def metric(server: Server, name: str) -> float:
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
     """Runs an agent that knows nothing but its own home, the file, and the server."""
-    if not (AGENTS / "codex").exists():
+    if shutil.which("node") is None or not (AGENTS / "codex").exists():
         pytest.skip("the agents are not installed: `make test-clients` does it where npm is there")
     for name in ("home", "scratch", "server"):
         (tmp_path / name).mkdir()
