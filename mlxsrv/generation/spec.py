@@ -196,6 +196,10 @@ class SteeringWishes(Struct, frozen=True, kw_only=True):
     control_vector: str | Mapping[str, float] | None = None
 
 
+AS_MANY_AS_FIT = 2**31 - 1
+"""The limit of an answer that only the context ends."""
+
+
 class GenerationSpec(Struct, frozen=True, kw_only=True):
     """One request for text.
 

@@ -13,6 +13,7 @@ from msgspec import Meta, Struct, field
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
 from mlxsrv.generation.spec import (
+    AS_MANY_AS_FIT,
     ChatMessage,
     ChatPrompt,
     GenerationSpec,
@@ -28,9 +29,6 @@ from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.openai.embeddings import EmbeddingRequest
 from mlxsrv.wire.steering import NotEmpty, SteeringFields, check_steering
 
-_UNLIMITED = 2**31 - 1
-"""As many tokens as the context holds."""
-
 _CHAT_PATHS = {"context": "options.num_ctx"}
 _GENERATE_PATHS = {**_CHAT_PATHS, "messages": "prompt", "chat_template": "template"}
 
@@ -43,14 +41,14 @@ _Images = Annotated[list[str], Meta(max_length=1000)]
 class OllamaOptions(Struct, frozen=True, kw_only=True):
     """The options that have an effect here. None: the model's default."""
 
-    num_predict: Annotated[int, Meta(ge=-2, le=_UNLIMITED)] | None = None
+    num_predict: Annotated[int, Meta(ge=-2, le=AS_MANY_AS_FIT)] | None = None
     num_ctx: Annotated[int, Meta(ge=0)] | None = None
     stop: (
         str | Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=16)] | None
     ) = None
     seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=_UNLIMITED)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=AS_MANY_AS_FIT)] | None = None
     top_p: _Share | None = None
     min_p: _Share | None = None
     repeat_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
@@ -62,7 +60,7 @@ class OllamaOptions(Struct, frozen=True, kw_only=True):
         """How many tokens an answer may have; None: the server's default."""
         if self.num_predict is None or self.num_predict > 0:
             return self.num_predict
-        return _UNLIMITED
+        return AS_MANY_AS_FIT
 
     @property
     def stops(self) -> list[str]:

@@ -10,6 +10,7 @@ from msgspec import Meta, Raw, Struct
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.generation.spec import (
+    AS_MANY_AS_FIT,
     ChatMessage,
     ChatPrompt,
     Form,
@@ -206,13 +207,23 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
             steering=self.steering_wishes,
             form=self.form,
             stops=stops or (),
-            limit=None if self.max_output_tokens == -1 else self.max_output_tokens,
+            # Agents give none, and take an answer that a limit ends for a failure.
+            limit=AS_MANY_AS_FIT
+            if self.max_output_tokens in (None, -1)
+            else self.max_output_tokens,
             truncate=-1 if self.truncation == "auto" else None,
             logprobs=self.likeliest,
             streamed=bool(self.stream),
             user=self.user,
             paths=_PATHS,
         )
+
+    @property
+    def limit(self) -> int:
+        """How many tokens an answer may have. Agents give no limit, and take an answer that one
+        ends for a failure."""
+        given = self.max_output_tokens
+        return AS_MANY_AS_FIT if given is None or given == -1 else given
 
     def _messages(self, past: Past) -> list[ChatMessage]:
         """Raises InvalidRequest, UnsupportedParameter."""

@@ -9,6 +9,7 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest, ServeError
 from mlxsrv.generation.spec import (
+    AS_MANY_AS_FIT,
     ChatMessage,
     GrammarForm,
     JSONForm,
@@ -256,7 +257,7 @@ def test_the_other_fields() -> None:
     assert found.sampling.seed == 7
     assert found.sampling.top_k == 3
     assert found.steering.profile == "calm"
-    assert spec(max_output_tokens=-1).limit is None
+    assert spec(max_output_tokens=-1).limit == spec().limit == AS_MANY_AS_FIT
     assert spec().path("messages") == "input"
 
 
