@@ -207,10 +207,7 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
             steering=self.steering_wishes,
             form=self.form,
             stops=stops or (),
-            # Agents give none, and take an answer that a limit ends for a failure.
-            limit=AS_MANY_AS_FIT
-            if self.max_output_tokens in (None, -1)
-            else self.max_output_tokens,
+            limit=self.limit,
             truncate=-1 if self.truncation == "auto" else None,
             logprobs=self.likeliest,
             streamed=bool(self.stream),
