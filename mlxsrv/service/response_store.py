@@ -56,7 +56,10 @@ class ResponseStore:
         self._bytes = 0
 
     def put(self, response: StoredResponse) -> None:
-        """Keep a response; forget those that were not used for longest, if there is no room."""
+        """Keep a response; forget those that were not used for longest, if there is no room. One
+        that would fill the store alone and more is not kept: the others would go for nothing."""
+        if response.size > self._most_bytes:
+            return
         self._responses[response.id] = response
         self._bytes += response.size
         for item in (*response.input, *response.output):

@@ -61,6 +61,15 @@ def test_the_least_recently_used_goes_first() -> None:
     assert kept.get("a").id == "a"
 
 
+def test_a_response_that_never_fits_pushes_nobody_out() -> None:
+    kept = store(most_bytes=10_000)
+    kept.put(response("a"))
+    kept.put(response("b", size=10_001))
+    assert kept.get("a").id == "a"
+    with pytest.raises(ResponseNotFound):
+        kept.get("b")
+
+
 def test_going_on_keeps_the_whole_chain() -> None:
     kept = store(most=3)
     kept.put(response("a"))
