@@ -32,6 +32,11 @@ class BodyShare:
         self._bodies = bodies
         self._bytes = 0
 
+    @property
+    def size(self) -> int:
+        """How many bytes it has now."""
+        return self._bytes
+
     def grow(self, size: int) -> None:
         """Make the share `size` bytes large. Raises Overloaded if it does not fit."""
         if size > self._bytes:

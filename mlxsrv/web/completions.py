@@ -9,7 +9,6 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.service.observing import OperationName
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.bodies import share_of
@@ -18,6 +17,7 @@ from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import note_asked, read_request, service_of
 from mlxsrv.web.responses import ReplyBody, ReplyStream
+from mlxsrv.wire.decoding import uncollected
 from mlxsrv.wire.dialect import Dialect
 
 R = TypeVar("R", bound=Struct)
@@ -29,17 +29,18 @@ def generating(dialect: Dialect[R], operation: OperationName) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         record_of(request.scope).operation = operation
         asked, headers = await read_request(request, dialect.requests)
-        spec = dialect.spec(asked)
-        reply = await start_reply(request, spec, dialect.new_id())
+        reply = await start_reply(request, dialect, asked)
         return answer(dialect, asked, reply, headers)
 
     return endpoint
 
 
-async def start_reply(request: Request, spec: GenerationSpec, id: str) -> Reply:
+async def start_reply(request: Request, dialect: Dialect[R], asked: R) -> Reply:
     """Have the service generate; the observers are told. Raises ServeError."""
+    with uncollected(share_of(request.scope).size):
+        spec = dialect.spec(asked)
     note_asked(request, spec)
-    reply = await service_of(request).generate(spec, request_id(request.scope), id)
+    reply = await service_of(request).generate(spec, request_id(request.scope), dialect.new_id())
     record_of(request.scope).reply = reply
     # The answer may take long, and needs only the prompt's tokens: the body's bytes are free then.
     reply.when_tokenized(share_of(request.scope).release)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxsrv.web.bodies import share_of
 from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
@@ -17,6 +18,7 @@ from mlxsrv.wire.anthropic.dialects import MessagesDialect
 from mlxsrv.wire.anthropic.errors import REQUEST_ID
 from mlxsrv.wire.anthropic.models import anthropic_model, anthropic_models
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
+from mlxsrv.wire.decoding import uncollected
 
 _DIALECT = MessagesDialect()
 
@@ -24,13 +26,15 @@ _DIALECT = MessagesDialect()
 async def create_message(request: Request) -> Response:
     record_of(request.scope).operation = "chat"
     asked, headers = await read_request(request, MESSAGES_REQUESTS)
-    reply = await start_reply(request, _DIALECT.spec(asked), _DIALECT.new_id())
+    reply = await start_reply(request, _DIALECT, asked)
     return answer(_DIALECT, asked, reply, {**headers, **_identity(request)})
 
 
 async def count_tokens(request: Request) -> Response:
     asked, headers = await read_request(request, MESSAGES_REQUESTS)
-    work = service_of(request).count_tokens(asked.spec())
+    with uncollected(share_of(request.scope).size):
+        spec = _DIALECT.spec(asked)
+    work = service_of(request).count_tokens(spec)
     count = await unless_gone(request.receive, work)
     return JSONResponse(TokenCount(count), headers={**headers, **_identity(request)})
 

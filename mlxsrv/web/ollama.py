@@ -111,7 +111,7 @@ def _generating(
             reason = await _load(request, asked.model, read_keep_alive(asked.keep_alive))
             told = empty(model=asked.model, created_at=ollama_time(), done=True, done_reason=reason)
             return JSONResponse(told, headers=headers)
-        reply = await start_reply(request, dialect.spec(asked), dialect.new_id())
+        reply = await start_reply(request, dialect, asked)
         return answer(dialect, asked, reply, headers)
 
     return endpoint

@@ -35,7 +35,7 @@ async def create_response(request: Request) -> Response:
     store = _store(request)
     past = _past(store, asked)
     dialect = ResponsesDialect(past, partial(_keep, store, asked, past))
-    reply = await start_reply(request, dialect.spec(asked), dialect.new_id())
+    reply = await start_reply(request, dialect, asked)
     return answer(dialect, asked, reply, headers)
 
 

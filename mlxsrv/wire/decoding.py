@@ -62,7 +62,7 @@ class RequestDecoder(Generic[T]):
             InvalidJSON, MissingParameter, InvalidRequest, UnsupportedParameter: `param` is the path
                 of the field.
         """
-        with _uncollected(body):
+        with uncollected(len(body)):
             return self._read(body)
 
     def _read(self, body: bytes) -> tuple[T, list[str]]:
@@ -85,10 +85,14 @@ class RequestDecoder(Generic[T]):
 
 
 @contextlib.contextmanager
-def _uncollected(body: bytes) -> Iterator[None]:
-    """Switch the garbage collector off while a large body is decoded. Decoding makes no garbage,
-    and the collector would walk through millions of new objects again and again."""
-    collects = len(body) > _LARGE and gc.isenabled()
+def uncollected(size: int) -> Iterator[None]:
+    """Switch the garbage collector off while a large body is read. Reading makes no garbage, and
+    the collector would walk through millions of new objects again and again.
+
+    Args:
+        size: of the body, in bytes.
+    """
+    collects = size > _LARGE and gc.isenabled()
     if collects:
         gc.disable()
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import inspect
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import mlxsrv
+from mlxsrv.wire.anthropic.blocks import read_chat
 from tests.support.client import Body
 from tests.support.scripted import AFTER_TOOL, cut, write_conversation, write_scripted
 from tests.wire.anthropic.test_streams import check_type, hear
@@ -207,6 +210,26 @@ def test_a_bound_of_nothing_reads_the_prompt_for_later(client: TestClient) -> No
     assert (nothing["content"], nothing["stop_reason"]) == ([], "max_tokens")
     usage = ask(client, body | {"max_tokens": 4})["usage"]
     assert usage["cache_read_input_tokens"] >= _prompt(nothing["usage"]) - 1
+
+
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+def test_no_garbage_is_looked_for_while_many_calls_are_read(client: TestClient, path: str) -> None:
+    seen = []
+
+    def see(phase: str, info: dict[str, int]) -> None:
+        frame = inspect.currentframe()
+        while (frame := frame and frame.f_back) is not None:
+            if frame.f_code is read_chat.__code__:
+                seen.append(phase)
+
+    call = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
+    messages = [{"role": "assistant", "content": [call] * 5000}] * 5
+    gc.callbacks.append(see)
+    try:
+        client.post(path, json={"model": "demo", "max_tokens": 1, "messages": messages})
+    finally:
+        gc.callbacks.remove(see)
+    assert not seen
 
 
 def test_tools_of_anthropics_are_left_out(client: TestClient) -> None:
