@@ -37,6 +37,7 @@ from mlxsrv.wire.responses.items import (
     read_stored,
 )
 from mlxsrv.wire.responses.tools import (
+    MOST_TOOLS,
     NO_TOOLS,
     Toolbox,
     ToolChoiceObject,
@@ -94,7 +95,7 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
     top_logprobs: Likeliest | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[Raw], Meta(max_length=1000)] | None = None
+    tools: Annotated[list[Raw], Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None

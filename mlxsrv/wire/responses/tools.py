@@ -66,6 +66,8 @@ class ToolChoiceObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tools: list[AllowedTool] | None = None
 
 
+MOST_TOOLS = 1000
+
 TOOL_KINDS: tuple[type[Struct], ...] = (FunctionTool, CustomTool, NamespaceTool)
 
 
@@ -142,6 +144,7 @@ def read_tools(tools: Sequence[Raw], search: Search) -> Toolbox:
     found: dict[str, CallableTool] = {}
     shown: list[dict[str, Any]] = []
     hosted = False
+    count = len(tools)
     for i, raw in enumerate(tools):
         path = f"tools[{i}]"
         tool = _read_tool(raw, path, search)
@@ -150,6 +153,13 @@ def read_tools(tools: Sequence[Raw], search: Search) -> Toolbox:
         plain = decode_part(_decode, raw, path)
         shown.append(_shown(tool) if isinstance(tool, FunctionTool) else plain)
         if isinstance(tool, NamespaceTool):
+            count += len(tool.tools)
+            if count > MOST_TOOLS:
+                raise InvalidRequest(
+                    f"{path}.tools: a request has at most {MOST_TOOLS} tools, with those of "
+                    "namespaces; leave some out",
+                    param=f"{path}.tools",
+                )
             for j, inner in enumerate(tool.tools):
                 own = _read_tool(inner, f"{path}.tools[{j}]", search)
                 if isinstance(own, FunctionTool | CustomTool):

@@ -391,3 +391,12 @@ def test_what_is_left_out_must_be_json_too(body: bytes) -> None:
     with pytest.raises(ServeError) as error:
         RESPONSES_REQUESTS.decode(body)
     assert error.value.code == "invalid_json"
+
+
+def test_the_tools_of_namespaces_count_among_the_tools() -> None:
+    function = {"type": "function", "name": "f"}
+    spaces = [{"type": "namespace", "name": f"n{i}", "tools": [function] * 333} for i in range(3)]
+    assert len(asked(tools=spaces[:2]).toolbox.tools) == 2
+    with pytest.raises(InvalidRequest, match="at most 1000 tools") as error:
+        decode(tools=spaces)
+    assert error.value.param == "tools[2].tools"
