@@ -74,6 +74,11 @@ class ChatMessage(Struct, frozen=True, kw_only=True):
     calls: Sequence[PastCall] = ()
     call_id: str | None = None
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether an answer can go on from this message: it is an assistant's text."""
+        return self.role == "assistant" and bool(self.content) and not self.calls
+
 
 class ToolSpec(Struct, frozen=True, kw_only=True):
     """A tool that the model may call.

@@ -12,7 +12,6 @@ from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, ThreadNotFound
 from mlxsrv.generation.spec import (
-    ChatMessage,
     ChatPrompt,
     GenerationSpec,
     JSONForm,
@@ -129,7 +128,7 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
             parallel=choice is None or not choice.disable_parallel_tool_use,
             thinking=_thinks(self.thinking),
             effort=None if self.output_config is None else self.output_config.effort,
-            continues=_is_unfinished(messages[-1]),
+            continues=messages[-1].is_unfinished,
             reminds=True,
         )
 
@@ -142,10 +141,6 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
         if self.output_format is not None:
             return JSONForm("output_format", self.output_format.schema)
         return None
-
-
-def _is_unfinished(last: ChatMessage) -> bool:
-    return last.role == "assistant" and bool(last.content) and not last.calls
 
 
 def _tool_spec(tool: AnthropicTool) -> ToolSpec:

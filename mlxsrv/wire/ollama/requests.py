@@ -209,14 +209,9 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
             tools=[tool.spec() for tool in self.tools or ()],
             thinking=self.thinking,
             effort=self.effort,
-            continues=_is_unfinished(messages[-1]),
+            continues=messages[-1].is_unfinished,
         )
         return self.make_spec(prompt, _CHAT_PATHS)
-
-
-def _is_unfinished(last: ChatMessage) -> bool:
-    """Whether the answer continues this message, as Ollama's templates have it."""
-    return last.role == "assistant" and bool(last.content) and not last.calls
 
 
 def _refuse_images(images: _Images | None, path: str) -> None:
