@@ -186,7 +186,7 @@ def test_what_ends_by_itself_is_json_of_its_schema(client: httpx.Client) -> None
                 Draft202012Validator(schema).validate(strict_json(said.content))
 
     check()
-    assert reasons.count("stop") > len(reasons) / 2
+    assert "stop" in reasons  # else nothing was claimed
 
 
 # Each kind, with all else that a request may ask for.
