@@ -146,10 +146,18 @@ def test_the_user_is_asked_on_the_terminal(said: str, written: bool, tmp_path: P
     assert (tmp_path / ".claude" / "settings.json").exists() is written
 
 
+INTERRUPTIBLE = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("mlxsrv", run_name="__main__", alter_sys=True)
+"""
+"""`python -m mlxsrv`, also where a shell runs the tests in its background and ignores SIGINT."""
+
+
 def test_ctrl_c_at_the_question_is_no_traceback(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "mlxsrv", "connect", "claude", "--write"],
+        [sys.executable, "-c", INTERRUPTIBLE, "connect", "claude", "--write"],
         env=environment() | {"HOME": str(tmp_path)},
         stdin=theirs,
         stdout=subprocess.PIPE,
