@@ -57,9 +57,8 @@ def _merged(there: Mapping[str, Any], content: Mapping[str, Any]) -> dict[str, A
         if value is None:
             result.pop(key, None)
         elif isinstance(value, Mapping):
-            before = result.get(key)
-            keep = isinstance(before, Mapping) and not isinstance(value, Owned)
-            result[key] = _merged(before if keep else {}, value)  # type: ignore[arg-type]
+            before = {} if isinstance(value, Owned) else result.get(key)
+            result[key] = _merged(before if isinstance(before, Mapping) else {}, value)
         else:
             result[key] = value
     return result

@@ -14,7 +14,7 @@ from mlxsrv.connect.formats import new_text
 
 
 class ConfigFile(msgspec.Struct, frozen=True):
-    """What belongs into a client's configuration file.
+    """The settings for a client's configuration file, and where that file is.
 
     Attributes:
         folder: the file's usual folder.

@@ -1,1 +1,1 @@
-"""What is asked of a model and what comes back, in no dialect."""
+"""Requests to a model and their answers, in no dialect."""

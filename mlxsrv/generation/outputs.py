@@ -1,4 +1,4 @@
-"""What comes back of one request, in no dialect.
+"""The answer to one request, in pieces and whole, in no dialect.
 
 The outputs of a reply come in this order: Opened; for each choice PromptInfo, then any number of
 texts, token ids and tool calls, then Ended. PromptDone comes before the first text of the reply.
@@ -41,6 +41,15 @@ class RankedToken(msgspec.Struct, frozen=True):
 
 PromptScore = tuple[RankedToken, ...] | None
 """Tokens at one place of a prompt: its own, then the likeliest. None at the first place."""
+
+
+def is_object(arguments: str) -> bool:
+    """Tell whether the arguments of a call, as the model wrote them, are a JSON object."""
+    try:
+        msgspec.json.decode(arguments, type=dict)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 class ToolUse(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""What one request asks of a model, in no dialect.
+"""One request to a model, in no dialect.
 
 Each dialect in `wire/` makes a `GenerationSpec` of its requests. All that follows knows only the
 spec: prompts, constraints, the engine's jobs, steering, observers.

@@ -248,11 +248,6 @@ def as_object(arguments: Any) -> str:
     return msgspec.json.encode(arguments).decode()
 
 
-def is_object(text: str) -> bool:
-    """Tell whether a text is a JSON object."""
-    return _decoded(text, dict) is not None
-
-
 def _decoded(text: str, kind: type[_T]) -> _T | None:
     try:
         return msgspec.json.decode(text, type=kind)

@@ -89,7 +89,7 @@ class TextPipeline:
 
     @property
     def faults(self) -> Sequence[CallFault]:
-        """What was wrong with tool calls."""
+        """The faults of tool calls."""
         return self._tools.faults if self._tools is not None else ()
 
     @property

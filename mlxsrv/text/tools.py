@@ -30,8 +30,9 @@ from typing import Any, Literal
 
 import msgspec
 
+from mlxsrv.generation.outputs import is_object
 from mlxsrv.text.cut_calls import read_cut
-from mlxsrv.text.json_calls import JsonCall, as_object, is_object
+from mlxsrv.text.json_calls import JsonCall, as_object
 from mlxsrv.text.scan import Scanner
 
 
@@ -80,7 +81,7 @@ CallFault = Literal[
     "no call could be read, so it is content",
     "the request has no tool of this name",
 ]
-"""What is wrong with a call."""
+"""The faults of a call."""
 
 _ALPHANUMERICS = string.ascii_letters + string.digits
 

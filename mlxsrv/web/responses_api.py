@@ -10,11 +10,12 @@ from starlette.responses import Response
 
 from mlxsrv.errors import UnsupportedParameter
 from mlxsrv.service.response_store import ResponseStore, StoredItem, StoredResponse
+from mlxsrv.web.bodies import share_of
 from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
-from mlxsrv.wire.decoding import read_query
+from mlxsrv.wire.decoding import read_query, uncollected
 from mlxsrv.wire.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseObject
 from mlxsrv.wire.responses.dialects import ResponsesDialect
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past, ResponsesRequest
@@ -41,8 +42,10 @@ async def create_response(request: Request) -> Response:
 
 async def count_input_tokens(request: Request) -> Response:
     asked, headers = await read_request(request, RESPONSES_REQUESTS)
-    work = service_of(request).count_tokens(asked.spec(_past(_store(request), asked)))
-    count = await unless_gone(request.receive, work)
+    past = _past(_store(request), asked)
+    with uncollected(share_of(request.scope).size):
+        spec = asked.spec(past)
+    count = await unless_gone(request.receive, service_of(request).count_tokens(spec))
     return JSONResponse(InputTokens(input_tokens=count), headers=headers)
 
 

@@ -61,7 +61,7 @@ class Stream(ABC):
 
     @abstractmethod
     def keepalive(self) -> bytes:
-        """What is sent while nothing is produced, perhaps before the opening."""
+        """The sign of life while nothing is produced. It may come before the opening."""
 
     @abstractmethod
     def opening(self) -> bytes:

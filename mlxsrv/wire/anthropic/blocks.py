@@ -78,7 +78,7 @@ ReadBlock = (
     | SearchResultBlockParam
     | ToolReferenceBlockParam
 )
-"""What a model reads as text, as far as it can."""
+"""The blocks that a model reads as text, as far as it can."""
 
 
 class ToolResultBlockParam(Struct, frozen=True, tag_field="type", tag="tool_result"):

@@ -206,7 +206,7 @@ def _check_tools(request: MessagesRequest) -> None:
 
 
 def _left_out(request: MessagesRequest) -> list[str]:
-    """What the request has, and nobody here can do."""
+    """The fields that nothing here can honour, by their paths."""
     tools = [f"tools[{i}]" for i, tool in enumerate(request.tools or ()) if not tool.custom]
     return tools + ([] if request.thread is None else ["thread"])
 

@@ -150,7 +150,7 @@ def _details(model: ModelObject) -> OllamaDetails:
 
 
 _CAPABILITIES = ("completion", "tools", "thinking", "embedding")
-"""Those that Ollama has a word for."""
+"""The capabilities that Ollama has a word for."""
 
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation.outputs import Answer, FinishReason, Identity, ToolUse, Usage
+from mlxsrv.generation.outputs import Answer, FinishReason, Identity, ToolUse, Usage, is_object
 from mlxsrv.wire.openai.logprobs import TokenLogprob, chat_logprobs
 from mlxsrv.wire.responses.conversation import seal
 from mlxsrv.wire.responses.custom_input import CustomInput
@@ -115,18 +115,6 @@ def make_reasoning(
         content=[] if request.summarized else [ReasoningText(text=text)],
         encrypted_content=seal(text) if request.sealed else None,
     )
-
-
-_decode_object = msgspec.json.Decoder(dict[str, Any]).decode
-
-
-def is_object(arguments: str) -> bool:
-    """Whether the arguments of a call can be read."""
-    try:
-        _decode_object(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return False
-    return True
 
 
 # The response.

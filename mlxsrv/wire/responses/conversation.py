@@ -127,7 +127,7 @@ class _Chat:
 
 
 class _Turn:
-    """What the assistant says between two messages of others."""
+    """One turn of the assistant: all its items between two messages of others."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []

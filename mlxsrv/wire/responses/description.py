@@ -1,4 +1,4 @@
-"""What `/openapi.json` says of requests beyond the types of their Structs."""
+"""Rules of requests that the types of their Structs cannot say, for `/openapi.json`."""
 
 from __future__ import annotations
 

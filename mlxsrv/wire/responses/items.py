@@ -32,7 +32,7 @@ Parts = str | Annotated[list[ItemPart], Meta(max_length=10_000)]
 
 
 class InputItem(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What all items have. Clients that give items back may leave out both."""
+    """The fields of all items. Clients that give items back may leave out both."""
 
     id: str | None = None
     status: str | None = None
@@ -56,7 +56,7 @@ class InputCall(InputItem, frozen=True, kw_only=True, tag_field="type", tag="fun
 class InputOutput(
     InputItem, frozen=True, kw_only=True, tag_field="type", tag="function_call_output"
 ):
-    """What a function returned."""
+    """The result of a function."""
 
     call_id: str
     output: Parts
@@ -76,7 +76,7 @@ class InputCustomCall(
 class InputCustomOutput(
     InputItem, frozen=True, kw_only=True, tag_field="type", tag="custom_tool_call_output"
 ):
-    """What a custom tool returned."""
+    """The result of a custom tool."""
 
     call_id: str
     output: Parts
@@ -108,7 +108,7 @@ ITEM_KINDS: tuple[type[InputItem], ...] = (
 
 
 class _Head(Struct, frozen=True):
-    """What tells the kind of an item."""
+    """The fields that tell the kind of an item."""
 
     type: str | None = None
     role: Any = None

@@ -243,7 +243,7 @@ _PATHS = {"messages": "input", "max_tokens": "max_output_tokens"}
 
 
 class Past(Struct, frozen=True):
-    """What the store has for a request.
+    """The stored items that a request continues or refers to.
 
     Attributes:
         items: of the responses that it follows, their input and their output.

@@ -17,7 +17,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation.outputs import Channel, Ended, Identity, TokenScore
+from mlxsrv.generation.outputs import Channel, Ended, Identity, TokenScore, is_object
 from mlxsrv.wire.dialect import Stream
 from mlxsrv.wire.openai.logprobs import TokenLogprob, chat_logprobs
 from mlxsrv.wire.responses.answers import (
@@ -31,7 +31,6 @@ from mlxsrv.wire.responses.answers import (
     SummaryText,
     end_response,
     fail_response,
-    is_object,
     make_call,
     make_reasoning,
     make_response,

@@ -31,7 +31,7 @@ class FunctionTool(Struct, frozen=True, kw_only=True, tag_field="type", tag="fun
 
 
 class InputFormat(Struct, frozen=True, kw_only=True):
-    """What the input of a custom tool looks like."""
+    """The form of a custom tool's input."""
 
     type: Literal["text", "grammar"]
     syntax: Literal["lark", "regex"] | None = None

@@ -25,8 +25,9 @@ from mlxsrv.generation.outputs import (
     ToolInput,
     ToolStarted,
     Usage,
+    is_object,
 )
-from mlxsrv.wire.responses.answers import ResponseObject, fold_response, is_object
+from mlxsrv.wire.responses.answers import ResponseObject, fold_response
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, ResponsesRequest
 from mlxsrv.wire.responses.streams import ResponsesStream
 from tests.support.schemas import Body, as_sent
