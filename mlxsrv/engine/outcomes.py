@@ -1,0 +1,231 @@
+"""Outcomes: what came of each work of a plan. The scheduler learns from nothing else.
+
+All are frozen, and hold no exception and no array of MLX's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from mlxsrv.engine.events import Activations, Attached, Likelihood, Loaded, PromptScored
+from mlxsrv.generation.outputs import Vectors
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """The work failed: the error in one line. `memory`: for want of it, so less work at once may
+    do."""
+
+    reason: str
+    memory: bool = False
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """What a client is told of a work that cannot be done: the kind of error, and its message."""
+
+    kind: Literal["model not loaded", "sae incompatible", "backend missing", "engine failed"]
+    reason: str
+
+
+# What is done of a work, by its kind.
+
+
+class RowFailure(msgspec.Struct, frozen=True):
+    """A row that cannot go on, for a cause of its own. `reason` is for the log; `clear` is what a
+    client may be told of it, if anything."""
+
+    row: int
+    reason: str
+    clear: str | None = None
+
+
+class Admitted(msgspec.Struct, frozen=True, tag=True):
+    """Rows that could not be taken."""
+
+    failures: tuple[RowFailure, ...] = ()
+
+
+class KeptPrompt(msgspec.Struct, frozen=True):
+    """A KV cache that was kept as `entry`. `cuts`: it can be cut back to any length."""
+
+    entry: int
+    bytes: int
+    cuts: bool
+
+
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """KV caches of rows that left. One that was to be kept and is not here could not be."""
+
+    prompts: tuple[KeptPrompt, ...] = ()
+
+
+class PromptsRead(msgspec.Struct, frozen=True, tag=True):
+    """A slice of prompts was read.
+
+    Attributes:
+        kept: KV caches that were kept after their spans.
+        scores: of a prompt that is read to its end and scored.
+        broken: rows for whose prompt the model computed NaN, as scores show it.
+        activations: those that were watched, at the tokens of the slice.
+    """
+
+    kept: tuple[KeptPrompt, ...] = ()
+    scores: PromptScored | None = None
+    broken: tuple[int, ...] = ()
+    activations: tuple[Activations, ...] = ()
+
+
+class Decoded(msgspec.Struct, frozen=True, tag=True):
+    """The tokens of the step before, or several of each row where tokens were proposed.
+
+    If the work failed, these tokens count nevertheless.
+
+    Attributes:
+        tokens: (row, token) in the order of the rows; none of a row that is in its first step.
+        likelihoods: of tokens whose row asks for them, by row.
+        broken: rows whose token means nothing, for the model computed NaN.
+        failures: rows whose constraint cannot go on.
+        bound: rows whose constraint binds their next token.
+        following: the input of the next step, by row, where it is known already: after proposals.
+        accepted: how many proposals held, by row, after proposals.
+        activations: those that were watched in the step before.
+        waited: when the step before was complete, by the clock of `Outcome.began`; after proposals.
+    """
+
+    tokens: tuple[tuple[int, int], ...] = ()
+    likelihoods: dict[int, Likelihood] = {}
+    broken: tuple[int, ...] = ()
+    failures: tuple[RowFailure, ...] = ()
+    bound: tuple[int, ...] = ()
+    following: dict[int, int] = {}
+    accepted: dict[int, int] = {}
+    activations: tuple[Activations, ...] = ()
+    waited: float = 0.0
+
+
+class TextsRead(msgspec.Struct, frozen=True, tag=True):
+    """The vectors of the jobs that are complete, by job. `tokens`: of the pass, padding included."""
+
+    tokens: int
+    vectors: dict[int, Vectors] = {}
+
+
+class KVCost(msgspec.Struct, frozen=True):
+    """What one kind of layers adds to a row's KV cache: bytes for each token, up to `window` of
+    them (0: all), and bytes whatever its length."""
+
+    per_token: int
+    window: int = 0
+    fixed: int = 0
+
+
+class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler knows of a model that generates text.
+
+    Attributes:
+        batched: rows can share a KV cache.
+        cuts: KV caches can be cut back to any length.
+        pads: a padded prompt is read as it would be alone.
+        drafts: there is a draft model, and it can be used.
+        padding: bytes of padding that cost as much as another pass of the model.
+        vocabulary: entries of the logits.
+        prompt_cache_bytes: the most bytes of kept prompts.
+        kv_costs: of a row.
+    """
+
+    batched: bool
+    cuts: bool
+    pads: bool
+    drafts: bool = False
+    padding: int
+    vocabulary: int
+    prompt_cache_bytes: int
+    kv_costs: tuple[KVCost, ...] = ()
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of the KV cache of a row with so many tokens."""
+        return sum(
+            cost.fixed + cost.per_token * (min(tokens, cost.window) if cost.window else tokens)
+            for cost in self.kv_costs
+        )
+
+
+class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the scheduler knows of a model that embeds texts.
+
+    Attributes:
+        slices: a text may be read in several slices.
+        labels: logits for a pair of texts; 0: the model makes vectors and judges no pairs.
+        longest: tokens that it has positions for; None: no bound of its own.
+    """
+
+    slices: bool
+    labels: int = 0
+    longest: int | None = None
+
+
+class LoadStep(msgspec.Struct, frozen=True, tag=True):
+    """A slice of a load. `bytes` were read.
+
+    The load is over if `loaded` or `refusal` is given.
+    """
+
+    bytes: int = 0
+    loaded: Loaded | None = None
+    text: TextFacts | None = None
+    embed: EmbedFacts | None = None
+    refusal: Refusal | None = None
+
+
+class AttachStep(msgspec.Struct, frozen=True, tag=True):
+    """A slice of an attachment. It is over if `attached` or `refusal` is given."""
+
+    attached: Attached | None = None
+    refusal: Refusal | None = None
+
+
+class Watched(msgspec.Struct, frozen=True, tag=True):
+    """Whether activations are looked at now: not where no SAE is attached."""
+
+    active: bool
+
+
+class DeviceAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The answer to a question, or why there is none."""
+
+    value: Any = None
+    refusal: Refusal | None = None
+
+
+Done = (
+    Admitted
+    | Kept
+    | PromptsRead
+    | Decoded
+    | TextsRead
+    | LoadStep
+    | AttachStep
+    | Watched
+    | DeviceAnswer
+)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What came of one work.
+
+    Attributes:
+        began, ended: seconds, by a clock that never goes back.
+        done: by the kind of the work; of a work that failed, as much as was done.
+        fault: the work failed. KV caches that it touched are dropped: those of all rows of the
+            decoder, those of all spans that were read, that of the draft model.
+    """
+
+    began: float
+    ended: float
+    done: Done | None = None
+    fault: Fault | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began

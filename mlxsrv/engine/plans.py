@@ -1,0 +1,236 @@
+"""Plans: the works of one round, which the scheduler chooses and the runner does in their order.
+
+A work is a frozen Struct of numbers and names: it can be recorded, replayed, and sent to another
+process. It names a row by the id of its job, a model by the number that its load was given, and a
+kept prompt by the number of its entry.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from mlxsrv.engine.orders import Attach, Embed, Job, Load, Question
+
+
+class _Work(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """One piece of work. What comes of it is its Outcome; see `outcomes`."""
+
+
+# Rows of a model that generates text.
+
+
+class Admit(_Work, frozen=True):
+    """Take these jobs; each is a row from now on. Done: Admitted."""
+
+    model: int
+    jobs: tuple[Job, ...]
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Keep a row's KV cache, as far as it has seen the first `tokens` of the row's text, as
+    `entry`. What it holds behind them is cut off."""
+
+    entry: int
+    tokens: int
+
+
+class Leave(msgspec.Struct, frozen=True):
+    """A row that leaves, wherever it is. Its KV cache is dropped, unless it is to be kept."""
+
+    row: int
+    keep: Keep | None = None
+
+
+class Release(_Work, frozen=True):
+    """Free these rows: those that ended, were cancelled or failed. Done: Kept."""
+
+    model: int
+    rows: tuple[Leave, ...]
+
+
+class Rewind(_Work, frozen=True):
+    """Drop the KV caches of these rows, which stay: their texts are read anew. Done: None."""
+
+    model: int
+    rows: tuple[int, ...]
+
+
+class Forget(_Work, frozen=True):
+    """Drop these kept prompts. `spare`: memory is short, so free buffers go back to the system.
+    Done: None."""
+
+    model: int
+    entries: tuple[int, ...]
+    spare: bool = False
+
+
+class Span(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one text that a slice reads.
+
+    Attributes:
+        rows: the rows whose text it is. Those after the first share the reading.
+        begin, end: the tokens of the text to read; `begin` 0, or `source`'s tokens, opens it.
+        source: the kept prompt that a copy of is taken, cut to `begin` tokens.
+        keep: a copy of the KV cache is kept after the span.
+        joins: the text is read to its end but for the last token, so these rows may be decoded.
+            None: there is more to read. Rows that draw no token are not among them.
+        scored: the tokens of the first row's prompt are scored.
+    """
+
+    rows: tuple[int, ...]
+    begin: int
+    end: int
+    source: int | None = None
+    opens: bool = False
+    keep: Keep | None = None
+    joins: tuple[int, ...] | None = None
+    scored: bool = False
+
+
+class Read(_Work, frozen=True):
+    """Read a slice of prompts: one span, or several that are all read to their ends in one padded
+    pass. Done: PromptsRead. The rows that join are one group of the next Decode."""
+
+    model: int
+    spans: tuple[Span, ...]
+
+
+class Decode(_Work, frozen=True):
+    """One step for all rows of a decoder. Done: Decoded.
+
+    Attributes:
+        trial: the decoder is that of a row which was in a step that failed.
+        groups: the rows by the KV cache that they share, in order; None: as in the step before.
+            Each group is one or several of the groups there are, or that were read, in a row.
+        proposals: how many tokens are proposed to each row, in their order; empty: a plain step.
+    """
+
+    model: int
+    trial: bool = False
+    groups: tuple[tuple[int, ...], ...] | None = None
+    proposals: tuple[int, ...] = ()
+
+
+class ReadDraft(_Work, frozen=True):
+    """Have the draft model read `tokens` more of a row's text, behind the first `begin`, which are
+    those that it has in common with the text that it has read. Done: None."""
+
+    model: int
+    row: int
+    begin: int
+    tokens: int
+
+
+# Texts to embed.
+
+
+class AdmitTexts(_Work, frozen=True):
+    """Take the texts of this order. Done: None."""
+
+    model: int
+    order: Embed
+
+
+class TextSpan(msgspec.Struct, frozen=True):
+    """Tokens of one text; `job` is the id of its order."""
+
+    job: int
+    index: int
+    begin: int
+    end: int
+
+
+class EmbedSlice(_Work, frozen=True):
+    """Read texts, one pass for all: whole ones, or a part of one long text. Done: TextsRead.
+
+    Attributes:
+        completes: jobs whose last texts these are. Their vectors are wanted, and then forgotten.
+    """
+
+    model: int
+    texts: tuple[TextSpan, ...]
+    completes: tuple[int, ...] = ()
+
+
+class ReleaseTexts(_Work, frozen=True):
+    """Forget the texts and vectors of these jobs. Done: None."""
+
+    model: int
+    jobs: tuple[int, ...]
+
+
+# Models.
+
+
+class LoadSlice(_Work, frozen=True):
+    """Go on with the load of `model`, reading about so many bytes. Done: LoadStep.
+
+    `order` is given with the first slice.
+    """
+
+    model: int
+    limit: int
+    order: Load | None = None
+
+
+class AttachSlice(_Work, frozen=True):
+    """Go on with attaching the SAE of this number. Done: AttachStep.
+
+    `order` is given with the first slice.
+    """
+
+    model: int
+    number: int
+    order: Attach | None = None
+
+
+class Detach(_Work, frozen=True):
+    """Take the SAE off the model, and stop watching. Rows that it steers stay steered. Done: None."""
+
+    model: int
+
+
+class Watch(_Work, frozen=True):
+    """Look at the activations of these features, and of the `top` highest. Done: Watched."""
+
+    model: int
+    features: tuple[int, ...]
+    top: int
+
+
+class Unload(_Work, frozen=True):
+    """Forget the model and what it holds, or give up its load. Done: None."""
+
+    model: int
+
+
+class Answer(_Work, frozen=True):
+    """Answer a question about the device. Done: Answered."""
+
+    question: Question
+
+
+Work = (
+    Admit
+    | Release
+    | Rewind
+    | Forget
+    | Read
+    | Decode
+    | ReadDraft
+    | AdmitTexts
+    | EmbedSlice
+    | ReleaseTexts
+    | LoadSlice
+    | AttachSlice
+    | Detach
+    | Watch
+    | Unload
+    | Answer
+)
+
+
+class RoundPlan(msgspec.Struct, frozen=True):
+    """The works of one round, in order."""
+
+    works: tuple[Work, ...] = ()
