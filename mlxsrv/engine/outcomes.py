@@ -105,7 +105,8 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class TextsRead(msgspec.Struct, frozen=True, tag=True):
-    """The vectors of the jobs that are complete, by job. `tokens`: of the pass, padding included."""
+    """The vectors of the jobs that are complete, by job. The pass had so many `tokens`, padding
+    included."""
 
     tokens: int
     vectors: dict[int, Vectors] = {}

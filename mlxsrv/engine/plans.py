@@ -184,13 +184,16 @@ class AttachSlice(_Work, frozen=True):
     order: Attach | None = None
 
 
-class Detach(_Work, frozen=True):
-    """Take the SAE off the model, and stop watching. Rows that it steers stay steered. Done: None."""
+class DetachSAE(_Work, frozen=True):
+    """Take the SAE off the model, and stop watching. Rows that it steers stay steered.
+
+    Done: None.
+    """
 
     model: int
 
 
-class Watch(_Work, frozen=True):
+class WatchFeatures(_Work, frozen=True):
     """Look at the activations of these features, and of the `top` highest. Done: Watched."""
 
     model: int
@@ -198,14 +201,14 @@ class Watch(_Work, frozen=True):
     top: int
 
 
-class Unload(_Work, frozen=True):
+class UnloadModel(_Work, frozen=True):
     """Forget the model and what it holds, or give up its load. Done: None."""
 
     model: int
 
 
-class Answer(_Work, frozen=True):
-    """Answer a question about the device. Done: Answered."""
+class AnswerQuestion(_Work, frozen=True):
+    """Answer a question about the device. Done: DeviceAnswer."""
 
     question: Question
 
@@ -223,10 +226,10 @@ Work = (
     | ReleaseTexts
     | LoadSlice
     | AttachSlice
-    | Detach
-    | Watch
-    | Unload
-    | Answer
+    | DetachSAE
+    | WatchFeatures
+    | UnloadModel
+    | AnswerQuestion
 )
 
 
