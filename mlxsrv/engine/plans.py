@@ -213,8 +213,10 @@ class UnloadModel(_Work, frozen=True):
 
 
 class AnswerQuestion(_Work, frozen=True):
-    """Answer a question about the device. Done: DeviceAnswer."""
+    """Answer a question of a client's about the device. Done: DeviceAnswer."""
 
+    client: int
+    number: int
     question: Question
 
 

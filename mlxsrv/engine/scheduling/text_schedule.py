@@ -83,15 +83,13 @@ class TextSchedule:
         max_rows: rows decoded together, those being read included.
         pace: decides how many tokens of prompts are read between two steps.
         facts: of the model.
-
-    Attributes:
-        events: for the client; whoever takes them empties the list.
     """
 
     def __init__(
         self, model: int, *, client: int = 0, max_rows: int, pace: Pace, facts: TextFacts
     ) -> None:
-        self.events: list[Event] = []
+        self._events: list[Event] = []
+        self._tokens = 0  # that were delivered
         self._model = model
         self._client = client
         self._facts = facts
@@ -150,12 +148,9 @@ class TextSchedule:
             "reading": self._queue.rows,
             "waiting": len(self._queue.waiting) + len(self._recovery.rows),
             **({} if self._drafts is None else self._drafts.statistics()),
-        }
-
-    def prompt_statistics(self) -> dict[str, int]:
-        return {
             "prompt_cache_bytes": self._index.bytes,
             "prompt_cache_entries": len(self._index),
+            "tokens": self._tokens,
         }
 
     # Jobs.
@@ -177,10 +172,16 @@ class TextSchedule:
             if (row := self._rows.get(job_id)) is not None:
                 self._end(row)
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str) -> list[Event]:
         """End every job, since the model goes. Nothing is planned for them any more."""
-        self.events += [Failed(job_id, reason) for job_id in self._rows]
+        events: list[Event] = [Failed(job_id, reason) for job_id in self._rows]
         self._rows.clear()
+        return events
+
+    def take_events(self) -> list[Event]:
+        """What the client is to be told."""
+        events, self._events = self._events, []
+        return events
 
     def watch(self, *, active: bool) -> None:
         """Note whether activations are looked at from now on."""
@@ -359,7 +360,7 @@ class TextSchedule:
             elif (failure := failed.get(job.id)) is not None:
                 self._fail(row, failure.reason, failure.clear)
             else:
-                self.events.append(Started(job.id))
+                self._events.append(Started(job.id))
 
     def _settle_release(self, work: Release, outcome: Outcome) -> None:
         kept = outcome.done.prompts if isinstance(outcome.done, Kept) else ()
@@ -398,14 +399,14 @@ class TextSchedule:
             reading.began = reading.began if reading.opened else outcome.began
             reading.done, reading.opened = span.end, True
         self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)
-        self.events += self._find_untold(done.activations)
+        self._events += self._find_untold(done.activations)
         for job_id in done.broken:
             if (row := self._rows.get(job_id)) is not None:
                 self._break(row)
         if work.spans[0].joins is not None:
             self._join(readings, outcome.ended, done)
         moved = [*self._queue.half_read, *self._recovery.rows]
-        self.events += [Progress(row.id) for row in moved]
+        self._events += [Progress(row.id) for row in moved]
 
     def _find_untold(self, activations: Sequence[Activations]) -> Iterator[Activations]:
         """Those of tokens of which nothing was told before a fault had them read anew."""
@@ -422,16 +423,18 @@ class TextSchedule:
             self._queue.end(reading)
             if not reading.recovering:
                 seconds = ended - reading.began
-                self.events += [PromptRead(row.id, reading.cached, seconds) for row in reading.rows]
+                self._events += [
+                    PromptRead(row.id, reading.cached, seconds) for row in reading.rows
+                ]
             for row in reading.rows:
                 if row.job.max_tokens > 0:
                     row.enter(RowState.FRESH)
                     group.append(row)
         if done.scores is not None:
-            self.events.append(done.scores)
+            self._events.append(done.scores)
         for reading in readings:
             for row in [row for row in reading.rows if row.job.max_tokens == 0]:
-                self.events.append(Finished(row.id))
+                self._events.append(Finished(row.id))
                 self._end(row)
         if self._recovery.reading in readings:
             self._recovery.begin_trial()
@@ -449,7 +452,7 @@ class TextSchedule:
             self._queue.put_back(rows)
             return
         for row in rows:
-            self.events.append(blame(row))
+            self._events.append(blame(row))
             self._end(row)
 
     # A step.
@@ -458,7 +461,7 @@ class TextSchedule:
         assert isinstance(outcome.done, Decoded)
         done, lone = outcome.done, None if work.trial else self._lone_row()
         length = 0 if lone is None else lone.length
-        self.events += done.activations
+        self._events += done.activations
         ended = self._take_tokens(done)
         if outcome.fault is None:
             self._start_fresh(work)
@@ -486,7 +489,8 @@ class TextSchedule:
     def _take_tokens(self, done: Decoded) -> int:
         """Give the rows their tokens. Returns how many rows have ended with theirs."""
         ended = 0
-        rows, events, likelihoods = self._rows, self.events, done.likelihoods
+        self._tokens += len(done.tokens)
+        rows, events, likelihoods = self._rows, self._events, done.likelihoods
         for job_id, token in done.tokens:
             row = rows.get(job_id)
             if row is None:  # it ended with a token before, in the same round
@@ -546,7 +550,7 @@ class TextSchedule:
         if fault.memory:
             self._recovery.shrink(fitting)
         for row in self._recovery.lose(rows, incident, stepping=stepping):
-            self.events.append(blame(row))
+            self._events.append(blame(row))
             self._end(row, kept=False)
         self._rewound += [row for row in rows if not row.ended]
 
@@ -559,11 +563,11 @@ class TextSchedule:
     def _break(self, row: Row) -> None:
         """End a row for which the model computed NaN."""
         self._index.forget(row.text, row.job.steering)
-        self.events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
+        self._events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
         self._end(row, RowState.BROKEN, kept=False)
 
     def _fail(self, row: Row, reason: str, clear: str | None = None) -> None:
-        self.events.append(Failed(row.id, reason, clear=clear))
+        self._events.append(Failed(row.id, reason, clear=clear))
         self._end(row)
 
     def _end(self, row: Row, state: RowState = RowState.ENDED, *, kept: bool = True) -> None:

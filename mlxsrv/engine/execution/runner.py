@@ -1,0 +1,179 @@
+"""The runner: does the works of a plan, in their order, and tells what came of each.
+
+It touches MLX and decides nothing. Its clock measures, and chooses nothing. MLX is imported by the
+first work that needs it: the device thread must be the first to import it, and an app that is only
+imported, or asked for `--help`, does not pay for it.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING, assert_never
+
+from mlxsrv.engine.backend import release_memory, require_backend
+from mlxsrv.engine.faults import note, survivable
+from mlxsrv.engine.orders import GetMemory, ImportModelCode, MakeReport, Question
+from mlxsrv.engine.outcomes import (
+    AttachStep,
+    DeviceAnswer,
+    Done,
+    Fault,
+    LoadStep,
+    Outcome,
+    Refusal,
+    Watched,
+)
+from mlxsrv.engine.plans import (
+    Admit,
+    AdmitTexts,
+    AnswerQuestion,
+    AttachSlice,
+    Decode,
+    DetachSAE,
+    EmbedSlice,
+    Forget,
+    LoadSlice,
+    Read,
+    ReadDraft,
+    Release,
+    ReleaseTexts,
+    Rewind,
+    UnloadModel,
+    WatchFeatures,
+    Work,
+)
+from mlxsrv.errors import BackendMissing
+from mlxsrv.generation.parameters import Constraint
+
+if TYPE_CHECKING:
+    from mlxsrv.engine.loading.loader import Loader
+    from mlxsrv.engine.loading.resident import ResidentModel
+
+
+class Runner:
+    """Does works for all models of the process.
+
+    Attributes:
+        constraints: live constraints of jobs that the next plan admits, by (client, job).
+    """
+
+    def __init__(self) -> None:
+        self.constraints: dict[tuple[int, int], Constraint] = {}
+        self._models: dict[int, ResidentModel] = {}
+        self._loader: Loader | None = None
+
+    def run(self, work: Work) -> Outcome:
+        """Do one work. An error that does not end the thread is its outcome's fault."""
+        began = perf_counter()
+        done: Done | None = None
+        fault: Fault | None = None
+        try:
+            done, fault = self._do(work)
+        except BaseException as error:
+            if not survivable(error):
+                raise
+            fault = note(error, f"{type(work).__name__} failed")
+        return Outcome(began, perf_counter(), done, fault)
+
+    def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
+        match work:
+            case Decode():
+                return self._models[work.model].text.decode(work)
+            case LoadSlice():
+                return self._load(work), None
+            case AttachSlice():
+                return self._attach(work), None
+            case AnswerQuestion():
+                return self._answer(work.question), None
+            case UnloadModel():
+                self._unload(work.model)
+                return None, None
+            case AdmitTexts() | EmbedSlice() | ReleaseTexts():
+                return self._embed(work), None
+            case _:
+                return self._change_rows(work), None
+
+    def _change_rows(
+        self,
+        work: Admit | Release | Rewind | Forget | Read | ReadDraft | DetachSAE | WatchFeatures,
+    ) -> Done | None:
+        model = self._models[work.model]
+        text = model.text
+        match work:
+            case Admit():
+                taken = {job.id: self.constraints.get((work.client, job.id)) for job in work.jobs}
+                return text.admit(work.jobs, taken)
+            case Release():
+                return text.release(work.rows)
+            case Rewind():
+                text.rewind(work.rows)
+            case Forget():
+                text.forget(work.entries, spare=work.spare)
+            case Read():
+                return text.read(work.spans)
+            case ReadDraft():
+                text.read_draft(work.row, work.begin, work.tokens)
+            case DetachSAE():
+                text.detach()
+                release_memory()
+            case WatchFeatures():
+                return Watched(text.watch(work.features, work.top))
+            case _:
+                assert_never(work)
+        return None
+
+    def _embed(self, work: AdmitTexts | EmbedSlice | ReleaseTexts) -> Done | None:
+        embedder = self._models[work.model].embedder
+        match work:
+            case AdmitTexts(order=order):
+                embedder.admit(order)
+            case ReleaseTexts(jobs=jobs):
+                embedder.release(jobs)
+            case EmbedSlice():
+                return embedder.embed(work)
+        return None
+
+    # Models.
+
+    def _load(self, work: LoadSlice) -> LoadStep:
+        if self._loader is None:
+            from mlxsrv.engine.loading.loader import Loader
+
+            self._loader = Loader(lambda: self._models.values())
+        step = self._loader.load(work)
+        if step.loaded is not None:
+            self._models[work.model] = self._loader.take(work.model)
+        if step.loaded is not None or step.refusal is not None:
+            release_memory()
+        return step
+
+    def _attach(self, work: AttachSlice) -> AttachStep:
+        assert self._loader is not None  # which has loaded the model
+        step = self._loader.attach(work, self._models[work.model])
+        if step.attached is not None or step.refusal is not None:
+            release_memory()
+        return step
+
+    def _unload(self, model: int) -> None:
+        self._models.pop(model, None)
+        if self._loader is not None:
+            self._loader.abandon(model)
+        release_memory()
+
+    def _answer(self, question: Question) -> DeviceAnswer:
+        try:
+            require_backend()
+        except BackendMissing as error:
+            return DeviceAnswer(refusal=Refusal("backend missing", str(error)))
+        from mlxsrv.engine.loading import device_memory, weights
+
+        match question:
+            case GetMemory():
+                return DeviceAnswer(device_memory.working_memory())
+            case ImportModelCode(path):
+                weights.import_model_code(path)
+                return DeviceAnswer()
+            case MakeReport():
+                return DeviceAnswer(device_memory.report())

@@ -1,0 +1,332 @@
+"""The scheduler: from orders and outcomes to the works of the next round.
+
+It is host code, without MLX, clock, queue or thread. What it decides follows from the orders and
+the outcomes that it was given, in their order; so a record of these gives the same plans again.
+
+A round is: what the orders ask for, one slice of each load and of each attachment; then, for each
+model, rows that come and go, one step, and at most one slice of prompts or of texts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import count
+from typing import assert_never
+
+import msgspec
+
+from mlxsrv.engine.events import Answered, Event, Failed, Loaded, Report
+from mlxsrv.engine.orders import (
+    Ask,
+    Attach,
+    Cancel,
+    Close,
+    Detach,
+    Embed,
+    GetMemory,
+    ImportModelCode,
+    Job,
+    Load,
+    MakeReport,
+    Open,
+    Order,
+    Question,
+    Submit,
+    Unload,
+    Watch,
+)
+from mlxsrv.engine.outcomes import DeviceAnswer, Outcome, Refusal, Watched
+from mlxsrv.engine.plans import (
+    AnswerQuestion,
+    AttachSlice,
+    DetachSAE,
+    LoadSlice,
+    RoundPlan,
+    UnloadModel,
+    WatchFeatures,
+    Work,
+)
+from mlxsrv.engine.scheduling.load_schedule import (
+    FinishedAttachment,
+    FinishedLoad,
+    FinishedTask,
+    LoadSchedule,
+)
+from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
+from mlxsrv.errors import (
+    BackendMissing,
+    EngineFailed,
+    ModelNotLoaded,
+    SAEIncompatible,
+    ServeError,
+)
+
+_log = logging.getLogger("mlxsrv.engine")
+
+_ERRORS: dict[str, type[ServeError]] = {
+    "model not loaded": ModelNotLoaded,
+    "sae incompatible": SAEIncompatible,
+    "backend missing": BackendMissing,
+    "engine failed": EngineFailed,
+}
+
+
+class Received(msgspec.Struct, frozen=True):
+    """An order, and the number of the client that sent it."""
+
+    client: int
+    order: Order
+
+
+class _Client:
+    """What is there for one client.
+
+    Attributes:
+        models: the numbers of its models, by their names.
+        loading: the same of those on their way.
+        events: that are to be delivered.
+        cancelled: jobs to cancel. All at once, since each row that leaves costs copies of others'
+            KV caches.
+    """
+
+    def __init__(self) -> None:
+        self.models: dict[str, int] = {}
+        self.loading: dict[str, int] = {}
+        self.events: list[Event] = []
+        self.cancelled: set[int] = set()
+
+
+class Scheduler:
+    """Plans the rounds of the device thread, for all clients."""
+
+    def __init__(self) -> None:
+        self._clients: dict[int, _Client] = {}
+        self._models: dict[int, ModelSchedule] = {}
+        self._owners: dict[int, int] = {}  # the client of each model, loaded or on its way
+        self._loads = LoadSchedule()
+        self._numbers = count(1)
+
+    @property
+    def idle(self) -> bool:
+        """Whether the next plan is empty unless orders come."""
+        return self._loads.idle and all(model.idle for model in self._models.values())
+
+    def name(self, model: int) -> str:
+        """What its client calls a model, for the log; empty while it is being loaded."""
+        return self._models[model].name if model in self._models else ""
+
+    def take_events(self) -> list[tuple[int, list[Event]]]:
+        """The events that are to be delivered now, by the client's number."""
+        taken: list[tuple[int, list[Event]]] = []
+        for number, client in self._clients.items():
+            if client.events:
+                taken.append((number, client.events))
+                client.events = []
+        return taken
+
+    # Planning.
+
+    def plan(self, orders: Sequence[Received] = ()) -> RoundPlan:
+        """The works of the next round."""
+        works: list[Work] = []
+        for received in orders:
+            works += self._obey(received.client, received.order)
+        if orders:
+            self._cancel()
+        works += self._loads.plan()
+        models = self._models.values()
+        streaming = [model.number for model in models if model.streaming]
+        for model in models:
+            works += model.plan(beside=any(number != model.number for number in streaming))
+        return RoundPlan(tuple(works))
+
+    def _obey(self, number: int, order: Order) -> Sequence[Work]:
+        """Do what the order says; the works that it takes at once."""
+        if isinstance(order, Open):
+            self._clients[number] = _Client()
+            return ()
+        client = self._clients.get(number)
+        if client is None:
+            _log.debug("an order of a client that is closed")
+            return ()
+        match order:
+            case Submit(job):
+                self._submit(client, job.model, job)
+            case Embed():
+                self._submit(client, order.model, order)
+            case Cancel(job_id):
+                client.cancelled.add(job_id)
+            case Ask(question_number, question):
+                return self._ask(number, question_number, question)
+            case Unload(name):
+                return self._unload(client, name)
+            case Detach() | Watch():
+                return self._steer(client, order)
+            case Close():
+                return self._close(number)
+        return ()
+
+    def _find(self, client: _Client, name: str) -> ModelSchedule:
+        """Raises ModelNotLoaded."""
+        if name not in client.models:
+            raise ModelNotLoaded("its model is not loaded")
+        return self._models[client.models[name]]
+
+    def _submit(self, client: _Client, name: str, order: Job | Embed) -> None:
+        try:
+            self._find(client, name).submit(order)
+        except (ServeError, ValueError) as error:
+            client.events.append(Failed(order.id, str(error)))
+
+    def _ask(self, client: int, number: int, question: Question | Load | Attach) -> Sequence[Work]:
+        try:
+            match question:
+                case Load():
+                    self._load(client, number, question)
+                case Attach():
+                    self._attach(client, number, question)
+                case GetMemory() | ImportModelCode() | MakeReport():
+                    return [AnswerQuestion(client=client, number=number, question=question)]
+                case _:
+                    assert_never(question)
+        except ServeError as error:
+            self._answer(client, number, error)
+        return ()
+
+    def _load(self, client: int, number: int, order: Load) -> None:
+        """Raises ModelNotLoaded."""
+        names = self._clients[client]
+        if order.model in names.loading:
+            raise ModelNotLoaded("it is being loaded already")
+        if order.model in names.models:
+            raise ModelNotLoaded("there is a model of this name")
+        model = next(self._numbers)
+        names.loading[order.model] = model
+        self._owners[model] = client
+        self._loads.start_load(order, model, number)
+
+    def _attach(self, client: int, number: int, order: Attach) -> None:
+        """Raises ServeError."""
+        model = self._find(self._clients[client], order.model)
+        if not model.generates:
+            raise SAEIncompatible("this model does not generate text")
+        self._loads.start_attachment(order, model.number, number)
+
+    def _unload(self, client: _Client, name: str) -> Sequence[Work]:
+        number = client.loading.pop(name, 0) or client.models.pop(name, 0)
+        return [self._drop(number, "its model was unloaded")] if number else ()
+
+    def _drop(self, number: int, reason: str) -> Work:
+        """Forget a model, loaded or not, with its jobs and what is under way of it."""
+        for task in self._loads.abandon(number):
+            self._finish(task)
+        client = self._clients[self._owners.pop(number)]
+        if (model := self._models.pop(number, None)) is not None:
+            client.events += model.fail(reason)
+        return UnloadModel(model=number)
+
+    def _steer(self, client: _Client, order: Detach | Watch) -> Sequence[Work]:
+        if order.model not in client.models:
+            _log.debug("an order for a model that is not there")
+            return ()
+        model = self._models[client.models[order.model]]
+        if not model.generates:
+            return ()
+        # Rows that came before the order are steered as it was when they came.
+        works = model.text.plan_rows()
+        if isinstance(order, Detach):
+            return [*works, DetachSAE(model=model.number)]
+        return [
+            *works,
+            WatchFeatures(model=model.number, features=order.features, top=order.top),
+        ]
+
+    def _close(self, number: int) -> Sequence[Work]:
+        """Forget the client, its models and its loads."""
+        client = self._clients[number]
+        gone = [*client.models.values(), *client.loading.values()]
+        works = [self._drop(model, "its client is gone") for model in gone]
+        del self._clients[number]
+        return works
+
+    def _cancel(self) -> None:
+        """Free the rows of all jobs that were cancelled."""
+        for client in self._clients.values():
+            if client.cancelled:
+                for number in client.models.values():
+                    self._models[number].cancel(client.cancelled)
+                client.cancelled = set()
+
+    # What came of it.
+
+    def settle(self, work: Work, outcome: Outcome) -> None:
+        """Learn what came of one work of the last plan; all are settled in their order."""
+        match work:
+            case LoadSlice() | AttachSlice():
+                if (task := self._loads.settle(work, outcome)) is not None:
+                    self._finish(task)
+            case AnswerQuestion():
+                self._settle_question(work, outcome)
+            case WatchFeatures() | DetachSAE():
+                active = isinstance(outcome.done, Watched) and outcome.done.active
+                if work.model in self._models:
+                    self._models[work.model].text.watch(active=active)
+            case UnloadModel():
+                pass
+            case _:
+                model = self._models.get(work.model)
+                if model is not None:  # it may have gone with a fault of another work
+                    events = model.settle(work, outcome)
+                    self._clients[model.client].events += events
+
+    def _finish(self, task: FinishedTask) -> None:
+        """Answer the question for a load or an attachment that is over."""
+        client = self._owners[task.model]
+        value: object = None
+        if task.step.refusal is not None:
+            value = _error(task.step.refusal)
+        elif isinstance(task, FinishedAttachment):
+            value = task.step.attached
+        else:
+            value = self._add_model(task, client)
+        if isinstance(task, FinishedLoad):
+            self._clients[client].loading.pop(task.order.model, None)
+        self._answer(client, task.question, value)
+
+    def _add_model(self, task: FinishedLoad, client: int) -> Loaded:
+        step, name = task.step, task.order.model
+        assert step.loaded is not None
+        assert step.embed is not None
+        self._models[task.model] = ModelSchedule(
+            task.model, client, task.order, step.text, step.embed
+        )
+        self._clients[client].models[name] = task.model
+        return step.loaded
+
+    def _settle_question(self, work: AnswerQuestion, outcome: Outcome) -> None:
+        client, number = work.client, work.number
+        done = outcome.done if isinstance(outcome.done, DeviceAnswer) else DeviceAnswer()
+        if outcome.fault is not None:
+            self._answer(client, number, EngineFailed(outcome.fault.reason))
+        elif done.refusal is not None:
+            self._answer(client, number, _error(done.refusal))
+        elif isinstance(done.value, Report):
+            self._answer(client, number, self._report(client, done.value))
+        else:
+            self._answer(client, number, done.value)
+
+    def _report(self, client: int, report: Report) -> Report:
+        """The device's report, with the numbers of the client's models."""
+        models = self._clients[client].models if client in self._clients else {}
+        numbers = {name: self._models[number].statistics() for name, number in models.items()}
+        return msgspec.structs.replace(report, models=numbers)
+
+    def _answer(self, client: int, number: int, value: object) -> None:
+        """Answer a client's question, unless the client is gone."""
+        if client in self._clients:
+            self._clients[client].events.append(Answered(number, value))
+
+
+def _error(refusal: Refusal) -> ServeError:
+    return _ERRORS[refusal.kind](refusal.reason)
