@@ -131,7 +131,7 @@ class EngineClient:
         """
         self._require_alive()
         self._receivers[job.id] = receiver
-        self._send(Submit(job, constraint))
+        self._device.send(self._mailbox, Submit(job), constraint)
         self._watchdog.wake()
 
     async def embed(self, order: Embed, progressed: Callable[[], None] = lambda: None) -> Vectors:

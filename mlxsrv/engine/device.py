@@ -2,16 +2,18 @@
 
 MLX binds arrays and streams to threads, and its GPU back ends do not support concurrent use. So
 every load, prefill and decode step of every model of every app in the process happens here. A round
-of this thread: obey all orders that are there; then, for each model that has work, do one decode
-step and at most one slice of a load, of prompts or of texts.
+of this thread: take all orders that are there, have the scheduler plan, have the runner do each
+work, and deliver what came of it.
 
 What crosses the thread's boundary, and who owns it:
 
-- Orders come down through a SimpleQueue, each with its client's mailbox. The drained orders are
-  the only input of a round.
-- Events go up through the mailbox: of each model once after its decode step and once after its
-  slice, if there are any, each time with one `call_soon_threadsafe`.
-- A client belongs to its event loop, a session to this thread. Neither touches the other's state.
+- Orders come down through a SimpleQueue, each with its client's mailbox. A constraint comes with
+  its job, and belongs to this thread from then on. The drained orders are the only input of a
+  round; those that come meanwhile wait for the next.
+- Events go up through the mailbox: of each client once after the plan and once after each work, if
+  there are any, each time with one `call_soon_threadsafe`.
+- A client belongs to its event loop, the scheduler and the runner to this thread. Neither touches
+  the other's state.
 """
 
 from __future__ import annotations
@@ -19,25 +21,32 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar, NamedTuple
 
 from mlxsrv.engine.backend import import_engine, release_memory
 from mlxsrv.engine.events import EngineStopped
-from mlxsrv.engine.faults import survivable
+from mlxsrv.engine.execution.runner import Runner
 from mlxsrv.engine.mailbox import Mailbox
-from mlxsrv.engine.orders import Close, Open, Order
-from mlxsrv.engine.session import Session
+from mlxsrv.engine.orders import Close, Open, Order, Submit
+from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.engine.watchdog import Clock
-
-if TYPE_CHECKING:
-    from mlxsrv.engine.loading.resident import ResidentModel
+from mlxsrv.generation.parameters import Constraint
 
 _log = logging.getLogger("mlxsrv.engine")
 
 _REST_SECONDS = 0.3  # long enough for the next request of a busy server to find warm buffers
-_PARK_SECONDS = 10.0  # the longest slice that the end of the process waits for
+_PARK_SECONDS = 10.0  # the longest work that the end of the process waits for
+
+
+class _Parcel(NamedTuple):
+    """An order on its way down."""
+
+    mailbox: Mailbox
+    order: Order
+    constraint: Constraint | None
 
 
 class DeviceThread:
@@ -54,9 +63,13 @@ class DeviceThread:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self._inbox: SimpleQueue[tuple[Mailbox, Order] | None] = SimpleQueue()
-        self._sessions: dict[Mailbox, Session] = {}
+        self._inbox: SimpleQueue[_Parcel | None] = SimpleQueue()
         self._parked = threading.Event()
+        # The device thread's own, from here on.
+        self._scheduler = Scheduler()
+        self._runner = Runner()
+        self._clients: dict[Mailbox, int] = {}
+        self._opened = 0
         self._worked = False  # since memory was released
         threading.Thread(target=self._run, name="mlxsrv-device", daemon=True).start()
         atexit.register(self._park)
@@ -69,9 +82,12 @@ class DeviceThread:
                 cls._shared = cls()
         return cls._shared
 
-    def send(self, mailbox: Mailbox, order: Order) -> None:
-        """Queue an order of the client with this mailbox. Called on the client's loop."""
-        self._inbox.put((mailbox, order))
+    def send(self, mailbox: Mailbox, order: Order, constraint: Constraint | None = None) -> None:
+        """Queue an order of the client with this mailbox. Called on the client's loop.
+
+        The constraint is that of the job that is submitted. The caller must not use it any more.
+        """
+        self._inbox.put(_Parcel(mailbox, order, constraint))
 
     def _park(self) -> None:
         """At exit: have the thread leave MLX and stay out of it, or the exit may crash."""
@@ -82,8 +98,8 @@ class DeviceThread:
 
     def _run(self) -> None:
         try:
-            while self._drain():
-                self._work()
+            while (orders := self._drain()) is not None:
+                self._work(orders)
         except BaseException as error:
             _log.critical("the device thread died", exc_info=True)
             self._answer_dead(EngineStopped(f"the device thread died: {type(error).__name__}"))
@@ -93,29 +109,27 @@ class DeviceThread:
     def _answer_dead(self, stopped: EngineStopped) -> None:
         """Tell every client, and each that sends an order from now on, so that no request waits
         for ever."""
-        for mailbox in self._sessions:
+        for mailbox in self._clients:
             mailbox.post([stopped])
-        while (item := self._inbox.get()) is not None:
-            item[0].post([stopped])
+        while (parcel := self._inbox.get()) is not None:
+            parcel.mailbox.post([stopped])
 
-    def _drain(self) -> bool:
-        """Obey all orders that are there, waiting for one if there is no work; false to park."""
+    def _drain(self) -> list[Received] | None:
+        """All orders that are there, at least one if there is no work; None to park."""
         self.clock.stop()
-        idle = all(session.idle for session in self._sessions.values())
+        idle = self._scheduler.idle
         self._worked |= not idle
+        orders: list[Received] = []
         try:
-            item = self._wait() if idle else self._inbox.get_nowait()
-            while item is not None:
-                self._serve(*item)
-                item = self._inbox.get_nowait()
-            return False
+            parcel = self._wait() if idle else self._inbox.get_nowait()
+            while parcel is not None:
+                orders.append(self._unpack(parcel))
+                parcel = self._inbox.get_nowait()
+            return None
         except Empty:
-            pass
-        for session in self._sessions.values():
-            session.cancel_jobs()
-        return True
+            return orders
 
-    def _wait(self) -> tuple[Mailbox, Order] | None:
+    def _wait(self) -> _Parcel | None:
         """The next order. If none comes for a moment after work, free memory goes back to the
         system before the thread waits on."""
         if self._worked:
@@ -125,48 +139,40 @@ class DeviceThread:
             self._worked = False
         return self._inbox.get()
 
-    def _serve(self, mailbox: Mailbox, order: Order) -> None:
-        """Obey an order. If it fails, only the client that sent it is told."""
-        self.clock.begin("an order")
-        try:
-            self._obey(mailbox, order)
-        except BaseException as error:
-            if not survivable(error):
-                raise
-            session = self._sessions.get(mailbox)
-            if session is None:
-                _log.exception("an order failed")
-            else:
-                session.refuse(order, error)
-
-    def _obey(self, mailbox: Mailbox, order: Order) -> None:
-        session = self._sessions.get(mailbox)
+    def _unpack(self, parcel: _Parcel) -> Received:
+        mailbox, order, constraint = parcel
         if isinstance(order, Open):
-            self._sessions[mailbox] = Session(mailbox, self.clock, self._residents)
+            self._opened += 1
+            self._clients[mailbox] = self._opened
             # This thread must import MLX. An import error is reported later, as the answer to
             # GetMemory.
             with suppress(Exception):
                 import_engine()
-        elif session is None:
-            _log.debug("an order of a client that is closed")
-        elif isinstance(order, Close):
-            self._drop(session)
-        else:
-            session.obey(order)
+        client = self._clients.get(mailbox, 0)
+        if isinstance(order, Close):
+            self._clients.pop(mailbox, None)
+        elif isinstance(order, Submit) and constraint is not None:
+            self._runner.constraints[client, order.job.id] = constraint
+        return Received(client, order)
 
     # A method of its own: a local variable that lives on between rounds would keep the models of a
-    # closed session in memory.
-    def _work(self) -> None:
-        """Do the work of one round, for each client's session."""
-        for session in list(self._sessions.values()):
-            session.step()
-            if session.gone:
-                self._drop(session)
+    # closed client in memory.
+    def _work(self, orders: Sequence[Received]) -> None:
+        """Do one round."""
+        self.clock.begin("planning")
+        plan = self._scheduler.plan(orders)
+        self._deliver()
+        for work in plan.works:
+            self.clock.begin(work.title, self._scheduler.name(work.model))
+            outcome = self._runner.run(work)
+            self._scheduler.settle(work, outcome)
+            self._deliver()
+        self._runner.constraints.clear()
 
-    def _drop(self, session: Session) -> None:
-        del self._sessions[session.mailbox]
-        session.drop()
-        release_memory()
-
-    def _residents(self) -> list[ResidentModel]:
-        return [model for session in self._sessions.values() for model in session.models.values()]
+    def _deliver(self) -> None:
+        """Send events to their clients. One whose loop is closed is forgotten."""
+        for number, events in self._scheduler.take_events():
+            mailbox = next(box for box, client in self._clients.items() if client == number)
+            if not mailbox.post(events):
+                _log.debug("an event loop is gone; its work is dropped")
+                self.send(mailbox, Close())

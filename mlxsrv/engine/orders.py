@@ -1,14 +1,14 @@
 """Orders: what the event loop sends down to the device thread.
 
-All are frozen. A Job is token ids and numbers only, so the thread could be another process. A
-constraint alone is a live object; it belongs to the device thread once it is sent.
+All are frozen, and made of numbers and names only, so the thread could be another process. A job's
+constraint is a live object, and is sent beside its order.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from mlxsrv.generation.parameters import Bans, Constraint, Sampling, Steering
+from mlxsrv.generation.parameters import Bans, Sampling, Steering
 
 # A client comes and goes.
 
@@ -84,7 +84,6 @@ class Submit(msgspec.Struct, frozen=True):
     """Generate a job's sequence. Ends with a Token with `finish`, Finished or Failed."""
 
     job: Job
-    constraint: Constraint | None = None
 
 
 class Embed(msgspec.Struct, frozen=True):

@@ -7,13 +7,23 @@ kept prompt by the number of its entry.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import msgspec
 
 from mlxsrv.engine.orders import Attach, Embed, Job, Load, Question
 
 
 class _Work(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One piece of work. What comes of it is its Outcome; see `outcomes`."""
+    """One piece of work. What comes of it is its Outcome; see `outcomes`.
+
+    Attributes:
+        title: what the watchdog calls it.
+        model: the number of the model that it concerns; 0: none.
+    """
+
+    title: ClassVar[str]
+    model: int = 0
 
 
 # Rows of a model that generates text.
@@ -25,7 +35,8 @@ class Admit(_Work, frozen=True):
     `client` is the number of the client that sent them.
     """
 
-    model: int
+    title = "admitting rows"
+
     client: int
     jobs: tuple[Job, ...]
 
@@ -48,14 +59,16 @@ class Leave(msgspec.Struct, frozen=True):
 class Release(_Work, frozen=True):
     """Free these rows: those that ended, were cancelled or failed. Done: Kept."""
 
-    model: int
+    title = "freeing rows"
+
     rows: tuple[Leave, ...]
 
 
 class Rewind(_Work, frozen=True):
     """Drop the KV caches of these rows, which stay: their texts are read anew. Done: None."""
 
-    model: int
+    title = "freeing rows"
+
     rows: tuple[int, ...]
 
 
@@ -63,7 +76,8 @@ class Forget(_Work, frozen=True):
     """Drop these kept prompts. `spare`: memory is short, so free buffers go back to the system.
     Done: None."""
 
-    model: int
+    title = "freeing memory"
+
     entries: tuple[int, ...]
     spare: bool = False
 
@@ -96,7 +110,8 @@ class Read(_Work, frozen=True):
     """Read a slice of prompts: one span, or several that are all read to their ends in one padded
     pass. Done: PromptsRead. The rows that join are one group of the next Decode."""
 
-    model: int
+    title = "reading prompts"
+
     spans: tuple[Span, ...]
 
 
@@ -110,7 +125,8 @@ class Decode(_Work, frozen=True):
         proposals: how many tokens are proposed to each row, in their order; empty: a plain step.
     """
 
-    model: int
+    title = "decoding"
+
     trial: bool = False
     groups: tuple[tuple[int, ...], ...] | None = None
     proposals: tuple[int, ...] = ()
@@ -120,7 +136,8 @@ class ReadDraft(_Work, frozen=True):
     """Have the draft model read `tokens` more of a row's text, behind the first `begin`, which are
     those that it has in common with the text that it has read. Done: None."""
 
-    model: int
+    title = "reading with the draft model"
+
     row: int
     begin: int
     tokens: int
@@ -132,7 +149,8 @@ class ReadDraft(_Work, frozen=True):
 class AdmitTexts(_Work, frozen=True):
     """Take the texts of this order. Done: None."""
 
-    model: int
+    title = "admitting texts"
+
     order: Embed
 
 
@@ -152,7 +170,8 @@ class EmbedSlice(_Work, frozen=True):
         completes: jobs whose last texts these are. Their vectors are wanted, and then forgotten.
     """
 
-    model: int
+    title = "embedding"
+
     texts: tuple[TextSpan, ...]
     completes: tuple[int, ...] = ()
 
@@ -160,7 +179,8 @@ class EmbedSlice(_Work, frozen=True):
 class ReleaseTexts(_Work, frozen=True):
     """Forget the texts and vectors of these jobs. Done: None."""
 
-    model: int
+    title = "freeing texts"
+
     jobs: tuple[int, ...]
 
 
@@ -173,7 +193,8 @@ class LoadSlice(_Work, frozen=True):
     `order` is given with the first slice.
     """
 
-    model: int
+    title = "loading"
+
     limit: int
     order: Load | None = None
 
@@ -184,7 +205,8 @@ class AttachSlice(_Work, frozen=True):
     `order` is given with the first slice.
     """
 
-    model: int
+    title = "attaching an SAE"
+
     number: int
     order: Attach | None = None
 
@@ -195,13 +217,14 @@ class DetachSAE(_Work, frozen=True):
     Done: None.
     """
 
-    model: int
+    title = "detaching an SAE"
 
 
 class WatchFeatures(_Work, frozen=True):
     """Look at the activations of these features, and of the `top` highest. Done: Watched."""
 
-    model: int
+    title = "watching features"
+
     features: tuple[int, ...]
     top: int
 
@@ -209,11 +232,13 @@ class WatchFeatures(_Work, frozen=True):
 class UnloadModel(_Work, frozen=True):
     """Forget the model and what it holds, or give up its load. Done: None."""
 
-    model: int
+    title = "unloading"
 
 
 class AnswerQuestion(_Work, frozen=True):
     """Answer a question of a client's about the device. Done: DeviceAnswer."""
+
+    title = "answering"
 
     client: int
     number: int
