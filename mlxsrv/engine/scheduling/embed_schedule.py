@@ -139,7 +139,7 @@ class EmbedSchedule:
             parts = [self._queue.read_on(limit)]
         return EmbedSlice(
             model=self._model,
-            texts=tuple(TextSpan(text.job, text.index, begin, end) for text, begin, end in parts),
+            texts=tuple(TextSpan(text.job, text.place, begin, end) for text, begin, end in parts),
             completes=self._count_off(text.job for text, _, end in parts if end == text.length),
         )
 

@@ -23,7 +23,7 @@ class QueuedText(NamedTuple):
     length: int
     job: int
     """The id of its job."""
-    index: int
+    place: int
     """The text's place in its job."""
 
 

@@ -65,6 +65,9 @@ class FakeRunner:
             assert work.model == MODEL
             assert self.schedule.settle(work, Outcome(self.now, self.now)) == []
 
+    def is_idle(self) -> bool:
+        return self.schedule.idle
+
     def plan(self, *, decoding: bool = False, beside: bool = False) -> EmbedSlice:
         self.change()
         slice = self.schedule.plan(decoding=decoding, beside=beside)
@@ -88,8 +91,10 @@ class FakeRunner:
         done = TextsRead(padded(slice), vectors)
         return self.schedule.settle(slice, Outcome(began, self.now, done))
 
-    def step(self, fault: str | None = None, **streams: bool) -> tuple[EmbedSlice, list[Event]]:
-        slice = self.plan(**streams)
+    def step(
+        self, *, decoding: bool = False, beside: bool = False, fault: str | None = None
+    ) -> tuple[EmbedSlice, list[Event]]:
+        slice = self.plan(decoding=decoding, beside=beside)
         return slice, self.finish(slice, fault)
 
 
@@ -125,20 +130,13 @@ def test_a_slice_has_an_end_however_fast_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("streams", "waiting", "expected"),
-    [
-        # Unknown speed: all that a chunk has, and beside others' streams the least.
-        ({"decoding": True}, 1, 30),
-        ({"beside": True}, 1, 16),
-    ],
+    ("decoding", "beside", "expected"), [(True, False, 64), (False, True, 16), (True, True, 64)]
 )
-def test_the_first_slice_beside_streams(
-    streams: dict[str, bool], waiting: int, expected: int
-) -> None:
+def test_a_slice_whose_speed_is_unknown(decoding: bool, beside: bool, expected: int) -> None:
+    """As much as prompts may have; beside other models' streams alone, the least."""
     runner = FakeRunner(make())
-    runner.schedule.submit(order(1, *[30] * waiting))
-    slice, _ = runner.step(**streams)
-    assert padded(slice) == expected
+    runner.schedule.submit(order(1, *[100] * 3))
+    assert padded(runner.step(decoding=decoding, beside=beside)[0]) == expected
 
 
 def test_slices_beside_other_streams_take_a_part_of_their_gap() -> None:
@@ -201,7 +199,7 @@ def test_a_job_ends_with_its_last_text() -> None:
     runner = FakeRunner(make())
     runner.schedule.submit(order(1, 60, 50))
     runner.schedule.submit(order(2, 60))
-    assert not runner.schedule.idle
+    assert not runner.is_idle()
     assert runner.step(decoding=True)[1] == []
     assert runner.schedule.progress() == [1, 2]
     assert runner.schedule.progress() == []
@@ -212,7 +210,7 @@ def test_a_job_ends_with_its_last_text() -> None:
     assert slice.completes == (1,)
     assert isinstance(event, Embedded)
     assert event.vectors is VECTORS
-    assert runner.schedule.idle
+    assert runner.is_idle()
     assert not runner.jobs
 
 
@@ -234,9 +232,9 @@ def test_a_fault_in_a_part_ends_the_long_text() -> None:
     runner.schedule.submit(order(1, 150))
     runner.step(decoding=True)
     assert ended(runner.step(fault="lost", decoding=True)[1]) == [1]
-    assert not runner.schedule.idle, "the runner has its texts and its KV cache yet"
+    assert not runner.is_idle(), "the runner has its texts and its KV cache yet"
     assert runner.schedule.take_changes() == [ReleaseTexts(model=MODEL, jobs=(1,))]
-    assert runner.schedule.idle
+    assert runner.is_idle()
     runner.jobs.clear()
     runner.schedule.submit(order(2, 200))
     assert runner.step(decoding=True)[0].texts == (TextSpan(2, 0, 0, 64),)
@@ -269,7 +267,7 @@ def test_a_model_that_goes_fails_all_its_jobs() -> None:
     assert runner.schedule.fail() == [1, 2]
     assert runner.schedule.statistics() == {"texts": 0}
     runner.change()
-    assert runner.schedule.idle
+    assert runner.is_idle()
     assert not runner.jobs
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.engine.scheduling.text_queue import TextQueue
 from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.scheduling.text_queue import TextQueue
 
 
 def add(queue: TextQueue, job_id: int, *lengths: int) -> None:
@@ -76,6 +76,6 @@ def test_each_text_comes_once(jobs: list[list[int]], limit: int, most: int) -> N
         slice = queue.choose(limit, most)
         if slice:
             assert len(slice) == 1 or len(slice) * slice[-1].length <= most
-        taken += [(text.job, text.index) for text in slice]
+        taken += [(text.job, text.place) for text in slice]
     assert sorted(taken) == [(i, k) for i, texts in enumerate(jobs) for k in range(len(texts))]
     assert len(queue) == 0
