@@ -144,6 +144,13 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     prompt_cache_bytes: int
     kv_costs: tuple[KVCost, ...] = ()
 
+    def cuts_at(self, tokens: int) -> bool:
+        """Whether the KV cache of a row with so many tokens can be cut back: not where layers are
+        recurrent, nor where a sliding window is full."""
+        return not any(
+            cost.fixed or (cost.window and tokens >= cost.window) for cost in self.kv_costs
+        )
+
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the KV cache of a row with so many tokens."""
         return sum(

@@ -20,9 +20,13 @@ class _Work(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Admit(_Work, frozen=True):
-    """Take these jobs; each is a row from now on. Done: Admitted."""
+    """Take these jobs; each is a row from now on. Done: Admitted.
+
+    `client` is the number of the client that sent them.
+    """
 
     model: int
+    client: int
     jobs: tuple[Job, ...]
 
 
@@ -69,8 +73,9 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         rows: the rows whose text it is. Those after the first share the reading.
-        begin, end: the tokens of the text to read; `begin` 0, or `source`'s tokens, opens it.
-        source: the kept prompt that a copy of is taken, cut to `begin` tokens.
+        begin, end: the first token to read, and the one behind the last.
+        opens: the reading begins, with a KV cache of its own: a copy of the kept prompt `source`,
+            cut to `begin` tokens, or an empty one.
         keep: a copy of the KV cache is kept after the span.
         joins: the text is read to its end but for the last token, so these rows may be decoded.
             None: there is more to read. Rows that draw no token are not among them.

@@ -25,6 +25,16 @@ class Sampling(msgspec.Struct, frozen=True):
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether biases or penalties change the logits."""
+        return bool(
+            self.logit_bias
+            or self.repetition_penalty != 1
+            or self.frequency_penalty
+            or self.presence_penalty
+        )
+
 
 class Bans(msgspec.Struct, frozen=True):
     """Tokens that a row may not draw, unless nothing else is left.
@@ -37,6 +47,10 @@ class Bans(msgspec.Struct, frozen=True):
     min_tokens: int = 0
     allowed: tuple[int, ...] = ()
     words: tuple[tuple[int, ...], ...] = ()
+
+    def bind(self, drawn: int) -> bool:
+        """Whether a token may be banned from a row that has drawn so many, or later."""
+        return bool(self.allowed or self.words) or drawn < self.min_tokens
 
 
 SteeringMode = Literal["additive", "clamp"]

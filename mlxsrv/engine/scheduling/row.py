@@ -4,20 +4,18 @@
 
 A row whose KV cache is lost in a fault is RECOVERING until its text is read anew; then it is FRESH
 once more. A row may end at any time. `_NEXT` has all that may follow.
-
-No MLX is imported here, so that what schedules rows needs no device. Used on the device thread
-only.
 """
 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, NamedTuple
 
-from mlxsrv.engine.faults import Fault
+import numpy as np
+
 from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import Fault
+from mlxsrv.engine.scheduling.prompt_index import Tokens, as_tokens
 from mlxsrv.generation.outputs import FinishReason
-from mlxsrv.generation.parameters import Constraint
 
 
 class RowState(Enum):
@@ -50,41 +48,66 @@ _NEXT = {
     RowState.BROKEN: set[RowState](),
 }
 
+# Looked up once: before Python 3.12 a member of an enum costs as much as the rest of a check.
+_ENDED, _BROKEN, _DECODING = RowState.ENDED, RowState.BROKEN, RowState.DECODING
 
-class Place(NamedTuple):
-    """Tokens of one row that a pass reads: `tokens` of them, from `position` on in the text that
-    these `jobs` share."""
 
-    jobs: tuple[int, ...]
-    position: int
-    tokens: int
+class Incident:
+    """A work that failed, as the rows remember it that were in it.
+
+    Attributes:
+        explained: its cause is known, so it does not count against these rows. Where memory was
+            short, there were just too many of them.
+    """
+
+    __slots__ = ("explained", "memory", "reason")
+
+    def __init__(self, fault: Fault) -> None:
+        self.reason = fault.reason
+        self.memory = fault.memory
+        self.explained = fault.memory
 
 
 class Row:
-    """One job, and all that is needed to decode it from any token on.
-
-    That is its text, its constraint and its seed: the random numbers of a token follow from its
-    position. All of it is on the host, so a KV cache that is lost can be made anew.
+    """One job, and what is decided of it. Its live objects are the runner's.
 
     Args:
         job: what is asked.
-        constraint: what the row may say; anything, unless given.
-        steering: what is added to the row's hidden states: a `RowSteering`. Nothing here looks into
-            it, for it holds arrays.
+        number: its place in the order of arrival.
+        prompt: the job's prompt as an array; choices of one request share it.
+
+    Attributes:
+        drawn: tokens delivered.
+        incidents: works that failed while the row was in them.
+        alone: it shares no slice with other prompts: it was in one that failed.
+        told: the first token whose activations nobody was told.
     """
 
-    __slots__ = ("accepted_tokens", "constraint", "drawn", "faults", "job", "state", "steering")
+    __slots__ = (
+        "alone",
+        "drawn",
+        "found",
+        "id",
+        "incidents",
+        "job",
+        "number",
+        "prompt",
+        "state",
+        "told",
+    )
 
-    def __init__(
-        self, job: Job, constraint: Constraint | None = None, steering: Any = None
-    ) -> None:
+    def __init__(self, job: Job, number: int, prompt: Tokens) -> None:
         self.job = job
-        self.constraint = constraint
-        self.steering = steering
+        self.id = job.id
+        self.number = number
+        self.prompt = prompt
         self.state = RowState.WAITING  # changed by `enter` only
-        self.drawn: list[int] = []  # tokens delivered
-        self.accepted_tokens = 0  # how many of `drawn` the constraint has accepted
-        self.faults: list[Fault] = []  # of slices that failed while the row was in them
+        self.drawn: list[int] = []
+        self.incidents: list[Incident] = []
+        self.alone = False
+        self.told = 0
+        # The state of the prompt index when the row's prompt was last looked up, and the result.
+        self.found: tuple[int, tuple[int | None, int]] = (-1, (None, 0))
 
     def enter(self, state: RowState) -> None:
         """Go on to `state`.
@@ -94,39 +117,28 @@ class Row:
         """
         if state not in _NEXT[self.state]:
             raise RuntimeError(
-                f"row {self.job.id} is {self.state.value}, so it cannot be {state.value} next"
+                f"row {self.id} is {self.state.value}, so it cannot be {state.value} next"
             )
         self.state = state
 
     @property
     def ended(self) -> bool:
-        return self.state is RowState.ENDED or self.state is RowState.BROKEN
-
-    @property
-    def fresh(self) -> bool:
-        """Whether the row's next input is the last token of its text, and not one that was drawn
-        behind it. A row that has ended is not fresh, also in the step that ends it."""
-        return self.state is not RowState.DECODING and not self.ended
-
-    @property
-    def seen(self) -> tuple[int, ...]:
-        """The row's text: its prompt and the tokens delivered. A copy, once there are any."""
-        return (*self.job.prompt, *self.drawn) if self.drawn else self.job.prompt
+        return self.state is _ENDED or self.state is _BROKEN
 
     @property
     def length(self) -> int:
-        """Tokens of the row's text."""
-        return len(self.job.prompt) + len(self.drawn)
+        """Tokens of the row's text: its prompt and the tokens delivered."""
+        return self.prompt.size + len(self.drawn)
 
     @property
-    def last(self) -> int:
-        """The last token of the row's text."""
-        return self.drawn[-1] if self.drawn else self.job.prompt[-1]
+    def text(self) -> Tokens:
+        """The row's text. A copy, once tokens were delivered."""
+        return np.concatenate([self.prompt, as_tokens(self.drawn)]) if self.drawn else self.prompt
 
     @property
-    def place(self) -> Place:
-        """The row's next input."""
-        return Place((self.job.id,), self.length - self.fresh, 1)
+    def held(self) -> int:
+        """How many tokens of its text the KV cache of a row that decodes holds."""
+        return self.length - (self.state is RowState.FRESH)
 
     def finish_reason(self, token: int) -> FinishReason | None:
         """Why the row ends with `token`, which it has just been given; None if it goes on."""

@@ -1,0 +1,113 @@
+"""When a draft model proposes tokens: to a row that is alone, where that is faster.
+
+The draft has a KV cache of one row's text, which it follows. Masks, bans, penalties and
+log-probabilities are computed for one token at a time, so rows that need these get no proposals. A
+dormant constraint has no mask.
+"""
+
+from __future__ import annotations
+
+from mlxsrv.engine.outcomes import Decoded, Outcome
+from mlxsrv.engine.scheduling.prompt_index import common_prefix
+from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.engine.scheduling.speculation_controller import (
+    MOST_UNREAD,
+    SpeculationController,
+)
+
+
+class DraftPolicy:
+    """Proposals of a draft model to the only row of a batch."""
+
+    def __init__(self) -> None:
+        self.controller = SpeculationController()
+        self._drafted = 0
+        self._accepted = 0
+        self._followed: Row | None = None  # whose text the draft has read
+        self._read = 0  # how many of its tokens
+        self._following: int | None = None  # the row's next input, if the last step was a round
+        self._ended: float | None = None  # when the last step ended, if it was a round
+        self._bound: frozenset[int] = frozenset()  # rows whose constraint binds the next token
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "speculating": int(self.controller.on),
+            "drafted": self._drafted,
+            "accepted": self._accepted,
+        }
+
+    def propose(self, row: Row) -> int:
+        """How many tokens to propose to the only row now; 0 where a plain step is better, or the
+        only way."""
+        most = row.job.max_tokens - len(row.drawn) - 1  # the input is one of them
+        if most < 1 or not self._may_propose(row) or self._following in row.job.end_tokens:
+            return 0
+        if row is not self._followed:
+            return 0
+        unread = row.length - self._read
+        if unread > MOST_UNREAD or not self.controller.affords(unread):
+            return 0
+        return self.controller.choose(most)
+
+    def plan_reading(self, row: Row, limit: int) -> tuple[int, int] | None:
+        """What the draft is to read of the only row's text: the first token, and how many of at
+        most `limit`; None if it has read enough, or need not."""
+        if not self._may_propose(row):
+            return None
+        begin = self._read
+        if row is not self._followed:
+            begin = 0
+            if self._followed is not None:
+                begin = common_prefix(self._followed.text[: self._read], row.text)
+        unread = row.length - begin
+        if row is self._followed and unread <= MOST_UNREAD:
+            return None
+        if not self.controller.affords(unread):
+            return None
+        return begin, min(unread, self.controller.bound(limit))
+
+    def saw_reading(self, row: Row, begin: int, tokens: int, seconds: float) -> None:
+        self._followed, self._read = row, begin + tokens
+        self._following = self._ended = None
+        self.controller.saw_reading(tokens, seconds)
+
+    def saw_step(self, row: Row | None, done: Decoded, seconds: float | None) -> None:
+        """Learn from a plain step; `row` is given if it was alone and nobody waited."""
+        self._bound = frozenset(done.bound)
+        self._following = self._ended = None
+        if row is not None and seconds is not None and self._may_propose(row):
+            self.controller.saw_step(seconds)
+
+    def saw_round(self, row: Row, length: int, proposed: int, outcome: Outcome) -> None:
+        """Learn from a round that proposed tokens to the row when its text had `length`."""
+        done = outcome.done
+        assert isinstance(done, Decoded)
+        accepted = done.accepted.get(row.id, 0)
+        self._drafted += proposed
+        self._accepted += accepted
+        begun = done.waited if self._ended is None else self._ended
+        self.controller.saw_round(proposed, accepted, outcome.ended - begun)
+        self._bound = frozenset(done.bound)
+        self._following = done.following.get(row.id)
+        self._ended = outcome.ended
+        # The draft was fed the row's input and all proposals but the last, and then cut back.
+        self._read = min(length + proposed, row.length)
+
+    def forget(self) -> None:
+        """Note that the draft's KV cache is lost, or that rows have changed."""
+        self._followed, self._read = None, 0
+        self.skip()
+
+    def skip(self) -> None:
+        """Note that rows have changed, so that the next step follows no round."""
+        self._following = self._ended = None
+
+    def _may_propose(self, row: Row) -> bool:
+        job = row.job
+        return (
+            row.state is RowState.DECODING
+            and row.id not in self._bound
+            and job.logprobs is None
+            and not job.sampling.changes_logits
+            and (job.bans is None or not job.bans.bind(len(row.drawn) + 1))
+        )

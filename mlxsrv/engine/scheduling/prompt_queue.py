@@ -1,0 +1,278 @@
+"""The prompts of one model that are to be read, and which of them is read next.
+
+A slice goes to the prompt that has the fewest tokens left. After a slice that did not go to the
+oldest prompt, the oldest has the next one. So:
+
+- A short prompt waits for a slice or two, however many long ones came before it.
+- Short prompts without end do not starve a long one: the oldest has every second slice, each prompt
+  becomes the oldest at some time, and so each is read after a bounded time.
+- Among long prompts alone, the first is read to its end, then the next. Slices by turns would make
+  all of them as late as the last.
+
+Rows are given in order of arrival. A prompt without a row cannot overtake. Several
+prompts are half read at once where a shorter one overtakes. Each of them has a row, and needs the
+memory that the row will need. Where memory is short, they are read anew, one at a time.
+
+Short prompts are read together, right-padded. One that does not fit a slice is read alone, in
+several slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from operator import attrgetter
+
+from mlxsrv.engine.outcomes import TextFacts
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex
+from mlxsrv.engine.scheduling.row import Row, RowState
+
+_MOST_BEGUN = 16
+
+
+class Reading:
+    """One text that is being read, for one row or for several that have it in common.
+
+    Args:
+        rows: these rows. Those after the first are not scored.
+        source: the kept prompt that is gone on from; None if it is read from its first token.
+        cached: tokens of the text that the kept prompt holds.
+
+    Attributes:
+        opened: the runner has begun to read it.
+        done: tokens of the text that are read.
+        checkpoint: tokens after which a slice ends, so that the KV cache can be kept there.
+        began: when its first slice began.
+    """
+
+    def __init__(self, rows: Sequence[Row], source: int | None, cached: int) -> None:
+        self.rows = list(rows)
+        self.recovering = rows[0].state is RowState.RECOVERING
+        self.text = rows[0].text
+        self.scored = not self.recovering and rows[0].job.scores is not None
+        self.number = rows[0].number
+        self.steering = rows[0].job.steering
+        self.source = source
+        self.cached = cached
+        self.done = cached
+        self.opened = False
+        self.checkpoint = 0
+        self.began = 0.0
+
+    @property
+    def left(self) -> int:
+        """How many tokens are to be read: all but the last, which is the row's first input."""
+        return self.text.size - 1 - self.done
+
+    @property
+    def decoded(self) -> tuple[int, ...]:
+        """The rows that are decoded when the text is read."""
+        return tuple(row.id for row in self.rows if row.job.max_tokens > 0)
+
+    def drop(self, row: Row) -> bool:
+        """Forget a row. Returns whether none is left."""
+        if row is self.rows[0]:
+            self.scored = False
+        self.rows.remove(row)
+        return not self.rows
+
+
+class PromptQueue:
+    """Prompts that wait, in the order in which they came, and prompts that are half read.
+
+    Args:
+        facts: of the model.
+        index: prompts that were read before.
+
+    Attributes:
+        watched: activations are looked at, so prompts are read from their first token: kept
+            prompts have none, and statistics that lack those of cached tokens are biased.
+    """
+
+    def __init__(self, facts: TextFacts, index: PromptIndex) -> None:
+        self.waiting: list[Row] = []
+        self.begun: list[Reading] = []
+        self.watched = False
+        self._facts = facts
+        self._index = index
+        self._oldest_is_next = False
+        self._most_begun = _MOST_BEGUN
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.begun)
+
+    @property
+    def rows(self) -> int:
+        """Rows of the prompts that are half read."""
+        return sum(len(reading.rows) for reading in self.begun)
+
+    @property
+    def half_read(self) -> list[Row]:
+        return [row for reading in self.begun for row in reading.rows]
+
+    def put_back(self, rows: Iterable[Row]) -> None:
+        """Have these rows, whose prompts were being read, wait again in their old places."""
+        again = list(rows)
+        for row in again:
+            row.enter(RowState.WAITING)
+        self.waiting = sorted([*self.waiting, *again], key=attrgetter("number"))
+
+    def end(self, reading: Reading) -> None:
+        """Note that a prompt is read."""
+        if reading in self.begun:
+            self.begun.remove(reading)
+            # Where memory was short, one more may be half read again.
+            self._most_begun = min(self._most_begun + 1, _MOST_BEGUN)
+
+    def abandon(self, readings: Collection[Reading]) -> None:
+        """Forget prompts whose slice failed."""
+        self.begun = [reading for reading in self.begun if reading not in readings]
+
+    def shrink(self) -> list[Row]:
+        """Have half-read prompts read anew, one at a time, since memory is short. Returns their
+        rows."""
+        begun, self.begun = self.begun, []
+        rows = [row for reading in begun for row in reading.rows]
+        for reading in begun:
+            restart(reading)
+        self.put_back(rows)
+        self._most_begun = 1
+        return rows
+
+    def find_reading(self, row: Row) -> Reading | None:
+        return next((reading for reading in self.begun if row in reading.rows), None)
+
+    # The next slice.
+
+    def choose(self, free: int, limit: int) -> list[Reading]:
+        """Take the prompts of the next slice; none if there is nothing to read.
+
+        Args:
+            free: rows that are free for prompts that are not begun.
+            limit: tokens of a slice. Only so many prompts that take more are begun at once.
+        """
+        chosen = self._choose(free, limit)
+        if chosen is None or isinstance(chosen, Reading):
+            return [] if chosen is None else [chosen]
+        fits = self._fits(chosen, limit)
+        reading = self._take(chosen, free)
+        if fits:
+            return self._group(reading, free, limit)
+        self._begin_long(reading)
+        return [reading]
+
+    def open(self, row: Row) -> Reading:
+        """A reading of the text of a row that is recovering."""
+        source, cached = self._index.find(row.text[:-1], row.job.steering)
+        return Reading([row], source, cached)
+
+    def _choose(self, free: int, limit: int) -> Row | Reading | None:
+        for reading in self.begun:
+            if not reading.left:
+                return reading  # its row is to join, which takes no reading
+        full = len(self.begun) >= self._most_begun
+        among: list[Row | Reading] = [*self.begun]
+        for row in self.waiting[: max(free, 0)]:
+            if not full or self._fits(row, limit):
+                among.append(row)
+        if not among:
+            return None
+        oldest = min(among, key=attrgetter("number"))
+        chosen = oldest if self._oldest_is_next else min(among, key=self._order)
+        self._oldest_is_next = chosen is not oldest
+        return chosen
+
+    def _group(self, first: Reading, free: int, limit: int) -> list[Reading]:
+        """The first prompt, and as many of the others as fit its slice."""
+        longest = first.left
+        group = [first]
+        # A prompt with nothing to read cannot be padded beside others.
+        if longest == 0 or first.rows[0].alone or not self._facts.batched:
+            return group
+        free -= len(first.rows)
+        for row in self._shortest(free, limit):
+            left = self._measure(row)
+            if free <= 0 or max(left, longest) * (len(group) + 1) > limit:
+                break
+            # A twin of a prompt that was taken in this loop does not wait any more.
+            if self._pads_well(left, longest) and row.state is RowState.WAITING:
+                reading = self._take(row, free)
+                longest = max(longest, left)
+                group.append(reading)
+                free -= len(reading.rows)
+        return group
+
+    def _begin_long(self, reading: Reading) -> None:
+        """Note that the prompt takes more than a slice."""
+        reading.checkpoint = reading.rows[0].job.checkpoint
+        self.begun.append(reading)
+
+    def _pads_well(self, left: int, longest: int) -> bool:
+        """Whether a prompt with `left` tokens to read may be read beside one with `longest`."""
+        return left > 0 and (left == longest or self._facts.pads)
+
+    def _take(self, head: Row, free: int) -> Reading:
+        """Take a prompt out of the queue, and with it those that have the same text: no more than
+        `free` in all."""
+        source, cached = self._find(head)
+        if source is not None:
+            self._index.use(source)
+        rows = [head, *self._find_twins(head, free - 1)]
+        for row in rows:
+            row.enter(RowState.PREFILLING)
+        self.waiting = [row for row in self.waiting if row.state is RowState.WAITING]
+        return Reading(rows, source, cached)
+
+    def _find_twins(self, head: Row, most: int) -> list[Row]:
+        """At most so many waiting rows that have the same text and are not scored."""
+        if not self._facts.batched or most <= 0:
+            return []
+        twins = (row for row in self.waiting if row is not head and _same_prompt(row, head))
+        return [row for row, _ in zip(twins, range(most), strict=False)]
+
+    def _find(self, row: Row) -> tuple[int | None, int]:
+        """The kept prompt of most use to a waiting row; looked up again when there are others."""
+        if self._reads_anew(row):
+            return None, 0
+        if row.found[0] != self._index.changes:
+            row.found = self._index.changes, self._index.find(row.prompt[:-1], row.job.steering)
+        return row.found[1]
+
+    def _measure(self, row: Row) -> int:
+        """How many tokens of a waiting prompt are to be read: those that are not cached."""
+        return row.prompt.size - 1 - self._find(row)[1]
+
+    def _reads_anew(self, row: Row) -> bool:
+        """Whether kept prompts are of no use, since something is told of each of the prompt's
+        tokens: scores, or activations."""
+        return row.job.scores is not None or self.watched
+
+    def _fits(self, row: Row, limit: int) -> bool:
+        """Whether the prompt is read whole in a slice of `limit` tokens. One that is scored is
+        not: each of its tokens leaves a row of logits."""
+        return row.job.scores is None and self._measure(row) <= limit
+
+    def _shortest(self, free: int, limit: int) -> list[Row]:
+        """Prompts that fit a slice of `limit` tokens and may share it, the shortest first, among
+        those for which there are `free` rows."""
+        first = self.waiting[: max(free, 0)]
+        fitting = [row for row in first if not row.alone and self._fits(row, limit)]
+        return sorted(fitting, key=self._order)
+
+    def _order(self, prompt: Row | Reading) -> tuple[int, int]:
+        left = prompt.left if isinstance(prompt, Reading) else self._measure(prompt)
+        return left, prompt.number
+
+
+def restart(reading: Reading) -> None:
+    """Note that the text is to be read anew; what was told of its tokens is not told again."""
+    for row in reading.rows:
+        row.told = max(row.told, reading.done)
+
+
+def _same_prompt(one: Row, other: Row) -> bool:
+    """Whether one reading does for both rows, of which `one` is not scored. Not after a fault: one
+    of them may have caused it."""
+    if one.alone or other.alone or one.job.scores is not None:
+        return False
+    same = one.prompt.size == other.prompt.size and one.job.steering == other.job.steering
+    return same and (one.prompt is other.prompt or one.job.prompt == other.job.prompt)

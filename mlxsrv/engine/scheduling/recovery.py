@@ -1,0 +1,163 @@
+"""Recovery: what becomes of the rows of a step, or of a slice of prompts, that failed.
+
+An exception does not tell which row caused it, for a step is one pass for all rows. So:
+
+- Prompts of a slice that failed are read again, each alone. One that fails alone ends.
+- Rows of a step that failed lose their KV caches, since these may already contain part of the
+  failed step. Their texts are read anew, one row at a time. Each row is then tried in a decoder of
+  its own, beside the others, until it is past the token at which the step failed. A row that fails
+  alone ends. The others join again and go on with the same tokens as if nothing had been: the token
+  that was drawn and not delivered is drawn again, with the same key.
+- A row that was in several failed works for which no cause was found ends as well.
+- Where memory was short, there were just too many rows. So fewer are decoded together, until some
+  have ended, and a row that fails alone has more attempts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from mlxsrv.engine.events import Failed
+from mlxsrv.engine.faults import OUT_OF_MEMORY
+from mlxsrv.engine.scheduling.prompt_queue import Reading, restart
+from mlxsrv.engine.scheduling.row import Incident, Row, RowState
+
+_MOST_INCIDENTS = 3  # of one row that are not explained, or in which memory was short
+# A fault appears when its token is read, or one token earlier, so two tokens must pass.
+_TRIAL = 2
+
+
+class Recovery:
+    """The rows of one model that have lost their KV caches, and the one on trial.
+
+    Args:
+        max_rows: rows that are decoded together while memory suffices.
+
+    Attributes:
+        fitting: rows whose KV caches fit into memory, as far as known.
+        reading: the text of the row that is tried next.
+        trial: the row that is tried.
+    """
+
+    def __init__(self, max_rows: int) -> None:
+        self.fitting = max_rows
+        self.reading: Reading | None = None
+        self.trial: Row | None = None
+        self._max_rows = max_rows
+        self._lost: deque[Row] = deque()  # rows to be read anew and tried, in turn
+        # Tokens that the row must have drawn, counted from its beginning, before its trial ends.
+        self._passed = 0
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows without a KV cache, one of them perhaps half read."""
+        return [*([] if self.reading is None else self.reading.rows), *self._lost]
+
+    def next_lost(self, decoding: int) -> Row | None:
+        """The row to read anew now, while so many are decoded."""
+        if not self._lost or self.trial is not None or decoding >= self.fitting:
+            return None
+        return self._lost[0]
+
+    def begin(self, reading: Reading) -> None:
+        """Note that the text of the next lost row is being read."""
+        row = self._lost.popleft()
+        self._passed = len(row.drawn) + _TRIAL
+        self.reading = reading
+
+    def begin_trial(self) -> None:
+        """Note that the text is read, so that its row is tried."""
+        assert self.reading is not None
+        [self.trial] = self.reading.rows
+        self.reading = None
+
+    def end_trial(self) -> Row | None:
+        """The row on trial, if it has passed."""
+        row = self.trial
+        if row is None or len(row.drawn) < self._passed:
+            return None
+        self.trial = None
+        return row
+
+    def drop(self, row: Row) -> None:
+        """Forget a row."""
+        if row is self.trial:
+            self.trial = None
+        elif self.reading is not None and row in self.reading.rows:
+            self.reading = None
+        elif row in self._lost:
+            self._lost.remove(row)
+
+    # After a fault.
+
+    def lose(self, rows: Sequence[Row], incident: Incident, *, stepping: bool) -> list[Row]:
+        """Have these rows read anew and tried. Returns those that end: the only row of a step, and
+        rows that were in too many.
+
+        Args:
+            rows: all rows of a decoder; they have lost their KV caches.
+            incident: the work that failed.
+            stepping: it was a step, so a row that was alone in it is the cause.
+        """
+        guilty: list[Row] = []
+        for row in rows:
+            row.incidents.append(incident)
+            if _exhausted(row) or (stepping and len(rows) == 1 and not _may_wait([row], incident)):
+                guilty.append(row)
+            else:
+                row.enter(RowState.RECOVERING)
+                row.alone = True
+                self._lost.append(row)
+        return guilty
+
+    def read_again(self, readings: Sequence[Reading], incident: Incident) -> tuple[bool, list[Row]]:
+        """Have the prompts of a slice that failed read again, each alone; or end the only one.
+
+        Returns:
+            Whether the rows end, and the rows of the prompts that are not recovering.
+        """
+        rows = [row for reading in readings for row in reading.rows]
+        for reading in readings:
+            restart(reading)
+        for row in rows:
+            row.incidents.append(incident)
+            row.alone = True
+        ends = len(readings) == 1 and not _may_wait(rows, incident)
+        if self.reading in readings:
+            self.reading = None
+            if not ends:
+                self._lost.extendleft(reversed(rows))
+                rows = []
+        return ends, rows
+
+    def shrink(self, rows: int) -> None:
+        """Decode at most so many rows together, since memory was short with more."""
+        self.fitting = max(1, min(self.fitting, rows))
+
+    def widen(self, ended: int, *, busy: bool) -> None:
+        """Let one more row decode for each that ended well, and all rows when none is left."""
+        self.fitting = min(self.fitting + ended, self._max_rows) if busy else self._max_rows
+
+
+def blame(row: Row) -> Failed:
+    """Tell that the row caused its last incident. None of its incidents count against other rows
+    any more."""
+    last = row.incidents[-1]
+    for each in row.incidents:
+        each.explained = True
+    if last.memory:
+        return Failed(row.id, f"{OUT_OF_MEMORY}: {last.reason}", clear=OUT_OF_MEMORY)
+    return Failed(row.id, last.reason)
+
+
+def _exhausted(row: Row) -> bool:
+    """Whether too many works have failed for causes that were not found with the row in them."""
+    return sum(not each.explained for each in row.incidents) >= _MOST_INCIDENTS
+
+
+def _may_wait(rows: Iterable[Row], incident: Incident) -> bool:
+    """Whether rows that failed alone may wait for memory that others hold."""
+    if not incident.memory:
+        return False
+    return all(sum(each.memory for each in row.incidents) < _MOST_INCIDENTS for row in rows)

@@ -1,0 +1,598 @@
+"""What the next round does for the rows of one model that generates text.
+
+A round of a model is, in this order: rows come and go; one step of all rows, and one of the row on
+trial; at most one slice of prompts. Tokens are delivered before the slice, so that no stream waits
+for the prompt of another job longer than it must.
+
+- Which prompt is read next: `prompt_queue`; how much of it: `pace`.
+- Rows whose lengths differ much have KV caches of their own: see `groups`.
+- After a fault rows are read anew: see `recovery`.
+- How many tokens are proposed to a row: see `draft_policy`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from mlxsrv.engine.events import (
+    Activations,
+    Event,
+    Failed,
+    Finished,
+    Progress,
+    PromptRead,
+    Started,
+    Token,
+)
+from mlxsrv.engine.faults import NOT_A_NUMBER
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import (
+    Admitted,
+    Decoded,
+    Fault,
+    Kept,
+    KeptPrompt,
+    Outcome,
+    PromptsRead,
+    TextFacts,
+)
+from mlxsrv.engine.plans import (
+    Admit,
+    Decode,
+    Forget,
+    Keep,
+    Leave,
+    Read,
+    ReadDraft,
+    Release,
+    Rewind,
+    Span,
+    Work,
+)
+from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
+from mlxsrv.engine.scheduling.groups import Groups
+from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
+from mlxsrv.engine.scheduling.prompt_queue import PromptQueue, Reading
+from mlxsrv.engine.scheduling.recovery import Recovery, blame
+from mlxsrv.engine.scheduling.row import Incident, Row, RowState
+from mlxsrv.generation.parameters import Steering
+
+_log = logging.getLogger("mlxsrv.engine")
+
+_MOST_LOGITS = 16 * 1024 * 1024  # numbers, in a slice of a prompt that is scored
+
+
+class _Leaving(NamedTuple):
+    """A row that has ended, and the text that its KV cache is of use for."""
+
+    row: int
+    text: Tokens | None
+    steering: Steering | None
+
+
+class TextSchedule:
+    """The rows of one model.
+
+    Args:
+        model: the model's number.
+        client: the number of the client that it belongs to.
+        max_rows: rows decoded together, those being read included.
+        pace: decides how many tokens of prompts are read between two steps.
+        facts: of the model.
+
+    Attributes:
+        events: for the client; whoever takes them empties the list.
+    """
+
+    def __init__(
+        self, model: int, *, client: int = 0, max_rows: int, pace: Pace, facts: TextFacts
+    ) -> None:
+        self.events: list[Event] = []
+        self._model = model
+        self._client = client
+        self._facts = facts
+        self._pace = pace
+        self._max_rows = max_rows if facts.batched else 1
+        self._numbers = count()
+        self._index = PromptIndex(facts.prompt_cache_bytes)
+        self._queue = PromptQueue(facts, self._index)
+        self._groups = Groups(facts)
+        self._recovery = Recovery(self._max_rows)
+        self._drafts = DraftPolicy() if facts.drafts else None
+        self._rows: dict[int, Row] = {}  # all that have not ended
+        # For the next plan.
+        self._coming: list[Job] = []
+        self._leaving: list[_Leaving] = []
+        self._rewound: list[Row] = []
+        self._short_of_memory = False
+        # Of the plan under way.
+        self._slice: list[Reading] = []
+        self._slice_beside_steps = False
+        self._stepped: float | None = None  # when the last step ended, if rows are the same since
+
+    # What there is.
+
+    @property
+    def streaming(self) -> bool:
+        """Whether rows are being decoded."""
+        return bool(self._groups) or self._recovery.trial is not None
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to read: prompts, or texts of rows without a KV cache."""
+        return bool(self._queue) or bool(self._recovery.rows)
+
+    @property
+    def idle(self) -> bool:
+        """Whether a plan would be empty."""
+        return not (
+            self._rows
+            or self._coming
+            or self._leaving
+            or self._rewound
+            or self._short_of_memory
+            or self._index.dropped
+        )
+
+    @property
+    def _decoding(self) -> int:
+        """How many rows are decoded."""
+        return len(self._groups.rows) + (self._recovery.trial is not None)
+
+    def statistics(self) -> dict[str, int]:
+        return {
+            "rows": self._decoding,
+            "lanes": len(self._groups) + (self._recovery.trial is not None),
+            "reading": self._queue.rows,
+            "waiting": len(self._queue.waiting) + len(self._recovery.rows),
+            **({} if self._drafts is None else self._drafts.statistics()),
+        }
+
+    def prompt_statistics(self) -> dict[str, int]:
+        return {
+            "prompt_cache_bytes": self._index.bytes,
+            "prompt_cache_entries": len(self._index),
+        }
+
+    # Jobs.
+
+    def submit(self, job: Job) -> None:
+        """Take a job."""
+        last = self._queue.waiting[-1] if self._queue.waiting else None
+        # The choices of one request share a prompt, so they share the array made of it.
+        known = last is not None and last.job.prompt is job.prompt
+        prompt = last.prompt if last is not None and known else as_tokens(job.prompt)
+        row = Row(job, next(self._numbers), prompt)
+        self._rows[row.id] = row
+        self._queue.waiting.append(row)
+        self._coming.append(job)
+
+    def cancel(self, job_ids: Collection[int]) -> None:
+        """Free the rows of these jobs, at whatever stage they are."""
+        for job_id in job_ids:
+            if (row := self._rows.get(job_id)) is not None:
+                self._end(row)
+
+    def fail(self, reason: str) -> None:
+        """End every job, since the model goes. Nothing is planned for them any more."""
+        self.events += [Failed(job_id, reason) for job_id in self._rows]
+        self._rows.clear()
+
+    def watch(self, *, active: bool) -> None:
+        """Note whether activations are looked at from now on."""
+        self._queue.watched = active
+
+    # Planning.
+
+    def plan_rows(self) -> list[Work]:
+        """Rows come and go, and kept prompts go. This comes first in a round, and before whatever
+        changes the steering that rows ask for."""
+        works: list[Work] = []
+        if self._coming:
+            works.append(Admit(model=self._model, client=self._client, jobs=tuple(self._coming)))
+            self._coming = []
+        spare, self._short_of_memory = self._short_of_memory, False
+        if spare:
+            self._index.clear()
+            self._rewound += self._queue.shrink()
+        if self._rewound:
+            rows = tuple(row.id for row in self._rewound if not row.ended)
+            works.append(Rewind(model=self._model, rows=rows))
+            self._rewound = []
+        if self._leaving:
+            leaves = tuple(map(self._plan_leave, self._leaving))
+            works.append(Release(model=self._model, rows=leaves))
+            self._leaving = []
+        if (dropped := self._index.take_dropped()) or spare:
+            works.append(Forget(model=self._model, entries=dropped, spare=spare))
+        return works
+
+    def plan_steps(self) -> list[Work]:
+        """One step of all rows, and one of the row on trial."""
+        works: list[Work] = []
+        if self._groups:
+            groups = self._groups.take_changed()
+            if groups is not None:
+                self._stepped = None
+            works.append(
+                Decode(model=self._model, groups=groups, proposals=self._count_proposals())
+            )
+        if (trial := self._recovery.trial) is not None:
+            groups = ((trial.id,),) if trial.state is RowState.FRESH else None
+            works.append(Decode(model=self._model, trial=True, groups=groups))
+        return works
+
+    def plan_slice(self, *, beside: bool) -> Work | None:
+        """One slice of prompts, a shorter one if other models have streams, which `beside` tells;
+        or of the text that a draft model lacks."""
+        if not self._choose_readings(beside):
+            return self._plan_draft()
+        self._slice_beside_steps = self.streaming
+        if len(self._slice) > 1:
+            spans = tuple(map(self._plan_whole, self._slice))
+        else:
+            spans = (self._plan_part(self._slice[0], beside),)
+        return Read(model=self._model, spans=spans)
+
+    def _plan_leave(self, leaving: _Leaving) -> Leave:
+        text = leaving.text
+        if text is None or not self._index.wants(text.size):
+            return Leave(leaving.row)
+        return Leave(leaving.row, Keep(self._index.promise(text, leaving.steering), text.size))
+
+    def _choose_readings(self, beside: bool) -> bool:
+        """Choose the texts of the next slice. Returns whether there are any."""
+        self._slice = []
+        decoding, recovery = self._decoding, self._recovery
+        if (row := recovery.next_lost(decoding)) is not None and recovery.reading is None:
+            recovery.begin(self._queue.open(row))
+        if recovery.reading is not None:
+            self._slice = [recovery.reading]
+            return True
+        free = recovery.fitting - decoding - len(recovery.rows)
+        if free > 0 and self._queue:
+            limit = self._pace.limit(decoding=self.streaming, long=False, beside=beside)
+            self._slice = self._queue.choose(free - self._queue.rows, limit)
+        return bool(self._slice)
+
+    def _plan_whole(self, reading: Reading) -> Span:
+        """All that is left of a prompt, in one pass with others."""
+        end = reading.text.size - 1
+        # KV caches that can be cut back are kept when the answer ends. Others cannot be, then.
+        kept = not self._facts.cuts_at(end)
+        return self._make_span(reading, end, kept=kept, joins=True)
+
+    def _plan_part(self, reading: Reading, beside: bool) -> Span:
+        """The next part of a prompt that is read alone."""
+        decoding = self.streaming
+        begun = reading in self._queue.begun
+        long = begun or reading.recovering
+        limit = self._pace.limit(decoding=decoding, long=long, beside=beside)
+        if reading.scored:  # each token leaves a row of logits
+            limit = min(limit, max(LEAST_SLICE, _MOST_LOGITS // self._facts.vocabulary))
+        last = reading.text.size - 1
+        end = min(reading.done + limit, last)
+        if reading.done < reading.checkpoint < end:
+            end = reading.checkpoint
+        # A row that joins has KV caches copied in the next step, its own and the others'. So it
+        # does not join in a gap that reading has filled already.
+        later = decoding and begun and end > reading.done
+        joins = end == last and not later
+        # The batch has a copy, so the row's own KV cache may stay for prompts that begin alike.
+        kept = self._facts.batched if joins else end == reading.checkpoint > reading.done
+        return self._make_span(reading, end, kept=kept, joins=joins)
+
+    def _make_span(self, reading: Reading, end: int, *, kept: bool, joins: bool) -> Span:
+        keep = None
+        if kept and self._index.wants(end):
+            keep = Keep(self._index.promise(reading.text[:end], reading.steering), end)
+        return Span(
+            rows=tuple(row.id for row in reading.rows),
+            begin=reading.done,
+            end=end,
+            opens=not reading.opened,
+            source=None if reading.opened else reading.source,
+            keep=keep,
+            joins=reading.decoded if joins else None,
+            scored=reading.scored,
+        )
+
+    def _lone_row(self) -> Row | None:
+        """The only row, if a draft may be used: nobody waits for the row to leave, or watches the
+        activations of each token."""
+        rows = self._groups.rows
+        waited = self._max_rows > 1 and self.pending
+        if (
+            self._drafts is None
+            or waited
+            or self._queue.watched
+            or self._recovery.trial is not None
+        ):
+            return None
+        return rows[0] if len(rows) == 1 else None
+
+    def _count_proposals(self) -> tuple[int, ...]:
+        if self._drafts is None or (row := self._lone_row()) is None:
+            return ()
+        proposals = self._drafts.propose(row)
+        return (proposals,) if proposals else ()
+
+    def _plan_draft(self) -> Work | None:
+        """Have the draft read a slice of the only row's text, if it lacks much of it."""
+        if self._drafts is None or (row := self._lone_row()) is None:
+            return None
+        limit = self._pace.limit(decoding=True, long=True)
+        if (part := self._drafts.plan_reading(row, limit)) is None:
+            return None
+        begin, tokens = part
+        return ReadDraft(model=self._model, row=row.id, begin=begin, tokens=tokens)
+
+    # What came of it.
+
+    def settle(self, work: Work, outcome: Outcome) -> None:
+        """Learn what came of a work of this model's."""
+        match work:
+            case Admit():
+                self._settle_admission(work, outcome)
+            case Release():
+                self._settle_release(work, outcome)
+            case Read():
+                self._settle_slice(work, outcome)
+            case Decode():
+                self._settle_step(work, outcome)
+            case ReadDraft():
+                self._settle_draft(work, outcome)
+
+    def _settle_admission(self, work: Admit, outcome: Outcome) -> None:
+        done = outcome.done if isinstance(outcome.done, Admitted) else Admitted()
+        failed = {failure.row: failure for failure in done.failures}
+        for job in work.jobs:
+            row = self._rows.get(job.id)
+            if row is None:
+                continue
+            if outcome.fault is not None:
+                self._fail(row, outcome.fault.reason)
+            elif (failure := failed.get(job.id)) is not None:
+                self._fail(row, failure.reason, failure.clear)
+            else:
+                self.events.append(Started(job.id))
+
+    def _settle_release(self, work: Release, outcome: Outcome) -> None:
+        kept = outcome.done.prompts if isinstance(outcome.done, Kept) else ()
+        self._confirm([leave.keep for leave in work.rows], kept)
+        if outcome.fault is not None:  # KV caches may be half changed
+            self._lose(outcome.fault, self._groups.rows, stepping=False)
+            if (trial := self._recovery.trial) is not None:
+                self._lose(outcome.fault, [trial], stepping=False)
+
+    def _confirm(self, keeps: Sequence[Keep | None], kept: Sequence[KeptPrompt]) -> None:
+        self._index.confirm([keep.entry for keep in keeps if keep is not None], kept)
+
+    def _settle_draft(self, work: ReadDraft, outcome: Outcome) -> None:
+        self._stepped = None  # the next step waits for the draft: its time tells nothing
+        if outcome.fault is not None:
+            self._give_up_drafts()
+        elif self._drafts is not None and (row := self._rows.get(work.row)) is not None:
+            self._drafts.saw_reading(row, work.begin, work.tokens, outcome.seconds)
+
+    def _give_up_drafts(self) -> None:
+        _log.warning("the draft model may be to blame, and is no longer used")
+        self._drafts = None
+
+    # A slice of prompts.
+
+    def _settle_slice(self, work: Read, outcome: Outcome) -> None:
+        readings, self._slice = self._slice, []
+        done = outcome.done if isinstance(outcome.done, PromptsRead) else PromptsRead()
+        self._confirm([span.keep for span in work.spans], done.kept)
+        if outcome.fault is not None:
+            self._read_again(work, readings, outcome.fault)
+            return
+        tokens = 0
+        for reading, span in zip(readings, work.spans, strict=True):
+            tokens += span.end - span.begin
+            reading.began = reading.began if reading.opened else outcome.began
+            reading.done, reading.opened = span.end, True
+        self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)
+        self.events += self._find_untold(done.activations)
+        for job_id in done.broken:
+            if (row := self._rows.get(job_id)) is not None:
+                self._break(row)
+        if work.spans[0].joins is not None:
+            self._join(readings, outcome.ended, done)
+        moved = [*self._queue.half_read, *self._recovery.rows]
+        self.events += [Progress(row.id) for row in moved]
+
+    def _find_untold(self, activations: Sequence[Activations]) -> Iterator[Activations]:
+        """Those of tokens of which nothing was told before a fault had them read anew."""
+        for each in activations:
+            row = self._rows.get(each.job)
+            known = row is None or row.state is RowState.RECOVERING
+            if row is not None and not known and each.position >= row.told:
+                yield each
+
+    def _join(self, readings: Sequence[Reading], ended: float, done: PromptsRead) -> None:
+        """Have the rows of these prompts decoded from the next step on."""
+        group: list[Row] = []
+        for reading in readings:
+            self._queue.end(reading)
+            if not reading.recovering:
+                seconds = ended - reading.began
+                self.events += [PromptRead(row.id, reading.cached, seconds) for row in reading.rows]
+            for row in reading.rows:
+                if row.job.max_tokens > 0:
+                    row.enter(RowState.FRESH)
+                    group.append(row)
+        if done.scores is not None:
+            self.events.append(done.scores)
+        for reading in readings:
+            for row in [row for row in reading.rows if row.job.max_tokens == 0]:
+                self.events.append(Finished(row.id))
+                self._end(row)
+        if self._recovery.reading in readings:
+            self._recovery.begin_trial()
+        elif group:
+            self._groups.add(group)
+
+    def _read_again(self, work: Read, readings: Sequence[Reading], fault: Fault) -> None:
+        incident = self._note(fault)
+        for span in work.spans:
+            if span.source is not None:  # perhaps it could not be copied
+                self._index.drop(span.source)
+        self._queue.abandon(readings)
+        ends, rows = self._recovery.read_again(readings, incident)
+        if not ends:
+            self._queue.put_back(rows)
+            return
+        for row in rows:
+            self.events.append(blame(row))
+            self._end(row)
+
+    # A step.
+
+    def _settle_step(self, work: Decode, outcome: Outcome) -> None:
+        assert isinstance(outcome.done, Decoded)
+        done, lone = outcome.done, None if work.trial else self._lone_row()
+        length = 0 if lone is None else lone.length
+        self.events += done.activations
+        ended = self._take_tokens(done)
+        if outcome.fault is None:
+            self._start_fresh(work)
+        for job_id in done.broken:
+            if (row := self._rows.get(job_id)) is not None:
+                self._break(row)
+        for failure in done.failures:
+            if (row := self._rows.get(failure.row)) is not None:
+                self._fail(row, failure.reason, failure.clear)
+        if outcome.fault is not None:
+            self._lose_step(work, outcome.fault)
+        elif work.trial:
+            self._stepped = None
+        elif work.proposals:
+            self._stepped = None
+            if self._drafts is not None and lone is not None:
+                self._drafts.saw_round(lone, length, work.proposals[0], outcome)
+        else:
+            self._time_step(work, outcome, lone)
+        if (row := self._recovery.end_trial()) is not None:
+            self._groups.add([row])
+        if self._recovery.fitting < self._max_rows:
+            self._recovery.widen(ended, busy=self.streaming or self.pending)
+
+    def _take_tokens(self, done: Decoded) -> int:
+        """Give the rows their tokens. Returns how many rows have ended with theirs."""
+        ended = 0
+        rows, events, likelihoods = self._rows, self.events, done.likelihoods
+        for job_id, token in done.tokens:
+            row = rows.get(job_id)
+            if row is None:  # it ended with a token before, in the same round
+                continue
+            row.drawn.append(token)
+            finish = row.finish_reason(token)
+            likelihood = likelihoods.get(job_id) if likelihoods else None
+            events.append(Token(job_id, token, finish, likelihood))
+            if finish is not None:
+                ended += 1
+                self._end(row)
+        return ended
+
+    def _start_fresh(self, work: Decode) -> None:
+        """Note that rows have made their first step."""
+        if work.groups is None:
+            return
+        trial = self._recovery.trial
+        rows = self._groups.rows if not work.trial else [trial] if trial is not None else []
+        for row in rows:
+            if row.state is RowState.FRESH:
+                row.enter(RowState.DECODING)
+
+    def _time_step(self, work: Decode, outcome: Outcome, lone: Row | None) -> None:
+        seconds = None if self._stepped is None else outcome.ended - self._stepped
+        self._pace.saw_step(seconds)
+        self._stepped = outcome.ended
+        if self._drafts is not None:
+            assert isinstance(outcome.done, Decoded)
+            self._drafts.saw_step(lone, outcome.done, seconds)
+
+    def _lose_step(self, work: Decode, fault: Fault) -> None:
+        """Have the rows of a step that failed read anew."""
+        self._stepped = None
+        stepping = True
+        if work.proposals:
+            self._give_up_drafts()
+            stepping = False
+        elif self._drafts is not None:
+            self._drafts.forget()
+        trial = self._recovery.trial
+        if not work.trial:
+            self._lose(fault, self._groups.rows, stepping=stepping)
+        elif trial is not None:
+            self._lose(fault, [trial], stepping=stepping)
+
+    def _lose(self, fault: Fault, rows: Sequence[Row], *, stepping: bool) -> None:
+        """Note that all rows of a decoder have lost their KV caches."""
+        incident = self._note(fault)
+        trial = self._recovery.trial
+        if rows and rows[0] is trial:
+            self._recovery.drop(trial)
+            fitting = len(self._groups.rows)
+        else:
+            self._groups.clear()
+            fitting = len(rows) // 2
+        if fault.memory:
+            self._recovery.shrink(fitting)
+        for row in self._recovery.lose(rows, incident, stepping=stepping):
+            self.events.append(blame(row))
+            self._end(row, kept=False)
+        self._rewound += [row for row in rows if not row.ended]
+
+    def _note(self, fault: Fault) -> Incident:
+        self._short_of_memory |= fault.memory
+        return Incident(fault)
+
+    # Rows that end.
+
+    def _break(self, row: Row) -> None:
+        """End a row for which the model computed NaN."""
+        self._index.forget(row.text, row.job.steering)
+        self.events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
+        self._end(row, RowState.BROKEN, kept=False)
+
+    def _fail(self, row: Row, reason: str, clear: str | None = None) -> None:
+        self.events.append(Failed(row.id, reason, clear=clear))
+        self._end(row)
+
+    def _end(self, row: Row, state: RowState = RowState.ENDED, *, kept: bool = True) -> None:
+        """End a row, and have its KV cache kept, if it has any and `kept` is given."""
+        text = self._withdraw(row)
+        row.enter(state)
+        del self._rows[row.id]
+        self._leaving.append(_Leaving(row.id, text if kept else None, row.job.steering))
+
+    def _withdraw(self, row: Row) -> Tokens | None:
+        """Take the row out of where it is. Returns the tokens that its KV cache holds, if it has
+        one to itself that was changed."""
+        match row.state:
+            case RowState.WAITING:
+                self._queue.waiting.remove(row)
+            case RowState.PREFILLING:
+                return self._stop_reading(row)
+            case RowState.FRESH | RowState.DECODING:
+                self._recovery.drop(row)
+                self._groups.remove(row)
+                return row.text[: row.held]
+            case RowState.RECOVERING:
+                self._recovery.drop(row)
+        return None
+
+    def _stop_reading(self, row: Row) -> Tokens | None:
+        reading = self._queue.find_reading(row)
+        if reading is None or not reading.drop(row):
+            return None
+        self._queue.abandon([reading])
+        # A state after exactly `done` tokens is of use even if it cannot be cut back.
+        return reading.text[: reading.done] if reading.done > reading.cached else None
