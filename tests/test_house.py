@@ -50,7 +50,6 @@ LIBRARIES = {
 WITHOUT_MLX = {
     "engine/client",
     "engine/device",
-    "engine/embedding/text_queue",
     "engine/events",
     "engine/faults",
     "engine/mailbox",

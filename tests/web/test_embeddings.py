@@ -137,7 +137,7 @@ def test_a_failure_inside_is_told_to_the_log_and_not_to_the_client(
     def broken(*_: object) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr("mlxsrv.engine.embedding.runners.find_inner", broken)
+    monkeypatch.setattr("mlxsrv.engine.embedding.embedding_models.find_inner", broken)
     settings = mlxsrv.Settings(model=(f"t={folders.plain}",), hf_cache=False)
     with hosted(mlxsrv.create_app(settings)) as url, httpx.Client(base_url=url) as client:
         headers = {"X-Request-ID": "wanted"}

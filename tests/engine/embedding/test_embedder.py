@@ -20,9 +20,14 @@ from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.encoders.bert import Bert
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.embedding.pooling import pool
-from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner, find_inner
+from mlxsrv.engine.embedding.embedding_models import (
+    EmbeddingDecoder,
+    EmbeddingEncoder,
+    find_inner,
+)
 from mlxsrv.engine.events import Embedded, Event, Failed
 from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.errors import ServeError
 from mlxsrv.formats.pooling import Pooling
@@ -31,6 +36,7 @@ from tests.engine.loading.test_load import load as load_resident
 from tests.engine.loading.test_load import nothing_left
 from tests.engine.test_device import Listener, generate, job, load, open_client, run
 from tests.support.effort import per_cache
+from tests.support.embedding import run_slice
 from tests.support.fixtures import ModelFolder
 from tests.support.tiny import FAMILIES
 
@@ -50,35 +56,35 @@ class Bench:
 
     def __init__(self, folder: Path, *, chunk: int = 4096, name: str = "m") -> None:
         config = json.loads((folder / "config.json").read_text())
-        runner: Any = (
-            EncoderRunner(load_encoder(folder))
+        model: Any = (
+            EmbeddingEncoder(load_encoder(folder))
             if config["model_type"] == "bert"
-            else DecoderRunner(load_model(folder)[0])
+            else EmbeddingDecoder(load_model(folder)[0])
         )
-        self.runner = runner
-        self.decoding = False
-        pace = Pace(chunk, 1.0)
-        self.embedder = Embedder(runner, folder, name, pace, decoding=lambda: self.decoding)
+        self.model = model
+        self.embedder = Embedder(model, folder, name)
+        self.schedule = EmbedSchedule(1, self.embedder.facts, Pace(chunk, 1.0))
         self.events: list[Event] = []
         self.slices: list[list[int]] = []  # the lengths of the texts in each
-        inner = runner.run
+        inner = model.run
 
         def seen(tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
             self.slices.append(cast(list[int], mask.sum(axis=1).tolist()))
             return cast(mx.array, inner(tokens, mask, firsts))
 
-        runner.run = seen
+        model.run = seen
 
     def submit(self, number: int, texts: Texts, firsts: tuple[int, ...] = ()) -> None:
-        self.embedder.submit(Embed(number, "m", texts, firsts))
+        self.schedule.submit(Embed(number, "m", texts, firsts))
 
     def step(self, *, decoding: bool = False, beside: bool = False) -> None:
-        self.decoding = decoding
-        self.events += self.embedder.prefill(beside=beside)
+        self.events += run_slice(self.schedule, self.embedder, decoding=decoding, beside=beside)
 
     def finish(self, **streams: bool) -> None:
-        while not self.embedder.idle:
+        while not self.schedule.idle:
             self.step(**streams)
+        assert not self.embedder._jobs
+        assert self.embedder._long is None
 
     def embed(self, texts: Texts, firsts: tuple[int, ...] = (), **streams: bool) -> Vectors:
         self.submit(0, texts, firsts)
@@ -266,7 +272,7 @@ def test_short_texts_do_not_wait_for_a_long_one(model_folder: ModelFolder) -> No
     for _ in range(6):
         bench.step(decoding=True)
     assert bench.ended == [2]
-    assert bench.embedder.statistics() == {"texts": 2}
+    assert bench.schedule.statistics() == {"texts": 2}
     bench.finish(decoding=True)
     assert bench.ended == [2, 0, 1]
     np.testing.assert_allclose(
@@ -289,9 +295,9 @@ def test_a_cancelled_job_is_gone_at_whatever_stage(model_folder: ModelFolder) ->
     bench.submit(1, make_texts(10, 11, 12))
     bench.submit(2, make_texts(8))
     bench.step(decoding=True)
-    bench.embedder.cancel([0, 7])
-    bench.embedder.cancel([1])
-    assert bench.embedder.statistics() == {"texts": 1}
+    bench.schedule.cancel([0, 7])
+    bench.schedule.cancel([1])
+    assert bench.schedule.statistics() == {"texts": 1}
     bench.finish(decoding=True)
     assert bench.ended == [2]
     assert sum(map(sum, bench.slices)) <= 8 + 12
@@ -304,21 +310,21 @@ def test_a_long_text_after_one_that_was_cancelled_is_read_from_its_beginning(
     bench = Bench(model_folder("qwen3"), chunk=16)
     bench.submit(0, make_texts(100))
     bench.step(decoding=True)
-    bench.embedder.cancel([0])
+    bench.schedule.cancel([0])
     found = bench.embed(texts, decoding=True)
     np.testing.assert_allclose(found, Bench(model_folder("qwen3")).embed(texts), atol=1e-5)
 
 
 def test_an_error_fails_the_jobs_of_its_slice_only(model_folder: ModelFolder) -> None:
     bench = Bench(model_folder("qwen3"))
-    inner = bench.runner.run
+    inner = bench.model.run
 
     def fail(tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
         if tokens.shape[1] == 40:
             raise RuntimeError("no room")
         return cast(mx.array, inner(tokens, mask, firsts))
 
-    bench.runner.run = fail
+    bench.model.run = fail
     bench.submit(0, make_texts(10, 10))
     bench.submit(1, make_texts(40, 10))
     bench.submit(2, make_texts(38))
@@ -332,7 +338,7 @@ def test_what_a_model_cannot_do_is_said_at_once(model_folder: ModelFolder, bert:
     def refuses(bench: Bench, why: str, texts: Texts, firsts: tuple[int, ...] = ()) -> None:
         with pytest.raises(ValueError, match=why):
             bench.submit(0, texts, firsts)
-        assert bench.embedder.idle
+        assert bench.schedule.idle
 
     refuses(Bench(model_folder("qwen3")), "pairs", TEXTS[:1], (1,))
     refuses(Bench(bert()), "pairs", TEXTS[:1], (1,))

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.embedding.encoders.layers import Encoder
 from mlxsrv.engine.embedding.encoders.load import load_dense, load_encoder
 from mlxsrv.engine.embedding.pooling import pool
-from mlxsrv.engine.embedding.runners import DecoderRunner
+from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder
 from mlxsrv.formats.pooling import parse_pooling, read_pooling_config
 from tests.support.encoders import (
     CONFIGS,
@@ -119,7 +119,7 @@ def test_a_decoders_hidden_states_are_those_of_transformers(tmp_path: Path) -> N
     model, _ = load_model(write_encoder(tmp_path, "qwen3"))
     rows = TOKENS["qwen3"]
     tokens = mx.array([row + [0] * (max(LENGTHS) - len(row)) for row in rows])
-    hidden = np.array(DecoderRunner(model).run(tokens, tokens > 0, None))
+    hidden = np.array(EmbeddingDecoder(model).run(tokens, tokens > 0, None))
     for made, wanted, length in zip(hidden, recorded()["qwen3/hidden"], LENGTHS, strict=True):
         np.testing.assert_allclose(made[:length], wanted[:length], atol=2e-5)
 

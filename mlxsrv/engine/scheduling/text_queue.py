@@ -1,4 +1,4 @@
-"""The queue of texts to embed: which of them share the next slice. Without MLX.
+"""The queue of texts to embed: which of them share the next slice.
 
 A slice holds texts of similar length, of any job, so that little of it is padding. Each slice
 starts from the longest text of the next job in turn, so a job of many texts does not hold up a job
@@ -10,49 +10,36 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from mlxsrv.engine.events import Embedded
 from mlxsrv.engine.orders import Embed
-from mlxsrv.generation.outputs import Vectors
 
 _MOST_PADDED = 1.25  # tokens of a slice, padding included, for each real one
 
 
 class QueuedText(NamedTuple):
-    """One text that waits. Sorted by length, then by arrival."""
+    """One text that waits. Sorted by length first."""
 
     length: int
     job: int
-    """The job's number in the order of arrival."""
+    """The id of its job."""
     place: int
     """The text's place in its job."""
 
 
-class EmbeddingJob:
-    """One order, and the vectors that are done."""
+class QueuedTexts:
+    """The texts of one job.
 
-    def __init__(self, number: int, order: Embed) -> None:
-        self.id = order.id
-        self.texts = order.texts
-        self.firsts = order.firsts
-        self.waiting = sorted(QueuedText(len(text), number, i) for i, text in enumerate(self.texts))
-        self.missing = len(self.texts)
-        self._vectors: Vectors | None = None
+    Attributes:
+        waiting: those that no slice has taken, the shortest first; perhaps some that one has.
+        missing: how many no slice has taken to their ends.
+    """
 
-    def put(self, index: int, vector: Any) -> None:
-        """Keep the vector `(width,)` of one text."""
-        if self._vectors is None:
-            self._vectors = np.empty((len(self.texts), len(vector)), np.float32)
-        self._vectors[index] = vector
-        self.missing -= 1
-
-    @property
-    def embedded(self) -> Embedded:
-        assert self._vectors is not None
-        return Embedded(self.id, self._vectors)
+    def __init__(self, order: Embed) -> None:
+        self.waiting = sorted(
+            QueuedText(len(text), order.id, i) for i, text in enumerate(order.texts)
+        )
+        self.missing = len(order.texts)
 
 
 class TextQueue:
@@ -64,49 +51,41 @@ class TextQueue:
     """
 
     def __init__(self, *, slices: bool) -> None:
-        self.jobs: dict[int, EmbeddingJob] = {}
-        """By number, in the order of arrival."""
+        self.jobs: dict[int, QueuedTexts] = {}
+        """By id, in the order of arrival."""
         self.tokens = 0
         """Tokens of all texts that wait."""
         self.long: QueuedText | None = None
+        self._long_done = 0  # tokens of it that were taken
         self._slices = slices
-        self._arrived = 0
-        self._turns: deque[int] = deque()  # numbers of the jobs, in turn
+        self._turns: deque[int] = deque()  # ids of the jobs, in turn
         self._waiting: list[QueuedText] = []  # of all jobs, the shortest first
         self._long_is_next = False
 
     def __len__(self) -> int:
-        """Texts that wait or are being read."""
+        """Texts that wait or are being read in several slices."""
         return len(self._waiting) + (self.long is not None)
 
     def add(self, order: Embed) -> None:
-        job = EmbeddingJob(self._arrived, order)
-        self.jobs[self._arrived] = job
-        self._turns.append(self._arrived)
-        self._arrived += 1
+        job = QueuedTexts(order)
+        self.jobs[order.id] = job
+        self._turns.append(order.id)
         self._waiting = sorted(self._waiting + job.waiting)
         self.tokens += sum(text.length for text in job.waiting)
 
-    def tokens_of(self, text: QueuedText) -> tuple[int, ...]:
-        return self.jobs[text.job].texts[text.place]
-
-    def find(self, job_ids: Iterable[int]) -> set[int]:
-        """The numbers of the jobs with these ids."""
-        wanted = set(job_ids)
-        return {number for number, job in self.jobs.items() if job.id in wanted}
-
-    def remove(self, numbers: Iterable[int]) -> None:
-        """Forget the jobs of these numbers, and their texts."""
-        gone = set(numbers)
+    def remove(self, job_ids: Iterable[int]) -> list[int]:
+        """Forget these jobs, and their texts. Returns the ids of those that were there."""
+        gone = {job for job in job_ids if job in self.jobs}
         if not gone:
-            return
-        for number in gone:
-            del self.jobs[number]
-        self._turns = deque(number for number in self._turns if number not in gone)
+            return []
+        for job in gone:
+            del self.jobs[job]
+        self._turns = deque(job for job in self._turns if job not in gone)
         self._waiting = [text for text in self._waiting if text.job not in gone]
         if self.long is not None and self.long.job in gone:
             self.long = None
         self.tokens = sum(text.length for text in self._waiting)
+        return sorted(gone)
 
     def choose(self, limit: int, most: int) -> list[QueuedText]:
         """Take the texts of the next slice; none if the slice belongs to the long text.
@@ -129,7 +108,7 @@ class TextQueue:
         end = bisect_right(self._waiting, first)
         if self._slices and first.length > limit:
             self._take(end - 1, end)
-            self.long = first
+            self.long, self._long_done = first, 0
             self._long_is_next = False
             return []
         start, real = end - 1, first.length
@@ -141,6 +120,16 @@ class TextQueue:
             start -= 1
         return self._take(start, end)
 
+    def read_on(self, limit: int) -> tuple[QueuedText, int, int]:
+        """Take the next tokens of the long text, at most `limit`: the text, the first token's
+        place in it, and the last one's, exclusive. Once it has ended there is no long text."""
+        assert self.long is not None, "a job with texts has one that waits, or the long one"
+        text, begin = self.long, self._long_done
+        self._long_done = min(begin + limit, text.length)
+        if self._long_done == text.length:
+            self.long = None
+        return text, begin, self._long_done
+
     def _take(self, start: int, end: int) -> list[QueuedText]:
         texts = self._waiting[start:end]
         del self._waiting[start:end]
@@ -149,20 +138,20 @@ class TextQueue:
 
     def _find_first(self, limit: int) -> QueuedText | None:
         """The longest text of the job whose turn it is; the job goes to the end of the turns."""
-        for number in list(self._turns):
-            found = next(self._candidates(number, limit), None)
-            if not self.jobs[number].waiting:
-                self._turns.remove(number)
+        for job in list(self._turns):
+            found = next(self._candidates(job, limit), None)
+            if not self.jobs[job].waiting:
+                self._turns.remove(job)
             elif found is not None:
-                self._turns.remove(number)
-                self._turns.append(number)
+                self._turns.remove(job)
+                self._turns.append(job)
                 return found
         return None
 
-    def _candidates(self, number: int, limit: int) -> Iterator[QueuedText]:
+    def _candidates(self, job: int, limit: int) -> Iterator[QueuedText]:
         """A job's waiting texts, the longest first. While a long text is being read, no other
         that is as long."""
-        waiting = self.jobs[number].waiting
+        waiting = self.jobs[job].waiting
         # Other jobs' slices may have taken some.
         while waiting and not self._waits(waiting[-1]):
             waiting.pop()

@@ -1,4 +1,4 @@
-"""Runners: a model's hidden states at the tokens of a batch of texts, and a head's logits.
+"""Models as embedding needs them: hidden states at the tokens of texts, and a head's logits.
 
 Used on the device thread only.
 """
@@ -17,7 +17,7 @@ _INNER = ("language_model", "model", "transformer", "backbone")
 """Names in mlx-lm's models for the part of a model that is nearer to the layers."""
 
 
-class Runner(Protocol):
+class EmbeddingModel(Protocol):
     """A model that reads texts."""
 
     reads_slices: bool
@@ -43,7 +43,7 @@ class Runner(Protocol):
         """The logits `(rows, labels)` for hidden states; ValueError if `labels` is 0."""
 
 
-class DecoderRunner:
+class EmbeddingDecoder:
     """Runs one of mlx-lm's models without its output head.
 
     Rows are padded on the right, where neither causal attention nor recurrent layers look. So no
@@ -105,7 +105,7 @@ def find_inner(model: Any, tokens: mx.array) -> Any:
     return inner
 
 
-class EncoderRunner:
+class EmbeddingEncoder:
     """Runs one of this package's encoders."""
 
     reads_slices = False  # it looks both ways, so it needs the whole text

@@ -1,12 +1,12 @@
-"""The queue of texts, without a model: which texts share a slice, and whose turn it is."""
+"""The queue of texts: which texts share a slice, and whose turn it is."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.engine.embedding.text_queue import TextQueue
 from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.scheduling.text_queue import TextQueue
 
 
 def add(queue: TextQueue, job_id: int, *lengths: int) -> None:
@@ -43,7 +43,7 @@ def test_a_text_longer_than_a_slice_takes_turns_with_the_others() -> None:
     add(queue, 8, 40, 400)
     seen = [(lengths(queue), long(queue)) for _ in range(4)]
     assert seen == [([], 300), ([40], 300), ([], 300), ([], 300)]  # 400 waits for 300 to end
-    queue.remove(queue.find([7]))
+    assert queue.remove([7, 9]) == [7]
     assert long(queue) is None
     assert (lengths(queue), long(queue)) == ([], 400)
 

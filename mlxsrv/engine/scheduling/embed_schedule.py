@@ -1,0 +1,204 @@
+"""Which texts of one model a slice reads, and how many tokens of them.
+
+- Beside running streams a slice is as long as they can bear: see Pace. Otherwise it takes at most a
+  quarter of a second, for a stream may begin at any moment.
+- A decoder reads a text that does not fit a slice in several. An encoder looks both ways and reads
+  any text whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from mlxsrv.engine.events import Embedded, Event, Failed
+from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextsRead
+from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, TextSpan
+from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.text_queue import TextQueue
+
+_SECONDS = 0.25  # of a slice while nothing streams: how long a new request may have to wait
+_MOST_TOKENS = 16 * 1024  # of a slice, padding included; the layers' memory grows with it
+_MOST_WHOLE = 4096  # tokens of one text; attention's memory grows with their square
+_BESIDE = 4  # many slices in a row may take one part in so many of other models' gaps
+_LEAST = 16  # tokens; a slice of fewer would cost a whole pass for next to nothing
+
+
+class _Streams(NamedTuple):
+    """Which streams there were when a slice was planned."""
+
+    decoding: bool
+    beside: bool
+
+
+class EmbedSchedule:
+    """The texts that one model has to embed.
+
+    Two steps bring a round's texts to the runner: the works of `take_changes`, and then the slice
+    of `plan`. Each work's outcome comes back through `settle` before the next slice is planned.
+
+    Args:
+        model: its number.
+        facts: what it can do.
+        pace: how long a slice may be beside streams; shared with the prompts of the same model.
+    """
+
+    def __init__(self, model: int, facts: EmbedFacts, pace: Pace) -> None:
+        self._model = model
+        self._facts = facts
+        self._pace = pace
+        self._queue = TextQueue(slices=facts.slices)
+        self._admissions: dict[int, Embed] = {}  # by job; the runner does not have them yet
+        self._releases: list[int] = []  # jobs that ended, which the runner still has
+        self._streams = _Streams(False, False)  # when the last slice was planned
+        self._moved = False  # a slice was read since `progress`
+        self._rate: float | None = None  # tokens a second, padding included
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to plan: no texts to read, and none for the runner to forget."""
+        return not (self._queue.jobs or self._releases)
+
+    @property
+    def pending(self) -> bool:
+        """Whether there are texts to read."""
+        return bool(self._queue.jobs)
+
+    def statistics(self) -> dict[str, int]:
+        return {"texts": len(self._queue)}
+
+    # Jobs.
+
+    def submit(self, order: Embed) -> None:
+        """Take the job. Raises ValueError if the model cannot do it."""
+        self._check(order)
+        self._queue.add(order)
+        self._admissions[order.id] = order
+
+    def _check(self, order: Embed) -> None:
+        if not order.texts or not all(order.texts):
+            raise ValueError("there are no texts, or one of them has no tokens")
+        # Now and not in a slice, where an error would fail the other jobs with texts in it.
+        most, bound = max(map(len, order.texts)), self._facts.longest
+        if bound is not None and most > bound:
+            raise ValueError(f"a text of {most} tokens is too long: this model reads {bound}")
+        if self._facts.labels:
+            if len(order.firsts) != len(order.texts):
+                raise ValueError("this model judges pairs of texts and makes no vectors")
+        elif order.firsts:
+            raise ValueError("this model makes vectors and does not judge pairs of texts")
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """Forget these jobs; ids of other jobs are ignored."""
+        self._drop(job_ids)
+
+    def fail(self) -> list[int]:
+        """Forget all jobs. Returns their ids."""
+        return self._drop(list(self._queue.jobs))
+
+    def _drop(self, job_ids: Iterable[int]) -> list[int]:
+        """Forget jobs that the runner is to forget as well. Returns their ids."""
+        dropped = self._queue.remove(job_ids)
+        for job in dropped:
+            if self._admissions.pop(job, None) is None:
+                self._releases.append(job)
+        return dropped
+
+    def progress(self) -> list[int]:
+        """The ids of the unfinished jobs, if a slice was read since the last call. All of them:
+        each slice brings each job's turn nearer."""
+        moved, self._moved = self._moved, False
+        return list(self._queue.jobs) if moved else []
+
+    # Works.
+
+    def take_changes(self) -> list[AdmitTexts | ReleaseTexts]:
+        """The jobs that came and went since the last call: works to do before the next slice."""
+        releases, self._releases = self._releases, []
+        admissions, self._admissions = self._admissions, {}
+        works: list[AdmitTexts | ReleaseTexts] = []
+        if releases:
+            works.append(ReleaseTexts(model=self._model, jobs=tuple(releases)))
+        works += [AdmitTexts(model=self._model, order=order) for order in admissions.values()]
+        return works
+
+    def plan(self, *, decoding: bool, beside: bool) -> EmbedSlice | None:
+        """The next slice; None if there are no texts.
+
+        Args:
+            decoding: the model has streams.
+            beside: other models have streams.
+        """
+        if not self.pending:
+            return None
+        self._streams = _Streams(decoding, beside)
+        limit, most = self._limit()
+        parts = [(text, 0, text.length) for text in self._queue.choose(limit, most)]
+        if not parts:
+            parts = [self._queue.read_on(limit)]
+        return EmbedSlice(
+            model=self._model,
+            texts=tuple(TextSpan(text.job, text.place, begin, end) for text, begin, end in parts),
+            completes=self._count_off(text.job for text, _, end in parts if end == text.length),
+        )
+
+    def _limit(self) -> tuple[int, int]:
+        """The most tokens of one text, and of a slice with its padding."""
+        decoding, beside = self._streams
+        limit = self._pace.limit(decoding=decoding, long=False, beside=beside)
+        if not (decoding or beside):
+            fitting = 0 if self._rate is None else int(_SECONDS * self._rate)
+            most = max(limit, min(fitting, _MOST_TOKENS))
+            return max(limit, min(most, _MOST_WHOLE)), most
+        if self._queue.long is not None or self._queue.tokens > limit:
+            # It takes many slices, and streams must not be slow all that time.
+            limit = self._pace.limit(decoding=decoding, long=True, beside=beside)
+            limit = limit if decoding else max(_LEAST, limit // _BESIDE)
+        return limit, limit
+
+    def _count_off(self, ended: Iterable[int]) -> tuple[int, ...]:
+        """Note that a slice takes a text of each of these jobs to its end. Returns those that have
+        no other text left."""
+        complete: list[int] = []
+        for job in ended:
+            texts = self._queue.jobs[job]
+            texts.missing -= 1
+            if not texts.missing:
+                complete.append(job)
+        return tuple(complete)
+
+    # Outcomes.
+
+    def settle(self, work: AdmitTexts | EmbedSlice | ReleaseTexts, outcome: Outcome) -> list[Event]:
+        """Learn from the outcome of a work. Returns the events of the jobs that it ended: a fault
+        ends all jobs of the work."""
+        if outcome.fault is not None:
+            reason = outcome.fault.reason
+            return [Failed(job, reason) for job in self._drop(_list_jobs(work))]
+        if isinstance(work, EmbedSlice):
+            assert isinstance(outcome.done, TextsRead)
+            self._learn(outcome.done.tokens, outcome.seconds)
+            return self._complete(work.completes, outcome.done)
+        return []
+
+    def _learn(self, tokens: int, seconds: float) -> None:
+        decoding, beside = self._streams
+        self._moved = True
+        self._pace.saw_slice(tokens, seconds, decoding=decoding)
+        if not (decoding or beside):
+            self._rate = tokens / max(seconds, 1e-6)
+
+    def _complete(self, jobs: Iterable[int], done: TextsRead) -> list[Event]:
+        # The runner has forgotten them.
+        return [Embedded(job, done.vectors[job]) for job in self._queue.remove(jobs)]
+
+
+def _list_jobs(work: AdmitTexts | EmbedSlice | ReleaseTexts) -> Sequence[int]:
+    match work:
+        case AdmitTexts():
+            return (work.order.id,)
+        case EmbedSlice():
+            return [text.job for text in work.texts]
+        case ReleaseTexts():
+            return work.jobs
