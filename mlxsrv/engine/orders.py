@@ -13,18 +13,18 @@ from mlxsrv.generation.parameters import Bans, Sampling, Steering
 # A client comes and goes.
 
 
-class Open(msgspec.Struct, frozen=True):
+class Open(msgspec.Struct, frozen=True, tag=True):
     """A client's first order."""
 
 
-class Close(msgspec.Struct, frozen=True):
+class Close(msgspec.Struct, frozen=True, tag=True):
     """A client's last order: forget its models and its jobs."""
 
 
 # Models.
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
+class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Read the model in folder `path` and keep it as `model`: asked, and answered with Loaded.
 
     `adapter` is the folder of a LoRA adapter to put on it, `draft` the folder of a small model
@@ -47,7 +47,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     """Control vectors, (name, file). Those that do not fit are left out, with a note."""
 
 
-class Unload(msgspec.Struct, frozen=True):
+class Unload(msgspec.Struct, frozen=True, tag=True):
     """Forget `model` and what it holds. Its jobs, if any, fail."""
 
     model: str
@@ -80,13 +80,13 @@ class Job(msgspec.Struct, frozen=True):
     bans: Bans | None = None
 
 
-class Submit(msgspec.Struct, frozen=True):
+class Submit(msgspec.Struct, frozen=True, tag=True):
     """Generate a job's sequence. Ends with a Token with `finish`, Finished or Failed."""
 
     job: Job
 
 
-class Embed(msgspec.Struct, frozen=True):
+class Embed(msgspec.Struct, frozen=True, tag=True):
     """Make a vector of each text; or judge pairs of texts, where the model is a cross-encoder.
 
     A text has at least one token. `firsts` are given for pairs: how many tokens of each belong to
@@ -99,7 +99,7 @@ class Embed(msgspec.Struct, frozen=True):
     firsts: tuple[int, ...] = ()
 
 
-class Cancel(msgspec.Struct, frozen=True):
+class Cancel(msgspec.Struct, frozen=True, tag=True):
     """Forget `job` or free its row, wherever it is. Unknown or ended jobs are ignored."""
 
     job: int
@@ -108,7 +108,7 @@ class Cancel(msgspec.Struct, frozen=True):
 # Steering.
 
 
-class Attach(msgspec.Struct, frozen=True):
+class Attach(msgspec.Struct, frozen=True, tag=True):
     """Read the SAE at `path` and put it at one layer of `model`: asked, answered with Attached.
 
     `before` puts it at the layer's input. Jobs name it by `number`, which no other attachment of
@@ -122,13 +122,13 @@ class Attach(msgspec.Struct, frozen=True):
     before: bool = False
 
 
-class Detach(msgspec.Struct, frozen=True):
+class Detach(msgspec.Struct, frozen=True, tag=True):
     """Forget the SAE of `model`, and stop watching. Rows that it steers stay steered."""
 
     model: str
 
 
-class Watch(msgspec.Struct, frozen=True):
+class Watch(msgspec.Struct, frozen=True, tag=True):
     """Report the activations of these features of the SAE of `model`, and of the `top` highest,
     for each token of each row. With neither, report no more."""
 
@@ -140,24 +140,24 @@ class Watch(msgspec.Struct, frozen=True):
 # Questions.
 
 
-class GetMemory(msgspec.Struct, frozen=True):
+class GetMemory(msgspec.Struct, frozen=True, tag=True):
     """The bytes of memory that MLX recommends to work in; BackendMissing where it has none."""
 
 
-class ImportModelCode(msgspec.Struct, frozen=True):
+class ImportModelCode(msgspec.Struct, frozen=True, tag=True):
     """Import mlx-lm's code for the model in folder `path`."""
 
     path: str
 
 
-class MakeReport(msgspec.Struct, frozen=True):
+class MakeReport(msgspec.Struct, frozen=True, tag=True):
     """A Report of what the device and the client's models hold."""
 
 
 Question = GetMemory | ImportModelCode | MakeReport
 
 
-class Ask(msgspec.Struct, frozen=True):
+class Ask(msgspec.Struct, frozen=True, tag=True):
     """Do this, or answer this. Ends with Answered of the same number."""
 
     number: int
