@@ -49,21 +49,19 @@ from mlxsrv.engine.plans import (
     ReadDraft,
     Release,
     Rewind,
-    Span,
     Work,
 )
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups
-from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
+from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue, Reading
 from mlxsrv.engine.scheduling.recovery import Recovery, blame
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
+from mlxsrv.engine.scheduling.spans import SpanMaker
 from mlxsrv.generation.parameters import Steering
 
 _log = logging.getLogger("mlxsrv.engine")
-
-_MOST_LOGITS = 16 * 1024 * 1024  # numbers, in a slice of a prompt that is scored
 
 
 class _Leaving(NamedTuple):
@@ -98,6 +96,7 @@ class TextSchedule:
         self._numbers = count()
         self._index = PromptIndex(facts.prompt_cache_bytes)
         self._queue = PromptQueue(facts, self._index)
+        self._spans = SpanMaker(facts, pace, self._queue, self._index)
         self._groups = Groups(facts)
         self._recovery = Recovery(self._max_rows)
         self._drafts = DraftPolicy() if facts.drafts else None
@@ -233,10 +232,7 @@ class TextSchedule:
         if not self._choose_readings(beside):
             return self._plan_draft()
         self._slice_beside_steps = self.streaming
-        if len(self._slice) > 1:
-            spans = tuple(map(self._plan_whole, self._slice))
-        else:
-            spans = (self._plan_part(self._slice[0], beside),)
+        spans = self._spans.make(self._slice, decoding=self.streaming, beside=beside)
         return Read(model=self._model, spans=spans)
 
     def _plan_leave(self, leaving: _Leaving) -> Leave:
@@ -259,48 +255,6 @@ class TextSchedule:
             limit = self._pace.limit(decoding=self.streaming, long=False, beside=beside)
             self._slice = self._queue.choose(free - self._queue.rows, limit)
         return bool(self._slice)
-
-    def _plan_whole(self, reading: Reading) -> Span:
-        """All that is left of a prompt, in one pass with others."""
-        end = reading.text.size - 1
-        # KV caches that can be cut back are kept when the answer ends. Others cannot be, then.
-        kept = not self._facts.cuts_at(end)
-        return self._make_span(reading, end, kept=kept, joins=True)
-
-    def _plan_part(self, reading: Reading, beside: bool) -> Span:
-        """The next part of a prompt that is read alone."""
-        decoding = self.streaming
-        begun = reading in self._queue.begun
-        long = begun or reading.recovering
-        limit = self._pace.limit(decoding=decoding, long=long, beside=beside)
-        if reading.scored:  # each token leaves a row of logits
-            limit = min(limit, max(LEAST_SLICE, _MOST_LOGITS // self._facts.vocabulary))
-        last = reading.text.size - 1
-        end = min(reading.done + limit, last)
-        if reading.done < reading.checkpoint < end:
-            end = reading.checkpoint
-        # A row that joins has KV caches copied in the next step, its own and the others'. So it
-        # does not join in a gap that reading has filled already.
-        later = decoding and begun and end > reading.done
-        joins = end == last and not later
-        # The batch has a copy, so the row's own KV cache may stay for prompts that begin alike.
-        kept = self._facts.batched if joins else end == reading.checkpoint > reading.done
-        return self._make_span(reading, end, kept=kept, joins=joins)
-
-    def _make_span(self, reading: Reading, end: int, *, kept: bool, joins: bool) -> Span:
-        keep = None
-        if kept and self._index.wants(end):
-            keep = Keep(self._index.promise(reading.text[:end], reading.steering), end)
-        return Span(
-            rows=tuple(row.id for row in reading.rows),
-            begin=reading.done,
-            end=end,
-            opens=not reading.opened,
-            source=None if reading.opened else reading.source,
-            keep=keep,
-            joins=reading.decoded if joins else None,
-            scored=reading.scored,
-        )
 
     def _lone_row(self) -> Row | None:
         """The only row, if a draft may be used: nobody waits for the row to leave, or watches the

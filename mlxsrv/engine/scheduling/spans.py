@@ -1,0 +1,87 @@
+"""Spans: how far a slice reads each prompt that it has, and what is kept of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlxsrv.engine.outcomes import TextFacts
+from mlxsrv.engine.plans import Keep, Span
+from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex
+from mlxsrv.engine.scheduling.prompt_queue import PromptQueue, Reading
+
+_MOST_LOGITS = 16 * 1024 * 1024  # numbers, in a slice of a prompt that is scored
+
+
+class SpanMaker:
+    """Makes the spans of slices.
+
+    Args:
+        facts: of the model.
+        pace: decides how many tokens a slice reads.
+        queue: tells which prompts take several slices.
+        index: promises entries for what is kept.
+    """
+
+    def __init__(
+        self, facts: TextFacts, pace: Pace, queue: PromptQueue, index: PromptIndex
+    ) -> None:
+        self._facts = facts
+        self._pace = pace
+        self._queue = queue
+        self._index = index
+
+    def make(
+        self, readings: Sequence[Reading], *, decoding: bool, beside: bool
+    ) -> tuple[Span, ...]:
+        """The spans of a slice: of several prompts all that is left, of one a part.
+
+        Args:
+            readings: the prompts.
+            decoding: the model has streams.
+            beside: other models have streams.
+        """
+        if len(readings) > 1:
+            return tuple(map(self._make_whole, readings))
+        return (self._make_part(readings[0], decoding=decoding, beside=beside),)
+
+    def _make_whole(self, reading: Reading) -> Span:
+        """All that is left of a prompt, in one pass with others."""
+        end = reading.text.size - 1
+        # KV caches that can be cut back are kept when the answer ends. Others cannot be, then.
+        kept = not self._facts.cuts_at(end)
+        return self._make(reading, end, kept=kept, joins=True)
+
+    def _make_part(self, reading: Reading, *, decoding: bool, beside: bool) -> Span:
+        """The next part of a prompt that is read alone."""
+        begun = reading in self._queue.begun
+        long = begun or reading.recovering
+        limit = self._pace.limit(decoding=decoding, long=long, beside=beside)
+        if reading.scored:  # each token leaves a row of logits
+            limit = min(limit, max(LEAST_SLICE, _MOST_LOGITS // self._facts.vocabulary))
+        last = reading.text.size - 1
+        end = min(reading.done + limit, last)
+        if reading.done < reading.checkpoint < end:
+            end = reading.checkpoint
+        # A row that joins has KV caches copied in the next step, its own and the others'. So it
+        # does not join in a gap that reading has filled already.
+        later = decoding and begun and end > reading.done
+        joins = end == last and not later
+        # The batch has a copy, so the row's own KV cache may stay for prompts that begin alike.
+        kept = self._facts.batched if joins else end == reading.checkpoint > reading.done
+        return self._make(reading, end, kept=kept, joins=joins)
+
+    def _make(self, reading: Reading, end: int, *, kept: bool, joins: bool) -> Span:
+        keep = None
+        if kept and self._index.wants(end):
+            keep = Keep(self._index.promise(reading.text[:end], reading.steering), end)
+        return Span(
+            rows=tuple(row.id for row in reading.rows),
+            begin=reading.done,
+            end=end,
+            opens=not reading.opened,
+            source=None if reading.opened else reading.source,
+            keep=keep,
+            joins=reading.decoded if joins else None,
+            scored=reading.scored,
+        )
