@@ -1,0 +1,134 @@
+"""One model's schedule and its runner, driven by hand: for tests and benchmarks of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.events import Event
+from mlxsrv.engine.execution.text_runner import TextRunner
+from mlxsrv.engine.faults import note
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import Done, Fault, Outcome
+from mlxsrv.engine.plans import Admit, Decode, Forget, Read, ReadDraft, Release, Rewind, Work
+from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.text_schedule import TextSchedule
+from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.generation.parameters import Constraint
+
+
+class TextEngine:
+    """Generates text with a real model, a round at a time, on the thread of its caller.
+
+    Args:
+        model: a model of mlx-lm's.
+        max_rows: rows decoded together.
+        pace: decides how long slices are; slices of 64 tokens, unless given.
+        cache_bytes: of kept prompts.
+        steerer: what rows are steered with.
+        more: arguments of TextRunner.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_rows: int,
+        pace: Pace | None = None,
+        cache_bytes: int = 0,
+        caches: KVCacheFactory | None = None,
+        steerer: Steerer | None = None,
+        **more: Any,
+    ) -> None:
+        self.steerer = Steerer(model) if steerer is None else steerer
+        self.runner = TextRunner(
+            model,
+            caches=KVCacheFactory(model) if caches is None else caches,
+            steerer=self.steerer,
+            prompt_cache_bytes=cache_bytes,
+            **more,
+        )
+        self.schedule = TextSchedule(
+            1,
+            max_rows=max_rows,
+            pace=Pace(64, 10.0) if pace is None else pace,
+            facts=self.runner.facts,
+        )
+        self._constraints: Mapping[int, Constraint] = {}
+        self._unsent: list[Event] = []
+
+    @property
+    def idle(self) -> bool:
+        return self.schedule.idle and not self._unsent
+
+    def statistics(self) -> dict[str, int]:
+        """In numbers, without those of kept prompts and of tokens delivered."""
+        numbers = self.schedule.statistics()
+        return {
+            name: number
+            for name, number in numbers.items()
+            if name != "tokens" and not name.startswith("prompt_cache")
+        }
+
+    def submit(self, job: Job, constraint: Constraint | None = None) -> list[Event]:
+        self._constraints = {} if constraint is None else {job.id: constraint}
+        self.schedule.submit(job)
+        return self._run(self.schedule.plan_rows())
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        self.schedule.cancel(set(job_ids))
+        self._unsent += self._run(self.schedule.plan_rows())
+
+    def replan(self) -> None:
+        """Have the next step look at what the steerer watches now."""
+        self.schedule.watch(active=self.steerer.watches)
+        self.runner.replan()
+
+    def decode(self) -> list[Event]:
+        """The steps of a round."""
+        unsent, self._unsent = self._unsent, []
+        events = self._run(self.schedule.plan_rows())
+        return unsent + events + self._run(self.schedule.plan_steps())
+
+    def prefill(self, *, beside: bool = False) -> list[Event]:
+        """The slice of a round."""
+        events = self._run(self.schedule.plan_rows())
+        work = self.schedule.plan_slice(beside=beside)
+        return events + self._run([] if work is None else [work])
+
+    def round(self) -> list[Event]:
+        return self.decode() + self.prefill()
+
+    def _run(self, works: Sequence[Work]) -> list[Event]:
+        for work in works:
+            began = perf_counter()
+            done: Done | None = None
+            fault: Fault | None = None
+            try:
+                done, fault = self._do(work)
+            except Exception as error:
+                fault = note(error, "a work failed")
+            self.schedule.settle(work, Outcome(began, perf_counter(), done, fault))
+        return self.schedule.take_events()
+
+    def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
+        match work:
+            case Admit():
+                return self.runner.admit(work.jobs, self._constraints), None
+            case Release():
+                return self.runner.release(work.rows), None
+            case Rewind():
+                self.runner.rewind(work.rows)
+            case Forget():
+                self.runner.forget(work.entries, spare=work.spare)
+            case Read():
+                return self.runner.read(work.spans), None
+            case Decode():
+                return self.runner.decode(work)
+            case ReadDraft():
+                self.runner.read_draft(work.row, work.begin, work.tokens)
+            case _:
+                raise AssertionError(work)
+        return None, None
