@@ -31,8 +31,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.execution.decode import Step
-from mlxsrv.engine.orders import Job
 from mlxsrv.engine.live_row import LiveRow
+from mlxsrv.engine.orders import Job
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling
 
 Draw: TypeAlias = Callable[[mx.array], None]

@@ -23,8 +23,8 @@ from mlxsrv.engine.events import (
     Token,
 )
 from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.orders import Job
 from mlxsrv.engine.live_row import LiveRow
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.sampling.processors import Penalties
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Mask, Sampling
