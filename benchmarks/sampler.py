@@ -31,8 +31,8 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.execution.decode import Step
+from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.row import Row, RowState
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling
 
 Draw: TypeAlias = Callable[[mx.array], None]
@@ -130,13 +130,13 @@ def prepare_ours(case: Case) -> Draw:
     return draw
 
 
-def _make_row(case: Case, kind: Kind, number: int) -> Row:
+def _make_row(case: Case, kind: Kind, number: int) -> LiveRow:
     prompt, drawn = _make_context(case, number)
     sampling = msgspec.structs.replace(kind.sampling, seed=number)
     job = Job(number, "", prompt, 10**6, frozenset(), sampling, logprobs=kind.logprobs)
     constraint: Constraint | None = Masking(case.vocabulary) if kind.masked else None
-    row = Row(job, constraint)
-    row.state, row.drawn = RowState.DECODING, drawn
+    row = LiveRow(job, constraint)
+    row.fresh, row.drawn = False, drawn
     return row
 
 

@@ -1,13 +1,10 @@
-"""Errors of a slice of work: how they are told apart, logged and described.
-
-For what happens to the rows of a slice that failed, see `execution/recovery`.
-"""
+"""Errors of a work: how they are told apart, logged and described."""
 
 from __future__ import annotations
 
 import logging
 
-from mlxsrv.engine.events import Failed
+from mlxsrv.engine.outcomes import Fault
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -27,34 +24,11 @@ _MEMORY_WORDS = (
 )
 
 
-class Fault:
-    """One slice of work that failed.
-
-    It holds no exception: the traceback would keep all arrays of the pass alive.
-
-    Args:
-        reason: the error in one line.
-        memory: there was not enough memory, so less work at once may do.
-    """
-
-    __slots__ = ("explained", "memory", "reason")
-
-    def __init__(self, reason: str, *, memory: bool = False) -> None:
-        self.reason = reason
-        self.memory = memory
-        # The cause is known, so the fault does not count against the rows of the slice. Where
-        # memory was short, there were just too many of them.
-        self.explained = memory
-
-    def failed(self, job_id: int) -> Failed:
-        """The event that ends the job which caused the fault."""
-        if self.memory:
-            return Failed(job_id, f"{OUT_OF_MEMORY}: {self.reason}", clear=OUT_OF_MEMORY)
-        return Failed(job_id, self.reason)
-
-
 def note(error: Exception, message: str) -> Fault:
-    """Log the exception under `message` and make a fault of it."""
+    """Log the exception under `message` and make a fault of it.
+
+    The fault does not hold the exception, whose traceback would keep all arrays of a pass alive.
+    """
     _log.error(message, exc_info=error)
     return Fault(describe(error), memory=is_memory(error))
 

@@ -3,7 +3,7 @@
 - Decode-ahead: a step is launched before the tokens of the last one are read, so the device works
   while Python looks at tokens. A row that ends has therefore drawn one token too many, which is
   dropped with the row.
-- Rows of very different lengths are decoded in sub-batches of their own, see `sub_batches`.
+- Rows that share a KV cache are a sub-batch, see `sub_batches`; each takes a pass of the model.
 - A row that is alone may be decoded several tokens at a time, in speculative rounds: see
   `speculation`.
 
@@ -19,32 +19,32 @@ So plain steps may follow speculative rounds, rows join and leave, and a row's c
 later prompts, as if there were no speculative rounds.
 
 `row.drawn` is always the list of delivered tokens, also after an exception. The row's constraint
-has accepted `row.accepted_tokens` of them. So the row can be decoded from there, see `recovery`.
+has accepted `row.accepted_tokens` of them. So the row can be decoded from there, once its text is
+read anew. Nobody ends a row here: it draws on until it is taken out.
 
 Used on the device thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 from time import perf_counter
 from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxsrv.engine.cache.prompt_cache import Cache, PromptCache
-from mlxsrv.engine.events import Event, Failed, Token
+from mlxsrv.engine.events import Activations, Likelihood
 from mlxsrv.engine.execution.launch import Launched, launch
-from mlxsrv.engine.execution.speculation import Round, Speculation
-from mlxsrv.engine.execution.sub_batches import SubBatch, find_close
-from mlxsrv.engine.faults import NOT_A_NUMBER, describe, survivable
-from mlxsrv.engine.row import Place, Row, RowState
+from mlxsrv.engine.execution.speculation import Proposer, check_proposals
+from mlxsrv.engine.execution.sub_batches import SubBatch
+from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.live_row import LiveRow, Place
+from mlxsrv.engine.outcomes import Decoded, RowFailure
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import LogprobReader, Masks, Penalties, Proof, StepLogprobs
 from mlxsrv.engine.sampling.sampler import Sampler
-from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import PassActivations
 from mlxsrv.engine.steering.steerer import Steerer
 
@@ -58,7 +58,7 @@ class Step:
         ahead: how many tokens a row that is not fresh has drawn and not delivered.
     """
 
-    def __init__(self, rows: Sequence[Row], vocabulary: int, *, ahead: int = 1) -> None:
+    def __init__(self, rows: Sequence[LiveRow], vocabulary: int, *, ahead: int = 1) -> None:
         self._rows = tuple(rows)
         # The input of a row that is not fresh is a token drawn and not delivered: it counts.
         drawn = [len(row.drawn) + ahead * (not row.fresh) for row in rows]
@@ -102,69 +102,81 @@ class Step:
         return tokens, (proof,), (drawn,)
 
 
+class Told:
+    """What a step has told so far. If it fails then, this counts nevertheless."""
+
+    __slots__ = (
+        "accepted",
+        "activations",
+        "bound",
+        "broken",
+        "failures",
+        "following",
+        "likelihoods",
+        "tokens",
+        "waited",
+    )
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, int]] = []
+        self.likelihoods: dict[int, Likelihood] = {}
+        self.broken: list[int] = []
+        self.failures: dict[int, RowFailure] = {}
+        self.bound: list[int] = []
+        self.following: dict[int, int] = {}
+        self.accepted: dict[int, int] = {}
+        self.activations: list[Activations] = []
+        self.waited = 0.0
+
+    def fail(self, row: LiveRow, reason: str, clear: str | None = None) -> None:
+        """Note that the row cannot go on. The first cause counts."""
+        self.failures.setdefault(row.id, RowFailure(row.id, reason, clear))
+
+    def finish(self) -> Decoded:
+        return Decoded(
+            tuple(self.tokens),
+            self.likelihoods,
+            tuple(self.broken),
+            tuple(self.failures.values()),
+            tuple(self.bound),
+            self.following,
+            self.accepted,
+            tuple(self.activations),
+            self.waited,
+        )
+
+
 class Decoder:
     """Rows that decode together.
 
     Args:
         model: a model of mlx-lm's.
-        cached: where rows that end leave their KV caches.
-        batched: whether KV caches can be merged; if not, there is one row.
-        padding: rows share a pass only if that needs at most this many bytes of padding.
         steerer: what rows are steered with.
-        pace: learns how long steps take.
-        speculation: a draft model that proposes tokens.
+        proposer: proposes tokens to a row that is alone.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        *,
-        cached: PromptCache,
-        batched: bool,
-        padding: int,
-        steerer: Steerer,
-        pace: Pace | None = None,
-        speculation: Speculation | None = None,
-    ) -> None:
+    def __init__(self, model: Any, *, steerer: Steerer, proposer: Proposer | None = None) -> None:
         self.sub_batches: list[SubBatch] = []
-        self.speculation = speculation
-        self.rounding = False  # a speculative round is under way, or failed
+        self.rows: list[LiveRow] = []  # of all sub-batches, in the order of the inputs
         self._model = model
-        self._cached = cached
-        self._batched = batched
-        self._padding = padding
         self._steerer = steerer
-        self._pace = pace
+        self._proposer = proposer
         # (rows,), the token that each row is fed next, sub-batch by sub-batch
         self._inputs: mx.array | None = None
         self._launched = Launched()  # with the inputs
         self._step: Step | None = None  # None: rows have changed
+        self._row_ids: list[int] = []
+        self._fresh = False  # some row is
         self._steps = 0
-        self._stepped: float | None = None  # when the last step's tokens came, if rows are the same
-        self._round: Round | None = None  # what came of the last step, if it was one
-
-    @property
-    def rows(self) -> list[Row]:
-        """All rows, in the order of the inputs."""
-        return [row for sub_batch in self.sub_batches for row in sub_batch.rows]
 
     def replan(self) -> None:
         """Make the step anew: what is watched has changed."""
         self._step = None
 
-    def skip(self) -> None:
-        """Do not time the next step: something else happens before it."""
-        self._stepped = None
+    # Plain steps.
 
-    def decode(self, events: list[Event], *, waited: bool) -> None:
-        """Launch a step for all rows, and append the tokens of the step before to `events`.
-
-        Or run a speculative round, which gives several tokens of the only row; but not while
-        somebody is `waited` for.
-        """
-        if proposals := self._count_proposals(waited):
-            self._run_round(proposals, events)
-            return
+    def run_step(self, told: Told) -> None:
+        """Launch a step for all rows, and tell the tokens of the step before."""
         assert self._inputs is not None
         inputs, last, rows = self._inputs, self._launched, self.rows
         logits = self._forward(inputs)
@@ -172,21 +184,21 @@ class Decoder:
         if step.masks is None:
             self._inputs, proofs, scores = step.draw(logits, inputs)
             self._launched = Launched(proofs, scores, self._look())
-            keep = self._deliver(rows, inputs, last, events)
+            self._tell(inputs, last, told)
         else:
             # A constraint must see the token before it can tell what may follow. So the model runs
             # while the constraints look at the tokens.
             launch(logits)
             activations = self._look()
-            keep = self._accept(rows, self._deliver(rows, inputs, last, events), events)
+            self._tell(inputs, last, told)
+            for row in rows:
+                _accept(row, told)
             self._inputs, proofs, scores = step.draw(logits, inputs)
             self._launched = Launched(proofs, scores, activations)
-            keep = self._permit(rows, keep, step.masks, events)
+            _tell_constraints(rows, step.masks, told)
         self._count_step()
-        self._time_step(waited)
-        self._keep(keep)
 
-    def _prepare(self, rows: Sequence[Row], vocabulary: int) -> Step:
+    def _prepare(self, rows: Sequence[LiveRow], vocabulary: int) -> Step:
         self._step = Step(rows, vocabulary)
         return self._step
 
@@ -222,266 +234,231 @@ class Decoder:
             launch(seen.arrays)
         return activations
 
-    def _deliver(
-        self, rows: Sequence[Row], inputs: mx.array, last: Launched, events: list[Event]
-    ) -> list[int]:
-        """Append the tokens that the rows are being fed. Returns the indices of rows that go on."""
-        ids = cast(list[int], inputs.tolist())  # waits for the step that draws them
+    def _tell(self, inputs: mx.array, last: Launched, told: Told) -> None:
+        """Tell the tokens that the rows are being fed, but for those of fresh rows."""
+        tokens = cast(list[int], inputs.tolist())  # waits for the step that draws them
         broken = last.broken()
         likelihoods = last.likelihoods()
         # The activations of the step before, like its tokens.
         for seen, places in last.activations:
-            events += seen.read(places)
-        keep: list[int] = []
-        for i, (row, token) in enumerate(zip(rows, ids, strict=True)):
-            if row.state is RowState.FRESH:
-                row.enter(RowState.DECODING)
-                keep.append(i)
-                continue
-            if broken and row in broken:
-                events.append(_break(row))
-                continue
-            row.drawn.append(token)
-            finish = row.finish_reason(token)
-            events.append(Token(row.job.id, token, finish, likelihoods.get(row)))
-            if finish is None:
-                keep.append(i)
-            else:
-                row.enter(RowState.ENDED)
-        return keep
+            told.activations += seen.read(places)
+        if self._fresh or broken:
+            self._tell_some(tokens, broken, told)
+        else:
+            for row, token in zip(self.rows, tokens, strict=True):
+                row.drawn.append(token)
+            told.tokens = list(zip(self._row_ids, tokens, strict=True))
+        if likelihoods:
+            drawn = {row_id for row_id, _ in told.tokens}
+            told.likelihoods = {
+                row.id: found for row, found in likelihoods.items() if row.id in drawn
+            }
 
-    def _accept(self, rows: Sequence[Row], keep: list[int], events: list[Event]) -> list[int]:
-        """Tell the constraints which tokens came. Returns the indices of rows that go on, of those
-        to keep."""
-        for row in rows:
-            if row.constraint is None or row.accepted_tokens == len(row.drawn):
-                continue
-            try:
-                row.constraint.accept(row.drawn[-1])
-                row.accepted_tokens += 1
-            except BaseException as error:
-                if not survivable(error):
-                    raise
-                if not row.ended:
-                    events.append(_fail(row, describe(error)))
-        return [i for i in keep if not rows[i].ended]
-
-    def _permit(
-        self, rows: Sequence[Row], keep: list[int], masks: Masks, events: list[Event]
-    ) -> list[int]:
-        """Returns the indices of rows whose constraint can go on, of those to keep."""
-        kept: list[int] = []
-        for i in keep:
-            row = rows[i]
-            failure = row.constraint.failure if row.constraint is not None else None
-            if i in masks.faults:
-                events.append(_fail(row, masks.faults[i]))
-            elif failure is not None:
-                row.enter(RowState.ENDED)
-                clear = f"the grammar cannot go on: {failure}"
-                events.append(Failed(row.job.id, failure, clear=clear))
+    def _tell_some(self, tokens: Sequence[int], broken: Collection[LiveRow], told: Told) -> None:
+        self._fresh = False
+        for row, token in zip(self.rows, tokens, strict=True):
+            if row.fresh:
+                row.fresh = False
+            elif row in broken:
+                told.broken.append(row.id)
             else:
-                kept.append(i)
-        return kept
+                row.drawn.append(token)
+                told.tokens.append((row.id, token))
 
     def _count_step(self) -> None:
         self._steps += 1
         if self._steps % _CLEAR_EVERY == 0:
             mx.clear_cache()
 
-    def _time_step(self, waited: bool) -> None:
-        now = perf_counter()
-        seconds = None if self._stepped is None else now - self._stepped
-        if self._pace is not None:
-            self._pace.saw_step(seconds)
-        if seconds is not None and (sub_batch := self._lone_sub_batch(waited)) is not None:
-            assert self.speculation is not None
-            self.speculation.saw_step(sub_batch, seconds)
-        self._stepped = now
-        self._round = None
-
     # Speculative rounds.
 
-    def _count_proposals(self, waited: bool) -> int:
-        """How many tokens to propose now; 0 for a plain step."""
-        sub_batch = self._lone_sub_batch(waited)
-        if sub_batch is None:
-            return 0
-        assert self.speculation is not None
-        if self._round is not None and self._round.following in sub_batch.rows[0].job.end_tokens:
-            return 0
-        return self.speculation.choose(sub_batch)
+    def run_round(self, proposals: Sequence[int], told: Told) -> None:
+        """Tell several tokens of the only row: its input, and the proposals that hold.
 
-    def _lone_sub_batch(self, waited: bool) -> SubBatch | None:
-        """The sub-batch of the only row, if a draft may be used: nobody waits for the row to
-        leave, or watches the activations of each token."""
-        if self.speculation is None or waited or self._steerer.watches:
-            return None
-        if len(self.sub_batches) != 1 or len(self.sub_batches[0].rows) != 1:
-            return None
-        return self.sub_batches[0]
-
-    def _run_round(self, proposals: int, events: list[Event]) -> None:
-        """Deliver several tokens of the only row: its input, and the proposals that hold."""
-        assert self.speculation is not None
+        Args:
+            proposals: how many tokens are proposed to each row.
+            told: what is told.
+        """
+        if self._proposer is None or len(self.rows) != 1 or self.rows[0].fresh:
+            raise RuntimeError("tokens are proposed to a row that is alone, after its first step")
         assert self._inputs is not None
-        self.rounding = True
         self._plan_steering()
-        [sub_batch] = self.sub_batches
-        [row] = sub_batch.rows
+        [count], [sub_batch], [row] = proposals, self.sub_batches, self.rows
         last, self._launched = self._launched, Launched()
-        outcome = self.speculation.run(self._model, sub_batch, self._inputs, proposals, self._round)
-        self._inputs, self._round = outcome.inputs, outcome
-        # The sampler and the timing of the last plain step are out of date.
-        self._step, self._stepped = None, None
+        mx.eval(self._inputs)  # so that a plain step under way is not timed as well
+        told.waited = perf_counter()
+        proposed = self._proposer.propose(row, self._inputs, count)
+        outcome = check_proposals(self._model, sub_batch, self._inputs, proposed)
+        self._inputs = outcome.inputs
+        self._step = None  # the sampler of the last plain step is out of date
         self._count_step()
+        taken = 0
         if outcome.broken or last.broken():
-            events.append(_break(row))
-            self._keep([])
-            self.rounding = False
-            return
-        accepted = 0
-        for token in outcome.seen:
-            accepted += 1
-            row.drawn.append(token)
-            finish = row.finish_reason(token)
-            events.append(Token(row.job.id, token, finish))
-            if finish is not None:
-                row.enter(RowState.ENDED)
-                break
-            self._accept([row], [], events)
-            if row.ended or (row.constraint is not None and not row.constraint.dormant):
-                break
-        self.speculation.settle(sub_batch, proposals + 1 - accepted)
-        self._keep([] if row.ended else [0])
-        if not row.ended and row.constraint is not None and not row.constraint.dormant:
-            self._redraw(row, outcome.logits[accepted - 1 : accepted], events)
-        self.rounding = False
+            told.broken.append(row.id)
+        else:
+            told.accepted[row.id] = len(outcome.seen) - 1
+            taken = _take(row, outcome.seen, told)
+        sub_batch.cut(proposed.size + 1 - taken)
+        self._proposer.settle()
+        if _binds(row, told):
+            self._redraw(row, outcome.logits[taken - 1 : taken], told)
+        elif taken == len(outcome.seen):
+            told.following[row.id] = outcome.following
 
-    def _redraw(self, row: Row, logits: mx.array, events: list[Event]) -> None:
+    def _redraw(self, row: LiveRow, logits: mx.array, told: Told) -> None:
         """Draw the next input of the only row anew, from the same logits `(1, vocabulary)`: its
         constraint, which was dormant in the round, binds that token."""
         step = Step([row], logits.shape[-1], ahead=0)
         assert step.masks is not None
         assert self._inputs is not None
         self._inputs, proofs, scores = step.draw(logits, self._inputs)
-        self._launched, self._round = Launched(proofs, scores), None
-        self._keep(self._permit([row], [0], step.masks, events))
-
-    def prepare_draft(self, limit: int) -> None:
-        """Have the draft read at most `limit` tokens of the only row's text, if it lacks many."""
-        sub_batch = self._lone_sub_batch(waited=False)
-        if sub_batch is None:
-            return
-        assert self.speculation is not None
-        self.rounding = True
-        # The next step waits for the draft and for the step under way: its time tells nothing.
-        if self.speculation.read(sub_batch, limit, self._inputs):
-            self._stepped, self._round = None, None
-        self.rounding = False
+        self._launched = Launched(proofs, scores)
+        _tell_constraints([row], step.masks, told)
 
     # Rows come and go.
 
-    def join(self, group: list[Row], cache: Cache) -> None:
-        """Take fresh rows, whose texts are in `cache`."""
-        inputs = mx.array([row.last for row in group], dtype=mx.uint32)
-        self._take(SubBatch(group, cache), inputs)
+    def join(self, sub_batch: SubBatch) -> None:
+        """Take fresh rows, whose texts are in the KV cache."""
+        inputs = mx.array([row.last for row in sub_batch.rows], dtype=mx.uint32)
+        self._take([sub_batch], inputs)
 
     def absorb(self, other: Decoder) -> None:
-        """Take the rows of another decoder, which has them in one sub-batch, as they are. It keeps
-        them, too, and is to be abandoned."""
-        assert other._inputs is not None
-        launched = self._launched.beside(other._launched)
-        [sub_batch] = other.sub_batches
-        self._take(sub_batch, other._inputs)
-        self._launched = launched
+        """Take the rows of another decoder as they are. It keeps them, too, and is to be
+        abandoned."""
+        if other._inputs is not None:
+            launched = self._launched.beside(other._launched)
+            self._take(other.sub_batches, other._inputs)
+            self._launched = launched
 
-    def _take(self, sub_batch: SubBatch, inputs: mx.array) -> None:
-        self._step = None
-        self._stepped = None
+    def _take(self, sub_batches: Sequence[SubBatch], inputs: mx.array) -> None:
         if self._inputs is not None:
             inputs = mx.concatenate([self._inputs, inputs])
-        self.sub_batches.append(sub_batch)
         self._inputs = inputs
-        self._unite()
+        self._arrange([*self.sub_batches, *sub_batches])
 
-    def cancel(self, job_ids: set[int]) -> None:
-        """End the rows of these jobs."""
-        cancelled = [row for row in self.rows if row.job.id in job_ids]
-        try:
-            self._keep([i for i, row in enumerate(self.rows) if row.job.id not in job_ids])
-        finally:  # even if caches could not be copied: recovery passes over rows that have ended
-            for row in cancelled:
-                row.enter(RowState.ENDED)
+    def regroup(self, groups: Sequence[Sequence[int]]) -> None:
+        """Merge sub-batches, and order them, so that their rows are these.
 
-    def abandon(self) -> None:
-        """Forget all rows, after an error: their KV caches may be half of a step on."""
-        self.sub_batches, self._inputs, self._launched = [], None, Launched()
-        self._step, self._stepped, self._round = None, None, None
-        self.rounding = False
-        if self.speculation is not None:
-            self.speculation.forget()
+        Raises:
+            RuntimeError: that cannot be done, or leaves rows out.
+        """
+        places = {row.id: place for place, row in enumerate(self.rows)}
+        first = {sub_batch.rows[0].id: sub_batch for sub_batch in self.sub_batches}
+        merged = [_merge(group, first) for group in groups]
+        if first:
+            raise RuntimeError(f"no group has the rows that begin with {[*first]}")
+        self._arrange(merged)
+        order = [places[row.id] for row in self.rows]
+        if order != [*range(len(order))]:
+            assert self._inputs is not None
+            self._inputs = self._inputs[mx.array(order)]
 
-    def _keep(self, indices: Sequence[int]) -> None:
-        """Drop all rows but those at `indices`, leaving their KV caches to the prompt cache."""
-        if len(indices) == len(self.rows):
+    def remove(self, row_ids: Collection[int]) -> None:
+        """Drop these rows."""
+        left = [i for i, row in enumerate(self.rows) if row.id not in row_ids]
+        if len(left) == len(self.rows):
             return
-        self._step = None
-        self._stepped = None
-        kept = set(indices)
-        sub_batches: list[SubBatch] = []
-        first = 0
-        for sub_batch in self.sub_batches:
-            keep = [i for i in range(len(sub_batch.rows)) if first + i in kept]
-            first += len(sub_batch.rows)
-            for i in set(range(len(sub_batch.rows))).difference(keep):
-                self._file(sub_batch, i)
-            if len(keep) == len(sub_batch.rows):
-                sub_batches.append(sub_batch)
-            elif keep:
-                sub_batch.keep(keep)
-                sub_batches.append(sub_batch)
-        self.sub_batches = sub_batches
-        if not sub_batches:
-            self._inputs, self._launched = None, Launched()
+        if not left:
+            self.abandon()
             return
         assert self._inputs is not None
-        self._inputs = self._inputs[mx.array(list(indices))]
-        self._unite()
+        self._inputs = self._inputs[mx.array(left)]
+        self._arrange([each for each in self.sub_batches if each.remove(row_ids)])
 
-    def _unite(self) -> None:
-        """Merge sub-batches that need not be apart."""
-        while (pair := find_close(self.sub_batches, self._padding)) is not None:
-            one, other = pair
-            before = self.rows
-            one.absorb(other)
-            self.sub_batches.remove(other)
-            after = self.rows
-            if after != before:
-                assert self._inputs is not None
-                self._inputs = self._inputs[mx.array([before.index(row) for row in after])]
+    def _arrange(self, sub_batches: list[SubBatch]) -> None:
+        self._step = None
+        self.sub_batches = sub_batches
+        self.rows = [row for sub_batch in sub_batches for row in sub_batch.rows]
+        self._row_ids = [row.id for row in self.rows]
+        self._fresh = any(row.fresh for row in self.rows)
 
-    def _file(self, sub_batch: SubBatch, index: int) -> None:
-        """Leave a row's KV cache to the prompt cache, for prompts that go on from there."""
-        row = sub_batch.rows[index]
-        if row.state is RowState.BROKEN:
-            self._cached.forget(row.seen, row.job.steering)
-            return
-        held = row.length - (row.state is RowState.FRESH)
-        if not self._cached.wants(held):
-            return
-        cache = sub_batch.extract(index) if self._batched else sub_batch.cache
-        # It is computed after the running step. Then it no longer refers to the batch's arrays.
-        launch([layer.state for layer in cache])
-        self._cached.put(row.seen[:held], cache, row.job.steering)
+    def abandon(self) -> None:
+        """Forget all rows."""
+        self._arrange([])
+        self._inputs, self._launched = None, Launched()
 
 
-def _break(row: Row) -> Failed:
-    """End a row for which the model computed NaN."""
-    row.enter(RowState.BROKEN)
-    return Failed(row.job.id, NOT_A_NUMBER, clear=NOT_A_NUMBER)
+def _merge(group: Sequence[int], first: dict[int, SubBatch]) -> SubBatch:
+    """The sub-batches that have the rows of a group, in its order, as one.
+
+    Args:
+        group: ids of rows.
+        first: sub-batches by their first row; those that are used are taken out.
+    """
+    parts: list[SubBatch] = []
+    found: list[int] = []
+    while len(found) < len(group):
+        part = first.pop(group[len(found)], None)
+        if part is None:
+            break
+        parts.append(part)
+        found += [row.id for row in part.rows]
+    if not parts or found != [*group]:
+        raise RuntimeError(f"the rows {[*group]} are not whole sub-batches in a row")
+    for part in parts[1:]:
+        parts[0].absorb(part)
+    return parts[0]
 
 
-def _fail(row: Row, reason: str) -> Failed:
-    row.enter(RowState.ENDED)
-    return Failed(row.job.id, reason)
+def _take(row: LiveRow, tokens: Sequence[int], told: Told) -> int:
+    """Tell the tokens of a round, up to the one after which the row's constraint binds the next,
+    or fails. Returns how many it was."""
+    for taken, token in enumerate(tokens, start=1):
+        row.drawn.append(token)
+        told.tokens.append((row.id, token))
+        _accept(row, told)
+        if row.id in told.failures or _binds(row, told):
+            return taken
+    return len(tokens)
+
+
+# What concerns the constraint of one row. An error of it, or a panic, is that row's failure only.
+
+
+def _accept(row: LiveRow, told: Told) -> None:
+    """Tell the row's constraint the tokens that it has not seen."""
+    if row.constraint is None or row.accepted_tokens == len(row.drawn):
+        return
+    try:
+        for token in row.drawn[row.accepted_tokens :]:
+            row.constraint.accept(token)
+            row.accepted_tokens += 1
+    except BaseException as error:
+        if not survivable(error):
+            raise
+        told.fail(row, describe(error))
+
+
+def _binds(row: LiveRow, told: Told) -> bool:
+    """Whether the row's constraint binds its next token."""
+    if row.constraint is None or row.id in told.failures or row.id in told.broken:
+        return False
+    try:
+        return not row.constraint.dormant
+    except BaseException as error:
+        if not survivable(error):
+            raise
+        told.fail(row, describe(error))
+        return False
+
+
+def _tell_constraints(rows: Sequence[LiveRow], masks: Masks, told: Told) -> None:
+    """Tell which constraints bind the token that was just drawn, and which cannot go on."""
+    told.bound += [rows[i].id for i in masks.bound]
+    for i, reason in masks.faults.items():
+        told.fail(rows[i], reason)
+    for row in rows:
+        if row.constraint is not None and (failure := _find_failure(row)) is not None:
+            told.fail(row, *failure)
+
+
+def _find_failure(row: LiveRow) -> tuple[str, str | None] | None:
+    """Why the row's constraint cannot go on, for the log and for a client."""
+    assert row.constraint is not None
+    try:
+        failure = row.constraint.failure
+    except BaseException as error:
+        if not survivable(error):
+            raise
+        return describe(error), None
+    return None if failure is None else (failure, f"the grammar cannot go on: {failure}")

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from mlxsrv.engine.events import Likelihood
-from mlxsrv.engine.row import Place, Row
+from mlxsrv.engine.live_row import LiveRow, Place
 from mlxsrv.engine.sampling.processors import Proof, StepLogprobs
 from mlxsrv.engine.steering.plan import PassActivations
 
@@ -24,16 +24,16 @@ class Launched(NamedTuple):
     drawn: tuple[StepLogprobs, ...] = ()
     activations: tuple[tuple[PassActivations, list[Place]], ...] = ()
 
-    def broken(self) -> set[Row]:
+    def broken(self) -> set[LiveRow]:
         """Rows whose token means nothing, for the model computed NaN."""
-        found: set[Row] = set()
+        found: set[LiveRow] = set()
         for proof in self.proofs:
             if not proof.holds():
                 found |= proof.broken()
         return found
 
-    def likelihoods(self) -> dict[Row, Likelihood]:
-        found: dict[Row, Likelihood] = {}
+    def likelihoods(self) -> dict[LiveRow, Likelihood]:
+        found: dict[LiveRow, Likelihood] = {}
         for drawn in self.drawn:
             found |= drawn.read()
         return found

@@ -1,24 +1,20 @@
-"""Rows of about one length, decoded by one pass of the model.
-
-mlx-lm's batch caches are as long as their longest row, for every row: one row of 30,000 tokens
-beside seven of 300 would fill the memory of 240,000, all of it read at each step, and its joining
-would copy as much. A row like that gets a sub-batch of its own, at the cost of another pass over
-the weights at each step. So sub-batches are kept apart only while padding them to one length would
-take more bytes than the weights have.
+"""Rows that share a KV cache, decoded by one pass of the model.
 
 Used on the device thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlxsrv.engine.cache.prompt_cache import Cache
-from mlxsrv.engine.row import Row
+from mlxsrv.engine.cache.prompt_cache import Cache, can_cut
+from mlxsrv.engine.execution.launch import launch
+from mlxsrv.engine.live_row import LiveRow
+from mlxsrv.engine.outcomes import KeptPrompt
+from mlxsrv.engine.plans import Keep
 from mlxsrv.engine.steering.plan import SteeringPlan, forward
 
 
@@ -28,11 +24,12 @@ class SubBatch:
     `plan` is the steering of its rows, to be made anew whenever they change.
     """
 
-    __slots__ = ("cache", "plan", "rows")
+    __slots__ = ("batched", "cache", "plan", "rows")
 
-    def __init__(self, rows: list[Row], cache: Cache) -> None:
+    def __init__(self, rows: list[LiveRow], cache: Cache, *, batched: bool) -> None:
         self.rows = rows
         self.cache = cache
+        self.batched = batched
         self.plan: SteeringPlan | None = None
 
     def decode(self, model: Any, inputs: mx.array) -> mx.array:
@@ -62,24 +59,57 @@ class SubBatch:
         """Append the other's rows."""
         for layer, joining in zip(self.cache, other.cache, strict=True):
             layer.extend(joining)
-        self.rows += other.rows
+        self.rows = self.rows + other.rows
 
     def extract(self, index: int) -> Cache:
         """The KV cache of one row alone."""
-        return [layer.extract(index) for layer in self.cache]
+        return [layer.extract(index) for layer in self.cache] if self.batched else self.cache
 
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.cache)
+    def snapshot(self, keeps: Mapping[int, Keep]) -> list[KeptCache]:
+        """The KV caches of those rows, by id, that are to be kept and can be. They are launched,
+        so that they do not refer to the arrays of the batch for longer than it takes."""
+        found: list[KeptCache] = []
+        for index, row in enumerate(self.rows):
+            keep = keeps.get(row.id)
+            if keep is None:
+                continue
+            # A row that is fresh, or not decoded yet, was not fed the last token of its text.
+            kept = keep_cache(self.extract(index), row.length - row.fresh, keep)
+            found += [] if kept is None else [kept]
+        return found
+
+    def remove(self, row_ids: Collection[int]) -> bool:
+        """Drop these rows. Returns whether any is left; if not, the sub-batch is of no use."""
+        left = [i for i, row in enumerate(self.rows) if row.id not in row_ids]
+        if left and len(left) < len(self.rows):
+            self.keep(left)
+        return bool(left)
 
 
-def find_close(sub_batches: Sequence[SubBatch], padding: int) -> tuple[SubBatch, SubBatch] | None:
-    """The first two sub-batches that would need no more than `padding` bytes of it to be one."""
-    return next((pair for pair in combinations(sub_batches, 2) if _padding(*pair) <= padding), None)
+class KeptCache(NamedTuple):
+    """The KV cache of one row, which has seen so many tokens, to be kept as `entry`."""
+
+    entry: int
+    cache: Cache
+    tokens: int
+
+    def describe(self) -> KeptPrompt:
+        nbytes = sum(layer.nbytes for layer in self.cache)
+        return KeptPrompt(self.entry, nbytes, can_cut(self.cache))
 
 
-def _padding(one: SubBatch, other: SubBatch) -> int:
-    """Bytes by which the KV caches would grow if all rows were as long as the longest."""
-    longest = max(one.nbytes / len(one.rows), other.nbytes / len(other.rows))
-    together = longest * (len(one.rows) + len(other.rows))
-    return int(together) - one.nbytes - other.nbytes
+def keep_cache(cache: Cache, held: int, keep: Keep) -> KeptCache | None:
+    """Keep the KV cache of one row, which has seen `held` tokens. The caller must not use it any
+    more.
+
+    Returns:
+        None if it holds other tokens than those to be kept, and cannot be cut back to them.
+    """
+    surplus = held - keep.tokens
+    if surplus < 0 or (surplus and not can_cut(cache)):
+        return None
+    if surplus:
+        for layer in cache:
+            layer.trim(surplus)
+    launch([layer.state for layer in cache])
+    return KeptCache(keep.entry, cache, keep.tokens)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import numpy as np
 
-from mlxsrv.engine.row import Row
+from mlxsrv.engine.live_row import LiveRow
 
 
 class Banning:
@@ -34,7 +34,7 @@ class Banning:
     """
 
     @staticmethod
-    def wanted(row: Row) -> bool:
+    def wanted(row: LiveRow) -> bool:
         """Tell whether the token after the row's input, or a later one, may be banned."""
         bans = row.job.bans
         if bans is None:
@@ -42,7 +42,7 @@ class Banning:
         drawn = len(row.drawn) + (not row.fresh)
         return bool(bans.allowed or bans.words) or drawn < bans.min_tokens
 
-    def __init__(self, rows: Sequence[Row], drawn: Sequence[int], vocabulary: int) -> None:
+    def __init__(self, rows: Sequence[LiveRow], drawn: Sequence[int], vocabulary: int) -> None:
         self._banned = [
             _RowBans(i, row, count, vocabulary)
             for i, (row, count) in enumerate(zip(rows, drawn, strict=True))
@@ -95,7 +95,7 @@ class _State(NamedTuple):
 class _RowBans:
     """The bans of one row."""
 
-    def __init__(self, index: int, row: Row, drawn: int, vocabulary: int) -> None:
+    def __init__(self, index: int, row: LiveRow, drawn: int, vocabulary: int) -> None:
         bans = row.job.bans
         assert bans is not None
         self.index = index
@@ -154,7 +154,7 @@ class _Tables(NamedTuple):
         return logits.at[self.rows, self.tokens].add(lowered)
 
 
-def _is_tight(row: Row) -> bool:
+def _is_tight(row: LiveRow) -> bool:
     """Tell whether bans may leave the row no token, because few are allowed anyway."""
     bans = row.job.bans
     return row.constraint is not None or (bans is not None and bool(bans.allowed))
@@ -170,7 +170,7 @@ class _LenientBans:
         vocabulary: entries of the logits.
     """
 
-    def __init__(self, asking: Mapping[int, Row], vocabulary: int) -> None:
+    def __init__(self, asking: Mapping[int, LiveRow], vocabulary: int) -> None:
         self._rows = mx.array([*asking])
         lowered = np.zeros((len(asking), vocabulary), dtype=np.float32)
         for part, row in zip(lowered, asking.values(), strict=True):

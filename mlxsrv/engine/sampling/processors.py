@@ -18,7 +18,7 @@ import numpy as np
 
 from mlxsrv.engine.events import Likelihood
 from mlxsrv.engine.faults import describe, survivable
-from mlxsrv.engine.row import Row
+from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.generation.parameters import Constraint, Sampling
 
@@ -48,7 +48,7 @@ class Penalties:
             or sampling.presence_penalty
         )
 
-    def __init__(self, rows: Sequence[Row], vocabulary: int) -> None:
+    def __init__(self, rows: Sequence[LiveRow], vocabulary: int) -> None:
         settings = [row.job.sampling for row in rows]
         self._each = mx.arange(len(rows))
         # A fresh row is fed the last token of its prompt, which is not part of the answer.
@@ -135,7 +135,7 @@ def _counts(sampling: Sampling) -> bool:
     )
 
 
-def _touched(row: Row, vocabulary: int) -> dict[int, _Touch]:
+def _touched(row: LiveRow, vocabulary: int) -> dict[int, _Touch]:
     """Return the tokens whose logits the row changes; at least one."""
     sampling = row.job.sampling
     bias = dict(sampling.logit_bias)
@@ -152,7 +152,7 @@ class Proof(NamedTuple):
     """Each row's highest logit in a step, which tells whether its token means anything: see
     `Sampler.draw`."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LiveRow, ...]
     highest: mx.array  # (rows, 1)
 
     def holds(self) -> bool:
@@ -160,7 +160,7 @@ class Proof(NamedTuple):
         values = cast(list[list[float]], self.highest.tolist())
         return all(isfinite(value) for [value] in values)
 
-    def broken(self) -> set[Row]:
+    def broken(self) -> set[LiveRow]:
         """Return the rows whose token is meaningless."""
         values = cast(list[list[float]], self.highest.tolist())
         pairs = zip(self.rows, values, strict=True)
@@ -170,12 +170,12 @@ class Proof(NamedTuple):
 class StepLogprobs(NamedTuple):
     """The log-probabilities of a step's tokens on the device, for the rows that ask for them."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[LiveRow, ...]
     logprobs: mx.array  # (asking,)
     ids: mx.array  # (asking, top), the likeliest tokens in order
     top: mx.array  # (asking, top), their log-probabilities
 
-    def read(self) -> dict[Row, Likelihood]:
+    def read(self) -> dict[LiveRow, Likelihood]:
         """Return them on the host. Waits for the step."""
         ids, top = np.asarray(self.ids), np.asarray(self.top)
         return {
@@ -189,7 +189,7 @@ class StepLogprobs(NamedTuple):
 class LogprobReader:
     """Computes the log-probabilities of drawn tokens, for the rows that ask for them."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[LiveRow]) -> None:
         asking = [i for i, row in enumerate(rows) if row.job.logprobs is not None]
         self._rows = tuple(rows[i] for i in asking)
         self._indices = None if len(asking) == len(rows) else mx.array(asking)
@@ -245,27 +245,27 @@ class Masks:
     def __init__(self, constraints: Sequence[Constraint | None], vocabulary: int) -> None:
         self._constraints = constraints
         self.faults: dict[int, str] = {}  # the error of each row whose constraint raised in a call
+        self.bound: list[int] = []  # rows whose constraint was not dormant in the last call
         self._words = np.full((len(constraints), -(-vocabulary // 32)), -1, dtype=np.int32)
         self._vocabulary = vocabulary
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Return logits `(rows, vocabulary)`, with minus infinity for forbidden tokens."""
-        self.faults = {}
-        bound = False
+        self.faults, self.bound = {}, []
         for i, (constraint, words) in enumerate(zip(self._constraints, self._words, strict=True)):
             if constraint is None:
                 continue
             words[:] = -1
-            if constraint.dormant:
-                continue
-            bound = True
             try:
+                if constraint.dormant:
+                    continue
+                self.bound.append(i)
                 constraint.fill(words)
             except BaseException as error:
                 if not survivable(error):
                     raise
                 self.faults[i] = describe(error)
-        if not bound:
+        if not self.bound:
             return logits
         bits = np.unpackbits(
             self._words.view(np.uint8), axis=-1, count=self._vocabulary, bitorder="little"

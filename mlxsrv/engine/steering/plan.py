@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 
 from mlxsrv.engine.events import Activations
-from mlxsrv.engine.row import Place
+from mlxsrv.engine.live_row import Place
 from mlxsrv.engine.steering.hooks import Change, Site, find_layers, hooked
 from mlxsrv.engine.steering.sae import SAE
 

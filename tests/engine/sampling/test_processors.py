@@ -23,8 +23,8 @@ from mlxsrv.engine.events import (
     Token,
 )
 from mlxsrv.engine.execution.batch import Batch
+from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.row import Row, RowState
 from mlxsrv.engine.sampling.processors import Penalties
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Mask, Sampling
@@ -177,8 +177,8 @@ def test_penalties_are_exact_however_many_tokens_a_row_has_had() -> None:
         Sampling(logit_bias=((5, -100.0),)),
         Sampling(repetition_penalty=0.8, logit_bias=((9, 1.5),)),
     ]
-    rows = [Row(job(i, prompt(i), sampling=each)) for i, each in enumerate(settings)]
-    rows[1].state, rows[1].drawn = RowState.DECODING, [17, 17, 4]
+    rows = [LiveRow(job(i, prompt(i), sampling=each)) for i, each in enumerate(settings)]
+    rows[1].fresh, rows[1].drawn = False, [17, 17, 4]
     dice = np.random.default_rng(2)
     penalties = Penalties(rows, vocabulary)
     counts = np.zeros((len(rows), vocabulary))

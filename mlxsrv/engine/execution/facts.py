@@ -1,0 +1,133 @@
+"""Facts of a model that the scheduler needs.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
+
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory, merge
+from mlxsrv.engine.execution.read import read_together
+from mlxsrv.engine.outcomes import KVCost, TextFacts
+
+_LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass of the smallest model costs as much in calls
+_ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
+
+
+def find_facts(
+    model: Any,
+    caches: KVCacheFactory,
+    *,
+    prompt_cache_bytes: int,
+    drafts: bool,
+    padding: int | None = None,
+) -> TextFacts:
+    """What the scheduler knows of `model`.
+
+    Args:
+        model: a model of mlx-lm's.
+        caches: makes the KV caches of its rows. Whether padded prompts are read rightly is noted
+            there, if it was not known.
+        prompt_cache_bytes: the most bytes of kept prompts.
+        drafts: there is a draft model, and it can be used.
+        padding: bytes of padding that cost as much as another pass; as many as the weights have,
+            unless given.
+    """
+    if caches.pads is None:
+        caches.pads = caches.batched and masks_padding(model)
+    cache = caches.make()
+    # Not evaluated: only shapes are looked at. Two tokens, for one would be a decode step.
+    logits = model(mx.array([[0, 0]]), cache=cache)
+    return TextFacts(
+        batched=caches.batched,
+        cuts=caches.cuts,
+        pads=caches.pads,
+        drafts=drafts,
+        padding=most_padding(model) if padding is None else padding,
+        vocabulary=int(logits.shape[-1]),
+        prompt_cache_bytes=prompt_cache_bytes,
+        kv_costs=sum_costs(cache),
+    )
+
+
+def sum_costs(cache: Iterable[Any]) -> tuple[KVCost, ...]:
+    """What a row costs whose KV cache has these layers, which have seen a token or more. Layers of
+    one window are summed."""
+    tokens: Counter[int] = Counter()  # bytes for each token, by window
+    fixed = 0
+    for layer in _flatten(cache):
+        keys = getattr(layer, "keys", None)
+        if keys is None:
+            fixed += layer.nbytes
+            continue
+        # Quantized keys are three arrays, all with the tokens in the same place.
+        length = (keys[0] if isinstance(keys, (tuple, list)) else keys).shape[-2]
+        tokens[_find_window(layer)] += layer.nbytes // length
+    costs = [KVCost(per_token, window) for window, per_token in sorted(tokens.items())]
+    return (*costs, KVCost(0, fixed=fixed)) if fixed else tuple(costs)
+
+
+def _find_window(layer: Any) -> int:
+    """The most tokens that the layer holds after a step; 0: all."""
+    if isinstance(layer, ChunkedKVCache):
+        return int(layer.chunk_size) + 1  # it is cut to the chunk before each pass
+    return int(getattr(layer, "max_size", None) or 0)
+
+
+def _flatten(cache: Iterable[Any]) -> Iterator[Any]:
+    for layer in cache:
+        if isinstance(layer, CacheList):
+            yield from _flatten(layer.caches)
+        else:
+            yield layer
+
+
+def most_padding(model: Any) -> int:
+    """Bytes of padding that cost as much as another pass of the model."""
+    return max(_LEAST_PASS, sum(array.nbytes for array in weights(model)))
+
+
+def weights(model: Any) -> list[mx.array]:
+    """All arrays that were read from the model's files."""
+    return [
+        array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
+    ]
+
+
+def masks_padding(model: Any) -> bool:
+    """Whether the model reads a padded prompt as it would the prompt alone."""
+    probe = try_padding(model)
+    while True:
+        try:
+            next(probe)
+        except StopIteration as stop:
+            return bool(stop.value)
+
+
+def try_padding(model: Any) -> Generator[None, None, bool]:
+    """Find out what `masks_padding` returns, yielding between passes of the model.
+
+    Attention layers leave padding out. A recurrent layer has to mask it, and not all of mlx-lm's
+    do. So models that have one are tried: with a layer that reads padding as text, the logits are
+    off by as much as they vary, else by rounding.
+    """
+    caches = KVCacheFactory(model)  # a model with a recurrent layer has its own kind only
+    if not any(isinstance(layer, ArraysCache) for layer in _flatten(caches.make())):
+        return True
+    short, long = (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11)
+    alone = merge([caches.make()])
+    read_together(model, alone, [short])
+    yield
+    beside = merge([caches.make(), caches.make()])
+    read_together(model, beside, [short, long])
+    yield
+    expected = model(mx.array([[0]]), cache=alone)[0, -1]
+    difference = mx.abs(expected - model(mx.array([[0], [0]]), cache=beside)[0, -1]).mean()
+    return bool((difference < _ROUNDING * mx.std(expected)).item())

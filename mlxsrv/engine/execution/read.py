@@ -1,0 +1,206 @@
+"""Reading of prompts, a span at a time, between the decode steps of other rows.
+
+- A prompt is read without its last token, which becomes the row's first input. So reading needs no
+  logits (MLX is lazy: the output head is never computed), and a fresh row draws its first token in
+  the same step as all others.
+- Several texts are read to their ends in one pass, right-padded. A longer one is read alone, in
+  several spans.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from math import isnan
+from typing import Any, cast
+
+import mlx.core as mx
+import msgspec
+
+from mlxsrv.engine.cache.kv_caches import merge
+from mlxsrv.engine.cache.prompt_cache import Cache
+from mlxsrv.engine.events import Activations, Likelihood, PromptScored
+from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
+from mlxsrv.engine.live_row import LiveRow, Place
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.plans import Span
+from mlxsrv.engine.sampling.blocks import Blocks
+from mlxsrv.engine.sampling.processors import likelihoods, read_likelihoods
+from mlxsrv.engine.steering.plan import SteeringPlan, forward
+
+
+class PartialText:
+    """One text that is being read, for one row or for several that have it in common.
+
+    Args:
+        rows: these rows.
+        cache: the KV cache that the text is read into.
+        done: tokens of the text that it holds already.
+        scored: the tokens of the first row's prompt are scored.
+    """
+
+    def __init__(
+        self, rows: Sequence[LiveRow], cache: Cache, done: int, *, scored: bool = False
+    ) -> None:
+        self.rows = list(rows)
+        self.cache = cache
+        self.done = done
+        self.scorer = PromptScorer(rows[0].job) if scored else None
+        self.steering = rows[0].steering
+        self._text = rows[0].seen
+
+    def find(self, row_ids: Sequence[int]) -> list[LiveRow]:
+        """Those of its rows, in this order."""
+        rows = {row.id: row for row in self.rows}
+        return [rows[row_id] for row_id in row_ids]
+
+    def part(self, end: int) -> tuple[int, ...]:
+        """The tokens that are to be read, up to the `end`-th. A copy."""
+        return self._text[self.done : end]
+
+    def read(self, model: Any, end: int, plan: SteeringPlan | None) -> None:
+        """Read up to the `end`-th token, and wait for it."""
+        if part := self.part(end):
+            logits = forward(model, plan, mx.array(part)[None], self.cache)
+            if self.scorer is not None:
+                self.scorer.score(self.done, logits[0])
+            mx.eval([layer.state for layer in self.cache])
+        self.done = end
+
+
+class PromptScorer:
+    """Gathers the likelihoods of one prompt's tokens, span by span.
+
+    Attributes:
+        broken: the model has computed NaN.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._top = job.scores or 0
+        self._scores = [Likelihood(None)]
+        self.broken = False
+
+    def score(self, first: int, logits: mx.array) -> None:
+        """Take the logits `(n, vocabulary)` at the prompt's tokens from `first` on."""
+        tokens = mx.array(self._job.prompt[first + 1 : first + 1 + logits.shape[0]])
+        found = read_likelihoods(likelihoods(Blocks(logits), tokens, self._top), self._top)
+        self.broken |= any(each.logprob is not None and isnan(each.logprob) for each in found)
+        self._scores += _ranked(found, logits, tokens) if self._job.ranks else found
+
+    @property
+    def event(self) -> PromptScored:
+        return PromptScored(self._job.id, tuple(self._scores))
+
+
+def _ranked(scores: Sequence[Likelihood], logits: mx.array, tokens: mx.array) -> list[Likelihood]:
+    """The scores of `tokens` `(n,)` with their ranks: 1 for the likeliest token."""
+    own = mx.take_along_axis(logits, tokens[:, None], axis=-1)
+    ranks = cast(list[int], ((logits > own).sum(axis=-1) + 1).tolist())
+    return [
+        msgspec.structs.replace(score, rank=rank) for score, rank in zip(scores, ranks, strict=True)
+    ]
+
+
+class Slice(msgspec.Struct):
+    """What a slice of prompts gives, beside the texts that it has brought on.
+
+    Attributes:
+        ready: the rows that may be decoded now.
+        kept: KV caches to be kept.
+        scores: those of a prompt that is read to its end.
+        broken: rows for whose prompt the model computed NaN, as scores show it.
+        activations: those that were watched.
+    """
+
+    ready: SubBatch | None = None
+    kept: list[KeptCache] = []
+    scores: PromptScored | None = None
+    broken: tuple[int, ...] = ()
+    activations: list[Activations] = []
+
+
+def read_alone(
+    model: Any, text: PartialText, span: Span, plan: SteeringPlan | None, *, batched: bool
+) -> Slice:
+    """Read a part of one text.
+
+    Args:
+        model: a model of mlx-lm's.
+        text: as far as it was read.
+        span: the part.
+        plan: the steering of its rows.
+        batched: the model's KV caches can be merged.
+    """
+    text.read(model, span.end, plan)
+    done = Slice(activations=_look([span], plan))
+    if text.scorer is not None and text.scorer.broken:
+        done.broken = span.rows
+        return done
+    rows = text.find(span.joins or ())
+    if rows:
+        cache = merge([text.cache] * len(rows)) if batched else text.cache
+        done.ready = SubBatch(rows, cache, batched=batched)
+    if span.keep is not None:
+        # Where the rows have a copy of their own, or nobody goes on from here, this may be kept.
+        used = span.joins is None or (bool(rows) and not batched)
+        cache = copy.deepcopy(text.cache) if used else text.cache
+        kept = keep_cache(cache, text.done, span.keep)
+        done.kept += [] if kept is None else [kept]
+    if text.scorer is not None and span.joins is not None:
+        done.scores = text.scorer.event
+    return done
+
+
+def read_whole(
+    model: Any, texts: Sequence[PartialText], spans: Sequence[Span], plan: SteeringPlan | None
+) -> Slice:
+    """Read several texts to their ends, in one pass. Their KV caches can be merged."""
+    cache = merge([text.cache for text in texts])
+    parts = [text.part(span.end) for text, span in zip(texts, spans, strict=True)]
+    read_together(model, cache, parts, plan)
+    done = Slice(activations=_look(spans, plan))
+    rows: list[LiveRow] = []
+    owners: list[int] = []  # the text of each row: several rows may have one, or none is decoded
+    for i, (text, span) in enumerate(zip(texts, spans, strict=True)):
+        text.done = span.end
+        if span.keep is not None:
+            alone = [layer.extract(i) for layer in cache]
+            kept = keep_cache(alone, text.done, span.keep)
+            done.kept += [] if kept is None else [kept]
+        joining = text.find(span.joins or ())
+        rows += joining
+        owners += [i] * len(joining)
+    if owners and owners != [*range(len(texts))]:
+        for layer in cache:
+            layer.filter(mx.array(owners))
+    done.ready = SubBatch(rows, cache, batched=True) if rows else None
+    return done
+
+
+def read_together(
+    model: Any, cache: Cache, parts: Sequence[tuple[int, ...]], plan: SteeringPlan | None = None
+) -> None:
+    """Read one part into each row of a batch's KV cache, in one pass, right-padded, and wait."""
+    lengths = [len(part) for part in parts]
+    padding = [max(lengths) - length for length in lengths]
+    if any(padding):
+        for layer in cache:
+            layer.prepare(lengths=lengths, right_padding=padding)
+    tokens = [part + (0,) * pad for part, pad in zip(parts, padding, strict=True)]
+    forward(model, plan, mx.array(tokens), cache)
+    if any(padding):
+        for layer in cache:
+            layer.finalize()
+    mx.eval([layer.state for layer in cache])
+
+
+def _look(spans: Sequence[Span], plan: SteeringPlan | None) -> list[Activations]:
+    """The activations that were watched in a pass over these spans."""
+    if plan is None or plan.activations is None:
+        return []
+    return plan.activations.read(
+        [Place(span.rows, span.begin, span.end - span.begin) for span in spans]
+    )

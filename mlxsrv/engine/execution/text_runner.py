@@ -1,0 +1,356 @@
+"""The text runner: does the works of one model that generates text, and decides nothing.
+
+A row is in one place at a time:
+
+- admitted: nothing is read of its text, or its KV cache was dropped;
+- in a text that is being read, perhaps with other rows;
+- ready: its text is read but for the last token, and it waits for a decoder;
+- in a decoder: the main one, or that of a row on trial.
+
+If a work fails, the KV caches that it touched are dropped, and their rows are admitted only. All
+else stays as it was, so work can go on.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.prompt_cache import Cache
+from mlxsrv.engine.execution.decode import Decoder, Told
+from mlxsrv.engine.execution.facts import find_facts
+from mlxsrv.engine.execution.read import PartialText, Slice, read_alone, read_whole
+from mlxsrv.engine.execution.speculation import (
+    Draft,
+    always_cuts,
+    check_draft,
+    count_vocabulary,
+    find_obstacle,
+)
+from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
+from mlxsrv.engine.faults import describe, note
+from mlxsrv.engine.live_row import LiveRow
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import (
+    Admitted,
+    Decoded,
+    Fault,
+    Kept,
+    KeptPrompt,
+    PromptsRead,
+    RowFailure,
+)
+from mlxsrv.engine.plans import Decode, Keep, Leave, Span
+from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.generation.parameters import Constraint
+
+
+class TextRunner:
+    """Reads and decodes the rows of one model.
+
+    Args:
+        model: a model of mlx-lm's.
+        caches: makes the KV caches of rows.
+        steerer: what rows are steered with.
+        prompt_cache_bytes: the most bytes of kept prompts. The scheduler sees to it.
+        draft: a small model that proposes tokens to a row that is alone. Unused where a KV cache
+            cannot be cut back.
+        padding: bytes of padding that cost as much as another pass of the model; as many as the
+            weights have, unless given.
+
+    Attributes:
+        facts: what the scheduler knows of the model.
+
+    Raises:
+        ValueError: the vocabulary of the draft is another.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        caches: KVCacheFactory,
+        steerer: Steerer,
+        prompt_cache_bytes: int,
+        draft: Any | None = None,
+        padding: int | None = None,
+    ) -> None:
+        self._model = model
+        self._caches = caches
+        self._steerer = steerer
+        self._draft = _make_draft(model, caches, draft)
+        self.facts = find_facts(
+            model,
+            caches,
+            prompt_cache_bytes=prompt_cache_bytes,
+            drafts=self._draft is not None,
+            padding=padding,
+        )
+        self._rows: dict[int, LiveRow] = {}
+        self._texts: dict[int, PartialText] = {}  # half read, by each of their rows
+        self._ready: list[SubBatch] = []
+        self._main = Decoder(model, steerer=steerer, proposer=self._draft)
+        self._trial = Decoder(model, steerer=steerer)
+        self._kept: dict[int, KeptCache] = {}
+
+    def replan(self) -> None:
+        """Have the next steps look at other features: what is watched has changed."""
+        self._main.replan()
+        self._trial.replan()
+
+    # Rows come and go.
+
+    def admit(self, jobs: Iterable[Job], constraints: Mapping[int, Constraint]) -> Admitted:
+        """Take these jobs; `constraints` by their ids."""
+        failures: list[RowFailure] = []
+        for job in jobs:
+            try:
+                steering = self._steerer.prepare(job.steering)
+            except ValueError as error:
+                failures.append(RowFailure(job.id, str(error)))
+            except Exception as error:
+                note(error, "a row's steering failed")
+                failures.append(RowFailure(job.id, describe(error)))
+            else:
+                self._rows[job.id] = LiveRow(job, constraints.get(job.id), steering)
+        return Admitted(tuple(failures))
+
+    def release(self, rows: Sequence[Leave]) -> Kept:
+        """Free these rows, wherever they are, and keep the KV caches that are to be kept.
+
+        Raises:
+            Exception: the KV caches of a sub-batch or of a decoder that one of the rows was in
+                could not be copied. They are dropped, and nothing is kept. The rows are free.
+        """
+        keeps = {leave.row: leave.keep for leave in rows if leave.keep is not None}
+        try:
+            return Kept(self._keep(self._take_out({leave.row for leave in rows}, keeps)))
+        finally:
+            for leave in rows:
+                self._rows.pop(leave.row, None)
+
+    def rewind(self, rows: Collection[int]) -> None:
+        """Drop the KV caches of these rows, which stay. Raises what `release` does."""
+        self._take_out(set(rows), {})
+
+    def _take_out(self, row_ids: set[int], keeps: Mapping[int, Keep]) -> list[KeptCache]:
+        """Take rows out of the places that they are in. Returns the KV caches that are to be kept.
+
+        All places are seen to, also if one fails.
+        """
+        kept = self._take_out_of_texts(row_ids, keeps)
+        errors: list[Exception] = []
+        try:
+            for sub_batch in list(self._ready):
+                kept += self._take_out_of_ready(sub_batch, row_ids, keeps)
+        except Exception as error:
+            errors.append(error)
+        for decoder in (self._main, self._trial):
+            if row_ids.isdisjoint(row.id for row in decoder.rows):
+                continue
+            rows = decoder.rows
+            try:
+                for sub_batch in decoder.sub_batches:
+                    kept += sub_batch.snapshot(keeps)
+                decoder.remove(row_ids)
+                _refresh(row for row in rows if row.id in row_ids)
+            except Exception as error:
+                errors.append(error)
+                decoder.abandon()
+                _refresh(rows)
+        if errors:
+            raise errors[0]
+        return kept
+
+    def _take_out_of_texts(
+        self, row_ids: Collection[int], keeps: Mapping[int, Keep]
+    ) -> list[KeptCache]:
+        kept: list[KeptCache] = []
+        leaving: dict[PartialText, list[int]] = {}
+        for row_id in row_ids:
+            if (text := self._texts.pop(row_id, None)) is not None:
+                leaving.setdefault(text, []).append(row_id)
+        for text, ids in leaving.items():
+            text.rows = [row for row in text.rows if row.id not in ids]
+            keep = next((keeps[row_id] for row_id in ids if row_id in keeps), None)
+            if keep is not None:
+                # Others may still read on in it.
+                cache = copy.deepcopy(text.cache) if text.rows else text.cache
+                found = keep_cache(cache, text.done, keep)
+                kept += [] if found is None else [found]
+        return kept
+
+    def _take_out_of_ready(
+        self, sub_batch: SubBatch, row_ids: Collection[int], keeps: Mapping[int, Keep]
+    ) -> list[KeptCache]:
+        if not any(row.id in row_ids for row in sub_batch.rows):
+            return []
+        self._ready.remove(sub_batch)
+        kept = sub_batch.snapshot(keeps)
+        if sub_batch.remove(row_ids):
+            self._ready.append(sub_batch)
+        return kept
+
+    # Kept prompts.
+
+    def _keep(self, caches: Iterable[KeptCache]) -> tuple[KeptPrompt, ...]:
+        prompts: list[KeptPrompt] = []
+        for kept in caches:
+            self._kept[kept.entry] = kept
+            prompts.append(kept.describe())
+        return tuple(prompts)
+
+    def forget(self, entries: Iterable[int], *, spare: bool = False) -> None:
+        """Drop these kept prompts. `spare`: free buffers go back to the system."""
+        for entry in entries:
+            self._kept.pop(entry, None)
+        if spare:
+            mx.clear_cache()
+
+    # Reading.
+
+    def read(self, spans: Sequence[Span]) -> PromptsRead:
+        """Read a slice of prompts: one span, or several that are all read to their ends.
+
+        Raises:
+            Exception: the pass failed. The KV caches of all spans are dropped.
+        """
+        try:
+            done = self._read_spans(spans)
+        except Exception:
+            self._drop_texts(spans)
+            raise
+        if done.ready is not None:
+            self._ready.append(done.ready)
+        return PromptsRead(self._keep(done.kept), done.scores, done.broken, tuple(done.activations))
+
+    def _read_spans(self, spans: Sequence[Span]) -> Slice:
+        texts = [self._find_text(span) for span in spans]
+        plan = self._steerer.plan([text.steering for text in texts])
+        if len(spans) == 1:
+            [text], [span] = texts, spans
+            done = read_alone(self._model, text, span, plan, batched=self.facts.batched)
+        else:
+            done = read_whole(self._model, texts, spans, plan)
+        over = [span for span in spans if span.joins is not None or done.broken]
+        self._drop_texts(over)
+        return done
+
+    def _find_text(self, span: Span) -> PartialText:
+        """The text of a span, as far as it was read."""
+        if not span.opens:
+            text = self._texts[span.rows[0]]
+            if text.done != span.begin:
+                raise RuntimeError(f"{text.done} tokens of the text are read, not {span.begin}")
+            return text
+        cache = self._caches.make() if span.source is None else self._copy_kept(span)
+        rows = [self._rows[row_id] for row_id in span.rows]
+        text = PartialText(rows, cache, span.begin, scored=span.scored)
+        self._texts |= dict.fromkeys(span.rows, text)
+        return text
+
+    def _copy_kept(self, span: Span) -> Cache:
+        """A copy of the kept KV cache that a span begins with."""
+        assert span.source is not None
+        kept = self._kept[span.source]
+        cache = copy.deepcopy(kept.cache)
+        for layer in cache if kept.tokens > span.begin else ():
+            layer.trim(kept.tokens - span.begin)
+        return cache
+
+    def _drop_texts(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            for row_id in span.rows:
+                self._texts.pop(row_id, None)
+
+    # Decoding.
+
+    def decode(self, work: Decode) -> tuple[Decoded, Fault | None]:
+        """Run one step for all rows of a decoder, or a speculative round.
+
+        Returns:
+            The tokens of the step before, or of the round; and why it failed, if it did. Then what
+            was told before counts, and the KV caches of all rows of the decoder are dropped.
+        """
+        decoder = self._trial if work.trial else self._main
+        told = Told()
+        fault = None
+        try:
+            if work.groups is not None:
+                self._arrange(decoder, work.groups)
+            if any(work.proposals):
+                decoder.run_round(work.proposals, told)
+            else:
+                decoder.run_step(told)
+        except Exception as error:
+            fault = note(error, "a step failed")
+        # Outside of `except`: the exception's traceback holds the arrays of the step.
+        if fault is not None:
+            self._give_up(decoder, work)
+        return told.finish(), fault
+
+    def _arrange(self, decoder: Decoder, groups: Sequence[Sequence[int]]) -> None:
+        """Have the decoder's rows be these."""
+        wanted = {row_id for group in groups for row_id in group}
+        for sub_batch in list(self._ready):
+            if sub_batch.rows[0].id in wanted:
+                self._ready.remove(sub_batch)
+                decoder.join(sub_batch)
+        other = self._main if decoder is self._trial else self._trial
+        if other.rows and other.rows[0].id in wanted:
+            decoder.absorb(other)
+            other.abandon()
+        decoder.regroup(groups)
+
+    def _give_up(self, decoder: Decoder, work: Decode) -> None:
+        """Drop the KV caches of a decoder, and of rows that were to join it."""
+        wanted = {row_id for group in work.groups or () for row_id in group}
+        for each in (self._main, self._trial):
+            if each is decoder or not wanted.isdisjoint(row.id for row in each.rows):
+                _refresh(each.rows)
+                each.abandon()
+        self._ready = [
+            each for each in self._ready if wanted.isdisjoint(row.id for row in each.rows)
+        ]
+        if any(work.proposals) and self._draft is not None:
+            self._draft.forget()
+
+    # The draft model.
+
+    def read_draft(self, row: int, begin: int, tokens: int) -> None:
+        """Have the draft model read `tokens` more of a row's text, behind the first `begin`.
+
+        Raises:
+            Exception: it failed. The draft's KV cache is dropped.
+        """
+        if self._draft is None:
+            raise RuntimeError("there is no draft model")
+        try:
+            self._draft.follow(self._rows[row], begin)
+            self._draft.read(tokens)
+        except Exception:
+            self._draft.forget()
+            raise
+
+
+def _make_draft(model: Any, caches: KVCacheFactory, draft: Any | None) -> Draft | None:
+    """None if there is no draft, or if it cannot be used. Raises ValueError as `check_draft`."""
+    if draft is None or find_obstacle(model, draft) is not None:
+        return None
+    if not always_cuts(caches.make()):  # rows may have another kind of KV cache than the model's
+        return None
+    check_draft(model, draft)
+    return Draft(draft, count_vocabulary(model))
+
+
+def _refresh(rows: Iterable[LiveRow]) -> None:
+    """Note that these rows have lost their KV caches: next they are fed the last tokens of their
+    texts."""
+    for row in rows:
+        row.fresh = True
