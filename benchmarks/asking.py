@@ -1,6 +1,6 @@
 """What it costs to ask for more than tokens: `python -m benchmarks.asking`.
 
-Tokens per second of the engine's own Batch where one row, or each, asks for log-probabilities, has
+Tokens per second of the engine's own TextEngine where one row, or each, asks for log-probabilities, has
 penalties or follows a grammar, over those of the same batch where nobody does, by turns in one
 process. A row that asks for nothing pays for its neighbours' asking, so the ratio is of all rows.
 """
@@ -21,15 +21,14 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from benchmarks.step import Case, write_prompts
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Token
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Constraint, Sampling
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, each_call
 from mlxsrv.prompts.tokenizer import Tokenizer
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 Ask: TypeAlias = Callable[[Job], tuple[Job, Constraint | None]]
@@ -90,7 +89,7 @@ def measure(
 
 
 def _generate(model: Any, ask: Ask, asking: int, rows: int, max_tokens: int) -> float:
-    batch = Batch(model, max_rows=rows, pace=Pace(512, max_gap=1.0), cached=PromptCache(0))
+    batch = TextEngine(model, max_rows=rows, pace=Pace(512, max_gap=1.0), cache_bytes=0)
     for number, prompt in enumerate(write_prompts(Case("greedy", rows, max_tokens))):
         job = Job(number, "", prompt, max_tokens, frozenset(), Sampling(temperature=0))
         batch.submit(*(ask(job) if number < asking else ask_nothing(job)))

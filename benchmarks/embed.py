@@ -32,13 +32,13 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 from mlx_lm.utils import load_model, load_tokenizer
+from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner, Runner
 
 from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.embedding.pooling import Pooler
-from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner, Runner
 from mlxsrv.engine.events import Embedded, Event, Failed
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.pace import Pace

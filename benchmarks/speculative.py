@@ -1,6 +1,6 @@
 """What a draft model is worth to one row: `python -m benchmarks.speculative`.
 
-Tokens per second of the engine's own Batch with a draft model over those without, in one process
+Tokens per second of the engine's own TextEngine with a draft model over those without, in one process
 and by turns on the same prompts. One draft helps: the model's own first layers, where the others
 are scaled down so that they seldom change its mind. One never does: a model of the same size that
 knows nothing of it. Each batch keeps what it has found out about its draft from one answer to the
@@ -23,13 +23,13 @@ import msgspec
 from mlx_lm.utils import load_model
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Token
-from mlxsrv.engine.execution.batch import Batch, weights
+from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.loading.layout import lay_out_weights
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Sampling
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 _PROMPT_TOKENS = 32
@@ -81,17 +81,19 @@ def _load(path: Path) -> Any:
     return model
 
 
-def make_batch(model: Any, draft: Any | None) -> Batch:
-    return Batch(
+def make_batch(model: Any, draft: Any | None) -> TextEngine:
+    return TextEngine(
         model,
         max_rows=8,
         pace=Pace(_PREFILL_CHUNK, max_gap=1.0),
-        cached=PromptCache(0),
+        cache_bytes=0,
         draft=draft,
     )
 
 
-def time_answer(batch: Batch, prompt: tuple[int, ...], tokens: int, temperature: float) -> float:
+def time_answer(
+    batch: TextEngine, prompt: tuple[int, ...], tokens: int, temperature: float
+) -> float:
     """Tokens per second of one answer, from its first step on."""
     sampling = Sampling(temperature=temperature, seed=1)
     batch.submit(Job(0, "", prompt, tokens, frozenset(), sampling))

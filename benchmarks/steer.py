@@ -1,6 +1,6 @@
 """What steering costs a decode step: `python -m benchmarks.steer`.
 
-Decode steps per second of the engine's own Batch, steered and watched in several ways, over those
+Decode steps per second of the engine's own TextEngine, steered and watched in several ways, over those
 of a batch that has nothing attached, in one process and by turns. All rows are greedy, so that
 nothing else is in the step. The SAE is random, at the middle layer, with 16 features for each
 number of the hidden state; the control vector changes every layer. `nothing` is a second batch
@@ -26,9 +26,8 @@ import numpy as np
 from mlx_lm.utils import load_model
 
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Token
-from mlxsrv.engine.execution.batch import Batch, weights
+from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.loading.layout import lay_out_weights
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
@@ -37,6 +36,7 @@ from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Sampling, Steering
 from tests.support.ggufs import write_gguf
 from tests.support.saes import write_sae
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 MakeSteering: TypeAlias = Callable[[random.Random, int], Steering]
@@ -134,7 +134,7 @@ def prepare(folder: Path, family: str) -> Subject:
     return Subject(family, model, features, Attach(_MODEL, _NUMBER, str(sae), layer), vectors)
 
 
-def make_batch(subject: Subject, way: Way, rows: int) -> Batch:
+def make_batch(subject: Subject, way: Way, rows: int) -> TextEngine:
     """A batch of rows that are all being decoded."""
     steerer = Steerer(subject.model, subject.vectors)
     if way.attached:
@@ -142,11 +142,11 @@ def make_batch(subject: Subject, way: Way, rows: int) -> Batch:
             pass
     if way.watch is not None:
         steerer.watch(way.watch)
-    batch = Batch(
+    batch = TextEngine(
         subject.model,
         max_rows=rows,
         pace=Pace(512, max_gap=1.0),
-        cached=PromptCache(0),
+        cache_bytes=0,
         steerer=steerer,
     )
     dice = random.Random(0)
@@ -162,7 +162,7 @@ def make_batch(subject: Subject, way: Way, rows: int) -> Batch:
     return batch
 
 
-def take_turn(batch: Batch, steps: int) -> Turn:
+def take_turn(batch: TextEngine, steps: int) -> Turn:
     """Waits for the step under way at the end, or the other batch would pay for it."""
     started, used = time.perf_counter(), time.process_time()
     drawn = sum(isinstance(event, Token) for _ in range(steps) for event in batch.decode())

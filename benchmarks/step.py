@@ -1,6 +1,6 @@
 """The hot path without a socket: `python -m benchmarks.step`.
 
-Tokens per second of the engine's own Batch, driven as the device thread drives it, over those of
+Tokens per second of the engine's own TextEngine, driven as the device thread drives it, over those of
 mlx-lm's generators, in one process and by turns on the same prompts. `generate_step` takes one
 prompt after another. `BatchGenerator` draws all rows from one random stream, so seeded requests
 have no counterpart there: to give each its own, `mlx_lm.server` takes them one after another, too.
@@ -26,12 +26,11 @@ from mlx_lm.utils import load_model
 from benchmarks.hosts import SamplingKind, choose_sampling
 from benchmarks.inprocess import SampleTokens, generate_batch
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Token
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Sampling
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 Prompts: TypeAlias = Sequence[tuple[int, ...]]
@@ -67,11 +66,11 @@ class Rates(msgspec.Struct, frozen=True):
 
 
 def generate_ours(model: Any, case: Case, prompts: Prompts) -> int:
-    batch = Batch(
+    batch = TextEngine(
         model,
         max_rows=case.rows,
         pace=Pace(_PREFILL_CHUNK, max_gap=1.0),
-        cached=PromptCache(0),
+        cache_bytes=0,
     )
     for number, (prompt, sampling) in enumerate(zip(prompts, case.make_samplings(), strict=True)):
         batch.submit(Job(number, "", prompt, case.max_tokens, frozenset(), sampling))

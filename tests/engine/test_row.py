@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.row import _NEXT, Row, RowState
+from mlxsrv.engine.scheduling.row import _NEXT, Row, RowState
 from mlxsrv.generation.parameters import Sampling
 
 PATHS = {

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlxsrv.engine.session import Session
 
 from mlxsrv.engine.events import Answered, Attached, Event, Failed, Loaded, Token
 from mlxsrv.engine.mailbox import Mailbox
 from mlxsrv.engine.orders import Ask, Attach, Cancel, Detach, Job, Load, MakeReport, Submit, Unload
-from mlxsrv.engine.session import Session
 from mlxsrv.engine.watchdog import Clock
 from mlxsrv.errors import ModelNotLoaded, SAEIncompatible
 from mlxsrv.generation.parameters import Sampling

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
+from mlxsrv.engine.session import Session
+
 from mlxsrv.cli import main
 from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.orders import Load
-from mlxsrv.engine.session import Session
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY

@@ -17,14 +17,14 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.embedding.embedder import Embedder
-from mlxsrv.engine.embedding.encoders.bert import Bert
-from mlxsrv.engine.embedding.encoders.load import load_encoder
-from mlxsrv.engine.embedding.pooling import pool
 from mlxsrv.engine.embedding.embedding_models import (
     EmbeddingDecoder,
     EmbeddingEncoder,
     find_inner,
 )
+from mlxsrv.engine.embedding.encoders.bert import Bert
+from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.embedding.pooling import pool
 from mlxsrv.engine.events import Embedded, Event, Failed
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule

@@ -9,18 +9,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
+from mlxsrv.engine.execution.prefill import masks_padding
 
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Failed, PromptRead, Token
 from mlxsrv.engine.execution import prefill_stages
-from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import masks_padding
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import forward
 from mlxsrv.generation.parameters import Sampling
 from tests.support.effort import per_cache
 from tests.support.greedy import assert_greedy
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES
 
 GREEDY = Sampling(temperature=0)
@@ -40,17 +39,17 @@ def job(number: int, prompt: tuple[int, ...], max_tokens: int = 12, **more: Any)
 
 def make(
     model: Any, max_rows: int, chunk: int, cache_bytes: int = 0, padding: int | None = None
-) -> Batch:
-    return Batch(
+) -> TextEngine:
+    return TextEngine(
         model,
         max_rows=max_rows,
         pace=Pace(chunk, 10.0),
-        cached=PromptCache(cache_bytes),
+        cache_bytes=cache_bytes,
         padding=padding,
     )
 
 
-def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
+def run(batch: TextEngine, later: Iterable[Job] = ()) -> dict[int, list[int]]:
     """Every job's tokens; one more of `later` is submitted at each step."""
     late = iter(later)
     drawn: dict[int, list[int]] = {}
@@ -316,7 +315,7 @@ def test_a_checkpoint_serves_models_whose_caches_cannot_be_cut(models: Any) -> N
         assert_greedy(model, (*head, *tail), drawn, 8)
 
 
-def run_counting(batch: Batch, asked: Job) -> tuple[int, list[int]]:
+def run_counting(batch: TextEngine, asked: Job) -> tuple[int, list[int]]:
     """One job alone: how many prompt tokens were found, and what it drew."""
     batch.submit(asked)
     cached, drawn = -1, []

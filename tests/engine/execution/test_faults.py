@@ -16,7 +16,6 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.events import (
     Activations,
@@ -29,7 +28,6 @@ from mlxsrv.engine.events import (
     Started,
     Token,
 )
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.loading import load as loading
 from mlxsrv.engine.orders import Attach, Job, Load, Watch
 from mlxsrv.engine.scheduling.pace import Pace
@@ -37,6 +35,7 @@ from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.errors import ModelNotLoaded
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling, Steering
 from tests.support.saes import write_sae
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)
@@ -118,9 +117,8 @@ class Steady(Pace):
         return 64
 
 
-def make(model: Any, rows: int = 8, **more: Any) -> Batch:
-    cached = PromptCache(more.pop("cache_bytes", 0))
-    return Batch(model, max_rows=rows, pace=Steady(64, 10.0), cached=cached, **more)
+def make(model: Any, rows: int = 8, **more: Any) -> TextEngine:
+    return TextEngine(model, max_rows=rows, pace=Steady(64, 10.0), **more)
 
 
 def prompt(seed: int, size: int = 20) -> tuple[int, ...]:
@@ -150,7 +148,7 @@ def mixed() -> Asked:
     ]
 
 
-def run(batch: Batch, asked: Asked) -> list[Event]:
+def run(batch: TextEngine, asked: Asked) -> list[Event]:
     """All events; the last of the jobs come while the first are decoded."""
     events = [event for each in asked[:4] for event in batch.submit(*each)]
     late = list(asked[4:])
@@ -198,7 +196,7 @@ def assert_told_once(events: list[Event]) -> None:
     assert all(count == 1 for count in ends.values())
 
 
-def assert_empty(batch: Batch) -> None:
+def assert_empty(batch: TextEngine) -> None:
     """Nothing is held any more, and the batch works."""
     assert batch.idle
     assert {*batch.statistics().values()} == {0}

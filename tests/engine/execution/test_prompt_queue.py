@@ -11,9 +11,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Activations, Event, Failed, PromptRead, PromptScored, Token
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
@@ -21,6 +19,7 @@ from mlxsrv.generation.parameters import Sampling, Steering
 from tests.support.effort import per_cache
 from tests.support.greedy import assert_greedy
 from tests.support.saes import write_sae
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)
@@ -39,12 +38,11 @@ def job(number: int, tokens: tuple[int, ...], max_tokens: int = 4, **more: Any) 
     return Job(number, "m", tokens, max_tokens, frozenset(), **more)
 
 
-def make(model: Any, rows: int = 32, cache_bytes: int = 0, **more: Any) -> Batch:
-    cached = PromptCache(cache_bytes)
-    return Batch(model, max_rows=rows, pace=Pace(CHUNK, 10.0), cached=cached, **more)
+def make(model: Any, rows: int = 32, cache_bytes: int = 0, **more: Any) -> TextEngine:
+    return TextEngine(model, max_rows=rows, pace=Pace(CHUNK, 10.0), cache_bytes=cache_bytes, **more)
 
 
-def slices(batch: Batch, most: int = 2000) -> Iterator[list[Event]]:
+def slices(batch: TextEngine, most: int = 2000) -> Iterator[list[Event]]:
     """The events of each slice, until there is nothing to do."""
     for _ in range(most):
         if batch.idle:
@@ -53,7 +51,7 @@ def slices(batch: Batch, most: int = 2000) -> Iterator[list[Event]]:
     raise AssertionError("it does not end")
 
 
-def finish(batch: Batch) -> list[Event]:
+def finish(batch: TextEngine) -> list[Event]:
     return [event for events in slices(batch) for event in events]
 
 
@@ -156,7 +154,7 @@ def test_rows_are_for_who_came_first(models: Any) -> None:
 def test_little_memory_has_prompts_read_one_at_a_time(models: Any) -> None:
     """As where each long one that is half read takes memory, and there is some for one only."""
     model = models("qwen3")
-    batch: Batch
+    batch: TextEngine
 
     class Short:
         def __getattr__(self, name: str) -> Any:
@@ -183,7 +181,7 @@ def test_little_memory_has_prompts_read_one_at_a_time(models: Any) -> None:
 # Prompts that are half read when their clients leave.
 
 
-def read_some(batch: Batch, asked: Job, count: int) -> None:
+def read_some(batch: TextEngine, asked: Job, count: int) -> None:
     batch.submit(asked)
     for _ in range(count):
         batch.prefill()
@@ -342,10 +340,10 @@ def test_nothing_is_kept_of_numbers_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def watched(models: Any, tmp_path: Path) -> Callable[[], tuple[Batch, Steerer]]:
+def watched(models: Any, tmp_path: Path) -> Callable[[], tuple[TextEngine, Steerer]]:
     path = write_sae(tmp_path, layer=0, d_sae=96)
 
-    def build() -> tuple[Batch, Steerer]:
+    def build() -> tuple[TextEngine, Steerer]:
         model = models("qwen3")
         steerer = Steerer(model)
         for _ in steerer.attach(Attach("m", 1, str(path), 0)):
@@ -356,7 +354,7 @@ def watched(models: Any, tmp_path: Path) -> Callable[[], tuple[Batch, Steerer]]:
 
 
 def test_what_is_watched_is_told_of_every_token_of_a_prompt_that_is_cached(
-    watched: Callable[[], tuple[Batch, Steerer]],
+    watched: Callable[[], tuple[TextEngine, Steerer]],
 ) -> None:
     batch, steerer = watched()
     tokens = prompt(10, 200)
@@ -380,7 +378,7 @@ def test_what_is_watched_is_told_of_every_token_of_a_prompt_that_is_cached(
 
 
 def test_a_half_read_prompt_of_one_that_left_is_told_anew(
-    watched: Callable[[], tuple[Batch, Steerer]],
+    watched: Callable[[], tuple[TextEngine, Steerer]],
 ) -> None:
     batch, steerer = watched()
     steerer.watch(Watch("m", (5,)))
@@ -411,7 +409,7 @@ def test_a_prompt_is_read_whole_where_what_is_kept_of_it_cannot_be_copied(
 ) -> None:
     """It was to fit a slice, alone or beside a short one, and takes several."""
     model, first = models("qwen3"), prompt(1, 5 * CHUNK)
-    batch = Batch(model, max_rows=4, pace=Pace(CHUNK, 10.0), cached=Uncopied(ENOUGH))
+    batch = TextEngine(model, max_rows=4, pace=Pace(CHUNK, 10.0), cached=Uncopied(ENOUGH))
     batch.submit(job(0, first))
     finish(batch)
     asked = [prompt(number, 5) for number in range(beside)] + [first + prompt(2, 9)]

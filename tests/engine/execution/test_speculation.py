@@ -13,9 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Event, PromptRead, Token
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.speculation import check_draft, find_obstacle
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
@@ -23,6 +21,7 @@ from mlxsrv.engine.scheduling.speculation_controller import SpeculationControlle
 from mlxsrv.generation.parameters import Mask, Sampling
 from tests.support.effort import per_cache
 from tests.support.greedy import assert_greedy
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import write_model
 
 GREEDY = Sampling(temperature=0)
@@ -96,12 +95,12 @@ def make(
     chunk: int = 64,
     cache_bytes: int = 0,
     controller: SpeculationController | None = None,
-) -> Batch:
-    batch = Batch(
+) -> TextEngine:
+    batch = TextEngine(
         model,
         max_rows=max_rows,
         pace=Pace(chunk, 10.0),
-        cached=PromptCache(cache_bytes),
+        cache_bytes=cache_bytes,
         draft=draft,
     )
     if batch._speculation is not None:
@@ -109,7 +108,7 @@ def make(
     return batch
 
 
-def step(batch: Batch) -> list[Event]:
+def step(batch: TextEngine) -> list[Event]:
     """One slice; afterwards the batch is as plain steps would have left it."""
     events = batch.decode()
     assert_in_order(batch)
@@ -118,7 +117,7 @@ def step(batch: Batch) -> list[Event]:
     return events
 
 
-def assert_in_order(batch: Batch) -> None:
+def assert_in_order(batch: TextEngine) -> None:
     if batch._speculation is None:
         return
     for sub_batch in batch._sub_batches:
@@ -129,7 +128,7 @@ def assert_in_order(batch: Batch) -> None:
     assert draft._row is None or draft._read <= len(draft._row.seen)
 
 
-def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
+def run(batch: TextEngine, later: Iterable[Job] = ()) -> dict[int, list[int]]:
     """Every job's tokens; one more of `later` is submitted every few slices."""
     late = list(later)
     drawn: dict[int, list[int]] = {}
@@ -143,7 +142,7 @@ def run(batch: Batch, later: Iterable[Job] = ()) -> dict[int, list[int]]:
     return drawn
 
 
-def run_alone(batch: Batch, asked: Job) -> list[Event]:
+def run_alone(batch: TextEngine, asked: Job) -> list[Event]:
     """All events of one job."""
     events = batch.submit(asked)
     while not batch.idle:

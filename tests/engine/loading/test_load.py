@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model, quantize_model, save_config
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
 from mlxsrv.engine.events import Failed, Token
-from mlxsrv.engine.execution.batch import weights
+from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.loading import load as loading
 from mlxsrv.engine.loading import weights as reading
 from mlxsrv.engine.loading.resident import ResidentModel

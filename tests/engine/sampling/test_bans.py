@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import Event, Token
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Bans, Constraint, Mask, Sampling
 from tests.engine.execution.test_faults import Faulty
 from tests.engine.execution.test_speculation import Always
+from tests.support.text_engine import TextEngine
 
 GREEDY = Sampling(temperature=0)
 NONE: frozenset[int] = frozenset()
@@ -29,12 +28,12 @@ def prompt(seed: int, size: int = 20) -> tuple[int, ...]:
     return tuple(random.Random(seed).choices(range(5, 300), k=size))
 
 
-def make(model: Any, *, padding: int | None = None, draft: Any = None) -> Batch:
-    batch = Batch(
+def make(model: Any, *, padding: int | None = None, draft: Any = None) -> TextEngine:
+    batch = TextEngine(
         model,
         max_rows=8,
         pace=Pace(512, 10.0),
-        cached=PromptCache(0),
+        cache_bytes=0,
         padding=padding,
         draft=draft,
     )
@@ -50,7 +49,7 @@ def job(
     return Job(number, "m", asked, most, ends, **more)
 
 
-def run(batch: Batch, jobs: Iterable[Job]) -> dict[int, list[Token]]:
+def run(batch: TextEngine, jobs: Iterable[Job]) -> dict[int, list[Token]]:
     """Every job's tokens; a new one joins at each second slice."""
     late = list(jobs)
     drawn: dict[int, list[Token]] = {}

@@ -11,7 +11,6 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import (
     Event,
     Failed,
@@ -22,13 +21,13 @@ from mlxsrv.engine.events import (
     Started,
     Token,
 )
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.sampling.processors import Penalties
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Mask, Sampling
 from tests.support.effort import per_cache
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES
 
 GREEDY = Sampling(temperature=0)
@@ -43,11 +42,11 @@ def job(number: int, tokens: tuple[int, ...], max_tokens: int = 12, **more: Any)
     return Job(number, "m", tokens, max_tokens, frozenset(), **more)
 
 
-def make(model: Any, max_rows: int = 8, chunk: int = 512) -> Batch:
-    return Batch(model, max_rows=max_rows, pace=Pace(chunk, 10.0), cached=PromptCache(0))
+def make(model: Any, max_rows: int = 8, chunk: int = 512) -> TextEngine:
+    return TextEngine(model, max_rows=max_rows, pace=Pace(chunk, 10.0), cache_bytes=0)
 
 
-def run(batch: Batch) -> list[Event]:
+def run(batch: TextEngine) -> list[Event]:
     events: list[Event] = []
     while not batch.idle:
         events += batch.decode() + batch.prefill()

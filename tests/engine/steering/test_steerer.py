@@ -18,9 +18,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.cache.prompt_cache import LEAST, PromptCache
+from mlxsrv.engine.cache.prompt_cache import LEAST
 from mlxsrv.engine.events import Activations, Event, Failed, PromptRead, Token
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.control_vectors import fit_vectors
@@ -31,6 +30,7 @@ from mlxsrv.generation.parameters import Sampling, Steering
 from tests.engine.execution.test_speculation import Always
 from tests.support.effort import per_cache
 from tests.support.saes import make_arrays, write_sae, write_safetensors
+from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, write_model
 
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
@@ -83,12 +83,12 @@ def prompts(n: int, seed: int, low: int = 3, high: int = 60) -> list[tuple[int, 
     return [tuple(dice.choices(range(5, 300), k=dice.randint(low, high))) for _ in range(n)]
 
 
-def make(model: Any, steerer: Steerer, *, cache_bytes: int = 0, **more: Any) -> Batch:
-    return Batch(
+def make(model: Any, steerer: Steerer, *, cache_bytes: int = 0, **more: Any) -> TextEngine:
+    return TextEngine(
         model,
         max_rows=8,
         pace=Pace(more.pop("chunk", 512), 10.0),
-        cached=PromptCache(cache_bytes),
+        cache_bytes=cache_bytes,
         steerer=steerer,
         **more,
     )
@@ -101,7 +101,7 @@ def ask(
     return Job(number, "m", prompt, tokens, frozenset(), greedy, steering=steering)
 
 
-def events(batch: Batch, jobs: Iterable[Job], later: Iterable[Job] = ()) -> Iterator[Event]:
+def events(batch: TextEngine, jobs: Iterable[Job], later: Iterable[Job] = ()) -> Iterator[Event]:
     """All events; one more of `later` is submitted at each step."""
     for job in jobs:
         yield from batch.submit(job)
@@ -115,7 +115,9 @@ def events(batch: Batch, jobs: Iterable[Job], later: Iterable[Job] = ()) -> Iter
         yield from batch.decode() + batch.prefill()
 
 
-def answers(batch: Batch, jobs: Iterable[Job], later: Iterable[Job] = ()) -> dict[int, list[int]]:
+def answers(
+    batch: TextEngine, jobs: Iterable[Job], later: Iterable[Job] = ()
+) -> dict[int, list[int]]:
     drawn: dict[int, list[int]] = {}
     for event in events(batch, jobs, later):
         assert not isinstance(event, Failed), event
@@ -422,7 +424,9 @@ def test_a_draft_model_changes_nothing_in_what_is_steered(
     assert batch.statistics()["drafted"] > 0
 
 
-def told(batch: Batch, jobs: list[Job], later: Iterable[Job] = ()) -> dict[int, dict[int, Any]]:
+def told(
+    batch: TextEngine, jobs: list[Job], later: Iterable[Job] = ()
+) -> dict[int, dict[int, Any]]:
     """For each job the activations at each position, as far as its client would hear of them."""
     found: dict[int, dict[int, Any]] = {}
     ended: set[int] = set()
