@@ -1,6 +1,6 @@
 """What it costs to ask for more than tokens: `python -m benchmarks.asking`.
 
-Tokens per second of the engine's own TextEngine where one row, or each, asks for log-probabilities, has
+Tokens per second of the engine where one row, or each, asks for log-probabilities, has
 penalties or follows a grammar, over those of the same batch where nobody does, by turns in one
 process. A row that asks for nothing pays for its neighbours' asking, so the ratio is of all rows.
 """

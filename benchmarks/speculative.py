@@ -1,6 +1,6 @@
 """What a draft model is worth to one row: `python -m benchmarks.speculative`.
 
-Tokens per second of the engine's own TextEngine with a draft model over those without, in one process
+Tokens per second of the engine with a draft model over those without, in one process
 and by turns on the same prompts. One draft helps: the model's own first layers, where the others
 are scaled down so that they seldom change its mind. One never does: a model of the same size that
 knows nothing of it. Each batch keeps what it has found out about its draft from one answer to the

@@ -1,6 +1,6 @@
 """What steering costs a decode step: `python -m benchmarks.steer`.
 
-Decode steps per second of the engine's own TextEngine, steered and watched in several ways, over those
+Decode steps per second of the engine, steered and watched in several ways, over those
 of a batch that has nothing attached, in one process and by turns. All rows are greedy, so that
 nothing else is in the step. The SAE is random, at the middle layer, with 16 features for each
 number of the hidden state; the control vector changes every layer. `nothing` is a second batch

@@ -1,6 +1,6 @@
 """The hot path without a socket: `python -m benchmarks.step`.
 
-Tokens per second of the engine's own TextEngine, driven as the device thread drives it, over those of
+Tokens per second of the engine, driven as the device thread drives it, over those of
 mlx-lm's generators, in one process and by turns on the same prompts. `generate_step` takes one
 prompt after another. `BatchGenerator` draws all rows from one random stream, so seeded requests
 have no counterpart there: to give each its own, `mlx_lm.server` takes them one after another, too.

@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from mlxsrv.engine.execution.prefill import masks_padding
+from mlxsrv.engine.execution.facts import masks_padding
 
 from mlxsrv.engine.events import Failed, PromptRead, Token
-from mlxsrv.engine.execution import prefill_stages
+from mlxsrv.engine.scheduling import spans
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import forward
