@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from mlxsrv.engine.row import _NEXT, Row, RowState
 
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.row import _NEXT, Row, RowState
 from mlxsrv.generation.parameters import Sampling
 
 PATHS = {

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
+from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder
 from mlxsrv.engine.embedding.encoders.layers import Encoder
 from mlxsrv.engine.embedding.encoders.load import load_dense, load_encoder
 from mlxsrv.engine.embedding.pooling import pool
-from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder
 from mlxsrv.formats.pooling import parse_pooling, read_pooling_config
 from tests.support.encoders import (
     CONFIGS,

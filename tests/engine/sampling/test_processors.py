@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
+from mlxsrv.engine.row import Row, RowState
 
 from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.events import (
@@ -24,7 +25,6 @@ from mlxsrv.engine.events import (
 )
 from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.row import Row, RowState
 from mlxsrv.engine.sampling.processors import Penalties
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Mask, Sampling
