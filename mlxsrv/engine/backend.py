@@ -32,7 +32,7 @@ def import_engine() -> None:
     imported, and fail for ever. Raises ImportError.
     """
     patch_imports()
-    import mlxsrv.engine.loading.load
+    import mlxsrv.engine.loading.loader
     import mlxsrv.prompts.grammars.grammar  # noqa: F401
 
     with suppress(ImportError):  # an optional library

@@ -7,7 +7,7 @@ from typing import cast
 
 import mlx.core as mx
 
-from mlxsrv.engine.loading.weights import WeightReader
+from mlxsrv.engine.loading.weights import ByteBudget, WeightReader
 from tests.support.encoders import write_encoder
 from tests.support.tiny import write_model
 
@@ -16,7 +16,7 @@ def test_a_load_leaves_no_keys_to_be_split(tmp_path: Path) -> None:
     decoder = write_model(tmp_path / "decoder", "qwen3")
     encoder = write_encoder(tmp_path / "encoder", "bert")
     for folder, is_encoder in ((decoder, False), (encoder, True)):
-        reader = WeightReader(1.0, list, trust_remote_code=False)
+        reader = WeightReader(ByteBudget(), list, trust_remote_code=False)
         for _ in reader.map(str(folder), encoder=is_encoder):
             pass
         graph = tmp_path / "graph"

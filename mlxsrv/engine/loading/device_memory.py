@@ -6,12 +6,10 @@ Used on the device thread only.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 
 import mlx.core as mx
 
 from mlxsrv.engine.events import Report
-from mlxsrv.engine.loading.resident import ResidentModel
 
 
 def working_memory() -> int:
@@ -21,11 +19,6 @@ def working_memory() -> int:
     return int(memory or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
 
 
-def report(models: Mapping[str, ResidentModel]) -> Report:
-    """The use of the device's memory, and these models' statistics."""
-    return Report(
-        mx.get_active_memory(),
-        mx.get_cache_memory(),
-        mx.get_peak_memory(),
-        {name: model.statistics() for name, model in models.items()},
-    )
+def report() -> Report:
+    """The use of the device's memory. Of the models nothing: the scheduler knows them."""
+    return Report(mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory(), {})

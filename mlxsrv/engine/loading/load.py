@@ -7,7 +7,7 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +15,33 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
-from mlxsrv.engine.cache.prompt_cache import PromptCache
 from mlxsrv.engine.embedding.embedder import Embedder
-from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner
+from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder, EmbeddingEncoder
 from mlxsrv.engine.events import Loaded
-from mlxsrv.engine.execution.batch import Batch
 from mlxsrv.engine.execution.speculation import check_draft, find_obstacle
+from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.loading.device_memory import working_memory
-from mlxsrv.engine.loading.resident import ResidentModel, TextGeneration
+from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.warm_up import warm_up, warm_up_encoder
-from mlxsrv.engine.loading.weights import FileArrays, WeightReader
+from mlxsrv.engine.loading.weights import ByteBudget, FileArrays, WeightReader
 from mlxsrv.engine.orders import Load
-from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.json_files import read_object
 
-Residents = Callable[[], Sequence[ResidentModel]]
+Residents = Callable[[], Iterable[ResidentModel]]
 """Gives the models that are in memory at the moment."""
 
 
-def load(order: Load, residents: Residents) -> Generator[None, None, ResidentModel]:
+def load(
+    order: Load, budget: ByteBudget, residents: Residents
+) -> Generator[None, None, ResidentModel]:
     """Load a model, yielding between slices.
 
     Args:
         order: what to load.
+        budget: how much of the weights a slice reads.
         residents: the models in memory; those of the same files share their arrays.
 
     Raises what mlx-lm raises on files that it cannot use.
@@ -52,9 +53,7 @@ def load(order: Load, residents: Residents) -> Generator[None, None, ResidentMod
     def resident_files() -> Iterable[FileArrays]:
         return (files for model in residents() for files in model.files)
 
-    reader = WeightReader(
-        order.max_gap / 2, resident_files, trust_remote_code=order.trust_remote_code
-    )
+    reader = WeightReader(budget, resident_files, trust_remote_code=order.trust_remote_code)
     if is_encoder(read_object(Path(order.path) / "config.json")):
         return (yield from _load_encoder(order, reader))
     return (yield from _load_decoder(order, reader))
@@ -69,32 +68,24 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
     draft, draft_notes = yield from _load_draft(order, reader, model, caches)
     vectors, vector_notes = fit_vectors(model, order.vectors)
     steerer = Steerer(model, vectors)
-    prompt_cache = PromptCache(_prompt_cache_bytes(order))
-    pace = Pace(order.prefill_chunk, order.max_gap)
-    batch = Batch(
+    text = TextRunner(
         model,
-        max_rows=order.max_rows,
-        pace=pace,
-        cached=prompt_cache,
         caches=caches,
-        draft=draft,
         steerer=steerer,
+        prompt_cache_bytes=_prompt_cache_bytes(order),
+        draft=draft,
     )
     loaded = Loaded(
         order.model,
-        batch.batched,
-        batch.cuts,
+        text.facts.batched,
+        text.facts.cuts,
         bytes=reader.bytes,
         shared=reader.shared,
         notes=caches.notes + draft_notes + vector_notes,
         vectors=tuple(vectors),
     )
-    runner = DecoderRunner(model)
-    embedder = Embedder(
-        runner, Path(order.path), order.model, pace, decoding=lambda: batch.streaming
-    )
-    generation = TextGeneration(batch, prompt_cache, steerer)
-    return ResidentModel(loaded, reader.files, embedder, generation)
+    embedder = Embedder(EmbeddingDecoder(model), Path(order.path), order.model)
+    return ResidentModel(loaded, reader.files, embedder, text, steerer)
 
 
 def _load_encoder(order: Load, reader: WeightReader) -> Generator[None, None, ResidentModel]:
@@ -103,12 +94,11 @@ def _load_encoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
         raise ValueError("its adapter cannot be used: it is an encoder")
     mapped = yield from reader.map(order.path, encoder=True)
     yield from reader.read(mapped)
-    runner = EncoderRunner(mapped.model)
-    yield from warm_up_encoder(runner)
+    encoder = EmbeddingEncoder(mapped.model)
+    yield from warm_up_encoder(encoder)
     notes = ("draft_model: not with an encoder, so it is not used",) if order.draft else ()
     loaded = Loaded(order.model, True, True, bytes=reader.bytes, shared=reader.shared, notes=notes)
-    pace = Pace(order.prefill_chunk, order.max_gap)
-    embedder = Embedder(runner, Path(order.path), order.model, pace)
+    embedder = Embedder(encoder, Path(order.path), order.model)
     return ResidentModel(loaded, reader.files, embedder)
 
 

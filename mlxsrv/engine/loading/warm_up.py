@@ -14,40 +14,58 @@ from typing import Any
 import mlx.core as mx
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.prompt_cache import PromptCache
-from mlxsrv.engine.embedding.runners import EncoderRunner
-from mlxsrv.engine.events import Failed
-from mlxsrv.engine.execution.batch import Batch
-from mlxsrv.engine.execution.prefill import try_padding
+from mlxsrv.engine.embedding.embedding_models import EmbeddingEncoder
+from mlxsrv.engine.execution.facts import try_padding
+from mlxsrv.engine.execution.text_runner import TextRunner
+from mlxsrv.engine.faults import NOT_A_NUMBER, describe
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.plans import Decode, Leave, Span
+from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Sampling
+
+_STEPS = 3  # two tokens: a step gives the tokens of the step before
 
 
 def warm_up(model: Any, caches: KVCacheFactory) -> Generator[None, None, None]:
-    """Generate text with two rows, one greedy and one sampled, yielding between passes.
+    """Generate two tokens in two rows, one greedy and one sampled, yielding between passes.
 
     Raises ValueError if the model cannot compute.
     """
     caches.pads = (yield from try_padding(model)) if caches.batched else False
-    batch = Batch(model, max_rows=2, pace=Pace(16, 1.0), cached=PromptCache(0), caches=caches)
-    for i, temperature in enumerate((0.0, 1.0)):
-        sampling = Sampling(temperature=temperature, top_p=0.9)
-        batch.submit(Job(i, "", (0, 1, 2), 2, frozenset(), sampling))
-    while not batch.idle:
-        batch.decode()
-        yield
-        for event in batch.prefill():
-            if isinstance(event, Failed):
-                raise ValueError(event.reason)
-        yield
+    runner = TextRunner(model, caches=caches, steerer=Steerer(model), prompt_cache_bytes=0)
+    jobs = [
+        Job(i, "", (0, 1, 2), 2, frozenset(), Sampling(temperature=temperature, top_p=0.9))
+        for i, temperature in enumerate((0.0, 1.0))
+    ]
+    for rows in [jobs] if caches.batched else [[job] for job in jobs]:
+        yield from _generate(runner, rows)
 
 
-def warm_up_encoder(runner: EncoderRunner) -> Generator[None, None, None]:
+def _generate(runner: TextRunner, jobs: list[Job]) -> Generator[None, None, None]:
+    """Read the prompt that these jobs share, and decode them together."""
+    rows = tuple(job.id for job in jobs)
+    runner.admit(jobs, {})
+    span = Span(rows=rows, begin=0, end=len(jobs[0].prompt) - 1, opens=True, joins=rows)
+    try:
+        runner.read([span])
+    except Exception as error:
+        raise ValueError(describe(error)) from error
+    yield
+    for step in range(_STEPS):
+        decoded, fault = runner.decode(Decode(model=0, groups=None if step else (rows,)))
+        if fault is not None:
+            raise ValueError(fault.reason)
+        if decoded.broken:
+            raise ValueError(NOT_A_NUMBER)
+        yield
+    runner.release([Leave(row) for row in rows])
+
+
+def warm_up_encoder(encoder: EmbeddingEncoder) -> Generator[None, None, None]:
     """Run a text alone, and one beside a longer one, yielding after each."""
     tokens = mx.array([[0, 1, 2], [0, 0, 0]])
     mask = mx.array([[True, True, True], [True, False, False]])
     for rows in (1, 2):
-        hidden = runner.run(tokens[:rows], mask[:rows], [1] * rows if runner.labels else None)
-        mx.eval(runner.classify(hidden, mask[:rows]) if runner.labels else hidden)
+        hidden = encoder.run(tokens[:rows], mask[:rows], [1] * rows if encoder.labels else None)
+        mx.eval(encoder.classify(hidden, mask[:rows]) if encoder.labels else hidden)
         yield

@@ -1,7 +1,6 @@
 """Reading a model's weights: mapped at once, then read into memory a slice at a time.
 
-How much a slice reads is learnt from the slices before, so that streams of other models never
-wait long. Models of the same files share their arrays, not copies: an adapter that stands beside
+Models of the same files share their arrays, not copies: an adapter that stands beside
 the weights costs its own bytes only, and a draft model that is also served costs nothing.
 
 Used on the device thread only.
@@ -10,9 +9,8 @@ Used on the device thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Generator, Iterable, Sequence
+from collections.abc import Callable, Container, Generator, Iterable
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
@@ -20,7 +18,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_adapters, load_config, load_model
 
 from mlxsrv.engine.embedding.encoders.load import load_encoder
-from mlxsrv.engine.execution.batch import weights
+from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.faults import describe
 from mlxsrv.engine.loading.layout import lay_out_weights
 
@@ -29,9 +27,21 @@ _log = logging.getLogger("mlxsrv.engine")
 FileStamps = frozenset[tuple[str, int, int]]
 """The files of a model: path, size, and time of change in nanoseconds."""
 
-_FIRST_SLICE = 16 * 1024 * 1024  # bytes
-_LEAST_SLICE = 1024 * 1024
-_MOST_SLICE = 256 * 1024 * 1024
+
+class ByteBudget:
+    """How many bytes the slice under way is to read, and how many it has read.
+
+    The Loader begins each slice, and the generator of the load reads.
+    """
+
+    def __init__(self) -> None:
+        self.limit = 0
+        self.read = 0
+
+    def begin(self, limit: int) -> None:
+        """Begin a slice that is to read so many bytes."""
+        self.limit = limit
+        self.read = 0
 
 
 class FileArrays:
@@ -63,7 +73,7 @@ class WeightReader:
     """Reads the models of one load: the model itself, and its draft model.
 
     Args:
-        seconds: how long a slice should take.
+        budget: how much a slice reads. An array is read whole, so it may be more.
         resident: gives the arrays of the models that are in memory at the moment.
         trust_remote_code: whether code that comes with a model may run.
 
@@ -75,7 +85,7 @@ class WeightReader:
 
     def __init__(
         self,
-        seconds: float,
+        budget: ByteBudget,
         resident: Callable[[], Iterable[FileArrays]],
         *,
         trust_remote_code: bool,
@@ -83,8 +93,7 @@ class WeightReader:
         self.bytes = 0
         self.shared = 0
         self.files: list[FileArrays] = []
-        self._seconds = seconds
-        self._slice = _FIRST_SLICE
+        self._budget = budget
         self._resident = resident
         self._trust_remote_code = trust_remote_code
 
@@ -141,32 +150,26 @@ class WeightReader:
         }
 
     def read(self, mapped: MappedModel) -> Generator[None, None, None]:
-        """Read the arrays that no other model has read, yielding between slices."""
+        """Read the arrays that no other model has read, yielding before, between and after slices.
+        So a slice that reads does nothing else, and its time tells how fast it was."""
         arrays = {id(array): array for array in weights(mapped.model)}
         self.files.append(mapped.files)
         self.bytes += sum(array.nbytes for array in arrays.values())
         self.shared += sum(array.nbytes for key, array in arrays.items() if key in mapped.shared)
+        yield
         yield from self._read(array for key, array in arrays.items() if key not in mapped.shared)
 
     def _read(self, arrays: Iterable[mx.array]) -> Generator[None, None, None]:
         pending: list[mx.array] = []
-        size = 0
         for array in arrays:
             pending.append(array)
-            size += array.nbytes
-            if size >= self._slice:
-                self._evaluate(pending, size)
-                pending, size = [], 0
+            self._budget.read += array.nbytes
+            if self._budget.read >= self._budget.limit:
+                mx.eval(pending)
+                pending = []
                 yield
-        self._evaluate(pending, size)
+        mx.eval(pending)
         yield
-
-    def _evaluate(self, arrays: Sequence[mx.array], size: int) -> None:
-        begun = perf_counter()
-        mx.eval(arrays)
-        fitting = size * self._seconds / max(perf_counter() - begun, 1e-6)
-        # At most doubled: a slice from the system's file cache says little of one from the disk.
-        self._slice = max(_LEAST_SLICE, min(int(fitting), 2 * self._slice, _MOST_SLICE))
 
 
 def import_model_code(path: str) -> None:

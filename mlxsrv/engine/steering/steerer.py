@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlxsrv.engine.events import Attached
 from mlxsrv.engine.orders import Attach, Watch
+from mlxsrv.engine.plans import WatchFeatures
 from mlxsrv.engine.steering.hooks import Site, check_sites
 from mlxsrv.engine.steering.plan import Clamp, RowSteering, SteeringPlan, WatchList
 from mlxsrv.engine.steering.sae import SAE, load_sae
@@ -68,7 +69,7 @@ class Steerer:
         self._attachment = self._watched = None
         self._prepared.clear()
 
-    def watch(self, order: Watch) -> None:
+    def watch(self, order: Watch | WatchFeatures) -> None:
         """Report these features' activations from now on; none if no SAE is attached."""
         self._watched = None
         if self._attachment is not None and (order.features or order.top):

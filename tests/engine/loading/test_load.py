@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,30 +14,28 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config
+from mlxsrv.engine.execution.facts import weights
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
-from mlxsrv.engine.events import Failed, Token
-from mlxsrv.engine.execution.facts import weights
-from mlxsrv.engine.loading import load as loading
-from mlxsrv.engine.loading import weights as reading
-from mlxsrv.engine.loading.resident import ResidentModel
-from mlxsrv.engine.loading.weights import WeightReader
-from mlxsrv.engine.orders import Job, Load
-from mlxsrv.generation.parameters import Sampling
+from mlxsrv.engine.loading.loader import Loader
+from mlxsrv.engine.loading.weights import ByteBudget, WeightReader
+from mlxsrv.engine.plans import LoadSlice
 from tests.support.fixtures import ModelFolder
+from tests.support.loading import (
+    MIB,
+    HandRunner,
+    Refused,
+    generate,
+    load,
+    make_load,
+    nothing_left,
+    run_load,
+)
 from tests.support.tiny import write_model
 
 T = TypeVar("T")
 
 PROMPT = (5, 6, 7, 8, 9, 10)
-
-
-def load(path: Path, others: Sequence[ResidentModel] = (), **more: Any) -> ResidentModel:
-    settings = {"max_rows": 4, "prefill_chunk": 64, "max_gap": 0.2, "prompt_cache_bytes": 1 << 20}
-    command = Load(model="m", path=str(path), **(settings | more))
-    # As the device thread does after a load: an array that takes a free buffer may get a larger.
-    mx.clear_cache()
-    return finish(loading.load(command, lambda: others))
 
 
 def finish(slices: Generator[None, None, T]) -> T:
@@ -49,22 +45,6 @@ def finish(slices: Generator[None, None, T]) -> T:
         except StopIteration as stop:
             value: T = stop.value
             return value
-
-
-def generate(
-    resident: ResidentModel, *prompts: tuple[int, ...], max_tokens: int = 30
-) -> list[list[int]]:
-    """Greedy text of these prompts, decoded together."""
-    for i, prompt in enumerate(prompts):
-        greedy = Sampling(temperature=0)
-        resident.batch.submit(Job(i, "m", prompt, max_tokens, frozenset(), greedy))
-    texts: list[list[int]] = [[] for _ in prompts]
-    while not resident.batch.idle:
-        for event in [*resident.batch.decode(), *resident.batch.prefill()]:
-            assert not isinstance(event, Failed), event
-            if isinstance(event, Token):
-                texts[event.job].append(event.id)
-    return texts
 
 
 def decode(
@@ -81,53 +61,39 @@ def decode(
     return text[1:]
 
 
-@contextmanager
-def nothing_left(within: int = 4096) -> Iterator[None]:
-    """MLX has as much memory in use afterwards as before. Without the cyclic collector: a server
-    freezes it when its first model is there, so a model in a reference cycle would stay."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    before = mx.get_active_memory()
-    gc.disable()
-    try:
-        yield
-        mx.synchronize()
-        mx.clear_cache()
-        assert mx.get_active_memory() - before < within
-    finally:
-        gc.enable()
-
-
 # Slices.
 
 
-def count_slices(folder: Path, seconds: float) -> int:
-    """How many slices the weights are brought in, if one is to take so long."""
-    reader = WeightReader(seconds, list, trust_remote_code=False)
-    mapped = finish(reader.map(str(folder)))
-    return sum(1 for _ in reader.read(mapped))
-
-
-def test_slices_are_as_long_as_measured(
-    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("limit", [1, 2048, 65536, 10**9])
+def test_a_slice_reads_as_much_as_it_may(model_folder: ModelFolder, limit: int) -> None:
     folder = model_folder("qwen3")
-    for name, size in (("_FIRST_SLICE", 4096), ("_LEAST_SLICE", 2048), ("_MOST_SLICE", 65536)):
-        monkeypatch.setattr(reading, name, size)
-    arrays = len(weights(load_model(folder, lazy=True)[0]))
-    large = (folder / "model.safetensors").stat().st_size // 65536
-    slow, fast = count_slices(folder, 0.0), count_slices(folder, 1000.0)
-    assert arrays * 0.5 < slow <= arrays + 1  # slices of 2 KiB; the norms' arrays are smaller
-    assert large / 3 < fast <= large + 6  # 4 KiB, doubled up to 64; some arrays are larger
-    assert fast < slow
+    sizes = [array.nbytes for array in weights(load_model(folder, lazy=True)[0])]
+    steps = run_load(Loader({}), 1, make_load(folder), limit)
+    read = [step.bytes for step in steps if step.bytes]
+    assert sum(read) == sum(sizes)
+    assert all(limit <= size < limit + max(sizes) for size in read[:-1])
+    assert len(read) == min(len(sizes), len(read))
+    assert (len(read) == 1) == (limit > sum(sizes))
+
+
+def test_a_limit_may_change_from_slice_to_slice(model_folder: ModelFolder) -> None:
+    reader = WeightReader(budget := ByteBudget(), list, trust_remote_code=False)
+    mapped = finish(reader.map(str(model_folder("qwen3"))))
+    slices = reader.read(mapped)
+    read = []
+    for limit in (1, 1, 65536, 1, 200_000, 10**9):
+        budget.begin(limit)
+        next(slices)
+        read.append(budget.read)
+    assert read[0] == 0, "before it reads, a slice ends"
+    assert all(size >= limit for size, limit in zip(read[1:5], (1, 65536, 1, 200_000), strict=True))
+    assert sum(read) == reader.bytes
 
 
 def test_a_load_yields_between_its_steps(model_folder: ModelFolder) -> None:
-    command = Load(
-        model="m", path=str(model_folder("qwen3")), max_rows=4, prefill_chunk=64, max_gap=0.2
-    )
-    assert sum(1 for _ in loading.load(command, list)) >= 8
+    steps = run_load(Loader({}), 1, make_load(model_folder("qwen3")))
+    assert len(steps) >= 8
+    assert [step.loaded is not None for step in steps] == [False] * (len(steps) - 1) + [True]
 
 
 # Adapters.
@@ -225,11 +191,11 @@ def test_adapters_on_one_base_share_its_arrays(
         mx.synchronize()
         assert mx.get_active_memory() - before == pytest.approx(size + sum(own), abs=4096)
         for each in (base, one):
-            assert np.abs(logits(each.batch._main._model) - expected[1]).max() > 0.1
+            assert np.abs(logits(each.text._model) - expected[1]).max() > 0.1
         del base
-        np.testing.assert_allclose(logits(one.batch._main._model), expected[0], atol=1e-4)
+        np.testing.assert_allclose(logits(one.text._model), expected[0], atol=1e-4)
         del one
-        np.testing.assert_allclose(logits(two.batch._main._model), expected[1], atol=1e-4)
+        np.testing.assert_allclose(logits(two.text._model), expected[1], atol=1e-4)
         assert len(generate(two, PROMPT)[0]) == 30
         del two, each
 
@@ -281,7 +247,7 @@ def test_an_adapter_that_cannot_be_used_says_why(
         np.save(file.with_suffix(".npy"), np.array([{}]), allow_pickle=True)
         file.with_suffix(".npy").rename(file)
     with nothing_left():
-        with pytest.raises(ValueError, match="its adapter cannot be used: ") as error:
+        with pytest.raises(Refused, match="its adapter cannot be used: ") as error:
             load(folder, adapter=str(adapter))
         del error
 
@@ -298,29 +264,24 @@ def test_a_model_that_is_dropped_leaves_nothing(family: str, model_folder: Model
     del warm
     with nothing_left():
         resident = load(model_folder(family), draft=None)
-        generate(resident, *prompts, max_tokens=3)
-        assert resident.statistics()["prompt_cache_entries"] >= 3
-        for i, prompt in enumerate(prompts):
-            resident.batch.submit(Job(i, "m", prompt, 50, frozenset(), Sampling()))
-        for _ in range(5):
-            resident.batch.decode()
-            resident.batch.prefill()
-        assert resident.statistics()["rows"] > 0
-        del resident
+        hand = HandRunner(resident)
+        hand.generate(*prompts, max_tokens=3)
+        assert len(hand.kept) == 3
+        hand.step(hand.start(*prompts[: 3 if hand.text.facts.batched else 1]), 5)
+        del resident, hand
 
 
 @pytest.mark.slow
 def test_a_load_that_is_given_up_leaves_nothing(model_folder: ModelFolder) -> None:
-    command = Load(
-        model="m", path=str(model_folder("qwen3")), max_rows=4, prefill_chunk=64, max_gap=0.2
-    )
+    order = make_load(model_folder("qwen3"))
     for steps in (1, 2, 3, 5, 7):
         with nothing_left():
-            slices = loading.load(command, list)
-            for _ in range(steps):
-                next(slices)
-            slices.close()
-            del slices
+            loader = Loader({})
+            for step in range(steps):
+                loader.load(LoadSlice(model=1, limit=MIB, order=None if step else order))
+            loader.abandon(1)
+            with pytest.raises(KeyError):
+                loader.load(LoadSlice(model=1, limit=MIB))
 
 
 # Caches that are bounded or quantized.
@@ -345,16 +306,11 @@ def test_a_bounded_cache_keeps_the_first_tokens_and_the_last(model_folder: Model
         decode(model, prompt, 32, [RotatingKVCache(size, keep=4) for _ in model.layers])
         for prompt in prompts
     ]
-    for rows, prompt_cache_bytes in ((1, 0), (4, 1 << 20)):
-        bounded = load(
-            model_folder("qwen3", plain=True),
-            max_kv_size=size,
-            max_rows=rows,
-            prompt_cache_bytes=prompt_cache_bytes,
-        )
-        assert generate(bounded, *prompts, max_tokens=32) == expected
-    # Once more, from what the prompt cache has of them
-    assert generate(bounded, *prompts, max_tokens=32) == expected
+    hand = HandRunner(load(model_folder("qwen3", plain=True), max_kv_size=size))
+    assert [hand.generate(prompt, max_tokens=32)[0] for prompt in prompts] == expected
+    assert len(hand.kept) == len(prompts) - 1  # of a prompt of one token nothing is read
+    # Once more, together, from what was kept of them
+    assert hand.generate(*prompts, max_tokens=32) == expected
 
 
 def test_caches_that_a_model_makes_itself_are_not_bounded(model_folder: ModelFolder) -> None:
@@ -392,10 +348,11 @@ def test_a_quantized_cache_is_close_to_a_plain_one(
     assert 0.999 < cosine.min().item() < 1
     # Rows of a prompt that is kept, cut back, and gone on with
     long = tuple(range(5, 105))
-    [first] = generate(resident, long, max_tokens=8)
-    assert generate(resident, long, max_tokens=8) == [first]
-    assert resident.statistics()["prompt_cache_entries"] == 1
-    assert len(generate(resident, PROMPT, PROMPT[:1], max_tokens=8)) == 2
+    hand = HandRunner(resident)
+    [first] = hand.generate(long, max_tokens=8)
+    assert len(hand.kept) == 1
+    assert hand.generate(long, max_tokens=8) == [first]
+    assert len(hand.generate(PROMPT, PROMPT[:1], max_tokens=8)) == 2
 
 
 @pytest.mark.parametrize(
@@ -435,9 +392,11 @@ def test_a_draft_model_is_loaded_beside(model_folder: ModelFolder) -> None:
         both = load(main, draft=str(small))
         assert both.loaded.bytes == plain.loaded.bytes + draft.loaded.bytes
         assert (both.loaded.shared, both.loaded.notes) == (0, ())
-        assert generate(both, PROMPT, max_tokens=200) == expected
-        assert both.statistics()["drafted"] > 0
-        del both
+        hand = HandRunner(both)
+        assert hand.text.facts.drafts
+        [text] = hand.step(hand.start(PROMPT), 200, proposals=3)
+        assert [text[:200]] == expected
+        del both, hand
     both = load(main, [draft], draft=str(small))
     assert both.loaded.shared == draft.loaded.bytes
 
@@ -453,6 +412,7 @@ def test_a_draft_model_that_is_of_no_use_is_left_out(
     wide: Callable[[str], Path], model_folder: ModelFolder, settings: dict[str, Any], note: str
 ) -> None:
     resident = load(wide("qwen3"), draft=str(model_folder("llama")), **settings)
+    assert not HandRunner(resident).text.facts.drafts
     assert resident.loaded.notes[-1].startswith(note)
     assert resident.loaded.bytes == load(wide("qwen3")).loaded.bytes
 
@@ -468,7 +428,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
     model_folder: ModelFolder, tmp_path: Path
 ) -> None:
     other = write_model(tmp_path / "m", "qwen3", vocab_size=600)
-    with pytest.raises(ValueError, match="vocabulary"):
+    with pytest.raises(Refused, match="vocabulary"):
         load(model_folder("qwen3"), draft=str(other))
 
 
@@ -485,7 +445,7 @@ def test_code_that_comes_with_a_model_runs_only_if_it_may(
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
     (folder / "own.py").write_text("from mlx_lm.models.qwen3 import Model, ModelArgs\n")
-    with pytest.raises(ValueError, match="trust_remote_code"):
+    with pytest.raises(Refused, match="trust_remote_code"):
         load(folder)
     trusted = load(folder, trust_remote_code=True)
     assert generate(trusted, PROMPT) == generate(load(model_folder("qwen3")), PROMPT)
@@ -500,7 +460,7 @@ def test_a_model_that_cannot_compute_is_not_loaded(
         raise RuntimeError("no kernel for this")
 
     monkeypatch.setattr(qwen3.Attention, "__call__", fail)
-    with pytest.raises(ValueError, match="no kernel for this"):
+    with pytest.raises(Refused, match="no kernel for this"):
         load(model_folder("qwen3"))
 
 
