@@ -18,7 +18,6 @@ from mlxsrv.engine.plans import Decode, Keep, Leave, Span
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling, Steering
 from tests.support.effort import per_cache
-from tests.support.faulty import PanicException
 from tests.support.greedy import assert_greedy
 from tests.support.tiny import FAMILIES
 
@@ -536,6 +535,10 @@ class Parity:
         self._calls[method] += 1
         if self._error is not None and self._at == (method, self._calls[method]):
             raise self._error
+
+
+class PanicException(BaseException):
+    """As Rust's panics come out of pyo3."""
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), PanicException("no")])
