@@ -229,6 +229,7 @@ def test_a_row_on_trial_joins_the_others(models: Any) -> None:
     done = driver.must((0, 1))
     assert [row for row, _ in done.tokens] == [0, 1]
     assert [*done.likelihoods] == [0, 1]
+    assert not driver.runner._trial.rows
     driver.run(rows=[0, 1])
     driver.check(0, 1)
 
