@@ -14,9 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config
-from mlxsrv.engine.execution.facts import weights
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
+from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.loading.loader import Loader
 from mlxsrv.engine.loading.weights import ByteBudget, WeightReader
 from mlxsrv.engine.plans import LoadSlice
