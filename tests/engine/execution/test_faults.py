@@ -28,7 +28,7 @@ from mlxsrv.engine.events import (
     Started,
     Token,
 )
-from mlxsrv.engine.loading import load as loading
+from mlxsrv.engine.loading import loader as loading
 from mlxsrv.engine.orders import Attach, Job, Load, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
