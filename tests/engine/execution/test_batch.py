@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from mlxsrv.engine.execution.facts import masks_padding
 
 from mlxsrv.engine.events import Failed, PromptRead, Token
-from mlxsrv.engine.scheduling import spans
+from mlxsrv.engine.execution import read
+from mlxsrv.engine.execution.facts import masks_padding
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import forward
@@ -334,9 +334,11 @@ def test_the_prompt_cache_stays_within_its_bytes(models: Any) -> None:
     for i, prompt in enumerate(prompts(20, seed=23)):
         batch.submit(job(i, prompt))
     run(batch)
-    assert 0 < batch._cached.nbytes <= 100_000
-    assert batch._cached.nbytes == sum(entry.nbytes for entry in batch._cached._entries)
-    assert len(batch._cached) > 1
+    assert 0 < batch.schedule._index.bytes <= 100_000
+    assert batch.schedule._index.bytes == sum(
+        entry.bytes for entry in batch.schedule._index._entries
+    )
+    assert len(batch.schedule._index) > 1
 
 
 def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
@@ -355,7 +357,7 @@ def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
         fed.append(tokens.size)
         return forward(model, plan, tokens, cache)
 
-    monkeypatch.setattr(prefill_stages, "forward", feed)
+    monkeypatch.setattr(read, "forward", feed)
     batch.submit(job(1, long, 4))
     slices: list[int] = []
     while not any(isinstance(event, PromptRead) for event in batch.prefill()):
