@@ -105,8 +105,7 @@ class Runner:
         text, steerer = self._find(work.model)
         match work:
             case Admit():
-                taken = {job.id: self.constraints.get((work.client, job.id)) for job in work.jobs}
-                return text.admit(work.jobs, taken)
+                return text.admit(work.jobs, self._find_constraints(work))
             case Release():
                 return text.release(work.rows)
             case Rewind():
@@ -128,6 +127,11 @@ class Runner:
             case _:
                 assert_never(work)
         return None
+
+    def _find_constraints(self, work: Admit) -> dict[int, Constraint]:
+        """The constraints of the jobs that have one, by their ids."""
+        keys = [(work.client, job.id) for job in work.jobs]
+        return {key[1]: self.constraints[key] for key in keys if key in self.constraints}
 
     def _find(self, number: int) -> tuple[TextRunner, Steerer]:
         model = self._models[number]

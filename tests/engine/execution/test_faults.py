@@ -641,7 +641,7 @@ def test_a_load_that_fails_in_any_slice_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     folder = write_model(tmp_path / "m", "qwen3", vocab_size=4096)
-    real, counter = loading.load, {"slice": 10**9, "slices": 0}
+    real, counter = load, {"slice": 10**9, "slices": 0}
 
     def load(*args: Any) -> Generator[None, None, Any]:
         slices = real(*args)
