@@ -29,6 +29,7 @@ from mlxsrv.engine.events import (
     Token,
 )
 from mlxsrv.engine.loading import loader as loading
+from mlxsrv.engine.loading.load import load as real_load
 from mlxsrv.engine.orders import Attach, Job, Load, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
@@ -641,7 +642,7 @@ def test_a_load_that_fails_in_any_slice_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     folder = write_model(tmp_path / "m", "qwen3", vocab_size=4096)
-    real, counter = load, {"slice": 10**9, "slices": 0}
+    real, counter = real_load, {"slice": 10**9, "slices": 0}
 
     def load(*args: Any) -> Generator[None, None, Any]:
         slices = real(*args)
