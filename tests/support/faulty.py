@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from mlxsrv.cli import main
-from mlxsrv.engine.execution.runner import Runner
+from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.prompts.messages import Chat

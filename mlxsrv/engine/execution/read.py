@@ -103,7 +103,7 @@ def _ranked(scores: Sequence[Likelihood], logits: mx.array, tokens: mx.array) ->
     ]
 
 
-class Slice(msgspec.Struct):
+class SliceResult(msgspec.Struct):
     """What a slice of prompts gives, beside the texts that it has brought on.
 
     Attributes:
@@ -123,7 +123,7 @@ class Slice(msgspec.Struct):
 
 def read_alone(
     model: Any, text: PartialText, span: Span, plan: SteeringPlan | None, *, batched: bool
-) -> Slice:
+) -> SliceResult:
     """Read a part of one text.
 
     Args:
@@ -134,7 +134,7 @@ def read_alone(
         batched: the model's KV caches can be merged.
     """
     text.read(model, span.end, plan)
-    done = Slice(activations=_look([span], plan))
+    done = SliceResult(activations=_look([span], plan))
     if text.scorer is not None and text.scorer.broken:
         done.broken = span.rows
         return done
@@ -155,12 +155,12 @@ def read_alone(
 
 def read_whole(
     model: Any, texts: Sequence[PartialText], spans: Sequence[Span], plan: SteeringPlan | None
-) -> Slice:
+) -> SliceResult:
     """Read several texts to their ends, in one pass. Their KV caches can be merged."""
     cache = merge([text.cache for text in texts])
     parts = [text.part(span.end) for text, span in zip(texts, spans, strict=True)]
     read_together(model, cache, parts, plan)
-    done = Slice(activations=_look(spans, plan))
+    done = SliceResult(activations=_look(spans, plan))
     rows: list[LiveRow] = []
     owners: list[int] = []  # the text of each row: several rows may have one, or none is decoded
     for i, (text, span) in enumerate(zip(texts, spans, strict=True)):

@@ -24,7 +24,7 @@ import mlx.core as mx
 from mlxsrv.engine.cache.kv_caches import Cache, KVCacheFactory
 from mlxsrv.engine.execution.decode import Decoder, Told
 from mlxsrv.engine.execution.facts import find_facts
-from mlxsrv.engine.execution.read import PartialText, Slice, read_alone, read_whole
+from mlxsrv.engine.execution.read import PartialText, SliceResult, read_alone, read_whole
 from mlxsrv.engine.execution.speculation import (
     Draft,
     always_cuts,
@@ -229,7 +229,7 @@ class TextRunner:
             self._ready.append(done.ready)
         return PromptsRead(self._keep(done.kept), done.scores, done.broken, tuple(done.activations))
 
-    def _read_spans(self, spans: Sequence[Span]) -> Slice:
+    def _read_spans(self, spans: Sequence[Span]) -> SliceResult:
         texts = [self._find_text(span) for span in spans]
         plan = self._steerer.plan([text.steering for text in texts])
         if len(spans) == 1:

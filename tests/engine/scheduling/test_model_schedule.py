@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Token
-from mlxsrv.engine.execution.runner import Runner
+from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.orders import Embed, Job
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
