@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from mlxsrv.cli import main
-from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
+from mlxsrv.engine.runner import Runner
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Token
-from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.orders import Embed, Job
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
+from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fixtures import ModelFolder
