@@ -54,7 +54,7 @@ class Loader:
         budget.begin(work.limit)
         step = self._run_load(work.model, slices, budget)
         if step.loaded is not None or step.refusal is not None:
-            del self._loads[work.model], slices
+            del self._loads[work.model]
             release_memory()
         return step
 
