@@ -19,7 +19,8 @@ from typing import Any, cast
 import mlx.core as mx
 import msgspec
 
-from mlxsrv.engine.cache.kv_caches import Cache, merge
+from mlxsrv.engine.cache.kv_caches import merge
+from mlxsrv.engine.cache.prompt_cache import Cache
 from mlxsrv.engine.events import Activations, Likelihood, PromptScored
 from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
 from mlxsrv.engine.live_row import LiveRow, Place
@@ -103,8 +104,8 @@ def _ranked(scores: Sequence[Likelihood], logits: mx.array, tokens: mx.array) ->
     ]
 
 
-class SliceResult(msgspec.Struct):
-    """What a slice of prompts gives, beside the texts that it has brought on.
+class SpansRead(msgspec.Struct):
+    """What comes of reading spans, beside the texts that were brought on.
 
     Attributes:
         ready: the rows that may be decoded now.
@@ -123,7 +124,7 @@ class SliceResult(msgspec.Struct):
 
 def read_alone(
     model: Any, text: PartialText, span: Span, plan: SteeringPlan | None, *, batched: bool
-) -> SliceResult:
+) -> SpansRead:
     """Read a part of one text.
 
     Args:
@@ -134,7 +135,7 @@ def read_alone(
         batched: the model's KV caches can be merged.
     """
     text.read(model, span.end, plan)
-    done = SliceResult(activations=_look([span], plan))
+    done = SpansRead(activations=_look([span], plan))
     if text.scorer is not None and text.scorer.broken:
         done.broken = span.rows
         return done
@@ -155,12 +156,12 @@ def read_alone(
 
 def read_whole(
     model: Any, texts: Sequence[PartialText], spans: Sequence[Span], plan: SteeringPlan | None
-) -> SliceResult:
+) -> SpansRead:
     """Read several texts to their ends, in one pass. Their KV caches can be merged."""
     cache = merge([text.cache for text in texts])
     parts = [text.part(span.end) for text, span in zip(texts, spans, strict=True)]
     read_together(model, cache, parts, plan)
-    done = SliceResult(activations=_look(spans, plan))
+    done = SpansRead(activations=_look(spans, plan))
     rows: list[LiveRow] = []
     owners: list[int] = []  # the text of each row: several rows may have one, or none is decoded
     for i, (text, span) in enumerate(zip(texts, spans, strict=True)):

@@ -21,10 +21,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxsrv.engine.cache.kv_caches import Cache, KVCacheFactory
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.prompt_cache import Cache
 from mlxsrv.engine.execution.decode import Decoder, Told
 from mlxsrv.engine.execution.facts import find_facts
-from mlxsrv.engine.execution.read import PartialText, SliceResult, read_alone, read_whole
+from mlxsrv.engine.execution.read import PartialText, SpansRead, read_alone, read_whole
 from mlxsrv.engine.execution.speculation import (
     Draft,
     always_cuts,
@@ -229,7 +230,7 @@ class TextRunner:
             self._ready.append(done.ready)
         return PromptsRead(self._keep(done.kept), done.scores, done.broken, tuple(done.activations))
 
-    def _read_spans(self, spans: Sequence[Span]) -> SliceResult:
+    def _read_spans(self, spans: Sequence[Span]) -> SpansRead:
         texts = [self._find_text(span) for span in spans]
         plan = self._steerer.plan([text.steering for text in texts])
         if len(spans) == 1:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
@@ -18,7 +19,6 @@ from mlxsrv.engine.plans import Decode, Keep, Leave, Span
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling, Steering
 from tests.support.effort import per_cache
-from tests.support.faulty import PanicException
 from tests.support.greedy import assert_greedy
 from tests.support.tiny import FAMILIES
 
@@ -365,19 +365,35 @@ def test_tokens_behind_what_is_kept_are_cut_off_or_nothing_is_kept(models: Any) 
             assert driver.runner._kept[1].cache[0].size() == 42
 
 
+def test_a_row_that_was_never_decoded_leaves_what_is_read(models: Any) -> None:
+    driver = Driver(models("mamba2"))
+    driver.admit(0, prompt(0))
+    driver.admit(1, prompt(1, 30))
+    driver.read_together([0], [1])
+    [kept] = driver.release(0, keep=Keep(3, 39))
+    driver.admit(2, (*prompt(0)[:-1], *prompt(2)))
+    driver.read(2, source=kept.entry, begin=39)
+    driver.run((1,), (2,), rows=[1, 2])
+    driver.check(1, 2)
+
+
 def test_half_read_twins_leave_one_after_the_other(models: Any) -> None:
     driver = Driver(models("qwen3_next"))
-    for row in range(3):
+    for row in range(4):
         driver.admit(row, prompt(0))
-    first, _ = driver.span(0, 1, 2, cuts=(20,))
+    first, last = driver.span(0, 1, 2, cuts=(20,))
     driver.runner.read([first])
-    assert not driver.release(1)
+    [kept] = driver.release(1, keep=Keep(1, 20))
     driver.runner.rewind([2])
-    [kept] = driver.release(0, keep=Keep(1, 20))
-    assert kept.entry == 1
-    driver.read(2, source=1, begin=20)
-    driver.run((2,), rows=[2])
-    driver.check(2)
+    driver.runner.read([msgspec.structs.replace(last, rows=(0,), joins=(0,))])
+    driver.read(3, source=kept.entry, begin=20)
+    first, _ = driver.span(2, cuts=(20,))
+    driver.runner.read([first])
+    [kept] = driver.release(2, keep=Keep(2, 20))
+    assert kept.entry == 2
+    assert not driver.runner._texts
+    driver.run((0, 3), rows=[0, 3])
+    driver.check(0, 3)
 
 
 def test_rows_that_are_rewound_go_on_where_they_were(models: Any) -> None:
@@ -536,6 +552,10 @@ class Parity:
         self._calls[method] += 1
         if self._error is not None and self._at == (method, self._calls[method]):
             raise self._error
+
+
+class PanicException(BaseException):
+    """As Rust's panics come out of pyo3."""
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), PanicException("no")])
