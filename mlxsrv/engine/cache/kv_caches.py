@@ -15,13 +15,16 @@ import mlx.core as mx
 from mlx_lm.models.cache import (
     BatchKVCache,
     CacheList,
+    ChunkedKVCache,
     KVCache,
     QuantizedKVCache,
     make_prompt_cache,
 )
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
-from mlxsrv.engine.cache.prompt_cache import Cache
+
+Cache = list[Any]
+"""The KV cache of a row or of a batch: an object of mlx-lm's for each layer."""
 
 _GROUPS = (64, 32)  # elements with one scale; mlx-lm takes 64
 
@@ -145,6 +148,18 @@ def merge(caches: Sequence[Cache]) -> Cache:
 def _merge(layers: list[Any]) -> Any:
     kind = PaddedKVCache if type(layers[0]) is KVCache else layers[0]
     return kind.merge(layers)
+
+
+def can_cut(cache: Cache) -> bool:
+    """Whether the KV cache can be cut back to any earlier length."""
+    return all(map(_layer_can_cut, cache))
+
+
+def _layer_can_cut(layer: Any) -> bool:
+    if isinstance(layer, CacheList):
+        return can_cut(list(layer.caches))
+    # mlx-lm calls a chunked cache trimmable, but tokens that it has dropped do not come back.
+    return bool(layer.is_trimmable()) and not isinstance(layer, ChunkedKVCache)
 
 
 class PaddedKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types

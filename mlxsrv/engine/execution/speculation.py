@@ -31,7 +31,7 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlxsrv.engine.cache.prompt_cache import Cache
+from mlxsrv.engine.cache.kv_caches import Cache
 from mlxsrv.engine.execution.launch import launch
 from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.live_row import LiveRow

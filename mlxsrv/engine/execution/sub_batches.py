@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlxsrv.engine.cache.prompt_cache import Cache, can_cut
+from mlxsrv.engine.cache.kv_caches import Cache, can_cut
 from mlxsrv.engine.execution.launch import launch
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.outcomes import KeptPrompt

@@ -9,9 +9,9 @@ import logging
 from collections.abc import Generator, MutableMapping
 from typing import NamedTuple
 
-from mlxsrv.engine.backend import release_memory
 from mlxsrv.engine.events import Attached
 from mlxsrv.engine.faults import survivable
+from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.loading.load import load
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.weights import ByteBudget
@@ -54,7 +54,7 @@ class Loader:
         budget.begin(work.limit)
         step = self._run_load(work.model, slices, budget)
         if step.loaded is not None or step.refusal is not None:
-            del self._loads[work.model], slices
+            del self._loads[work.model]
             release_memory()
         return step
 

@@ -105,7 +105,7 @@ class DraftPolicy:
     def _may_propose(self, row: Row) -> bool:
         job = row.job
         return (
-            row.state is RowState.DECODING
+            row.state is not RowState.FRESH
             and row.id not in self._bound
             and job.logprobs is None
             and not job.sampling.changes_logits

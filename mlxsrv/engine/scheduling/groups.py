@@ -37,15 +37,16 @@ class Groups:
     def add(self, rows: list[Row]) -> None:
         """Take rows that share a KV cache."""
         self._groups.append(rows)
-        self._changed = True
+        self._unite()
 
     def remove(self, row: Row) -> None:
         """Drop a row, if it is there."""
         for group in self._groups:
             if row in group:
                 group.remove(row)
-                self._changed = True
-        self._groups = [group for group in self._groups if group]
+                self._groups = [group for group in self._groups if group]
+                self._unite()
+                return
 
     def clear(self) -> None:
         self._groups.clear()
@@ -56,11 +57,15 @@ class Groups:
         if not self._changed:
             return None
         self._changed = False
+        return tuple(tuple(row.id for row in group) for group in self._groups)
+
+    def _unite(self) -> None:
+        """Merge groups that need not be apart, since rows have changed."""
+        self._changed = True
         while (pair := self._find_close()) is not None:
             one, other = pair
             one += other
             self._groups.remove(other)
-        return tuple(tuple(row.id for row in group) for group in self._groups)
 
     def _find_close(self) -> tuple[list[Row], list[Row]] | None:
         """The first two groups that need not be apart."""

@@ -153,7 +153,7 @@ class LoadSchedule:
         if task is None:  # abandoned since it was planned
             return None
         if outcome.fault is not None:
-            step = LoadStep(refusal=Refusal("engine failed", outcome.fault.reason))
+            step = LoadStep(refusal=Refusal("model not loaded", outcome.fault.reason))
         else:
             assert isinstance(outcome.done, LoadStep)
             step = outcome.done

@@ -23,7 +23,7 @@ from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.prompt_index import PromptIndex
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens
 from mlxsrv.engine.scheduling.row import Row, RowState
 
 _MOST_BEGUN = 16
@@ -138,8 +138,15 @@ class PromptQueue:
         self._most_begun = 1
         return rows
 
-    def find_reading(self, row: Row) -> Reading | None:
-        return next((reading for reading in self.begun if row in reading.rows), None)
+    def stop_reading(self, row: Row) -> Tokens | None:
+        """Forget a row whose prompt is being read. Returns what is read of the prompt, if that is
+        of use and nobody else reads it on."""
+        reading = next((reading for reading in self.begun if row in reading.rows), None)
+        if reading is None or not reading.drop(row):
+            return None
+        self.abandon([reading])
+        # A state after exactly `done` tokens is of use even if it cannot be cut back.
+        return reading.text[: reading.done] if reading.done > reading.cached else None
 
     # The next slice.
 

@@ -14,27 +14,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from itertools import count
-from typing import NamedTuple
 
 from mlxsrv.engine.events import (
     Activations,
     Event,
-    Failed,
     Finished,
     Progress,
     PromptRead,
-    Started,
     Token,
 )
-from mlxsrv.engine.faults import NOT_A_NUMBER
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import (
-    Admitted,
     Decoded,
     Fault,
-    Kept,
-    KeptPrompt,
     Outcome,
     PromptsRead,
     TextFacts,
@@ -42,34 +34,22 @@ from mlxsrv.engine.outcomes import (
 from mlxsrv.engine.plans import (
     Admit,
     Decode,
-    Forget,
-    Keep,
-    Leave,
     Read,
     ReadDraft,
     Release,
-    Rewind,
     Work,
 )
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue, Reading
 from mlxsrv.engine.scheduling.recovery import Recovery, blame
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
+from mlxsrv.engine.scheduling.row_book import RowBook
 from mlxsrv.engine.scheduling.spans import SpanMaker
-from mlxsrv.generation.parameters import Steering
 
 _log = logging.getLogger("mlxsrv.engine")
-
-
-class _Leaving(NamedTuple):
-    """A row that has ended, and the text that its KV cache is of use for."""
-
-    row: int
-    text: Tokens | None
-    steering: Steering | None
 
 
 class TextSchedule:
@@ -86,26 +66,18 @@ class TextSchedule:
     def __init__(
         self, model: int, *, client: int = 0, max_rows: int, pace: Pace, facts: TextFacts
     ) -> None:
-        self._events: list[Event] = []
         self._tokens = 0  # that were delivered
         self._model = model
-        self._client = client
         self._facts = facts
         self._pace = pace
         self._max_rows = max_rows if facts.batched else 1
-        self._numbers = count()
         self._index = PromptIndex(facts.prompt_cache_bytes)
         self._queue = PromptQueue(facts, self._index)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
         self._groups = Groups(facts)
         self._recovery = Recovery(self._max_rows)
         self._drafts = DraftPolicy() if facts.drafts else None
-        self._rows: dict[int, Row] = {}  # all that have not ended
-        # For the next plan.
-        self._coming: list[Job] = []
-        self._leaving: list[_Leaving] = []
-        self._rewound: list[Row] = []
-        self._short_of_memory = False
+        self._book = RowBook(model, client, self._index, self._queue, self._groups, self._recovery)
         # Of the plan under way.
         self._slice: list[Reading] = []
         self._slice_beside_steps = False
@@ -126,14 +98,7 @@ class TextSchedule:
     @property
     def idle(self) -> bool:
         """Whether a plan would be empty."""
-        return not (
-            self._rows
-            or self._coming
-            or self._leaving
-            or self._rewound
-            or self._short_of_memory
-            or self._index.dropped
-        )
+        return self._book.idle
 
     @property
     def _decoding(self) -> int:
@@ -156,30 +121,21 @@ class TextSchedule:
 
     def submit(self, job: Job) -> None:
         """Take a job."""
-        last = self._queue.waiting[-1] if self._queue.waiting else None
-        # The choices of one request share a prompt, so they share the array made of it.
-        known = last is not None and last.job.prompt is job.prompt
-        prompt = last.prompt if last is not None and known else as_tokens(job.prompt)
-        row = Row(job, next(self._numbers), prompt)
-        self._rows[row.id] = row
-        self._queue.waiting.append(row)
-        self._coming.append(job)
+        self._book.add(job)
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Free the rows of these jobs, at whatever stage they are."""
         for job_id in job_ids:
-            if (row := self._rows.get(job_id)) is not None:
-                self._end(row)
+            if (row := self._book.find(job_id)) is not None:
+                self._book.end(row)
 
     def fail(self, reason: str) -> list[Event]:
         """End every job, since the model goes. Nothing is planned for them any more."""
-        events: list[Event] = [Failed(job_id, reason) for job_id in self._rows]
-        self._rows.clear()
-        return events
+        return self._book.fail_all(reason)
 
     def take_events(self) -> list[Event]:
         """What the client is to be told."""
-        events, self._events = self._events, []
+        events, self._book.events = self._book.events, []
         return events
 
     def watch(self, *, active: bool) -> None:
@@ -191,25 +147,7 @@ class TextSchedule:
     def plan_rows(self) -> list[Work]:
         """Rows come and go, and kept prompts go. This comes first in a round, and before whatever
         changes the steering that rows ask for."""
-        works: list[Work] = []
-        if self._coming:
-            works.append(Admit(model=self._model, client=self._client, jobs=tuple(self._coming)))
-            self._coming = []
-        spare, self._short_of_memory = self._short_of_memory, False
-        if spare:
-            self._index.clear()
-            self._rewound += self._queue.shrink()
-        if self._rewound:
-            rows = tuple(row.id for row in self._rewound if not row.ended)
-            works.append(Rewind(model=self._model, rows=rows))
-            self._rewound = []
-        if self._leaving:
-            leaves = tuple(map(self._plan_leave, self._leaving))
-            works.append(Release(model=self._model, rows=leaves))
-            self._leaving = []
-        if (dropped := self._index.take_dropped()) or spare:
-            works.append(Forget(model=self._model, entries=dropped, spare=spare))
-        return works
+        return self._book.plan()
 
     def plan_steps(self) -> list[Work]:
         """One step of all rows, and one of the row on trial."""
@@ -234,12 +172,6 @@ class TextSchedule:
         self._slice_beside_steps = self.streaming
         spans = self._spans.make(self._slice, decoding=self.streaming, beside=beside)
         return Read(model=self._model, spans=spans)
-
-    def _plan_leave(self, leaving: _Leaving) -> Leave:
-        text = leaving.text
-        if text is None or not self._index.wants(text.size):
-            return Leave(leaving.row)
-        return Leave(leaving.row, Keep(self._index.promise(text, leaving.steering), text.size))
 
     def _choose_readings(self, beside: bool) -> bool:
         """Choose the texts of the next slice. Returns whether there are any."""
@@ -292,7 +224,7 @@ class TextSchedule:
         """Learn what came of a work of this model's."""
         match work:
             case Admit():
-                self._settle_admission(work, outcome)
+                self._book.settle_admission(work, outcome)
             case Release():
                 self._settle_release(work, outcome)
             case Read():
@@ -302,36 +234,18 @@ class TextSchedule:
             case ReadDraft():
                 self._settle_draft(work, outcome)
 
-    def _settle_admission(self, work: Admit, outcome: Outcome) -> None:
-        done = outcome.done if isinstance(outcome.done, Admitted) else Admitted()
-        failed = {failure.row: failure for failure in done.failures}
-        for job in work.jobs:
-            row = self._rows.get(job.id)
-            if row is None:
-                continue
-            if outcome.fault is not None:
-                self._fail(row, outcome.fault.reason)
-            elif (failure := failed.get(job.id)) is not None:
-                self._fail(row, failure.reason, failure.clear)
-            else:
-                self._events.append(Started(job.id))
-
     def _settle_release(self, work: Release, outcome: Outcome) -> None:
-        kept = outcome.done.prompts if isinstance(outcome.done, Kept) else ()
-        self._confirm([leave.keep for leave in work.rows], kept)
+        self._book.settle_release(work, outcome)
         if outcome.fault is not None:  # KV caches may be half changed
             self._lose(outcome.fault, self._groups.rows, stepping=False)
             if (trial := self._recovery.trial) is not None:
                 self._lose(outcome.fault, [trial], stepping=False)
 
-    def _confirm(self, keeps: Sequence[Keep | None], kept: Sequence[KeptPrompt]) -> None:
-        self._index.confirm([keep.entry for keep in keeps if keep is not None], kept)
-
     def _settle_draft(self, work: ReadDraft, outcome: Outcome) -> None:
         self._stepped = None  # the next step waits for the draft: its time tells nothing
         if outcome.fault is not None:
             self._give_up_drafts()
-        elif self._drafts is not None and (row := self._rows.get(work.row)) is not None:
+        elif self._drafts is not None and (row := self._book.find(work.row)) is not None:
             self._drafts.saw_reading(row, work.begin, work.tokens, outcome.seconds)
 
     def _give_up_drafts(self) -> None:
@@ -343,7 +257,7 @@ class TextSchedule:
     def _settle_slice(self, work: Read, outcome: Outcome) -> None:
         readings, self._slice = self._slice, []
         done = outcome.done if isinstance(outcome.done, PromptsRead) else PromptsRead()
-        self._confirm([span.keep for span in work.spans], done.kept)
+        self._book.confirm([span.keep for span in work.spans], done.kept)
         if outcome.fault is not None:
             self._read_again(work, readings, outcome.fault)
             return
@@ -353,19 +267,19 @@ class TextSchedule:
             reading.began = reading.began if reading.opened else outcome.began
             reading.done, reading.opened = span.end, True
         self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)
-        self._events += self._find_untold(done.activations)
+        self._book.events += self._find_untold(done.activations)
         for job_id in done.broken:
-            if (row := self._rows.get(job_id)) is not None:
-                self._break(row)
+            if (row := self._book.find(job_id)) is not None:
+                self._book.fail_broken(row)
         if work.spans[0].joins is not None:
             self._join(readings, outcome.ended, done)
         moved = [*self._queue.half_read, *self._recovery.rows]
-        self._events += [Progress(row.id) for row in moved]
+        self._book.events += [Progress(row.id) for row in moved]
 
     def _find_untold(self, activations: Sequence[Activations]) -> Iterator[Activations]:
         """Those of tokens of which nothing was told before a fault had them read anew."""
         for each in activations:
-            row = self._rows.get(each.job)
+            row = self._book.find(each.job)
             known = row is None or row.state is RowState.RECOVERING
             if row is not None and not known and each.position >= row.told:
                 yield each
@@ -377,7 +291,7 @@ class TextSchedule:
             self._queue.end(reading)
             if not reading.recovering:
                 seconds = ended - reading.began
-                self._events += [
+                self._book.events += [
                     PromptRead(row.id, reading.cached, seconds) for row in reading.rows
                 ]
             for row in reading.rows:
@@ -385,11 +299,11 @@ class TextSchedule:
                     row.enter(RowState.FRESH)
                     group.append(row)
         if done.scores is not None:
-            self._events.append(done.scores)
+            self._book.events.append(done.scores)
         for reading in readings:
             for row in [row for row in reading.rows if row.job.max_tokens == 0]:
-                self._events.append(Finished(row.id))
-                self._end(row)
+                self._book.events.append(Finished(row.id))
+                self._book.end(row)
         if self._recovery.reading in readings:
             self._recovery.begin_trial()
         elif group:
@@ -406,8 +320,8 @@ class TextSchedule:
             self._queue.put_back(rows)
             return
         for row in rows:
-            self._events.append(blame(row))
-            self._end(row)
+            self._book.events.append(blame(row))
+            self._book.end(row)
 
     # A step.
 
@@ -415,16 +329,16 @@ class TextSchedule:
         assert isinstance(outcome.done, Decoded)
         done, lone = outcome.done, None if work.trial else self._lone_row()
         length = 0 if lone is None else lone.length
-        self._events += done.activations
+        self._book.events += done.activations
         ended = self._take_tokens(done)
         if outcome.fault is None:
             self._start_fresh(work)
         for job_id in done.broken:
-            if (row := self._rows.get(job_id)) is not None:
-                self._break(row)
+            if (row := self._book.find(job_id)) is not None:
+                self._book.fail_broken(row)
         for failure in done.failures:
-            if (row := self._rows.get(failure.row)) is not None:
-                self._fail(row, failure.reason, failure.clear)
+            if (row := self._book.find(failure.row)) is not None:
+                self._book.fail(row, failure.reason, failure.clear)
         if outcome.fault is not None:
             self._lose_step(work, outcome.fault)
         elif work.trial:
@@ -444,9 +358,9 @@ class TextSchedule:
         """Give the rows their tokens. Returns how many rows have ended with theirs."""
         ended = 0
         self._tokens += len(done.tokens)
-        rows, events, likelihoods = self._rows, self._events, done.likelihoods
+        find, events, likelihoods = self._book.find, self._book.events, done.likelihoods
         for job_id, token in done.tokens:
-            row = rows.get(job_id)
+            row = find(job_id)
             if row is None:  # it ended with a token before, in the same round
                 continue
             row.drawn.append(token)
@@ -455,7 +369,7 @@ class TextSchedule:
             events.append(Token(job_id, token, finish, likelihood))
             if finish is not None:
                 ended += 1
-                self._end(row)
+                self._book.end(row)
         return ended
 
     def _start_fresh(self, work: Decode) -> None:
@@ -504,53 +418,10 @@ class TextSchedule:
         if fault.memory:
             self._recovery.shrink(fitting)
         for row in self._recovery.lose(rows, incident, stepping=stepping):
-            self._events.append(blame(row))
-            self._end(row, kept=False)
-        self._rewound += [row for row in rows if not row.ended]
+            self._book.events.append(blame(row))
+            self._book.end(row, kept=False)
+        self._book.rewind(row for row in rows if not row.ended)
 
     def _note(self, fault: Fault) -> Incident:
-        self._short_of_memory |= fault.memory
+        self._book.short_of_memory |= fault.memory
         return Incident(fault)
-
-    # Rows that end.
-
-    def _break(self, row: Row) -> None:
-        """End a row for which the model computed NaN."""
-        self._index.forget(row.text, row.job.steering)
-        self._events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
-        self._end(row, RowState.BROKEN, kept=False)
-
-    def _fail(self, row: Row, reason: str, clear: str | None = None) -> None:
-        self._events.append(Failed(row.id, reason, clear=clear))
-        self._end(row)
-
-    def _end(self, row: Row, state: RowState = RowState.ENDED, *, kept: bool = True) -> None:
-        """End a row, and have its KV cache kept, if it has any and `kept` is given."""
-        text = self._withdraw(row)
-        row.enter(state)
-        del self._rows[row.id]
-        self._leaving.append(_Leaving(row.id, text if kept else None, row.job.steering))
-
-    def _withdraw(self, row: Row) -> Tokens | None:
-        """Take the row out of where it is. Returns the tokens that its KV cache holds, if it has
-        one to itself that was changed."""
-        match row.state:
-            case RowState.WAITING:
-                self._queue.waiting.remove(row)
-            case RowState.PREFILLING:
-                return self._stop_reading(row)
-            case RowState.FRESH | RowState.DECODING:
-                self._recovery.drop(row)
-                self._groups.remove(row)
-                return row.text[: row.held]
-            case RowState.RECOVERING:
-                self._recovery.drop(row)
-        return None
-
-    def _stop_reading(self, row: Row) -> Tokens | None:
-        reading = self._queue.find_reading(row)
-        if reading is None or not reading.drop(row):
-            return None
-        self._queue.abandon([reading])
-        # A state after exactly `done` tokens is of use even if it cannot be cut back.
-        return reading.text[: reading.done] if reading.done > reading.cached else None

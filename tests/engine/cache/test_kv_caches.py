@@ -9,8 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from mlxsrv.engine.cache.kv_caches import PaddedKVCache, merge
-from mlxsrv.engine.cache.prompt_cache import Cache
+from mlxsrv.engine.cache.kv_caches import Cache, PaddedKVCache, merge
 
 
 def row(tokens: int) -> Cache:

@@ -391,7 +391,7 @@ def test_an_encoder_loads_shares_its_arrays_and_leaves_nothing(bert: Any) -> Non
         assert one.loaded.shared == 0
         assert two.loaded.shared == two.loaded.bytes == one.loaded.bytes > 0
         for resident in (one, two):
-            assert resident.text is resident.steerer is None
+            assert (resident.text, resident.steerer) == (None, None)
             np.testing.assert_allclose(embed(resident, texts), expected, atol=1e-5)
         del resident, one, two
 

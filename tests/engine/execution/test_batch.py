@@ -9,10 +9,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
-from mlxsrv.engine.execution.facts import masks_padding
 
 from mlxsrv.engine.events import Failed, PromptRead, Token
-from mlxsrv.engine.scheduling import spans
+from mlxsrv.engine.execution import read
+from mlxsrv.engine.execution.facts import masks_padding
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import forward
@@ -177,7 +177,7 @@ def test_a_model_whose_caches_cannot_be_merged_runs_one_row_at_a_time(models: An
     for family in unmerged:
         model = models(family)
         batch = make(model, 8, 512)
-        assert not batch.batched
+        assert not batch.runner.facts.batched
         for i, prompt in enumerate(prompts(3, seed=7)):
             batch.submit(job(i, prompt))
         batch.prefill()
@@ -216,22 +216,6 @@ def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
     batch.cancel([1, 2, 3])
     assert batch.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 0}
     assert_greedy(model, kept, drawn + run(batch)[0], 30)
-
-
-def test_failing_ends_every_job_and_the_batch_goes_on(models: Any) -> None:
-    model = models("qwen3")
-    asked = prompts(3, seed=11)
-    batch = make(model, 2, 64)
-    for i, prompt in enumerate(asked):
-        batch.submit(job(i, prompt))
-    batch.prefill()
-    batch.decode()
-    failed = batch.fail("because")
-    assert sorted(e.job for e in failed if isinstance(e, Failed)) == [0, 1, 2]
-    batch.submit(job(9, asked[0]))
-    drawn = run(batch)
-    assert {*drawn} == {9}
-    assert_greedy(model, asked[0], drawn[9], 12)
 
 
 def test_an_error_while_reading_fails_only_what_is_read(models: Any) -> None:
@@ -334,9 +318,11 @@ def test_the_prompt_cache_stays_within_its_bytes(models: Any) -> None:
     for i, prompt in enumerate(prompts(20, seed=23)):
         batch.submit(job(i, prompt))
     run(batch)
-    assert 0 < batch._cached.nbytes <= 100_000
-    assert batch._cached.nbytes == sum(entry.nbytes for entry in batch._cached._entries)
-    assert len(batch._cached) > 1
+    assert 0 < batch.schedule._index.bytes <= 100_000
+    assert batch.schedule._index.bytes == sum(
+        entry.bytes for entry in batch.schedule._index._entries
+    )
+    assert len(batch.schedule._index) > 1
 
 
 def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
@@ -355,7 +341,7 @@ def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
         fed.append(tokens.size)
         return forward(model, plan, tokens, cache)
 
-    monkeypatch.setattr(prefill_stages, "forward", feed)
+    monkeypatch.setattr(read, "forward", feed)
     batch.submit(job(1, long, 4))
     slices: list[int] = []
     while not any(isinstance(event, PromptRead) for event in batch.prefill()):

@@ -28,7 +28,8 @@ from mlxsrv.engine.events import (
     Started,
     Token,
 )
-from mlxsrv.engine.loading import load as loading
+from mlxsrv.engine.loading import loader as loading
+from mlxsrv.engine.loading.load import load as real_load
 from mlxsrv.engine.orders import Attach, Job, Load, Watch
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
@@ -200,8 +201,9 @@ def assert_empty(batch: TextEngine) -> None:
     """Nothing is held any more, and the batch works."""
     assert batch.idle
     assert {*batch.statistics().values()} == {0}
-    assert not batch._main._launched.proofs
-    assert batch._recovery.fitting == batch._max_rows
+    assert not batch.runner._main._launched.proofs
+    assert not batch.runner._rows
+    assert batch.schedule._recovery.fitting == batch.schedule._max_rows
 
 
 def at_step(*numbers: int) -> Fault:
@@ -467,7 +469,7 @@ def test_weights_that_are_nan_fail_who_reads_them_and_leave_nothing_behind(
         assert {*failures(events)} == {10 * number + 1}
         assert [e.cached for e in events if isinstance(e, PromptRead) and e.job % 10] == [0]
         assert len(texts(events)[10 * number]) == 12
-    assert all(poison not in entry.tokens for entry in batch._cached._entries)
+    assert all(poison not in entry.tokens for entry in batch.schedule._index._entries)
     scored = run(batch, [(job(30, bad, scores=0), None), (job(31, bad, 0, scores=0), None)])
     assert {*failures(scored)} == {30, 31}
     assert not [event for event in scored if isinstance(event, PromptScored)]
@@ -614,7 +616,7 @@ def test_rows_that_are_tried_can_be_cancelled_and_give_their_memory_back(
     before = mx.get_active_memory()
     for i in range(6):
         batch.submit(job(i, prompt(i, 60), 50))
-    while batch._recovery.lost == 0:
+    while not batch.schedule._recovery.rows:
         batch.decode()
         batch.prefill()
         assert faulty.calls < 20
@@ -640,7 +642,7 @@ def test_a_load_that_fails_in_any_slice_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     folder = write_model(tmp_path / "m", "qwen3", vocab_size=4096)
-    real, counter = loading.load, {"slice": 10**9, "slices": 0}
+    real, counter = real_load, {"slice": 10**9, "slices": 0}
 
     def load(*args: Any) -> Generator[None, None, Any]:
         slices = real(*args)

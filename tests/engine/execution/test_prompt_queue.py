@@ -154,14 +154,15 @@ def test_rows_are_for_who_came_first(models: Any) -> None:
 def test_little_memory_has_prompts_read_one_at_a_time(models: Any) -> None:
     """As where each long one that is half read takes memory, and there is some for one only."""
     model = models("qwen3")
-    batch: TextEngine
+    batch: TextEngine | None = None
 
     class Short:
         def __getattr__(self, name: str) -> Any:
             return getattr(model, name)
 
         def __call__(self, tokens: Any, cache: Any) -> Any:
-            begun = [each for each in batch._prefill._queue.begun if each.done > 0]
+            begun = [] if batch is None else batch.schedule._queue.begun
+            begun = [each for each in begun if each.done > 0]
             if tokens.shape[1] > 1 and len(begun) > 1:
                 raise MemoryError("no room")
             return model(tokens, cache=cache)
@@ -230,8 +231,9 @@ def test_a_prompt_is_kept_whole_if_its_client_leaves_before_the_first_token(mode
             batch.prefill()
         batch.cancel([0])
         if family == "qwen3":  # whose caches tell their length
-            kept = batch._cached._entries
-            assert [each.cache[0].offset for each in kept] == [each.tokens.size for each in kept]
+            kept = batch.schedule._index._entries
+            offsets = [batch.runner._kept[each.number].cache[0].offset for each in kept]
+            assert offsets == [each.tokens.size for each in kept]
         batch.submit(job(1, tokens))
         events = finish(batch)
         assert found(events, 1) == 149
@@ -242,8 +244,8 @@ def test_what_is_kept_stays_within_the_prompt_caches_bytes(models: Any) -> None:
     batch = make(models("qwen3"), cache_bytes=60_000)
     for number in range(12):
         read_some(batch, job(number, prompt(number, 300)), 1 + number % 4)
-        cached = batch._cached
-        assert cached.nbytes == sum(entry.nbytes for entry in cached._entries) <= 60_000
+        index = batch.schedule._index
+        assert index.bytes == sum(entry.bytes for entry in index._entries) <= 60_000
 
 
 def test_a_prompt_that_others_want_still_is_read_on(models: Any) -> None:
@@ -328,12 +330,12 @@ def test_nothing_is_kept_of_numbers_that_are_none(tmp_path: Path) -> None:
     tokens = (*prompt(8, 100), 300, *prompt(9, 300))
     batch = make(model, cache_bytes=ENOUGH)
     read_some(batch, job(0, tokens, 0, scores=1), 20)
-    assert all(300 not in entry.tokens for entry in batch._cached._entries)
+    assert all(300 not in entry.tokens for entry in batch.schedule._index._entries)
     # Of one that is not scored it shows only when a token is drawn: nothing stays then.
     read_some(batch, job(1, tokens), 3)
     batch.submit(job(2, tokens))
     assert {event.job for event in finish(batch) if isinstance(event, Failed)} == {2}
-    assert all(300 not in entry.tokens for entry in batch._cached._entries)
+    assert all(300 not in entry.tokens for entry in batch.schedule._index._entries)
 
 
 # Watched activations.
@@ -394,22 +396,18 @@ def test_a_half_read_prompt_of_one_that_left_is_told_anew(
 # A kept prompt that cannot be copied.
 
 
-class Uncopied(PromptCache):
-    """Has no room for copies of what it keeps."""
-
-    def take(self, *asked: Any) -> Any:
-        if self.shared(*asked):
-            raise MemoryError("no room")
-        return None
-
-
 @pytest.mark.parametrize("beside", [0, 1])
 def test_a_prompt_is_read_whole_where_what_is_kept_of_it_cannot_be_copied(
-    models: Any, beside: int
+    models: Any, beside: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was to fit a slice, alone or beside a short one, and takes several."""
     model, first = models("qwen3"), prompt(1, 5 * CHUNK)
-    batch = TextEngine(model, max_rows=4, pace=Pace(CHUNK, 10.0), cached=Uncopied(ENOUGH))
+    batch = make(model, rows=4, cache_bytes=ENOUGH)
+
+    def copy(span: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(batch.runner, "_copy_kept", copy)
     batch.submit(job(0, first))
     finish(batch)
     asked = [prompt(number, 5) for number in range(beside)] + [first + prompt(2, 9)]

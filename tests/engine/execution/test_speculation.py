@@ -103,8 +103,8 @@ def make(
         cache_bytes=cache_bytes,
         draft=draft,
     )
-    if batch._speculation is not None:
-        batch._speculation._controller = controller or Always()
+    if batch.schedule._drafts is not None:
+        batch.schedule._drafts.controller = controller or Always()
     return batch
 
 
@@ -118,12 +118,12 @@ def step(batch: TextEngine) -> list[Event]:
 
 
 def assert_in_order(batch: TextEngine) -> None:
-    if batch._speculation is None:
+    draft = batch.runner._draft
+    if draft is None:
         return
-    for sub_batch in batch._sub_batches:
+    for sub_batch in batch.runner._main.sub_batches:
         for i, row in enumerate(sub_batch.rows):
             assert sub_batch.cache[0].extract(i).size() == len(row.seen) - row.fresh
-    draft = batch._speculation._draft
     assert draft._cache[0].size() == draft._read
     assert draft._row is None or draft._read <= len(draft._row.seen)
 

@@ -14,10 +14,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config
-from mlxsrv.engine.execution.facts import weights
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
+from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.loading.loader import Loader
+from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.weights import ByteBudget, WeightReader
 from mlxsrv.engine.plans import LoadSlice
 from tests.support.fixtures import ModelFolder
@@ -191,13 +192,18 @@ def test_adapters_on_one_base_share_its_arrays(
         mx.synchronize()
         assert mx.get_active_memory() - before == pytest.approx(size + sum(own), abs=4096)
         for each in (base, one):
-            assert np.abs(logits(each.text._model) - expected[1]).max() > 0.1
+            assert np.abs(logits_of(each) - expected[1]).max() > 0.1
         del base
-        np.testing.assert_allclose(logits(one.text._model), expected[0], atol=1e-4)
+        np.testing.assert_allclose(logits_of(one), expected[0], atol=1e-4)
         del one
-        np.testing.assert_allclose(logits(two.text._model), expected[1], atol=1e-4)
+        np.testing.assert_allclose(logits_of(two), expected[1], atol=1e-4)
         assert len(generate(two, PROMPT)[0]) == 30
         del two, each
+
+
+def logits_of(resident: ResidentModel) -> Any:
+    assert resident.text is not None
+    return logits(resident.text._model)
 
 
 def logits(model: Any) -> Any:

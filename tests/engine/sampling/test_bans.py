@@ -37,8 +37,8 @@ def make(model: Any, *, padding: int | None = None, draft: Any = None) -> TextEn
         padding=padding,
         draft=draft,
     )
-    if batch._speculation is not None:
-        batch._speculation._controller = Always()
+    if batch.schedule._drafts is not None:
+        batch.schedule._drafts.controller = Always()
     return batch
 
 

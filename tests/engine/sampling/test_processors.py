@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
-from mlxsrv.engine.row import Row, RowState
 
 from mlxsrv.engine.events import (
     Event,

@@ -150,6 +150,20 @@ def test_slices_beside_other_streams_take_a_part_of_their_gap() -> None:
     assert padded(runner.step(beside=True)[0]) == 40
 
 
+def test_slices_beside_own_streams_leave_time_for_steps() -> None:
+    """Of a gap of 0.05 s the step and the pass take 0.02 s; many slices take a step's time each."""
+    pace = Pace(4096, 0.05)
+    runner = FakeRunner(EmbedSchedule(MODEL, DECODER, pace), speed=4000)
+    runner.schedule.submit(order(1, 100))
+    runner.step()
+    pace.saw_step(None)
+    pace.saw_step(0.01)
+    runner.schedule.submit(order(2, *[10] * 12))
+    assert padded(runner.step(decoding=True)[0]) == 120
+    runner.schedule.submit(order(3, *[10] * 13))
+    assert padded(runner.step(decoding=True)[0]) == 40
+
+
 def test_a_long_text_is_read_in_parts_that_take_turns() -> None:
     runner = FakeRunner(make())
     runner.schedule.submit(order(1, 150))

@@ -135,8 +135,8 @@ def test_what_fails_is_over(kind: str) -> None:
         assert finished is not None
         assert finished.step.refusal is not None
         reasons.append((finished.step.refusal.kind, finished.step.refusal.reason))
-    expected = ("model not loaded" if kind == "refusal" else "engine failed", "damaged")
-    assert reasons == [expected] * 2
+    attachment = "model not loaded" if kind == "refusal" else "engine failed"
+    assert reasons == [("model not loaded", "damaged"), (attachment, "damaged")]
     assert schedule.idle
 
 

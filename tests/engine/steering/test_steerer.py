@@ -18,10 +18,10 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.cache.prompt_cache import LEAST
 from mlxsrv.engine.events import Activations, Event, Failed, PromptRead, Token
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.prompt_index import LEAST
 from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
 from mlxsrv.engine.steering.plan import SteeringPlan, forward
@@ -418,8 +418,8 @@ def test_a_draft_model_changes_nothing_in_what_is_steered(
     batch = make(model, attach(Steerer(model), sae), draft=draft)
     [prompt] = prompts(1, seed=13)
     steering = additive((3, STRONG))
-    assert batch._speculation is not None
-    batch._speculation._controller = Always()
+    assert batch.schedule._drafts is not None
+    batch.schedule._drafts.controller = Always()
     assert answers(batch, [ask(0, prompt, steering)])[0] == alone(model, prompt, steering)
     assert batch.statistics()["drafted"] > 0
 

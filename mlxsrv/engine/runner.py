@@ -12,8 +12,9 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING, assert_never
 
-from mlxsrv.engine.backend import release_memory, require_backend
+from mlxsrv.engine.backend import require_backend
 from mlxsrv.engine.faults import note, survivable
+from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.orders import GetMemory, ImportModelCode, MakeReport, Question
 from mlxsrv.engine.outcomes import (
     AttachStep,
@@ -48,8 +49,10 @@ from mlxsrv.errors import BackendMissing
 from mlxsrv.generation.parameters import Constraint
 
 if TYPE_CHECKING:
+    from mlxsrv.engine.execution.text_runner import TextRunner
     from mlxsrv.engine.loading.loader import Loader
     from mlxsrv.engine.loading.resident import ResidentModel
+    from mlxsrv.engine.steering.steerer import Steerer
 
 
 class Runner:
@@ -80,7 +83,7 @@ class Runner:
     def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
         match work:
             case Decode():
-                return self._models[work.model].text.decode(work)
+                return self._find(work.model)[0].decode(work)
             case LoadSlice():
                 return self._load(work), None
             case AttachSlice():
@@ -99,12 +102,10 @@ class Runner:
         self,
         work: Admit | Release | Rewind | Forget | Read | ReadDraft | DetachSAE | WatchFeatures,
     ) -> Done | None:
-        model = self._models[work.model]
-        text = model.text
+        text, steerer = self._find(work.model)
         match work:
             case Admit():
-                taken = {job.id: self.constraints.get((work.client, job.id)) for job in work.jobs}
-                return text.admit(work.jobs, taken)
+                return text.admit(work.jobs, self._find_constraints(work))
             case Release():
                 return text.release(work.rows)
             case Rewind():
@@ -116,13 +117,27 @@ class Runner:
             case ReadDraft():
                 text.read_draft(work.row, work.begin, work.tokens)
             case DetachSAE():
-                text.detach()
+                steerer.detach()
+                text.replan()
                 release_memory()
             case WatchFeatures():
-                return Watched(text.watch(work.features, work.top))
+                steerer.watch(work)
+                text.replan()
+                return Watched(steerer.watches)
             case _:
                 assert_never(work)
         return None
+
+    def _find_constraints(self, work: Admit) -> dict[int, Constraint]:
+        """The constraints of the jobs that have one, by their ids."""
+        keys = [(work.client, job.id) for job in work.jobs]
+        return {key[1]: self.constraints[key] for key in keys if key in self.constraints}
+
+    def _find(self, number: int) -> tuple[TextRunner, Steerer]:
+        model = self._models[number]
+        assert model.text is not None
+        assert model.steerer is not None
+        return model.text, model.steerer
 
     def _embed(self, work: AdmitTexts | EmbedSlice | ReleaseTexts) -> Done | None:
         embedder = self._models[work.model].embedder
@@ -141,20 +156,12 @@ class Runner:
         if self._loader is None:
             from mlxsrv.engine.loading.loader import Loader
 
-            self._loader = Loader(lambda: self._models.values())
-        step = self._loader.load(work)
-        if step.loaded is not None:
-            self._models[work.model] = self._loader.take(work.model)
-        if step.loaded is not None or step.refusal is not None:
-            release_memory()
-        return step
+            self._loader = Loader(self._models)
+        return self._loader.load(work)
 
     def _attach(self, work: AttachSlice) -> AttachStep:
         assert self._loader is not None  # which has loaded the model
-        step = self._loader.attach(work, self._models[work.model])
-        if step.attached is not None or step.refusal is not None:
-            release_memory()
-        return step
+        return self._loader.attach(work)
 
     def _unload(self, model: int) -> None:
         self._models.pop(model, None)

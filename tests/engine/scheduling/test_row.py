@@ -7,6 +7,7 @@ from itertools import product
 import pytest
 
 from mlxsrv.engine.orders import Job
+from mlxsrv.engine.scheduling.prompt_index import as_tokens
 from mlxsrv.engine.scheduling.row import _NEXT, Row, RowState
 from mlxsrv.generation.parameters import Sampling
 
@@ -23,7 +24,8 @@ PATHS = {
 
 
 def reach(state: RowState) -> Row:
-    row = Row(Job(7, "m", (1, 2, 3), 4, frozenset({9}), Sampling()))
+    job = Job(7, "m", (1, 2, 3), 4, frozenset({9}), Sampling())
+    row = Row(job, 0, as_tokens(job.prompt))
     for each in PATHS[state]:
         row.enter(each)
     assert row.state is state
@@ -51,17 +53,16 @@ def test_the_table_has_every_state_and_each_can_be_reached_and_left_for_an_end()
         assert row.ended or RowState.ENDED in _NEXT[state]
 
 
-def test_the_next_input_of_a_fresh_row_is_the_last_token_of_its_text() -> None:
+def test_a_fresh_rows_cache_holds_its_text_but_for_the_last_token() -> None:
     row = reach(RowState.FRESH)
-    assert (row.seen, row.length, row.last) == ((1, 2, 3), 3, 3)
-    assert row.place == ((7,), 2, 1)
+    assert (row.text.tolist(), row.length, row.held) == ([1, 2, 3], 3, 2)
     row.enter(RowState.DECODING)
-    assert row.place == ((7,), 3, 1)
+    assert row.held == 3
     row.drawn.append(5)
-    assert (row.seen, row.length, row.last) == ((1, 2, 3, 5), 4, 5)
+    assert (row.text.tolist(), row.length, row.held) == ([1, 2, 3, 5], 4, 4)
     row.enter(RowState.RECOVERING)
     row.enter(RowState.FRESH)
-    assert row.place == ((7,), 3, 1)
+    assert row.held == 3
 
 
 def test_a_row_finishes_at_an_end_token_or_its_limit() -> None:

@@ -1,0 +1,196 @@
+"""The rows of one model that have not ended: how they come, and how they leave.
+
+A row that ends leaves with the next plan. What its KV cache holds is kept, where later prompts may
+begin with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from mlxsrv.engine.events import Event, Failed, Started
+from mlxsrv.engine.faults import NOT_A_NUMBER
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
+from mlxsrv.engine.plans import Admit, Forget, Keep, Leave, Release, Rewind, Work
+from mlxsrv.engine.scheduling.groups import Groups
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
+from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
+from mlxsrv.engine.scheduling.recovery import Recovery
+from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.generation.parameters import Steering
+
+
+class _Leaving(NamedTuple):
+    """A row that has ended, and the text that its KV cache is of use for."""
+
+    row: int
+    text: Tokens | None
+    steering: Steering | None
+
+
+class RowBook:
+    """Rows by the ids of their jobs.
+
+    Args:
+        model: the model's number.
+        client: the number of the client that it belongs to.
+        index: prompts that are kept.
+        queue, groups, recovery: where a row may be.
+
+    Attributes:
+        events: what the client is to be told.
+        short_of_memory: what is not needed goes with the next plan.
+    """
+
+    def __init__(
+        self,
+        model: int,
+        client: int,
+        index: PromptIndex,
+        queue: PromptQueue,
+        groups: Groups,
+        recovery: Recovery,
+    ) -> None:
+        self.events: list[Event] = []
+        self.short_of_memory = False
+        self._model = model
+        self._client = client
+        self._index = index
+        self._queue = queue
+        self._groups = groups
+        self._recovery = recovery
+        self._rows: dict[int, Row] = {}
+        self._numbers = count()
+        # For the next plan.
+        self._coming: list[Job] = []
+        self._leaving: list[_Leaving] = []
+        self._rewound: list[Row] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether there are no rows, and none that the runner is to forget."""
+        return not (
+            self._rows
+            or self._coming
+            or self._leaving
+            or self._rewound
+            or self.short_of_memory
+            or self._index.dropped
+        )
+
+    def find(self, job_id: int) -> Row | None:
+        """None if the row has ended."""
+        return self._rows.get(job_id)
+
+    def add(self, job: Job) -> None:
+        """Take a job: its row waits for its prompt to be read."""
+        last = self._queue.waiting[-1] if self._queue.waiting else None
+        # The choices of one request share a prompt, so they share the array made of it.
+        known = last is not None and last.job.prompt is job.prompt
+        prompt = last.prompt if last is not None and known else as_tokens(job.prompt)
+        row = Row(job, next(self._numbers), prompt)
+        self._rows[row.id] = row
+        self._queue.waiting.append(row)
+        self._coming.append(job)
+
+    def rewind(self, rows: Iterable[Row]) -> None:
+        """Have the runner drop the KV caches of these rows, which stay."""
+        self._rewound += rows
+
+    # Rows that end.
+
+    def end(self, row: Row, state: RowState = RowState.ENDED, *, kept: bool = True) -> None:
+        """End a row, and have its KV cache kept, if it has any and `kept` is given."""
+        text = self._withdraw(row)
+        row.enter(state)
+        del self._rows[row.id]
+        self._leaving.append(_Leaving(row.id, text if kept else None, row.job.steering))
+
+    def fail(self, row: Row, reason: str, clear: str | None = None) -> None:
+        """End a row that cannot go on; `clear` is what a client may be told of the reason."""
+        self.events.append(Failed(row.id, reason, clear=clear))
+        self.end(row)
+
+    def fail_broken(self, row: Row) -> None:
+        """End a row for which the model computed NaN."""
+        self._index.forget(row.text, row.job.steering)
+        self.events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
+        self.end(row, RowState.BROKEN, kept=False)
+
+    def fail_all(self, reason: str) -> list[Event]:
+        """Forget all rows, since the model goes. Nothing is planned for them any more."""
+        events: list[Event] = [Failed(job_id, reason) for job_id in self._rows]
+        self._rows.clear()
+        return events
+
+    def _withdraw(self, row: Row) -> Tokens | None:
+        """Take the row out of where it is. Returns the tokens that its KV cache holds, if it has
+        one to itself that was changed."""
+        match row.state:
+            case RowState.WAITING:
+                self._queue.waiting.remove(row)
+            case RowState.PREFILLING:
+                return self._queue.stop_reading(row)
+            case RowState.FRESH | RowState.DECODING:
+                self._recovery.drop(row)
+                self._groups.remove(row)
+                return row.text[: row.held]
+            case RowState.RECOVERING:
+                self._recovery.drop(row)
+        return None
+
+    # Works.
+
+    def plan(self) -> list[Work]:
+        """Rows come and go, and kept prompts go."""
+        works: list[Work] = []
+        if self._coming:
+            works.append(Admit(model=self._model, client=self._client, jobs=tuple(self._coming)))
+            self._coming = []
+        spare, self.short_of_memory = self.short_of_memory, False
+        if spare:
+            self._index.clear()
+            self._rewound += self._queue.shrink()
+        if self._rewound:
+            rows = tuple(row.id for row in self._rewound if not row.ended)
+            works.append(Rewind(model=self._model, rows=rows))
+            self._rewound = []
+        if self._leaving:
+            leaves = tuple(map(self._plan_leave, self._leaving))
+            works.append(Release(model=self._model, rows=leaves))
+            self._leaving = []
+        if (dropped := self._index.take_dropped()) or spare:
+            works.append(Forget(model=self._model, entries=dropped, spare=spare))
+        return works
+
+    def _plan_leave(self, leaving: _Leaving) -> Leave:
+        text = leaving.text
+        if text is None or not self._index.wants(text.size):
+            return Leave(leaving.row)
+        return Leave(leaving.row, Keep(self._index.promise(text, leaving.steering), text.size))
+
+    def settle_admission(self, work: Admit, outcome: Outcome) -> None:
+        """Tell which jobs are taken."""
+        done = outcome.done if isinstance(outcome.done, Admitted) else Admitted()
+        failed = {failure.row: failure for failure in done.failures}
+        for job in work.jobs:
+            row = self._rows.get(job.id)
+            if row is None:
+                continue
+            if outcome.fault is not None:
+                self.fail(row, outcome.fault.reason)
+            elif (failure := failed.get(job.id)) is not None:
+                self.fail(row, failure.reason, failure.clear)
+            else:
+                self.events.append(Started(job.id))
+
+    def settle_release(self, work: Release, outcome: Outcome) -> None:
+        kept = outcome.done.prompts if isinstance(outcome.done, Kept) else ()
+        self.confirm([leave.keep for leave in work.rows], kept)
+
+    def confirm(self, keeps: Iterable[Keep | None], kept: Sequence[KeptPrompt]) -> None:
+        """Note which KV caches the runner has kept, of those that it was to keep."""
+        self._index.confirm([keep.entry for keep in keeps if keep is not None], kept)

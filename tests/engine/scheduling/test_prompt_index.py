@@ -1,0 +1,133 @@
+"""Prompts that were read before: what is found, and what is dropped."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxsrv.engine.outcomes import KeptPrompt
+from mlxsrv.engine.scheduling.prompt_index import (
+    LEAST,
+    PromptIndex,
+    Tokens,
+    as_tokens,
+    common_prefix,
+)
+from mlxsrv.generation.parameters import Steering
+
+IDS = st.lists(st.integers(0, 3), max_size=80)
+BYTES = 1 << 20
+
+
+@given(IDS, IDS, IDS)
+def test_a_common_prefix_is_what_it_says(head: list[int], a: list[int], b: list[int]) -> None:
+    one, two = head + a, head + b
+    expected = len(list(takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False))))
+    assert common_prefix(np.array(one, np.uint32), np.array(two, np.uint32)) == expected
+
+
+def prompt(n: int, start: int = 0) -> Tokens:
+    return as_tokens(range(start, start + n))
+
+
+def keep(
+    index: PromptIndex,
+    tokens: Tokens,
+    *,
+    bytes: int = 100,
+    cuts: bool = True,
+    steering: Steering | None = None,
+) -> int:
+    """Keep a prompt, as the runner would."""
+    number = index.promise(tokens, steering)
+    index.confirm([number], [KeptPrompt(number, bytes, cuts)])
+    return number
+
+
+def test_an_entry_that_can_be_cut_is_of_use_as_far_as_it_is_shared() -> None:
+    index = PromptIndex(BYTES)
+    entry = keep(index, prompt(200))
+    assert index.find(np.concatenate([prompt(100), prompt(50, 1000)])) == (entry, 100)
+    assert index.find(prompt(300)) == (entry, 200)
+    assert index.find(prompt(300, 5000)) == (None, 0)
+
+
+def test_one_that_cannot_be_cut_serves_only_prompts_that_begin_with_all_of_it() -> None:
+    index = PromptIndex(BYTES)
+    entry = keep(index, prompt(100), cuts=False)
+    assert index.find(prompt(99)) == (None, 0)
+    assert index.find(np.concatenate([prompt(90), prompt(50, 1000)])) == (None, 0)
+    assert index.find(prompt(120)) == (entry, 100)
+
+
+def test_an_entry_is_for_prompts_that_are_steered_alike() -> None:
+    index = PromptIndex(BYTES)
+    steering = Steering(attachment=1, values=((3, 2.0),))
+    entry = keep(index, prompt(100), steering=steering)
+    assert index.find(prompt(100)) == (None, 0)
+    assert index.find(prompt(100), steering) == (entry, 100)
+
+
+def test_what_a_longer_entry_covers_is_dropped_only_if_it_can_be_cut() -> None:
+    index = PromptIndex(BYTES)
+    first = keep(index, prompt(100))
+    keep(index, prompt(150))
+    assert len(index) == 1
+    assert index.take_dropped() == (first,)
+    keep(index, prompt(100, 5000), cuts=False)
+    keep(index, prompt(150, 5000), cuts=False)
+    assert len(index) == 3
+
+
+def test_short_beginnings_are_not_kept_nor_looked_for() -> None:
+    index = PromptIndex(BYTES)
+    assert not index.wants(LEAST - 1)
+    assert index.wants(LEAST)
+    entry = keep(index, prompt(LEAST))
+    assert index.find(prompt(LEAST - 1)) == (None, 0)
+    assert index.find(prompt(LEAST)) == (entry, LEAST)
+
+
+def test_the_least_recently_used_go_first() -> None:
+    index = PromptIndex(300)
+    entries = [keep(index, prompt(100, 1000 * i)) for i in range(3)]
+    index.use(entries[0])
+    keep(index, prompt(100, 9000))
+    assert index.bytes == 300
+    assert index.take_dropped() == (entries[1],)
+    assert index.find(prompt(100)) == (entries[0], 100)
+    assert index.find(prompt(100, 1000)) == (None, 0)
+
+
+def test_an_entry_larger_than_all_that_may_be_kept_drops_no_other() -> None:
+    index = PromptIndex(300)
+    small = keep(index, prompt(100))
+    large = keep(index, prompt(200, 1000), bytes=301)
+    assert index.take_dropped() == (large,)
+    assert index.find(prompt(100)) == (small, 100)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_is_promised_is_of_no_use_until_it_is_kept(kept: bool) -> None:
+    index = PromptIndex(BYTES)
+    number = index.promise(prompt(100))
+    assert index.find(prompt(100)) == (None, 0)
+    index.confirm([number], [KeptPrompt(number, 10, True)] if kept else [])
+    assert index.find(prompt(100)) == ((number, 100) if kept else (None, 0))
+    assert index.bytes == (10 if kept else 0)
+
+
+def test_what_a_broken_row_began_from_is_dropped() -> None:
+    index = PromptIndex(BYTES)
+    begun, other = keep(index, prompt(100), cuts=False), keep(index, prompt(100, 5000))
+    index.forget(prompt(150))
+    assert index.take_dropped() == (begun,)
+    assert index.find(prompt(100, 5000)) == (other, 100)
+
+
+def test_no_bytes_keep_nothing() -> None:
+    assert not PromptIndex(0).wants(1000)
