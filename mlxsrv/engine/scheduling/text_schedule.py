@@ -548,7 +548,9 @@ class TextSchedule:
         return None
 
     def _stop_reading(self, row: Row) -> Tokens | None:
-        reading = self._queue.find_reading(row)
+        # One that could not be admitted may be in the slice that the same plan reads.
+        under_way = next((each for each in self._slice if row in each.rows), None)
+        reading = under_way or self._queue.find_reading(row)
         if reading is None or not reading.drop(row):
             return None
         self._queue.abandon([reading])
