@@ -384,7 +384,7 @@ class TextSchedule:
                 if row.job.max_tokens > 0:
                     row.enter(RowState.FRESH)
                     group.append(row)
-        if done.scores is not None:
+        if done.scores is not None and done.scores.job in self._rows:
             self._events.append(done.scores)
         for reading in readings:
             for row in [row for row in reading.rows if row.job.max_tokens == 0]:
@@ -415,7 +415,8 @@ class TextSchedule:
         assert isinstance(outcome.done, Decoded)
         done, lone = outcome.done, None if work.trial else self._lone_row()
         length = 0 if lone is None else lone.length
-        self._events += done.activations
+        # Those of the step before, in which there were rows that have ended since.
+        self._events += [each for each in done.activations if each.job in self._rows]
         ended = self._take_tokens(done)
         if outcome.fault is None:
             self._start_fresh(work)
