@@ -412,8 +412,9 @@ class TextSchedule:
     # A step.
 
     def _settle_step(self, work: Decode, outcome: Outcome) -> None:
-        assert isinstance(outcome.done, Decoded)
-        done, lone = outcome.done, None if work.trial else self._lone_row()
+        # A work that failed in another way than a step can has told nothing.
+        done = outcome.done if isinstance(outcome.done, Decoded) else Decoded()
+        lone = None if work.trial else self._lone_row()
         length = 0 if lone is None else lone.length
         # Those of the step before, in which there were rows that have ended since.
         self._events += [each for each in done.activations if each.job in self._rows]
