@@ -237,6 +237,8 @@ class Scheduler:
         works = model.text.plan_rows()
         if isinstance(order, Detach):
             return [*works, DetachSAE(model=model.number)]
+        # This plan's own slice and step are watched already.
+        model.text.watch(active=bool(order.features or order.top))
         return [
             *works,
             WatchFeatures(model=model.number, features=order.features, top=order.top),
