@@ -1,4 +1,4 @@
-"""Drives a Scheduler with a FakeRunner, as the device thread does, and checks what clients are told."""
+"""Drives a Scheduler with a FakeRunner, as the device thread does; checks what clients hear."""
 
 from __future__ import annotations
 
