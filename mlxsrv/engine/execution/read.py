@@ -19,8 +19,7 @@ from typing import Any, cast
 import mlx.core as mx
 import msgspec
 
-from mlxsrv.engine.cache.kv_caches import merge
-from mlxsrv.engine.cache.prompt_cache import Cache
+from mlxsrv.engine.cache.kv_caches import Cache, merge
 from mlxsrv.engine.events import Activations, Likelihood, PromptScored
 from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
 from mlxsrv.engine.live_row import LiveRow, Place

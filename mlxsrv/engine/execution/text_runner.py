@@ -21,8 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.prompt_cache import Cache
+from mlxsrv.engine.cache.kv_caches import Cache, KVCacheFactory
 from mlxsrv.engine.execution.decode import Decoder, Told
 from mlxsrv.engine.execution.facts import find_facts
 from mlxsrv.engine.execution.read import PartialText, SpansRead, read_alone, read_whole

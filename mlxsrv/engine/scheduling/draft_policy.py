@@ -58,7 +58,8 @@ class DraftPolicy:
         if row is not self._followed:
             begin = 0
             if self._followed is not None:
-                begin = common_prefix(self._followed.text[: self._read], row.text)
+                # At least one token is left, for a reading of none tells nothing.
+                begin = common_prefix(self._followed.text[: self._read], row.text[:-1])
         unread = row.length - begin
         if row is self._followed and unread <= MOST_UNREAD:
             return None

@@ -219,9 +219,10 @@ class Scheduler:
 
     def _drop(self, number: int, reason: str) -> Work:
         """Forget a model, loaded or not, with its jobs and what is under way of it."""
+        client = self._clients[self._owners[number]]
         for task in self._loads.abandon(number):
             self._finish(task)
-        client = self._clients[self._owners.pop(number)]
+        self._owners.pop(number, None)
         if (model := self._models.pop(number, None)) is not None:
             client.events += model.fail(reason)
         return UnloadModel(model=number)
@@ -237,6 +238,8 @@ class Scheduler:
         works = model.text.plan_rows()
         if isinstance(order, Detach):
             return [*works, DetachSAE(model=model.number)]
+        # This plan's own slice and step are watched already.
+        model.text.watch(active=bool(order.features or order.top))
         return [
             *works,
             WatchFeatures(model=model.number, features=order.features, top=order.top),
@@ -292,6 +295,8 @@ class Scheduler:
             value = self._add_model(task, client)
         if isinstance(task, FinishedLoad):
             self._clients[client].loading.pop(task.order.model, None)
+            if task.step.refusal is not None:
+                del self._owners[task.model]
         self._answer(client, task.question, value)
 
     def _add_model(self, task: FinishedLoad, client: int) -> Loaded:

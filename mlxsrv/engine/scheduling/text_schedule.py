@@ -13,7 +13,7 @@ for the prompt of another job longer than it must.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from mlxsrv.engine.events import (
     Activations,
@@ -256,6 +256,8 @@ class TextSchedule:
 
     def _settle_slice(self, work: Read, outcome: Outcome) -> None:
         readings, self._slice = self._slice, []
+        for reading in readings:  # rows that could not be admitted have left meanwhile
+            reading.rows = [row for row in reading.rows if not row.ended]
         done = outcome.done if isinstance(outcome.done, PromptsRead) else PromptsRead()
         self._book.confirm([span.keep for span in work.spans], done.kept)
         if outcome.fault is not None:
@@ -268,13 +270,18 @@ class TextSchedule:
             reading.done, reading.opened = span.end, True
         self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)
         self._book.events += self._find_untold(done.activations)
-        for job_id in done.broken:
-            if (row := self._book.find(job_id)) is not None:
-                self._book.fail_broken(row)
+        self._fail_broken(done.broken)
+        for reading in readings:
+            reading.rows = [row for row in reading.rows if not row.ended]
         if work.spans[0].joins is not None:
             self._join(readings, outcome.ended, done)
         moved = [*self._queue.half_read, *self._recovery.rows]
         self._book.events += [Progress(row.id) for row in moved]
+
+    def _fail_broken(self, job_ids: Iterable[int]) -> None:
+        for job_id in job_ids:
+            if (row := self._book.find(job_id)) is not None:
+                self._book.fail_broken(row)
 
     def _find_untold(self, activations: Sequence[Activations]) -> Iterator[Activations]:
         """Those of tokens of which nothing was told before a fault had them read anew."""
@@ -298,7 +305,7 @@ class TextSchedule:
                 if row.job.max_tokens > 0:
                     row.enter(RowState.FRESH)
                     group.append(row)
-        if done.scores is not None:
+        if done.scores is not None and self._book.find(done.scores.job) is not None:
             self._book.events.append(done.scores)
         for reading in readings:
             for row in [row for row in reading.rows if row.job.max_tokens == 0]:
@@ -326,16 +333,17 @@ class TextSchedule:
     # A step.
 
     def _settle_step(self, work: Decode, outcome: Outcome) -> None:
-        assert isinstance(outcome.done, Decoded)
-        done, lone = outcome.done, None if work.trial else self._lone_row()
+        # A work that failed in another way than a step can has told nothing.
+        done = outcome.done if isinstance(outcome.done, Decoded) else Decoded()
+        lone = None if work.trial else self._lone_row()
         length = 0 if lone is None else lone.length
-        self._book.events += done.activations
+        # Those of the step before, in which there were rows that have ended since.
+        find = self._book.find
+        self._book.events += [each for each in done.activations if find(each.job) is not None]
         ended = self._take_tokens(done)
         if outcome.fault is None:
             self._start_fresh(work)
-        for job_id in done.broken:
-            if (row := self._book.find(job_id)) is not None:
-                self._book.fail_broken(row)
+        self._fail_broken(done.broken)
         for failure in done.failures:
             if (row := self._book.find(failure.row)) is not None:
                 self._book.fail(row, failure.reason, failure.clear)

@@ -1,0 +1,304 @@
+"""A runner without a model: it does works as `FakeDevice` says, and checks that each may be done.
+
+It stands where the Runner does: `run` takes a work and returns its outcome. Its clock is its own,
+and goes on by what works take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mlxsrv.engine.events import Attached, Loaded, Report
+from mlxsrv.engine.orders import Attach, Embed, GetMemory, ImportModelCode, Load, MakeReport
+from mlxsrv.engine.outcomes import (
+    AttachStep,
+    DeviceAnswer,
+    Done,
+    EmbedFacts,
+    Fault,
+    LoadStep,
+    Outcome,
+    Refusal,
+    TextsRead,
+    Watched,
+)
+from mlxsrv.engine.plans import (
+    Admit,
+    AdmitTexts,
+    AnswerQuestion,
+    AttachSlice,
+    Decode,
+    DetachSAE,
+    EmbedSlice,
+    Forget,
+    LoadSlice,
+    Read,
+    ReadDraft,
+    Release,
+    ReleaseTexts,
+    Rewind,
+    RoundPlan,
+    UnloadModel,
+    WatchFeatures,
+    Work,
+)
+from mlxsrv.engine.scheduling.scheduler import Scheduler
+from tests.support.fake_device import FakeDevice, Pass
+from tests.support.fake_text import FakeText, IllegalWork, require
+
+
+class FakeTexts:
+    """The texts to embed of one model, and how far each is read."""
+
+    def __init__(self, facts: EmbedFacts) -> None:
+        self._facts = facts
+        self._jobs: dict[int, Embed] = {}
+        self._read: dict[tuple[int, int], int] = {}
+        self._long: tuple[int, int] | None = None
+
+    @property
+    def empty(self) -> bool:
+        return not self._jobs
+
+    def admit(self, work: AdmitTexts) -> None:
+        require(work.order.id not in self._jobs, "job", work.order.id, "is there already")
+        self._jobs[work.order.id] = work.order
+        self._read |= {(work.order.id, i): 0 for i in range(len(work.order.texts))}
+
+    def release(self, jobs: Sequence[int]) -> None:
+        for job in jobs:
+            require(job in self._jobs, "job", job, "is not there")
+            self._drop(job)
+
+    def _drop(self, job: int) -> None:
+        for i in range(len(self._jobs.pop(job).texts)):
+            del self._read[job, i]
+        if self._long is not None and self._long[0] == job:
+            self._long = None
+
+    def passes(self, work: EmbedSlice) -> list[Pass]:
+        longest = max(text.end - text.begin for text in work.texts)
+        return [Pass(len(work.texts), longest, work.texts[0].begin)]
+
+    def read(self, work: EmbedSlice, fault: Fault | None) -> TextsRead | None:
+        require(work.texts, "a slice without texts")
+        for text in work.texts:
+            require(text.job in self._jobs, "job", text.job, "is not there")
+            place, length = (text.job, text.index), len(self._jobs[text.job].texts[text.index])
+            require(self._read[place] == text.begin < text.end <= length, "a gap in a text")
+            if (text.begin, text.end) != (0, length):
+                require(len(work.texts) == 1 and self._facts.slices, "a part beside other texts")
+                require(text.begin == 0 or self._long == place, "two long texts at once")
+                self._long = place if text.end < length else None
+            self._read[place] = text.end
+        if fault is not None:
+            return None
+        for job in work.completes:
+            sizes = list(map(len, self._jobs[job].texts))
+            done = [self._read[job, i] for i in range(len(sizes))]
+            require(done == sizes, "job", job, "is not complete")
+        vectors = {
+            job: np.zeros((len(self._jobs[job].texts), 2), np.float32) for job in work.completes
+        }
+        for job in work.completes:
+            self._drop(job)
+        [only] = self.passes(work)
+        return TextsRead(only.rows * only.tokens, vectors)
+
+
+class _FakeModel:
+    """One model, and how many slices are left of its load."""
+
+    def __init__(self, order: Load, device: FakeDevice) -> None:
+        self.order = order
+        self.left = device.load_slices
+        self.texts = FakeTexts(device.embed)
+        self.text: FakeText | None = None
+        if device.text is not None:
+            self.text = FakeText(
+                device.text, device, max_rows=order.max_rows, prefill_chunk=order.prefill_chunk
+            )
+
+
+class FakeRunner:
+    """Does works for all models.
+
+    Args:
+        device: what comes of works.
+        now: the clock's first reading, in seconds.
+
+    Attributes:
+        works: that were done, in their order, while `record` is set.
+    """
+
+    def __init__(self, device: FakeDevice | None = None, now: float = 1.0) -> None:
+        self.device = FakeDevice() if device is None else device
+        self.now = now
+        self.record = False
+        self.works: list[Work] = []
+        self._loading: dict[int, _FakeModel] = {}
+        self._models: dict[int, _FakeModel] = {}
+        self._attachments: dict[int, tuple[Attach, int]] = {}
+        self._sliced: set[str] = set()  # folders of loads, in this round
+
+    @property
+    def empty(self) -> bool:
+        """Whether no rows and no texts are left."""
+        models = self._models.values()
+        return all(m.texts.empty and (m.text is None or m.text.empty) for m in models)
+
+    @property
+    def models(self) -> list[int]:
+        """The numbers of the models that are there, or on their way."""
+        return [*self._loading, *self._models]
+
+    def text(self, model: int) -> FakeText:
+        return self._text(self._models[model])
+
+    def run_round(self, scheduler: Scheduler, plan: RoundPlan) -> None:
+        """Do the works of a plan, and have the scheduler learn what came of each."""
+        for work in plan.works:
+            scheduler.settle(work, self.run(work))
+        self.end_round()
+
+    def end_round(self) -> None:
+        self._sliced.clear()
+        for model in self._models.values():
+            if model.text is not None:
+                model.text.end_round()
+
+    def run(self, work: Work) -> Outcome:
+        """Do one work.
+
+        Raises:
+            IllegalWork: it cannot be done.
+        """
+        if self.record:
+            self.works.append(work)
+        began, fault = self.now, self.device.fail(work)
+        if isinstance(work, Decode) and self._text(self._model(work)).lacks_rows(work):
+            fault = Fault("the rows of the step are lost")
+        passes: list[Pass] = []
+        done: Done | None = None
+        match work:
+            case Read() | Decode() | ReadDraft() | Admit() | Release() | Rewind() | Forget():
+                done = self._change_rows(work, fault, passes)
+            case AdmitTexts():
+                self._model(work).texts.admit(work)
+            case EmbedSlice():
+                passes += self._model(work).texts.passes(work)
+                done = self._model(work).texts.read(work, fault)
+            case ReleaseTexts():
+                self._model(work).texts.release(work.jobs)
+            case LoadSlice():
+                done = self._load(work)
+            case AttachSlice():
+                done = self._attach(work)
+            case DetachSAE():
+                self._text(self._model(work)).watched = False
+            case WatchFeatures():
+                text = self._text(self._model(work))
+                text.watched = bool(work.features or work.top)
+                done = Watched(text.watched)
+            case UnloadModel():
+                self._unload(work.model)
+            case AnswerQuestion():
+                done = self._answer(work)
+        self.now += self.device.time(work, passes)
+        return Outcome(began, self.now, done, fault)
+
+    def _change_rows(
+        self,
+        work: Read | Decode | ReadDraft | Admit | Release | Rewind | Forget,
+        fault: Fault | None,
+        passes: list[Pass],
+    ) -> Done | None:
+        text = self._text(self._model(work))
+        match work:
+            case Admit():
+                return text.admit(work)
+            case Release():
+                return text.release(work, fault)
+            case Rewind():
+                text.rewind(work)
+            case Forget():
+                text.forget(work)
+            case Read():
+                passes += text.passes(work.spans)
+                return text.read(work, fault)
+            case Decode():
+                done = text.decode(work, fault, told=self.device.tells(work))
+                passes += text.passes_of_step(work)
+                return done
+            case ReadDraft():
+                text.read_draft(work, fault)
+        return None
+
+    def _model(self, work: Work) -> _FakeModel:
+        if work.model not in self._models:
+            raise IllegalWork(f"model {work.model} is not loaded")
+        return self._models[work.model]
+
+    def _text(self, model: _FakeModel) -> FakeText:
+        if model.text is None:
+            raise IllegalWork("this model does not generate text")
+        return model.text
+
+    # Models.
+
+    def _load(self, work: LoadSlice) -> LoadStep:
+        if work.order is not None:
+            require(work.model not in self.models, "model", work.model, "is there already")
+            self._loading[work.model] = _FakeModel(work.order, self.device)
+        require(work.model in self._loading, "model", work.model, "is not being loaded")
+        model = self._loading[work.model]
+        require(model.order.path not in self._sliced, "two loads of one folder at once")
+        require(work.limit > 0, "a slice of no bytes")
+        self._sliced.add(model.order.path)
+        if (reason := self.device.refuse_load(model.order.path)) is not None:
+            del self._loading[work.model]
+            return LoadStep(refusal=Refusal("model not loaded", reason))
+        model.left -= 1
+        if model.left > 0:
+            return LoadStep(bytes=work.limit)
+        self._models[work.model] = self._loading.pop(work.model)
+        facts = self.device.text
+        return LoadStep(
+            bytes=work.limit,
+            loaded=Loaded(
+                model.order.model,
+                batched=facts is not None and facts.batched,
+                cuts=facts is not None and facts.cuts,
+                bytes=1,
+            ),
+            text=facts,
+            embed=self.device.embed,
+        )
+
+    def _attach(self, work: AttachSlice) -> AttachStep:
+        self._text(self._model(work))
+        if work.order is not None:
+            require(work.number not in self._attachments, "this number was given before")
+            self._attachments[work.number] = work.order, self.device.load_slices
+        require(work.number in self._attachments, "nothing is attached as", work.number)
+        order, left = self._attachments[work.number]
+        self._attachments[work.number] = order, left - 1
+        if (reason := self.device.refuse_load(order.path)) is not None:
+            del self._attachments[work.number]
+            return AttachStep(refusal=Refusal("sae incompatible", reason))
+        return AttachStep(attached=Attached(work.number, 1)) if left <= 1 else AttachStep()
+
+    def _unload(self, model: int) -> None:
+        self._models.pop(model, None)
+        self._loading.pop(model, None)
+
+    def _answer(self, work: AnswerQuestion) -> DeviceAnswer:
+        match work.question:
+            case GetMemory():
+                return DeviceAnswer(1 << 30)
+            case MakeReport():
+                return DeviceAnswer(Report(1, 2, 3, {}))
+            case ImportModelCode():
+                return DeviceAnswer()

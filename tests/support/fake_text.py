@@ -1,0 +1,557 @@
+"""The rows of one model that generates text, without the model: where each of them is, what its KV
+cache holds, and whether a work may be done at all.
+
+A work that could not be done, or that would give a wrong text, raises IllegalWork. So this is a
+strict description of what plans may ask for: see `mlxsrv.engine.plans`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from mlxsrv.engine.events import Activations, Likelihood, PromptScored
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.outcomes import (
+    Admitted,
+    Decoded,
+    Fault,
+    Kept,
+    KeptPrompt,
+    PromptsRead,
+    RowFailure,
+    TextFacts,
+)
+from mlxsrv.engine.plans import Admit, Decode, Forget, Keep, Read, ReadDraft, Release, Rewind, Span
+from mlxsrv.engine.scheduling.prompt_index import LEAST, Tokens, as_tokens, common_prefix
+from mlxsrv.engine.scheduling.speculation_controller import MOST_UNREAD
+from mlxsrv.generation.parameters import Steering
+from tests.support.fake_device import FakeDevice, Pass
+
+PREFILLED = -1  # the place of the prompt, before the first token of the answer
+
+
+class IllegalWork(AssertionError):
+    """A work that cannot be done, or would give a wrong text."""
+
+
+def require(condition: object, *message: object) -> None:
+    if not condition:
+        raise IllegalWork(" ".join(map(str, message)))
+
+
+class FakeRow:
+    """A row as the runner has it.
+
+    Attributes:
+        fresh: it is fed the last token of its text next, or has no KV cache.
+        over: it has ended with a token, or for a cause of its own.
+        lost: its KV cache was lost in a fault.
+    """
+
+    __slots__ = ("_prompt", "drawn", "fresh", "id", "job", "lost", "over")
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.id = job.id
+        self.drawn: list[int] = []
+        self.fresh = True
+        self.over = False
+        self.lost = False
+        self._prompt = as_tokens(job.prompt)
+
+    @property
+    def length(self) -> int:
+        return self._prompt.size + len(self.drawn)
+
+    @property
+    def held(self) -> int:
+        """Tokens of its text in the KV cache of a row that is decoded, or may be."""
+        return self.length - self.fresh
+
+    @property
+    def text(self) -> Tokens:
+        return np.concatenate([self._prompt, as_tokens(self.drawn)]) if self.drawn else self._prompt
+
+    def lose(self) -> None:
+        self.fresh = self.lost = True
+
+
+class _Text:
+    """A text that is being read, for one row or several."""
+
+    def __init__(self, rows: list[FakeRow], done: int) -> None:
+        self.rows = rows
+        self.done = done
+        self.tokens = rows[0].text
+        self.steering = rows[0].job.steering
+
+
+class _Entry(NamedTuple):
+    """A kept prompt."""
+
+    tokens: Tokens
+    steering: Steering | None
+    bytes: int
+    cuts: bool
+    round: int
+
+
+_Group = list[FakeRow]
+
+
+class FakeText:
+    """Does the works of one model's rows.
+
+    Args:
+        facts: of the model.
+        device: what comes of works.
+        max_rows: rows that are read and decoded together, at most.
+        prefill_chunk: tokens of a slice, at most.
+    """
+
+    def __init__(
+        self, facts: TextFacts, device: FakeDevice, *, max_rows: int, prefill_chunk: int
+    ) -> None:
+        self.watched = False
+        self._facts = facts
+        self._device = device
+        self._max_rows = max_rows if facts.batched else 1
+        self._chunk = prefill_chunk
+        self._rows: dict[int, FakeRow] = {}
+        self._texts: dict[int, _Text] = {}  # by each of its rows
+        self._ready: list[_Group] = []
+        self._decoders: dict[bool, list[_Group]] = {False: [], True: []}  # True: the trial's
+        self._changed = {False: False, True: False}  # rows have come or gone since the last step
+        self._looked: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+        self._kept: dict[int, _Entry] = {}
+        self._last_entry = 0
+        self._draft: tuple[int, Tokens] | None = None  # the row that it follows, and what it read
+        self._round = 0
+        self._abandoned: set[bool] = set()  # decoders that a release of this round has broken
+
+    @property
+    def empty(self) -> bool:
+        """Whether no row is left."""
+        places = (self._rows, self._texts, self._ready, *self._decoders.values())
+        return not any(places)
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(entry.bytes for entry in self._kept.values())
+
+    def end_round(self) -> None:
+        """Check what must hold between rounds."""
+        old = [entry.bytes for entry in self._kept.values() if entry.round < self._round]
+        require(sum(old) <= self._facts.prompt_cache_bytes, "kept prompts take", sum(old), "bytes")
+        self._round += 1
+        self._abandoned.clear()
+
+    def lacks_rows(self, work: Decode) -> bool:
+        """Whether the rows of the step were lost in the round's release, so that it fails."""
+        return work.trial in self._abandoned
+
+    # Rows come and go.
+
+    def admit(self, work: Admit) -> Admitted:
+        failures: list[RowFailure] = []
+        for job in work.jobs:
+            require(job.id not in self._rows, "row", job.id, "is there already")
+            self._rows[job.id] = row = FakeRow(job)
+            if (failure := self._device.refuse(job)) is not None:
+                row.over = True  # works of the same plan may name it
+                failures.append(failure)
+        return Admitted(tuple(failures))
+
+    def release(self, work: Release, fault: Fault | None) -> Kept | None:
+        ids = [leave.row for leave in work.rows]
+        self._require_rows(ids)
+        kept: list[KeptPrompt] = []
+        for leave in work.rows:
+            kept += self._snapshot(self._rows[leave.row], leave.keep)
+        if fault is not None:
+            self._lose_beside(ids)
+            for entry in kept:
+                del self._kept[entry.entry]
+        self._take_out(ids)
+        for row_id in ids:
+            del self._rows[row_id]
+        return None if fault is not None else Kept(tuple(kept))
+
+    def rewind(self, work: Rewind) -> None:
+        self._require_rows(work.rows)
+        self._take_out(work.rows)
+        for row_id in work.rows:
+            self._rows[row_id].lose()
+
+    def _require_rows(self, ids: Sequence[int]) -> None:
+        require(len({*ids}) == len(ids), "a row twice:", ids)
+        for row_id in ids:
+            require(row_id in self._rows, "row", row_id, "is not there")
+
+    def _snapshot(self, row: FakeRow, keep: Keep | None) -> list[KeptPrompt]:
+        """Keep the KV cache of a row that leaves."""
+        if keep is None:
+            return []
+        text = self._texts.get(row.id)
+        if text is not None:
+            held = text.done
+        elif any(row in group for group in self._groups()):
+            held = row.held
+        else:
+            require(row.lost, "row", row.id, "is to be kept and was never read")
+            return []
+        return self._keep(keep, row.text, row.job.steering, held)
+
+    def _take_out(self, ids: Iterable[int]) -> None:
+        gone = {*ids}
+        for row_id in gone:
+            if (text := self._texts.pop(row_id, None)) is not None:
+                text.rows = [row for row in text.rows if row.id != row_id]
+        self._ready = _without(self._ready, gone)
+        for trial, groups in self._decoders.items():
+            self._decoders[trial] = _without(groups, gone)
+            if sum(map(len, groups)) != sum(map(len, self._decoders[trial])):
+                self._changed[trial] = True
+
+    def _lose_beside(self, ids: Sequence[int]) -> None:
+        """A release has failed: drop the KV caches of the decoders that its rows were in."""
+        gone = {*ids}
+        for trial, groups in self._decoders.items():
+            if any(row.id in gone for group in groups for row in group):
+                self._abandon(trial)
+                self._abandoned.add(trial)
+
+    def _groups(self) -> Iterator[_Group]:
+        yield from self._ready
+        for groups in self._decoders.values():
+            yield from groups
+
+    # Kept prompts.
+
+    def forget(self, work: Forget) -> None:
+        require(work.entries or work.spare, "there is nothing to forget")
+        for entry in work.entries:
+            require(entry in self._kept, "entry", entry, "is not there")
+            del self._kept[entry]
+
+    def _keep(
+        self, keep: Keep, text: Tokens, steering: Steering | None, held: int
+    ) -> list[KeptPrompt]:
+        require(keep.entry > self._last_entry, "entry", keep.entry, "was given before")
+        require(LEAST <= keep.tokens <= held, keep.tokens, "tokens of", held, "are to be kept")
+        self._last_entry = keep.entry
+        if not self._device.keeps(keep.entry):
+            return []
+        if keep.tokens < held and not self._facts.cuts_at(held):
+            return []
+        nbytes, cuts = self._facts.kv_bytes(keep.tokens), self._facts.cuts_at(keep.tokens)
+        tokens = text[: keep.tokens]
+        self._kept[keep.entry] = _Entry(tokens, steering, nbytes, cuts, self._round)
+        return [KeptPrompt(keep.entry, nbytes, cuts)]
+
+    # Reading.
+
+    def read(self, work: Read, fault: Fault | None) -> PromptsRead | None:
+        self._check_slice(work.spans)
+        rows = [row_id for span in work.spans for row_id in span.rows]
+        self._require_rows(rows)
+        texts = [self._find_text(span) for span in work.spans]
+        if fault is not None:
+            self._drop_texts(texts)
+            return None
+        kept: list[KeptPrompt] = []
+        ready: _Group = []
+        broken: list[int] = []
+        for text, span in zip(texts, work.spans, strict=True):
+            text.done = span.end
+            head = text.rows[0]
+            if span.scored and self._device.breaks(head.job, PREFILLED):
+                broken += span.rows
+            elif span.keep is not None:
+                require(span.keep.tokens == span.end, "a span keeps what it has read")
+                kept += self._keep(span.keep, text.tokens, text.steering, span.end)
+            ready += [row for row in text.rows if row.id in (span.joins or ())]
+        over = [t for t, s in zip(texts, work.spans, strict=True) if s.joins is not None or broken]
+        self._drop_texts(over, lost=bool(broken))
+        for row_id in broken:
+            self._rows[row_id].over = True
+        if ready and not broken:
+            self._ready.append(ready)
+        self._check_rows()
+        return PromptsRead(
+            tuple(kept),
+            None if broken else self._score(work.spans[0]),
+            tuple(broken),
+            tuple(self._look_at(work.spans)),
+        )
+
+    def passes(self, spans: Sequence[Span]) -> list[Pass]:
+        """The pass of a slice."""
+        return [
+            Pass(
+                len(spans),
+                max(span.end - span.begin for span in spans),
+                max(span.begin for span in spans),
+            )
+        ]
+
+    def _check_slice(self, spans: Sequence[Span]) -> None:
+        require(spans, "a slice without spans")
+        tokens = max(span.end - span.begin for span in spans) * len(spans)
+        require(tokens <= self._chunk, tokens, "tokens of a slice, padding included")
+        if len(spans) > 1:
+            require(self._facts.batched, "prompts cannot be read together")
+            for span in spans:
+                require(span.joins is not None and span.end > span.begin, "a part beside others")
+                require(not span.scored, "a prompt that is scored beside others")
+            if not self._facts.pads:
+                require(len({span.end - span.begin for span in spans}) == 1, "padding")
+
+    def _find_text(self, span: Span) -> _Text:
+        rows = [self._rows[row_id] for row_id in span.rows]
+        text = self._open(span, rows) if span.opens else self._texts.get(rows[0].id)
+        if text is None:
+            raise IllegalWork(f"row {rows[0].id} is not being read")
+        require(text.rows == rows, "the text belongs to", [row.id for row in text.rows])
+        require(text.done == span.begin, text.done, "tokens are read, not", span.begin)
+        last = text.tokens.size - 1
+        require(span.begin <= span.end <= last, "the span ends at", span.end, "of", last)
+        require(span.begin < span.end or span.joins is not None, "a span without tokens")
+        require(span.keep is None or span.keep.tokens == span.end, "what is read is kept")
+        if span.joins is not None:
+            decoded = tuple(row.id for row in rows if row.job.max_tokens > 0)
+            require(span.end == last, "rows join before their text is read")
+            require(span.joins == decoded, span.joins, "join, not", decoded)
+        return text
+
+    def _open(self, span: Span, rows: list[FakeRow]) -> _Text:
+        head = rows[0]
+        for row in rows:
+            require(row.id not in self._texts, "row", row.id, "is being read already")
+            require(not any(row in group for group in self._groups()), row.id, "was read already")
+            require(row.job.steering == head.job.steering, "two steerings for one text")
+            require(row is head or np.array_equal(row.text, head.text), "two texts in one span")
+            require(row is head or row.job.scores is None, "row", row.id, "is not scored")
+        again = bool(head.drawn) or head.lost
+        require(span.scored == (head.job.scores is not None) or again, "row", head.id, "is scored")
+        if span.source is None:
+            require(span.begin == 0, "a text begins at", span.begin)
+        else:
+            require(not span.scored, "a prompt that is scored begins with a kept one")
+            require(again or not self.watched, "a prompt that is watched begins with a kept one")
+            self._check_source(span, head)
+        text = _Text(rows, span.begin)
+        self._texts |= {row.id: text for row in rows}
+        return text
+
+    def _check_source(self, span: Span, row: FakeRow) -> None:
+        assert span.source is not None
+        require(span.source in self._kept, "entry", span.source, "is not there")
+        entry = self._kept[span.source]
+        require(entry.tokens.size >= span.begin, "entry", span.source, "is shorter")
+        require(entry.cuts or entry.tokens.size == span.begin, span.source, "cannot be cut")
+        require(entry.steering == row.job.steering, "the kept prompt is steered in another way")
+        same = np.array_equal(entry.tokens[: span.begin], row.text[: span.begin])
+        require(same, "the kept prompt is another text")
+
+    def _drop_texts(self, texts: Iterable[_Text], *, lost: bool = True) -> None:
+        for text in texts:
+            for row in text.rows:
+                del self._texts[row.id]
+                if lost:
+                    row.lose()
+
+    def _score(self, span: Span) -> PromptScored | None:
+        if not span.scored or span.joins is None:
+            return None
+        job = self._rows[span.rows[0]].job
+        return PromptScored(job.id, (Likelihood(None),) * len(job.prompt))
+
+    def _look_at(self, spans: Sequence[Span]) -> Iterator[Activations]:
+        for span in spans if self.watched else ():
+            for row_id in span.rows:
+                for position in range(span.begin, span.end):
+                    yield Activations(row_id, position, ())
+
+    # Decoding.
+
+    def decode(self, work: Decode, fault: Fault | None, *, told: bool) -> Decoded:
+        """`told`: a step that fails has told the tokens of the step before."""
+        if self.lacks_rows(work):
+            return Decoded()
+        if work.groups is None:
+            require(not self._changed[work.trial], "rows have changed")
+        else:
+            self._arrange(work.trial, work.groups)
+        rows = [row for group in self._decoders[work.trial] for row in group]
+        require(rows, "a step without rows")
+        require(len(rows) == 1 or not work.trial, "several rows on trial")
+        for row in rows:
+            require(not row.over, "row", row.id, "is over")
+        self._check_rows()
+        self._changed[work.trial] = False
+        done = Decoded()
+        if fault is None or told:
+            if work.proposals:
+                done = self._run_round(rows, work)
+            else:
+                done = self._step(rows, trial=work.trial)
+        if fault is not None:
+            self._abandon(work.trial)
+            if work.proposals:
+                self._draft = None
+        return done
+
+    def passes_of_step(self, work: Decode) -> list[Pass]:
+        """The passes of a step that was just done, or would be."""
+        tokens = 1 + sum(work.proposals)
+        return [
+            Pass(len(group), tokens, max(row.held for row in group))
+            for group in self._decoders[work.trial]
+        ]
+
+    def _arrange(self, trial: bool, groups: Sequence[Sequence[int]]) -> None:
+        """Have the rows of a decoder be these."""
+        wanted = [row_id for group in groups for row_id in group]
+        self._require_rows(wanted)
+        there = self._decoders[trial]
+        other = self._decoders[not trial]
+        coming = [g for g in [*self._ready, *other] if not {*wanted}.isdisjoint(_ids(g))]
+        first = {group[0].id: group for group in [*there, *coming]}
+        merged = [_merge(group, first) for group in groups]
+        require(not first, "rows are left out:", [_ids(group) for group in first.values()])
+        self._ready = [group for group in self._ready if group not in coming]
+        if any(group in coming for group in other):
+            require(not trial, "rows that are decoded go on trial")
+            require(len(other) == 1, "a part of a decoder joins another")
+            self._decoders[not trial] = []
+            self._looked[trial] += self._looked[not trial]
+        self._decoders[trial] = merged
+
+    def _step(self, rows: Sequence[FakeRow], *, trial: bool) -> Decoded:
+        activations = tuple(Activations(*place, ()) for place in self._looked[trial])
+        tokens: list[tuple[int, int]] = []
+        broken: list[int] = []
+        failures: list[RowFailure] = []
+        for row in rows:
+            if row.fresh:
+                row.fresh = False
+            elif self._device.breaks(row.job, len(row.drawn)):
+                row.over = True
+                broken.append(row.id)
+            else:
+                tokens.append((row.id, self._tell(row, failures)))
+        looked = [(row.id, row.held - 1) for row in rows] if self.watched else []
+        self._looked[trial] = looked
+        return Decoded(
+            tokens=tuple(tokens),
+            likelihoods=self._find_likelihoods(tokens),
+            broken=tuple(broken),
+            failures=tuple(failures),
+            bound=self._find_bound(rows),
+            activations=activations,
+        )
+
+    def _tell(self, row: FakeRow, failures: list[RowFailure]) -> int:
+        """Give the row its next token."""
+        place = len(row.drawn)
+        token = self._device.draw(row.job, place)
+        row.drawn.append(token)
+        row.over |= token in row.job.end_tokens or len(row.drawn) >= row.job.max_tokens
+        if (failure := self._device.stop(row.job, place)) is not None:
+            failures.append(failure)
+            row.over = True
+        return token
+
+    def _find_likelihoods(self, tokens: Sequence[tuple[int, int]]) -> dict[int, Likelihood]:
+        asking = (row_id for row_id, _ in tokens if self._rows[row_id].job.logprobs is not None)
+        return dict.fromkeys(asking, Likelihood(-1.0))
+
+    def _find_bound(self, rows: Iterable[FakeRow]) -> tuple[int, ...]:
+        """Rows whose constraint binds their next token: not the one that is drawn already."""
+        return tuple(row.id for row in rows if self._device.binds(row.job, len(row.drawn)))
+
+    def _abandon(self, trial: bool) -> None:
+        for group in self._decoders[trial]:
+            for row in group:
+                row.lose()
+        self._decoders[trial] = []
+        self._looked[trial] = []
+
+    def _check_rows(self) -> None:
+        rows = [*self._texts, *(row.id for group in self._groups() for row in group)]
+        require(len({*rows}) == len(rows), "a row is in two places:", rows)
+        live = [row_id for row_id in rows if not self._rows[row_id].over]
+        require(len(live) <= self._max_rows, len(live), "rows at once")
+
+    # A draft model.
+
+    def _run_round(self, rows: Sequence[FakeRow], work: Decode) -> Decoded:
+        [count], [row] = work.proposals, rows
+        require(self._facts.drafts, "there is no draft model")
+        require(not row.fresh, "proposals to a fresh row")
+        require(not self.watched, "proposals while each token is watched")
+        require(row.job.logprobs is None and not row.job.sampling.changes_logits, "each token asks")
+        require(not self._device.binds(row.job, len(row.drawn)), "the constraint binds a token")
+        require(count > 0 and len(row.drawn) + 1 + count <= row.job.max_tokens, count, "proposals")
+        require(self._draft is not None and self._draft[0] == row.id, "the draft follows another")
+        assert self._draft is not None
+        read = self._draft[1]
+        require(common_prefix(read, row.text) == read.size, "the draft has read another text")
+        require(row.length - read.size <= MOST_UNREAD, "the draft lacks much of the text")
+        length = row.length
+        if self._device.breaks(row.job, len(row.drawn)):
+            row.over = True
+            return Decoded(broken=(row.id,))
+        accepted = self._device.accept(row.job, len(row.drawn), count)
+        tokens: list[tuple[int, int]] = []
+        failures: list[RowFailure] = []
+        for _ in range(accepted + 1):
+            tokens.append((row.id, self._tell(row, failures)))
+            if failures or self._find_bound([row]):
+                break
+        self._draft = row.id, row.text[: min(length + count, row.length)]
+        following: dict[int, int] = {}
+        if len(tokens) == accepted + 1 and not failures:
+            following[row.id] = self._device.draw(row.job, len(row.drawn))
+        return Decoded(
+            tokens=tuple(tokens),
+            failures=tuple(failures),
+            bound=self._find_bound([row]),
+            following=following,
+            accepted={row.id: accepted},
+        )
+
+    def read_draft(self, work: ReadDraft, fault: Fault | None) -> None:
+        require(self._facts.drafts, "there is no draft model")
+        self._require_rows([work.row])
+        row = self._rows[work.row]
+        text = row.text
+        known = 0 if self._draft is None else common_prefix(self._draft[1], text)
+        require(work.begin <= known, "the draft has", known, "tokens of the text")
+        require(work.tokens > 0, "the draft reads nothing")
+        require(work.begin + work.tokens <= row.length, "the draft reads beyond the text")
+        self._draft = None if fault is not None else (row.id, text[: work.begin + work.tokens])
+
+
+def _ids(group: Iterable[FakeRow]) -> list[int]:
+    return [row.id for row in group]
+
+
+def _without(groups: Iterable[_Group], gone: set[int]) -> list[_Group]:
+    left = [[row for row in group if row.id not in gone] for group in groups]
+    return [group for group in left if group]
+
+
+def _merge(group: Sequence[int], first: dict[int, _Group]) -> _Group:
+    """The groups that have these rows, in their order, as one; they are taken out of `first`."""
+    rows: _Group = []
+    while len(rows) < len(group):
+        part = first.pop(group[len(rows)], None)
+        require(part, "the rows", [*group], "are not whole groups in a row")
+        rows += part or []
+    require(_ids(rows) == [*group], "the rows", [*group], "are not whole groups in a row")
+    return rows

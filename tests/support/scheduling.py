@@ -1,0 +1,211 @@
+"""Drives a Scheduler with a FakeRunner, as the device thread does; checks what clients hear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from mlxsrv.engine.events import (
+    Answered,
+    Embedded,
+    EngineStopped,
+    Event,
+    Failed,
+    Finished,
+    JobEvent,
+    Loaded,
+    PromptRead,
+    Started,
+    Token,
+)
+from mlxsrv.engine.orders import (
+    Ask,
+    Cancel,
+    Close,
+    Embed,
+    Job,
+    Load,
+    Open,
+    Order,
+    Submit,
+)
+from mlxsrv.engine.plans import RoundPlan
+from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
+from tests.support.fake_device import FakeDevice
+from tests.support.fake_runner import FakeRunner
+
+_W = TypeVar("_W")
+_MOST_ROUNDS = 20_000
+
+
+class JobLog:
+    """What one job was told, which must be in order and end once.
+
+    Attributes:
+        rounds: rounds since it was sent.
+    """
+
+    def __init__(self, order: Job | Embed) -> None:
+        self.order = order
+        self.events: list[JobEvent] = []
+        self.cancelled = False
+        self.rounds = 0
+        self.ended_at: float | None = None
+        self.first_at: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.cancelled or self.ended_at is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        return [event.id for event in self.events if isinstance(event, Token)]
+
+    @property
+    def read(self) -> PromptRead | None:
+        return next((event for event in self.events if isinstance(event, PromptRead)), None)
+
+    @property
+    def failed(self) -> Failed | None:
+        return next((event for event in self.events if isinstance(event, Failed)), None)
+
+    def take(self, event: JobEvent, now: float) -> None:
+        if self.cancelled and isinstance(event, Failed):
+            return  # its model went in the same round; the client has forgotten the job
+        assert not self.ended, f"{event} after the end of its job"
+        began = not isinstance(self.order, Job) or any(isinstance(e, Started) for e in self.events)
+        if isinstance(event, Started):
+            assert isinstance(self.order, Job)
+            assert not self.events, f"{event} behind {self.events}"
+        elif not isinstance(event, Failed):
+            assert began, f"{event} before its job has started"
+        if isinstance(event, PromptRead):
+            assert self.read is None, "the prompt was read twice"
+        if isinstance(event, Token):
+            assert self.read is not None, "a token before the prompt was read"
+            self.first_at = now if self.first_at is None else self.first_at
+        self.events.append(event)
+        if isinstance(event, (Finished, Failed, Embedded)) or (
+            isinstance(event, Token) and event.finish is not None
+        ):
+            self.ended_at = now
+
+
+class Bench:
+    """A scheduler, a runner, and clients.
+
+    Args:
+        device: what comes of works.
+        clients: their numbers.
+    """
+
+    def __init__(self, device: FakeDevice | None = None, clients: Iterable[int] = (1,)) -> None:
+        self.scheduler = Scheduler()
+        self.runner = FakeRunner(device)
+        self.runner.record = True
+        self.jobs: dict[tuple[int, int], JobLog] = {}
+        self.answers: dict[tuple[int, int], Any] = {}
+        self.closed: set[int] = set()
+        self.plans: list[RoundPlan] = []
+        self.checks: list[Callable[[RoundPlan], None]] = []
+        self._orders: list[Received] = [Received(client, Open()) for client in clients]
+        self._questions = 0
+
+    # Orders.
+
+    def send(self, order: Order, client: int = 1) -> None:
+        """Queue an order for the next round."""
+        self._orders.append(Received(client, order))
+
+    def submit(self, *jobs: Job, client: int = 1) -> None:
+        for job in jobs:
+            self.jobs[client, job.id] = JobLog(job)
+            self.send(Submit(job), client)
+
+    def embed(self, order: Embed, client: int = 1) -> None:
+        self.jobs[client, order.id] = JobLog(order)
+        self.send(order, client)
+
+    def cancel(self, *jobs: int, client: int = 1) -> None:
+        for job in jobs:
+            self.send(Cancel(job), client)
+
+    def ask(self, question: Any, client: int = 1) -> int:
+        """Send a question, a load or an attachment. Returns its number."""
+        self._questions += 1
+        self.send(Ask(self._questions, question), client)
+        return self._questions
+
+    def load(self, order: Load, client: int = 1) -> None:
+        """Load a model, to the end."""
+        number = self.ask(order, client)
+        self.finish()
+        assert isinstance(self.answers[client, number], Loaded), self.answers
+
+    # Rounds.
+
+    def round(self) -> RoundPlan:
+        """One round of the device thread."""
+        orders, self._orders = self._orders, []
+        for received in orders:
+            self._note(received)
+        idle = self.scheduler.idle and not orders
+        plan = self.scheduler.plan(orders)
+        self.plans.append(plan)
+        assert not (idle and plan.works), f"idle, and plans {plan}"
+        assert idle or orders or plan.works, "not idle, and plans nothing"
+        for check in self.checks:
+            check(plan)
+        self._deliver()
+        for work in plan.works:
+            self.scheduler.settle(work, self.runner.run(work))
+            self._deliver()
+        self.runner.end_round()
+        for job in self.jobs.values():
+            job.rounds += not job.ended
+        return plan
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.round()
+
+    def finish(self) -> None:
+        """Go on until there is nothing to do."""
+        for _ in range(_MOST_ROUNDS):
+            if self.scheduler.idle and not self._orders:
+                return
+            self.round()
+        raise AssertionError("it does not end")
+
+    def _note(self, received: Received) -> None:
+        """Note which jobs are told nothing any more."""
+        client, order = received.client, received.order
+        if isinstance(order, Cancel) and (client, order.job) in self.jobs:
+            self.jobs[client, order.job].cancelled = True
+        elif isinstance(order, Close):
+            self.closed.add(client)
+
+    def _deliver(self) -> None:
+        for client, events in self.scheduler.take_events():
+            assert client not in self.closed, f"{events} for a client that is gone"
+            for event in events:
+                self._receive(client, event)
+
+    def _receive(self, client: int, event: Event) -> None:
+        match event:
+            case EngineStopped():
+                raise AssertionError(event)
+            case Answered():
+                assert (client, event.number) not in self.answers, "a question answered twice"
+                self.answers[client, event.number] = event.value
+            case _:
+                self.jobs[client, event.job].take(event, self.runner.now)
+
+    # What came of it.
+
+    def job(self, number: int, client: int = 1) -> JobLog:
+        return self.jobs[client, number]
+
+    def works(self, kind: type[_W]) -> list[_W]:
+        """The works of this kind that were done."""
+        return [work for work in self.runner.works if isinstance(work, kind)]
