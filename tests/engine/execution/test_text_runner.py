@@ -197,8 +197,12 @@ def test_a_group_that_is_not_there_is_a_fault_and_all_can_be_read_anew(models: A
         driver.read(row)
     driver.must((0, 1), (2,))
     driver.must()
-    _, fault = driver.step((0, 2), (1,))
+    driver.admit(3, prompt(3))
+    driver.admit(4, prompt(4))
+    driver.read_together([3], [4])
+    _, fault = driver.step((0, 2), (1,), (4,))
     assert fault is not None
+    assert not driver.runner._ready
     for row in range(3):
         driver.read(row)
     driver.run((0, 2), (1,), rows=range(3))
@@ -661,12 +665,21 @@ def test_a_draft_that_fails_is_forgotten(models: Any) -> None:
     driver.admit(0, prompt(0))
     driver.read(0)
     driver.must((0,))
+    read: Any = driver.runner._draft
+    driver.runner.read_draft(0, 0, 30)
     draft.when = lambda _: True
     with pytest.raises(RuntimeError, match="says the test"):
-        driver.runner.read_draft(0, 0, 30)
+        driver.runner.read_draft(0, 30, 5)
+    assert read._read == 0
+    assert read._row is None
     driver.must()
+    draft.when = lambda _: False
+    driver.runner.read_draft(0, 0, 30)
+    draft.when = lambda tokens: tokens.shape[1] == 1  # the second of its passes
     _, fault = driver.step(proposals=(3,))
     assert fault is not None
+    assert read._read == 0
+    assert read._row is None
     driver.read(0)
     driver.run((0,), rows=[0])
     driver.check(0)
