@@ -24,6 +24,11 @@ JOBS ?= 2
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
 
+# What is compiled is kept, also where the shell says otherwise: the tests start a hundred servers. The
+# tests are on all cores already, so threads of BLAS would only wait for each other.
+quick test test-long: export PYTHONDONTWRITEBYTECODE :=
+quick test test-long: export OPENBLAS_NUM_THREADS := 1
+
 quick: check  ## lint, types, then the tests that need neither socket nor process: under a minute
 	MLXSRV_TESTS=quick $(BIN)/python -m pytest -q -n $(JOBS) --ignore tests/web --ignore tests/server \
 	  -m 'not (slow or served or long)' $(ARGS)

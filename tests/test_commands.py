@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.effort import often
 from tests.support.serving import environment
 from tests.support.tiny import write_model
 
@@ -72,13 +73,18 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "told"),
     [
-        (("models", "--port", "x"), 2, "--port"),
         (("models", "--pin", "nobody"), 2, "'nobody' is not served here"),
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
-        (("pull", "../x"), 2, "'../x'"),
         (("pull", "org/name"), 1, "org/name"),
-        (("connect",), 2, "name a client; there are: codex, "),
         (("connect", "nobody"), 2, "there is no client 'nobody'; there are: codex, "),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                (("models", "--port", "x"), 2, "--port"),
+                (("pull", "../x"), 2, "'../x'"),
+                (("connect",), 2, "name a client; there are: codex, "),
+            )
+        ),
     ],
 )
 def test_what_is_wrong_is_one_line(
@@ -92,7 +98,7 @@ def test_what_is_wrong_is_one_line(
     assert done.stderr.startswith("mlxsrv: ")
 
 
-@pytest.mark.parametrize("command", ["models", "pull", "connect"])
+@pytest.mark.parametrize("command", often(["models", "pull", "connect"], ["pull"]))
 def test_each_command_has_help(command: str) -> None:
     shown = run(command, "--help")
     assert shown.returncode == 0

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 import mlxsrv
 from mlxsrv.configuration import option_parser, options_table
-from mlxsrv.engine import row
+from mlxsrv.engine.scheduling import row
 from mlxsrv.errors import ServeError
 from mlxsrv.models.pool import model
 from mlxsrv.service import lifecycle

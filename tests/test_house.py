@@ -57,7 +57,6 @@ WITHOUT_MLX = {
     "engine/orders",
     "engine/outcomes",
     "engine/plans",
-    "engine/row",
     "engine/scheduling",
     "engine/runner",
     "engine/watchdog",

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from tests.support.client import CHAT, answer, ask, chat, stream
+from tests.support.effort import often
 from tests.support.fixtures import Folders
 from tests.support.serving import PATIENCE, Server, serving, wait_for
 
@@ -46,7 +47,7 @@ def turned_away(clients: list[socket.socket]) -> list[bytes]:
     return told
 
 
-@pytest.fixture(params=["uvloop", "asyncio"])
+@pytest.fixture(params=often(["uvloop", "asyncio"], ["uvloop"]))
 def cramped(request: pytest.FixtureRequest, folders: Folders, tmp_path: Path) -> Iterator[Server]:
     """A server with few descriptors, on each of uvicorn's event loops."""
     variables = {}

@@ -28,7 +28,7 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.service.service import Service, check_models
 from mlxsrv.settings import Settings, SettingsError
-from tests.support.effort import examples
+from tests.support.effort import examples, often
 from tests.support.fixtures import ModelFolder
 from tests.support.scripted import cut, write_scripted
 from tests.support.tiny import CHAT_TEMPLATE, VOCABULARY, make_tokenizer
@@ -153,8 +153,13 @@ FORMS: dict[str, RegexForm | GrammarForm] = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize(
+    ("form", "required"),
+    often(
+        [(form, required) for form in FORMS for required in (True, False)],
+        [("regex", True), ("regular", False), ("recursive", False)],
+    ),
+)
 def test_the_input_of_a_custom_tool_follows_its_grammar(
     model_folder: ModelFolder, form: str, required: bool
 ) -> None:

@@ -206,7 +206,7 @@ def test_a_client_that_stops_reading_keeps_its_row_no_longer_than_a_request_may_
 ) -> None:
     # The name is in every frame: with a long one the buffers between the two are soon full.
     name = "/".join(["m" * 200] * 15)
-    options = ["--max-concurrency", "1", "--request-timeout", "3"]
+    options = ["--max-concurrency", "1", "--request-timeout", "2"]
     with (
         serving(tmp_path, "--model", f"{name}={folders.endless}", *options) as server,
         server.client() as client,
@@ -214,5 +214,5 @@ def test_a_client_that_stops_reading_keeps_its_row_no_longer_than_a_request_may_
         assert answer(ask(client, chat()))
         with RawClient(server, endless()) as stalled:
             stalled.until(FIRST_CONTENT)
-            time.sleep(3)
+            time.sleep(2)
             assert answer(ask(client, chat()))

@@ -104,7 +104,7 @@ def at_rest(client: httpx.Client) -> bool:
 
 def refusal_beside_others(client: httpx.Client, bodies: Sequence[Body]) -> list[httpx.Response]:
     """Send `bodies` while other requests are answered; those must get their right text."""
-    others = [chat(f"Tell me of number {i}.", max_tokens=80) for i in range(3)]
+    others = [chat(f"Tell me of number {i}.", max_tokens=40) for i in range(3)]
     others += [each | {"temperature": 0.8, "seed": 7} for each in others]
     expected = [answer(ask(client, body)) for body in others]
     with ThreadPoolExecutor(16) as threads:

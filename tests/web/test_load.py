@@ -21,7 +21,6 @@ from tests.support.client import RawClient, answer, ask, chat
 from tests.support.fixtures import Folders
 from tests.support.serving import PATIENCE, Server, serving, wait_for
 
-CROWD = 1000
 ROWS = 32
 TOKENS = 4
 
@@ -51,18 +50,27 @@ def descriptors(wanted: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+def test_hundreds_at_once_are_served_in_their_order(folders: Folders, tmp_path: Path) -> None:
+    check_order(folders, tmp_path, 300)
+
+
+@pytest.mark.long
 def test_a_thousand_at_once_are_served_in_their_order(folders: Folders, tmp_path: Path) -> None:
+    check_order(folders, tmp_path, 1000)
+
+
+def check_order(folders: Folders, folder: Path, crowd: int) -> None:
     options = ["--max-concurrency", str(ROWS), "--max-queue", "2000"]
     with (
-        descriptors(CROWD + 200),
-        serving(tmp_path, "--model", f"t={folders.plain}", *options) as server,
+        descriptors(crowd + 200),
+        serving(folder, "--model", f"t={folders.plain}", *options) as server,
         server.client() as client,
     ):
         expected = answer(ask(client, chat("Tell me.", max_tokens=TOKENS)))
         load = Load(
             url=server.url,
-            concurrency=CROWD,
-            requests=CROWD,
+            concurrency=crowd,
+            requests=crowd,
             bodies=(chat("Tell me.", max_tokens=TOKENS),),
             keep_text=True,
         )
@@ -79,7 +87,7 @@ def test_a_thousand_at_once_are_served_in_their_order(folders: Folders, tmp_path
         assert {sample.text for sample in samples} == {expected}
         assert {sample.usage for sample in samples} == {TOKENS}
         # They are sent in this order, a moment apart; the server may take up some of them first.
-        order = sorted(range(CROWD), key=lambda i: samples[i].arrivals[0])
+        order = sorted(range(crowd), key=lambda i: samples[i].arrivals[0])
         moved = [abs(rank - i) for rank, i in enumerate(order)]
         assert max(moved) <= 2 * ROWS, "nobody waits for more than came before, and two batches"
         assert idle(client)
@@ -126,7 +134,7 @@ def test_those_who_read_nothing_slow_nobody_and_hold_little(
 def test_a_connection_that_takes_nothing_is_cut_off(folders: Folders, tmp_path: Path) -> None:
     model = f"{LONG_NAME}={folders.endless}"
     with (
-        serving(tmp_path, "--model", model, "--stall-timeout", "2") as server,
+        serving(tmp_path, "--model", model, "--stall-timeout", "1") as server,
         server.client() as client,
         ExitStack() as stack,
     ):

@@ -32,12 +32,16 @@ from tests.support.client import (
     refused,
     stream,
 )
+from tests.support.effort import examples, often
 from tests.support.serving import PATIENCE, Server, hosted, serving, wait_for
 from tests.support.tiny import write_model
 
 FOR_EVER = 500_000
-LONG = 1000
+LONG = 600
 """Tokens that last until others have been asked for."""
+
+STORM = examples(250)
+"""Requests that come at random."""
 
 KEEPALIVE = rb": keep-alive\n\n"
 JSON = {"Accept": "application/json"}
@@ -204,7 +208,7 @@ def test_two_clients_that_alternate_are_both_answered(one: Server) -> None:
         return [(model, text(one, model, 5)) for model in models]
 
     with ThreadPoolExecutor(2) as threads:
-        answers = threads.map(alternate, ["xy" * 12, "yx" * 12])
+        answers = threads.map(alternate, ["xy" * 6, "yx" * 6])
     for model, said in (pair for pairs in answers for pair in pairs):
         assert said == right[model]
 
@@ -420,7 +424,7 @@ def test_preloaded_pinned_and_idle_models(many: Server) -> None:
 # All at once.
 
 
-@pytest.mark.parametrize("room", [1, 2])
+@pytest.mark.parametrize("room", often([1, 2], [1]))
 def test_requests_for_three_models_come_and_go(places: Places, tmp_path: Path, room: int) -> None:
     """At random, 16 at a time: every answer is its model's, and nothing is left over."""
     dice = random.Random(room)
@@ -440,7 +444,7 @@ def test_requests_for_three_models_come_and_go(places: Places, tmp_path: Path, r
         )
         assert len(states(server)) <= room
         assert "Traceback" not in server.log_text()
-    assert min(ends[end] for end in ("answered", "left", "failed")) > 10
+    assert min(ends[end] for end in ("answered", "left", "failed")) >= STORM // 20
 
 
 async def _storm(
@@ -458,7 +462,7 @@ async def _storm(
                     ends["left"] += 1
 
         async with asyncio.TaskGroup() as group:
-            for _ in range(200):
+            for _ in range(STORM):
                 body = chat(
                     model=dice.choice(["x", "x", "y", "y", "broken"]),
                     max_tokens=dice.choice([1, 10, 60]),

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.support.client import Body, ask, chat
+from tests.support.effort import often
 from tests.support.fixtures import Folders
 from tests.support.ollama import RECORDED, Line, check_type, read_lines
 from tests.support.scripted import cut, write_scripted
@@ -441,7 +442,7 @@ def impatient(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server
 
 
-@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+@pytest.mark.parametrize("path", often(["/api/chat", "/api/generate"], ["/api/chat"]))
 def test_who_waits_gets_empty_lines_and_then_the_error(impatient: Server, path: str) -> None:
     endless = {"model": "t", "prompt": "Hello", "options": {"num_predict": -1}}
     body = {"model": "t", "messages": HELLO, "prompt": "Hello"}

@@ -10,6 +10,7 @@ from tests.soak.crowd import DEEDS
 from tests.soak.run import format_run, soak
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="what is held is read in /proc")
 def test_a_crowd_leaves_nothing_behind(tmp_path: Path) -> None:
     run = soak(tmp_path, seconds=3, members=12)

@@ -26,6 +26,7 @@ from tests.support.client import (
     stream,
     stream_async,
 )
+from tests.support.effort import often
 from tests.support.fixtures import Folders
 from tests.support.serving import Server, serving
 
@@ -71,7 +72,7 @@ def test_nothing_is_kept_alive_while_tokens_flow(narrow: Server) -> None:
     with RawClient(narrow, chat(max_tokens=FOR_EVER, stream=True)) as client:
         client.until(FIRST_CONTENT)
         before = time.monotonic()
-        while time.monotonic() - before < 1.5:
+        while time.monotonic() - before < 0.9:  # three times the keep-alive
             seen = len(client.data)
             client.until(rb"(?s).{%d}" % (seen + 1))
         assert b": keep-alive" not in client.data
@@ -137,9 +138,9 @@ def test_a_deadline_frees_the_row(hurried: Server) -> None:
 
 
 def test_tokens_are_sent_as_they_are_made(client: httpx.Client) -> None:
-    came = list(arrivals(client, chat(max_tokens=1500)))
+    came = list(arrivals(client, chat(max_tokens=600)))
     times = [when for when, data in came if data != "[DONE]" and json.loads(data)["choices"]]
-    assert len(times) > 1000
+    assert len(times) > 400
     whole = times[-1] - times[0]
     assert times[len(times) // 4] - times[0] < whole / 2
     gaps = [later - sooner for sooner, later in pairwise(times)]
@@ -151,7 +152,7 @@ def test_many_streams_at_once_say_what_each_says_alone(
 ) -> None:
     bodies = [
         chat(f"Say {i}" + " and more" * (i % 7), max_tokens=16 + i % 9, temperature=0)
-        for i in range(32)
+        for i in range(16)
     ]
     alone = [answer(ask(client, body)) for body in bodies]
 
@@ -164,7 +165,8 @@ def test_many_streams_at_once_say_what_each_says_alone(
 
 
 @pytest.mark.parametrize(
-    "prompt", ["👩‍👩‍👧‍👦 🇫🇷 👍🏽", "你好，世界。", "안녕하세요 ❤️", "Žluťoučký kůň"]
+    "prompt",
+    often(["👩‍👩‍👧‍👦 🇫🇷 👍🏽", "你好，世界。", "안녕하세요 ❤️", "Žluťoučký kůň"], ["你好，世界。"]),
 )
 def test_characters_are_whole(client: httpx.Client, prompt: str) -> None:
     # With this seed the random model writes no byte by itself that begins no character.
@@ -184,5 +186,5 @@ if sys.platform == "linux":
         ask(client, chat())
         time.sleep(0.5)
         before = _cpu_seconds(server.process.pid)
-        time.sleep(3)
-        assert _cpu_seconds(server.process.pid) - before < 0.03 + 0.01  # 1 %, and one tick
+        time.sleep(2)
+        assert _cpu_seconds(server.process.pid) - before < 0.02 + 0.01  # 1 %, and one tick

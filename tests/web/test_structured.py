@@ -32,7 +32,7 @@ from tests.support.client import (
     refused,
     stream,
 )
-from tests.support.effort import examples
+from tests.support.effort import examples, often
 from tests.support.fixtures import Folders
 from tests.support.serving import Server, serving, wait_for
 from tests.support.tiny import END_TOKENS, VOCABULARY, make_tokenizer
@@ -172,7 +172,7 @@ def texts(client: httpx.Client, body: Body, path: str) -> list[str]:
 def test_what_ends_by_itself_is_json_of_its_schema(client: httpx.Client) -> None:
     reasons: list[str] = []
 
-    @settings(max_examples=examples(15))  # each starts a process of the server
+    @settings(max_examples=examples(15, usual=4))  # each starts a process of the server
     @given(path=st.sampled_from([*FORMS]), schema=SCHEMAS, seed=st.integers(0, 2**40))
     def check(path: str, schema: Schema, seed: int) -> None:
         asked = schema_format(schema) if path == CHAT else {"guided_json": json.dumps(schema)}
@@ -192,7 +192,7 @@ def test_what_ends_by_itself_is_json_of_its_schema(client: httpx.Client) -> None
 # Each kind, with all else that a request may ask for.
 
 
-@each_case
+@each_form
 def test_all_choices_obey(client: httpx.Client, path: str, kind: str) -> None:
     said = answers(client, sampled(path, kind, n=3), path)
     assert said == [Said(choice.content, "", [], "stop") for choice in said]
@@ -243,7 +243,12 @@ def token_bytes(told: Any) -> bytes:
     ],
     ids=["penalties", "rewards", "filters", "greedy", "what it needs is banned"],
 )
-@pytest.mark.parametrize("kind", ["strict", "guided_regex", "guided_choice", "guided_grammar"])
+@pytest.mark.parametrize(
+    "kind",
+    often(
+        ["strict", "guided_regex", "guided_choice", "guided_grammar"], ["strict", "guided_regex"]
+    ),
+)
 def test_no_sampling_leads_out_of_it(client: httpx.Client, kind: str, fields: Body) -> None:
     [said] = answers(client, sampled(CHAT, kind, **fields))
     assert said.reason == "stop"
@@ -272,8 +277,7 @@ def test_rows_with_and_without_do_not_disturb_each_other(
 @pytest.mark.parametrize(
     ("model", "kind"),
     [
-        *(("thinking", kind) for kind in KINDS if kind not in ALIASES),
-        *(pytest.param("thinking", kind, marks=pytest.mark.long) for kind in sorted(ALIASES)),
+        *often([("thinking", kind) for kind in KINDS], [("thinking", "guided_regex")]),
         ("demo", "strict"),
     ],
 )
@@ -329,7 +333,7 @@ def test_one_call_where_there_is_to_be_one(client: httpx.Client, choice: str) ->
         assert choice in ("required", name)
 
 
-@pytest.mark.parametrize("kind", ["json_object", "strict", "guided_json"])
+@pytest.mark.parametrize("kind", often(["json_object", "strict", "guided_json"], ["strict"]))
 def test_beside_tools_json_or_a_call_comes(client: httpx.Client, kind: str) -> None:
     fields, obeys = KINDS[kind]
     reasons = set()
@@ -349,11 +353,10 @@ def test_beside_tools_json_or_a_call_comes(client: httpx.Client, kind: str) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "a <think> b",
+        *("<tool_call>a", "a<|im_end|>b"),
+        pytest.param("a <think> b", marks=pytest.mark.long),
         pytest.param("a </think> b", marks=pytest.mark.long),
-        "<tool_call>a",
         pytest.param("a </tool_call> b", marks=pytest.mark.long),
-        "a<|im_end|>b",
     ],
 )
 def test_what_a_schema_spells_like_a_marker_is_text(client: httpx.Client, text: str) -> None:
@@ -407,6 +410,7 @@ def test_what_cannot_be_followed_is_refused(
     assert answer(ask(client, FORMS[path](), path))
 
 
+@pytest.mark.long
 def test_a_grammar_that_never_compiles_is_refused_and_nobody_waits(narrow: Server) -> None:
     """Those who leave meanwhile leave nothing behind."""
     stuck = chat(guided_json=NEVER_COMPILED)
@@ -463,7 +467,7 @@ def asking(fields: Body) -> str:
         *((CHAT, {**asked, "tools": OFFERED}) for asked in (OBJECT, only("ping"))),
     ],
 )
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", often([False, True], [True]))
 def test_without_the_library_it_is_refused(
     bare: httpx.Client, path: str, fields: Body, streaming: bool
 ) -> None:

@@ -23,6 +23,7 @@ from tests.support.client import (
     refused,
     stream,
 )
+from tests.support.effort import often
 from tests.support.fixtures import Folders
 from tests.support.serving import Server, serving, wait_for
 from tests.web.test_faults import serving as serving_faulty
@@ -158,7 +159,7 @@ def test_an_engine_that_stands_still_is_a_timeout(folders: Folders, tmp_path: Pa
         error = refused(client.post(COMPLETIONS, json=slow), 504, "timeout")
         assert STALL * 0.9 < time.monotonic() - begun < faulty.SLOW_SECONDS
         assert "--stall-timeout" in error["message"]
-        time.sleep(faulty.SLOW_SECONDS)
+        wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="it goes on")
 
         with RawClient(server, chat(max_tokens=FOR_EVER, stream=True)) as running:
             running.until(FIRST_CONTENT)
@@ -169,8 +170,7 @@ def test_an_engine_that_stands_still_is_a_timeout(folders: Folders, tmp_path: Pa
             running.until(rb"\[DONE\]")
             assert b'"finish_reason":"timeout"' in running.data
             assert b'"error"' not in running.data
-        time.sleep(faulty.SLOW_SECONDS)
-        assert answer(ask(client, chat())), "and it works again"
+        wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="it works again")
         wait_for(lambda: not _engine(server)["rows"], why="the rows are free")
 
 
@@ -205,7 +205,10 @@ def hasty(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.mark.parametrize(
     ("first", "more"),
-    [(33, {}), (50, {"return_token_ids": True}), (51, {"echo": True})],
+    often(
+        [(33, {}), (50, {"return_token_ids": True}), (51, {"echo": True})],
+        [(50, {"return_token_ids": True})],
+    ),
     ids=["plain", "return_token_ids", "echo"],
 )
 def test_who_asks_again_after_a_timeout_gets_an_answer_in_the_end(
@@ -224,7 +227,7 @@ def test_who_asks_again_after_a_timeout_gets_an_answer_in_the_end(
     assert 0 < usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
 
 
-@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("streaming", often([True, False], [False]))
 def test_what_was_read_for_one_who_hung_up_is_there_for_the_next(
     patient: Server, streaming: bool
 ) -> None:

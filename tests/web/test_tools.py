@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from tests.support.client import CHAT, Body, Streamed, ask, chat, check_schema, refused, stream
+from tests.support.effort import often
 from tests.support.scripted import cut, write_scripted
 from tests.support.serving import Server, serving
 from tests.support.tiny import CHAT_TEMPLATE
@@ -334,7 +335,7 @@ def test_without_parallel_calls_the_first_ends_the_answer(client: httpx.Client) 
     assert body["usage"]["completion_tokens"] < usage["completion_tokens"]
 
 
-@pytest.mark.parametrize("model", ["one", "two", "thinks", "coder"])
+@pytest.mark.parametrize("model", often(["one", "two", "thinks", "coder"], ["two"]))
 def test_an_answer_cut_at_any_token_has_the_call_as_far_as_it_came(
     client: httpx.Client, model: str
 ) -> None:

@@ -1,1 +1,1 @@
-"""Run the model: prefill, decode steps, speculative decoding, recovery from faults."""
+"""Run the model as plans say: prefill, decode steps, speculative decoding."""

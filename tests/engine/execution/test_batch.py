@@ -17,7 +17,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import forward
 from mlxsrv.generation.parameters import Sampling
-from tests.support.effort import per_cache
+from tests.support.effort import often, per_cache
 from tests.support.greedy import assert_greedy
 from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES
@@ -72,7 +72,7 @@ def solo(model: Any, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     return [int(token) for token, _ in steps]
 
 
-@pytest.mark.parametrize("family", per_cache(SMALL))
+@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "mamba2"]))
 @pytest.mark.slow
 def test_a_row_alone_equals_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
@@ -98,7 +98,7 @@ def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None
     assert batch.idle
 
 
-@pytest.mark.parametrize("family", per_cache(SMALL))
+@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "gpt_oss", "qwen3_next"]))
 @pytest.mark.slow
 def test_rows_in_sub_batches_of_their_own_equal_mlx_lm(models: Any, family: str) -> None:
     model = models(family)

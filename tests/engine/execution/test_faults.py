@@ -35,6 +35,7 @@ from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.errors import ModelNotLoaded
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling, Steering
+from tests.support.effort import often
 from tests.support.saes import write_sae
 from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, write_model
@@ -223,7 +224,11 @@ def on_token(poison: int, error: type[Exception] = RuntimeError) -> Fault:
 
 
 @pytest.mark.parametrize(
-    ("family", "padding"), [*((family, None) for family in BATCHED), ("qwen3", 0)]
+    ("family", "padding"),
+    often(
+        [*((family, None) for family in BATCHED), ("qwen3", 0)],
+        [("qwen3", 0), ("gemma3_text", None), ("qwen3_next", None)],
+    ),
 )
 @pytest.mark.slow
 def test_one_error_in_any_step_costs_nobody_a_token(
@@ -489,7 +494,7 @@ def short_of_memory(most: int) -> Fault:
     return fault
 
 
-@pytest.mark.parametrize("most", [1, 3, 5])
+@pytest.mark.parametrize("most", often([1, 3, 5], [1, 3]))
 @pytest.mark.slow
 def test_too_many_rows_for_the_memory_become_fewer(models: Any, most: int) -> None:
     model = models("qwen3")

@@ -74,6 +74,7 @@ def test_the_scan_is_kept_whole() -> None:
     assert out == "None True\n"
 
 
+@pytest.mark.long
 def test_once_they_are_there_nothing_is_done() -> None:
     out = run("""
         import sys
@@ -90,10 +91,10 @@ def test_once_they_are_there_nothing_is_done() -> None:
     ("chosen", "applied"),
     [
         ("", {"transformers", "mlx-lm"}),
-        ("off", set()),
-        pytest.param("openblas", set(), marks=pytest.mark.long),
         ("openblas, transformers", {"transformers"}),
-        ("mlx-lm", {"mlx-lm"}),
+        pytest.param("off", set(), marks=pytest.mark.long),
+        pytest.param("openblas", set(), marks=pytest.mark.long),
+        pytest.param("mlx-lm", {"mlx-lm"}, marks=pytest.mark.long),
     ],
 )
 def test_each_patch_has_a_switch_and_a_log_line(chosen: str, applied: set[str]) -> None:
@@ -148,7 +149,14 @@ def test_a_version_without_the_scan_is_left_as_it_is() -> None:
     assert {name for name in vars(module) if not name.startswith("__")} == {"kept"}
 
 
-@pytest.mark.parametrize("limits", [(100, 100), (256, 4000), (3000, 3000)])
+@pytest.mark.parametrize(
+    "limits",
+    [
+        (256, 4000),
+        pytest.param((100, 100), marks=pytest.mark.long),
+        pytest.param((3000, 3000), marks=pytest.mark.long),
+    ],
+)
 def test_the_limit_of_open_files_stays_as_it_was(limits: tuple[int, int]) -> None:
     """Also where there is no privilege: then mlx-lm could neither raise it nor give it back."""
     out = run(f"""

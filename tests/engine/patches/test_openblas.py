@@ -92,6 +92,7 @@ def test_once_is_as_good_as_twice() -> None:
     assert out == "patch openblas: MLX multiplies float32 matrices with OpenBLAS\n"
 
 
+@pytest.mark.long
 def test_a_variable_turns_it_off() -> None:
     code = """
         before = products()

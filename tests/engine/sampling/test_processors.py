@@ -26,7 +26,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.sampling.processors import Penalties
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Mask, Sampling
-from tests.support.effort import per_cache
+from tests.support.effort import often, per_cache
 from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES
 
@@ -57,6 +57,9 @@ def tokens_of(events: list[Event], number: int) -> list[Token]:
     return [event for event in events if isinstance(event, Token) and event.job == number]
 
 
+SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
+
+
 def ids_of(events: list[Event], number: int) -> list[int]:
     return [token.id for token in tokens_of(events, number)]
 
@@ -72,7 +75,7 @@ def reference(model: Any, tokens: tuple[int, ...], count: int, **processors: Any
     return [(int(token), np.asarray(logprobs)) for token, logprobs in steps]
 
 
-@pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))
+@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "qwen3_next"]))
 def test_log_probabilities_equal_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     batch = make(model)
@@ -301,7 +304,7 @@ def expected_scores(model: Any, tokens: tuple[int, ...]) -> np.ndarray[Any, Any]
     return logprobs
 
 
-@pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))
+@pytest.mark.parametrize("family", per_cache(SMALL))
 def test_a_scored_prompt_equals_one_pass_of_the_model(models: Any, family: str) -> None:
     model = models(family)
     tokens = prompt(5, 70)
@@ -325,7 +328,7 @@ def test_a_scored_prompt_equals_one_pass_of_the_model(models: Any, family: str) 
     assert len(ids_of(events, 1)) == 5
 
 
-@pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))
+@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "llama4"]))
 def test_jobs_with_one_prompt_read_it_once(models: Any, family: str) -> None:
     model = models(family)
     read: list[int] = []

@@ -28,7 +28,7 @@ from mlxsrv.engine.steering.plan import SteeringPlan, forward
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Sampling, Steering
 from tests.engine.execution.test_speculation import Always
-from tests.support.effort import per_cache
+from tests.support.effort import often, per_cache
 from tests.support.saes import make_arrays, write_sae, write_safetensors
 from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, write_model
@@ -176,7 +176,7 @@ def only(steerer: Steerer, steering: Steering | None) -> SteeringPlan | None:
     return steerer.plan([steerer.prepare(steering)])
 
 
-@pytest.mark.parametrize("family", per_cache(SMALL))
+@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "llama4", "mamba2"]))
 @pytest.mark.slow
 def test_rows_steered_differently_say_what_each_says_alone(
     models: Models, family: str, sae: Path

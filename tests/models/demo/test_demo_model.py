@@ -113,7 +113,7 @@ def test_mlx_lm_finds_tool_parser_and_thinking(demo: Demo) -> None:
     assert demo.tokenizer.decode(sorted(demo.tokenizer.eos_token_ids)) == "<|endoftext|><|im_end|>"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_held_out_questions_get_their_topics_answer(demo: Demo) -> None:
     """Wordings that the model has never read; one in three, typed in turn with care and without."""
     questions = held_out_questions()[::3]
@@ -252,6 +252,7 @@ def test_tokenizer_gives_back_any_text(text: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_held_out_questions_are_not_in_the_training_text() -> None:
     read = "\n".join(
         normal(message["content"])

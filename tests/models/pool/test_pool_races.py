@@ -33,6 +33,7 @@ from mlxsrv.models.pool.model import FOLLOWING, LoadState, Model
 from mlxsrv.models.pool.model_files import ModelFiles
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.settings import Settings
+from tests.support.effort import examples
 
 SIZES = {"a": 10, "b": 20, "c": 30, "broken": 10, "unhealthy": 10}
 """Bytes of the models that there are. The last two can never be loaded, one of them because of its
@@ -333,7 +334,7 @@ def moves(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[Move]]:
 
 # The play.
 
-SEEDS = 80
+SEEDS = examples(100)
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,11 @@ from mlxsrv.engine.orders import Attach
 from mlxsrv.errors import SAEIncompatible, SAENotAttached, ServeError
 from mlxsrv.models.pool.attachments import Attachments
 from tests.models.pool.test_pool_races import Engine, How, World, folder, moves, run, turns
+from tests.support.effort import examples
 
 __all__ = ["folder", "moves"]  # fixtures
 
-SEEDS = 40
+SEEDS = examples(50)
 SAE_BYTES = 5
 
 

@@ -198,7 +198,7 @@ SCHEMAS: st.SearchStrategy[Schema] = st.builds(
 )
 
 
-@settings(max_examples=examples(60))  # each starts a process
+@settings(max_examples=examples(60, usual=10))  # each starts a process
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_text_that_ends_is_valid_json_of_its_schema(
     model: Model, schema: Schema, seed: int

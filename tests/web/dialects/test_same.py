@@ -114,8 +114,8 @@ CASES = {
     "limit in thoughts": asking(limit=4),
     "odd text": asking(ODD, model="odd", system=ODD),
     "odd call": asking(model="odd-call", tools=[WEATHER], limit=200),
-    "long text": asking("Tell me of the sea.", model="t", limit=60),
-    "seed": asking("Tell me of the sea.", model="t", limit=40, temperature=0.9, seed=7),
+    "long text": asking("Tell me of the sea.", model="t", limit=24),
+    "seed": asking("Tell me of the sea.", model="t", limit=16, temperature=0.9, seed=7),
 }
 
 

@@ -119,21 +119,21 @@ def test_null_is_the_default(kind: Kind, field: str) -> None:
     assert kind.decode(json.dumps(kind.base | {field: None}).encode()) == absent
 
 
-@pytest.mark.parametrize("raw", ["NaN", "Infinity", "-Infinity", "nan", "+1", "'a'"])
 @pytest.mark.parametrize(("kind", "field"), _fields(optional=False))
-def test_what_json_cannot_say_is_not_json(kind: Kind, field: str, raw: str) -> None:
-    error = refusal(kind, with_raw(kind.base, field, raw))
-    assert isinstance(error, InvalidJSON)
-    assert error.param is None
+def test_what_json_cannot_say_is_not_json(kind: Kind, field: str) -> None:
+    for raw in ("NaN", "Infinity", "-Infinity", "nan", "+1", "'a'"):
+        error = refusal(kind, with_raw(kind.base, field, raw))
+        assert isinstance(error, InvalidJSON), raw
+        assert error.param is None
 
 
-@pytest.mark.parametrize("raw", ["1e999", "-1e999", "9" * 5000, "[" * 5000 + "]" * 5000])
 @pytest.mark.parametrize(("kind", "field"), _fields(optional=False))
-def test_a_value_beyond_all_bounds_is_the_clients_fault(kind: Kind, field: str, raw: str) -> None:
-    error = refusal(kind, with_raw(kind.base, field, raw))
-    assert error.code in {"invalid_value", "invalid_json"}
-    if raw[0] != "[":
-        assert error.param == field
+def test_a_value_beyond_all_bounds_is_the_clients_fault(kind: Kind, field: str) -> None:
+    for raw in ("1e999", "-1e999", "9" * 5000, "[" * 5000 + "]" * 5000):
+        error = refusal(kind, with_raw(kind.base, field, raw))
+        assert error.code in {"invalid_value", "invalid_json"}, raw[:9]
+        if raw[0] != "[":
+            assert error.param == field, raw[:9]
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
