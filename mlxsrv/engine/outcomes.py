@@ -105,6 +105,13 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
     waited: float = 0.0
 
 
+class DraftRead(msgspec.Struct, frozen=True, tag=True):
+    """The draft model has read; `waited` is when the step before was complete, by the clock of
+    `Outcome.began`."""
+
+    waited: float
+
+
 class TextsRead(msgspec.Struct, frozen=True, tag=True):
     """The vectors of the jobs that are complete, by job. The pass had so many `tokens`, padding
     included."""
@@ -212,6 +219,7 @@ Done = (
     | Kept
     | PromptsRead
     | Decoded
+    | DraftRead
     | TextsRead
     | LoadStep
     | AttachStep

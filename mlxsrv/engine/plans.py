@@ -134,7 +134,7 @@ class Decode(_Work, frozen=True):
 
 class ReadDraft(_Work, frozen=True):
     """Have the draft model read `tokens` more of a row's text, behind the first `begin`, which are
-    those that it has in common with the text that it has read. Done: None."""
+    those that it has in common with the text that it has read. Done: DraftRead."""
 
     title = "reading with the draft model"
 

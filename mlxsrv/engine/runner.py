@@ -115,7 +115,7 @@ class Runner:
             case Read():
                 return text.read(work.spans)
             case ReadDraft():
-                text.read_draft(work.row, work.begin, work.tokens)
+                return text.read_draft(work.row, work.begin, work.tokens)
             case DetachSAE():
                 steerer.detach()
                 text.replan()

@@ -140,7 +140,7 @@ class TextEngine:
             case Decode():
                 return self.runner.decode(work)
             case ReadDraft():
-                self.runner.read_draft(work.row, work.begin, work.tokens)
+                return self.runner.read_draft(work.row, work.begin, work.tokens), None
             case _:
                 raise AssertionError(work)
         return None, None

@@ -173,6 +173,11 @@ class Decoder:
         """Make the step anew: what is watched has changed."""
         self._step = None
 
+    def wait(self) -> None:
+        """Wait for the step under way."""
+        if self._inputs is not None:
+            mx.eval(self._inputs)
+
     # Plain steps.
 
     def run_step(self, told: Told) -> None:

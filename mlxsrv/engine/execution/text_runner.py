@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -39,6 +40,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import (
     Admitted,
     Decoded,
+    DraftRead,
     Fault,
     Kept,
     KeptPrompt,
@@ -322,7 +324,7 @@ class TextRunner:
 
     # The draft model.
 
-    def read_draft(self, row: int, begin: int, tokens: int) -> None:
+    def read_draft(self, row: int, begin: int, tokens: int) -> DraftRead:
         """Have the draft model read `tokens` more of a row's text, behind the first `begin`.
 
         Raises:
@@ -330,12 +332,15 @@ class TextRunner:
         """
         if self._draft is None:
             raise RuntimeError("there is no draft model")
+        self._main.wait()  # so that a step under way is not timed as well
+        waited = perf_counter()
         try:
             self._draft.follow(self._rows[row], begin)
             self._draft.read(tokens)
         except Exception:
             self._draft.forget()
             raise
+        return DraftRead(waited)
 
 
 def _make_draft(model: Any, caches: KVCacheFactory, draft: Any | None) -> Draft | None:

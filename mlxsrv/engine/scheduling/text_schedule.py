@@ -26,6 +26,7 @@ from mlxsrv.engine.events import (
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import (
     Decoded,
+    DraftRead,
     Fault,
     Outcome,
     PromptsRead,
@@ -246,7 +247,8 @@ class TextSchedule:
         if outcome.fault is not None:
             self._give_up_drafts()
         elif self._drafts is not None and (row := self._book.find(work.row)) is not None:
-            self._drafts.saw_reading(row, work.begin, work.tokens, outcome.seconds)
+            waited = outcome.done.waited if isinstance(outcome.done, DraftRead) else outcome.began
+            self._drafts.saw_reading(row, work.begin, work.tokens, outcome.ended - waited)
 
     def _give_up_drafts(self) -> None:
         _log.warning("the draft model may be to blame, and is no longer used")
