@@ -211,7 +211,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_key_file: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="File with more keys, one per line; # begins a comment. Read at start.",
+            description="File with more keys, one per line, each perhaps with priority=NUMBER; # "
+            "begins a comment. Read at start.",
             extra={"metavar": "FILE", "guards": True},
         ),
     ] = None
@@ -245,8 +246,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 32
     max_queue: Annotated[
         int,
-        Meta(ge=0, description="Requests that may wait for a row, per model; beyond that: 503."),
+        Meta(
+            ge=0,
+            description="Requests that may wait for a row, per model; beyond that: 503. One client "
+            "may have three quarters of the places that others leave.",
+        ),
     ] = 128
+    allow_priority: Annotated[
+        bool,
+        Meta(description="Let a request set its priority: a lower number is served earlier."),
+    ] = False
     max_choices: Annotated[
         int, Meta(ge=1, description="Most answers to one request: its prompts times `n`.")
     ] = 128

@@ -222,7 +222,8 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
         names_ids: whether tokens in log-probabilities are named by their ids.
         timed: whether the time that prompt and answer took is told.
         streamed: whether the answer is sent while it is written.
-        user: the client's name for its user, for the log.
+        user: the client's name for its user, for the log and for its turns.
+        priority: of the request, if it says so; a lower number is served earlier.
         keep_alive: seconds that the model stays loaded without a user after this request; infinity:
             until others need its memory; None: as before.
         paths: where a field stands in the request, if its path there is not the one that chat
@@ -251,6 +252,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
     timed: bool = False
     streamed: bool = False
     user: str | None = None
+    priority: int | None = None
     keep_alive: float | None = None
     paths: Mapping[str, str] = {}
 

@@ -74,6 +74,7 @@ class Choice:
         self.state = State.QUEUED
         self.finish: FinishReason | None = None  # set: the state is FINISHED or CLOSED
         self.cached_tokens = 0
+        self._prompt_tokens_read = 0
         self._scores = scores
         self._echo = echo
         self._tells_tokens = tells_tokens
@@ -97,6 +98,13 @@ class Choice:
     def waiting_tokens(self) -> int:
         """The number of tokens that have arrived and were not read yet."""
         return len(self._tokens)
+
+    @property
+    def cost(self) -> int:
+        """The number of tokens that the engine has read and generated for it so far. Tokens of the
+        prompt that were cached are not read, and those of a prompt that is not read to its end do
+        not count."""
+        return self._prompt_tokens_read + self.tokens + self.waiting_tokens
 
     def enter(self, state: State) -> None:
         """Change to `state`. Raises RuntimeError if it may not follow the current state."""
@@ -126,6 +134,7 @@ class Choice:
                     self._finish(event.finish)
             case PromptRead():
                 self.cached_tokens = event.cached
+                self._prompt_tokens_read = len(self.job.prompt) - event.cached
                 if self.index == 0:
                     self._opening.append(PromptDone(len(self.job.prompt), event.cached))
             case PromptScored():

@@ -101,7 +101,7 @@ class EmbeddingTask:
         try:
             vectors = await self._embed(order)
         finally:
-            lease.return_row(self)
+            lease.return_row(self, inputs.tokens)
         log(
             _log,
             logging.INFO,

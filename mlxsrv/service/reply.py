@@ -366,7 +366,7 @@ class Reply:
     def _cancel(self, choice: Choice) -> None:
         if self._engine is not None:
             self._engine.cancel(choice.job.id)  # does nothing for a job that is over
-        self._lease.return_row(choice)
+        self._lease.return_row(choice, choice.cost)
 
     def close(self) -> None:
         """Give back all that the reply holds: its rows, its place, its timers. Only the first call

@@ -30,6 +30,7 @@ from mlxsrv.errors import (
 from mlxsrv.generation.spec import ChatPrompt, GenerationSpec
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.pulls import Pulls, PullWatch
+from mlxsrv.models.pool.clients import Client
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
@@ -139,7 +140,9 @@ class Service:
 
     # Requests that generate text.
 
-    async def generate(self, spec: GenerationSpec, request_id: str, id: str) -> Reply:
+    async def generate(
+        self, spec: GenerationSpec, request_id: str, id: str, client: Client
+    ) -> Reply:
         """Make the reply to a request.
 
         Args:
@@ -150,7 +153,7 @@ class Service:
         """
         self._check_template(spec)
         self._check_choices(spec)
-        lease = await self._lease(spec.model)
+        lease = await self._lease(spec.model, client)
         lease.keep_alive = spec.keep_alive
         reply = Reply(self._resources, lease, spec, request_id, id, self._forget)
         self._replies.add(reply)
@@ -182,63 +185,73 @@ class Service:
                 param=path,
             )
 
-    async def _lease(self, model: str | None) -> Lease:
+    async def _lease(self, model: str | None, client: Client) -> Lease:
         """A claim on the model of this name, which may have to be looked for first."""
         entry = await self.pool.catalogue.find(model)
         if self._draining:
             raise ShuttingDown("the server is shutting down")
         if self.pool.failure is not None:
             raise EngineFailed("the inference engine has failed; restart the server")
-        return self.pool.lease(entry)
+        return self.pool.lease(entry, client)
 
     # Requests that compute numbers. All raise ServeError.
 
-    async def embed(self, request: EmbeddingRequest, request_id: str) -> EmbeddingList:
-        return (await self.embed_timed(request, request_id, None))[0]
+    async def embed(
+        self, request: EmbeddingRequest, request_id: str, client: Client
+    ) -> EmbeddingList:
+        return (await self.embed_timed(request, request_id, client, None))[0]
 
     async def embed_timed(
-        self, request: EmbeddingRequest, request_id: str, keep_alive: float | None
+        self,
+        request: EmbeddingRequest,
+        request_id: str,
+        client: Client,
+        keep_alive: float | None,
     ) -> tuple[EmbeddingList, float]:
         """As `embed`; also return the seconds for which the request waited for its model.
 
         Args:
             keep_alive: seconds that the model stays loaded without a user; None: as before.
         """
-        async with self._timed_work(request.model) as (lease, work):
+        async with self._timed_work(request.model, client) as (lease, work):
             lease.keep_alive = keep_alive
             task = EmbeddingTask(self._resources, lease, work, request_id)
             return await task.embed(request), lease.load_seconds
 
-    async def rerank(self, request: RerankRequest, request_id: str) -> RerankResponse:
-        async with self._timed_work(request.model) as (lease, work):
+    async def rerank(
+        self, request: RerankRequest, request_id: str, client: Client
+    ) -> RerankResponse:
+        async with self._timed_work(request.model, client) as (lease, work):
             return await EmbeddingTask(self._resources, lease, work, request_id).rerank(request)
 
-    async def score(self, request: ScoreRequest, request_id: str) -> ScoreList:
-        async with self._timed_work(request.model) as (lease, work):
+    async def score(self, request: ScoreRequest, request_id: str, client: Client) -> ScoreList:
+        async with self._timed_work(request.model, client) as (lease, work):
             return await EmbeddingTask(self._resources, lease, work, request_id).score(request)
 
     # Requests that need a tokenizer only. All raise ServeError.
 
-    async def tokenize(self, request: TokenizeRequest) -> TokenizeResponse:
-        return await self._with_tokenizer(request.model, partial(tokenize, request))
+    async def tokenize(self, request: TokenizeRequest, client: Client) -> TokenizeResponse:
+        return await self._with_tokenizer(request.model, client, partial(tokenize, request))
 
-    async def detokenize(self, request: DetokenizeRequest) -> DetokenizeResponse:
-        return await self._with_tokenizer(request.model, partial(detokenize, request))
+    async def detokenize(self, request: DetokenizeRequest, client: Client) -> DetokenizeResponse:
+        return await self._with_tokenizer(request.model, client, partial(detokenize, request))
 
-    async def apply_template(self, spec: GenerationSpec) -> AppliedTemplate:
+    async def apply_template(self, spec: GenerationSpec, client: Client) -> AppliedTemplate:
         self._check_template(spec)
-        return await self._with_tokenizer(spec.model, partial(apply_template, spec))
+        return await self._with_tokenizer(spec.model, client, partial(apply_template, spec))
 
-    async def count_tokens(self, spec: GenerationSpec) -> int:
+    async def count_tokens(self, spec: GenerationSpec, client: Client) -> int:
         """Return how many tokens the prompt of a chat has; nothing is generated."""
-        return await self._with_tokenizer(spec.model, partial(count_tokens, spec))
+        return await self._with_tokenizer(spec.model, client, partial(count_tokens, spec))
 
-    async def tokenizer_info(self, request: TokenizerQuery) -> TokenizerInfo:
-        return await self._with_tokenizer(request.model, tokenizer_info)
+    async def tokenizer_info(self, request: TokenizerQuery, client: Client) -> TokenizerInfo:
+        return await self._with_tokenizer(request.model, client, tokenizer_info)
 
-    async def _with_tokenizer(self, model: str | None, function: Callable[[Tokenizer], V]) -> V:
+    async def _with_tokenizer(
+        self, model: str | None, client: Client, function: Callable[[Tokenizer], V]
+    ) -> V:
         """Call `function` in a worker thread, which has the model's tokenizer to itself."""
-        async with self._timed_work(model) as (lease, work):
+        async with self._timed_work(model, client) as (lease, work):
             with work.run():
                 tokenizer = await lease.tokenizer()
                 work.enter(State.PREPARING)
@@ -246,9 +259,11 @@ class Service:
         raise AssertionError("it was done, or ended with an error")
 
     @contextlib.asynccontextmanager
-    async def _timed_work(self, model: str | None) -> AsyncIterator[tuple[Lease, TimedWork]]:
+    async def _timed_work(
+        self, model: str | None, client: Client
+    ) -> AsyncIterator[tuple[Lease, TimedWork]]:
         """A claim on a model, and the work that a time limit or a shutdown may end."""
-        lease = await self._lease(model)
+        lease = await self._lease(model, client)
         work = TimedWork(
             self.settings,
             loading=lambda: lease.model.progressing,
@@ -265,7 +280,7 @@ class Service:
 
     # Requests that only load or unload a model. Both raise ServeError.
 
-    async def load(self, model: str | None, keep_alive: float | None) -> float:
+    async def load(self, model: str | None, client: Client, keep_alive: float | None) -> float:
         """Have a model in memory.
 
         Args:
@@ -274,7 +289,7 @@ class Service:
         Returns:
             The seconds that its load took.
         """
-        async with self._timed_work(model) as (lease, work):
+        async with self._timed_work(model, client) as (lease, work):
             lease.keep_alive = keep_alive
             with work.run():
                 await lease.tokenizer()

@@ -100,6 +100,8 @@ def _model_state(model: ModelStatistics, engine: dict[str, int]) -> ModelState:
         requests=model.leases,
         rows=model.rows,
         max_rows=model.max_rows,
+        waiting_for_row=model.waiting_for_row,
+        waiting_clients=model.waiting_clients,
         bytes=model.bytes,
         idle_seconds=model.idle_seconds,
         engine=engine,

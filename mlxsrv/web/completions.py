@@ -17,6 +17,7 @@ from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import note_asked, read_request, service_of
 from mlxsrv.web.responses import ReplyBody, ReplyStream
+from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import uncollected
 from mlxsrv.wire.dialect import Dialect
 
@@ -40,7 +41,12 @@ async def start_reply(request: Request, dialect: Dialect[R], asked: R) -> Reply:
     with uncollected(share_of(request.scope).size):
         spec = dialect.spec(asked)
     note_asked(request, spec)
-    reply = await service_of(request).generate(spec, request_id(request.scope), dialect.new_id())
+    reply = await service_of(request).generate(
+        spec,
+        request_id(request.scope),
+        dialect.new_id(),
+        client_of(request, spec.user, spec.priority),
+    )
     record_of(request.scope).reply = reply
     # The answer may take long, and needs only the prompt's tokens: the body's bytes are free then.
     reply.when_tokenized(share_of(request.scope).release)

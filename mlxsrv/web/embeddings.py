@@ -12,6 +12,7 @@ from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.reading import read_recorded, service_of
 from mlxsrv.web.responses import large_json, unless_gone
+from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.openai.embeddings import (
     EMBEDDING_REQUESTS,
     RERANK_REQUESTS,
@@ -24,19 +25,22 @@ from mlxsrv.wire.openai.embeddings import (
 
 async def embed(request: Request) -> Response:
     asked, headers = await read_recorded(request, EMBEDDING_REQUESTS, "embeddings")
-    work = service_of(request).embed(asked, request_id(request.scope))
+    client = client_of(request, asked.user, asked.priority)
+    work = service_of(request).embed(asked, request_id(request.scope), client)
     return await _answer(request, work, headers)
 
 
 async def rerank(request: Request) -> Response:
     asked, headers = await read_recorded(request, RERANK_REQUESTS, "rerank")
-    work = service_of(request).rerank(asked, request_id(request.scope))
+    client = client_of(request, asked.user, asked.priority)
+    work = service_of(request).rerank(asked, request_id(request.scope), client)
     return await _answer(request, work, headers)
 
 
 async def score(request: Request) -> Response:
     asked, headers = await read_recorded(request, SCORE_REQUESTS, "score")
-    work = service_of(request).score(asked, request_id(request.scope))
+    client = client_of(request, asked.user, asked.priority)
+    work = service_of(request).score(asked, request_id(request.scope), client)
     return await _answer(request, work, headers)
 
 

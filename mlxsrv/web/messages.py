@@ -13,6 +13,7 @@ from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
+from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.anthropic.answers import TokenCount
 from mlxsrv.wire.anthropic.dialects import MessagesDialect
 from mlxsrv.wire.anthropic.errors import REQUEST_ID
@@ -34,7 +35,7 @@ async def count_tokens(request: Request) -> Response:
     asked, headers = await read_request(request, MESSAGES_REQUESTS)
     with uncollected(share_of(request.scope).size):
         spec = _DIALECT.spec(asked)
-    work = service_of(request).count_tokens(spec)
+    work = service_of(request).count_tokens(spec, client_of(request, spec.user))
     count = await unless_gone(request.receive, work)
     return JSONResponse(TokenCount(count), headers={**headers, **_identity(request)})
 

@@ -18,6 +18,7 @@ from mlxsrv.web.paths import Endpoint, OperationRoute
 from mlxsrv.web.pulls import pull_model
 from mlxsrv.web.reading import note_asked, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, large_json, unless_gone
+from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.dialect import Dialect
 from mlxsrv.wire.ollama.answers import (
     DoneReason,
@@ -123,7 +124,7 @@ async def _load(request: Request, model: str, keep_alive: float | None) -> DoneR
     if keep_alive == 0:
         await service.unload(model)
         return "unload"
-    await unless_gone(request.receive, service.load(model, keep_alive))
+    await unless_gone(request.receive, service.load(model, client_of(request), keep_alive))
     return "load"
 
 
@@ -167,7 +168,7 @@ async def _embed(
     plain = asked.plain()
     note_asked(request, plain)
     work = service_of(request).embed_timed(
-        plain, request_id(request.scope), read_keep_alive(asked.keep_alive)
+        plain, request_id(request.scope), client_of(request), read_keep_alive(asked.keep_alive)
     )
     embedded, load = await unless_gone(request.receive, work)
     record.model, record.tokens = embedded.model, embedded.usage.prompt_tokens

@@ -42,6 +42,9 @@ async def read_request(
     limit: int = request.app.settings.max_body
     body = await read_body(request, limit if most is None else min(limit, most))
     asked, ignored = decoder.decode(body or empty)
+    # A request that does not wait for a row has no such field.
+    if not request.app.settings.allow_priority and getattr(asked, "priority", None) is not None:
+        ignored = sorted([*ignored, "priority"])
     return asked, request.app.ignored.header(ignored)
 
 

@@ -15,6 +15,7 @@ from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
+from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import read_query, uncollected
 from mlxsrv.wire.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseObject
 from mlxsrv.wire.responses.dialects import ResponsesDialect
@@ -45,7 +46,8 @@ async def count_input_tokens(request: Request) -> Response:
     past = _past(_store(request), asked)
     with uncollected(share_of(request.scope).size):
         spec = asked.spec(past)
-    count = await unless_gone(request.receive, service_of(request).count_tokens(spec))
+    work = service_of(request).count_tokens(spec, client_of(request, spec.user))
+    count = await unless_gone(request.receive, work)
     return JSONResponse(InputTokens(input_tokens=count), headers=headers)
 
 

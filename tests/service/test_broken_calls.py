@@ -10,6 +10,7 @@ import pytest
 
 from mlxsrv.generation.outputs import Answer, AnswerBuilder, Ended
 from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec, ToolSpec
+from mlxsrv.models.pool.clients import Client
 from mlxsrv.service.service import Service
 from mlxsrv.settings import Settings
 from tests.support.scripted import cut, write_scripted
@@ -91,7 +92,8 @@ async def _answer(folder: Path, limit: int) -> tuple[Answer, Ended]:
     tool = ToolSpec(name="f", parameters={"type": "object"})
     prompt = ChatPrompt(messages=[ChatMessage(role="user", content="x")], tools=[tool])
     service = Service(Settings(model=(f"m={folder}",)))
-    reply = await service.generate(GenerationSpec(prompt=prompt, limit=limit), "r1", "id")
+    spec = GenerationSpec(prompt=prompt, limit=limit)
+    reply = await service.generate(spec, "r1", "id", Client("c"))
     builder = AnswerBuilder(1, scored=False)
     await reply.admit()
     ends: list[Ended] = []

@@ -11,6 +11,7 @@ import pytest
 from mlxsrv.errors import Overloaded, ShuttingDown
 from mlxsrv.generation.outputs import Ended
 from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec
+from mlxsrv.models.pool.clients import Client
 from mlxsrv.service.lifecycle import State
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.service import Service
@@ -18,6 +19,7 @@ from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from tests.support.tiny import write_model
 
+CLIENT = Client("c")
 PROMPT = ChatPrompt(messages=[ChatMessage(role="user", content="x")])
 
 
@@ -27,13 +29,15 @@ def test_a_reply_that_failed_in_the_queue_takes_no_row(tmp_path: Path) -> None:
 
     async def test() -> None:
         service = Service(Settings(model=(f"m={folder}",), max_concurrency=1))
-        running, queued, third = [await service.generate(request, name, name) for name in "abc"]
+        running, queued, third = [
+            await service.generate(request, name, name, CLIENT) for name in "abc"
+        ]
         model = service.pool.model("m")
         assert model is not None
         rows = model.rows
         await running.admit()
         admission = asyncio.create_task(queued.admit())
-        while rows.statistics().tasks_waiting == 0:  # noqa: ASYNC110 - anyio tells no event of it
+        while not len(model.row_queue):  # noqa: ASYNC110 - it tells no event of it
             await asyncio.sleep(0.01)
         queued.fail(ShuttingDown("over"))  # and nobody reads it
         running.close()
@@ -65,7 +69,7 @@ def test_a_reply_may_fail_at_any_step_of_its_admission(
 
     async def test() -> None:
         service = Service(Settings(model=(f"m={folder}",), max_concurrency=1))
-        reply = await service.generate(request, "a", "a")
+        reply = await service.generate(request, "a", "a", CLIENT)
         admission = asyncio.create_task(reply.admit())
         model = service.pool.model("m")
         assert model is not None
@@ -115,7 +119,7 @@ def test_a_choice_that_waits_for_a_row_ends_with_the_time_of_its_reply(tmp_path:
         spec = GenerationSpec(prompt=PROMPT, limit=10**5, choices=2)
         service = Service(settings)
         await service.pool.preload(await service.pool.catalogue.find(None))
-        reply = await service.generate(spec, "a", "a")
+        reply = await service.generate(spec, "a", "a", CLIENT)
         admission = asyncio.create_task(reply.admit())
         ends: list[Ended] = []
         while len(ends) < 2:

@@ -26,6 +26,7 @@ from mlxsrv.generation.spec import (
     ToolChoice,
     ToolSpec,
 )
+from mlxsrv.models.pool.clients import Client
 from mlxsrv.service.service import Service, check_models
 from mlxsrv.settings import Settings, SettingsError
 from tests.support.effort import examples, often
@@ -65,7 +66,7 @@ def asking(**fields: Any) -> GenerationSpec:
 
 
 async def answer(service: Service, spec: GenerationSpec) -> tuple[list[Answer], Usage]:
-    reply = await service.generate(spec, "r", "id")
+    reply = await service.generate(spec, "r", "id", Client("c"))
     builder = AnswerBuilder(spec.choices, scored=False)
     await reply.admit()
     try:

@@ -10,7 +10,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Literal
 
 import httpx
@@ -156,7 +156,15 @@ class RawClient:
     """One request on a socket of its own, so that a test can leave at any moment; perhaps with
     `more` behind it."""
 
-    def __init__(self, server: Server, body: Body, path: str = CHAT, *, more: bytes = b"") -> None:
+    def __init__(
+        self,
+        server: Server,
+        body: Body,
+        path: str = CHAT,
+        *,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        more: bytes = b"",
+    ) -> None:
         self.request = uuid.uuid4().hex
         self.data = b""
         self.socket = socket.create_connection(server.address, PATIENCE)
@@ -166,6 +174,7 @@ class RawClient:
             "Host: localhost",
             f"Content-Length: {len(content)}",
             f"X-Request-ID: {self.request}",
+            *(f"{name}: {value}" for name, value in headers.items()),
         ]
         self.socket.sendall("\r\n".join([*head, "", ""]).encode() + content + more)
 

@@ -32,7 +32,7 @@ CONTEXT = 4096
 """Tokens that fit the ordinary models."""
 
 MAX_QUEUE = 3
-"""Requests that may wait at the narrow server, which answers one at a time."""
+"""Requests of one client that may wait at the narrow server, which answers one at a time."""
 
 
 class Folders(msgspec.Struct, frozen=True):
@@ -76,7 +76,7 @@ def narrow(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     arguments = {
         "--model": f"t={folders.endless}",
         "--max-concurrency": "1",
-        "--max-queue": str(MAX_QUEUE),
+        "--max-queue": str(MAX_QUEUE + 1),  # of which one is for other clients
         "--prefill-chunk": "16",
         "--keepalive": "0.3",
         "--log-level": "debug",

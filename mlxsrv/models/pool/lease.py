@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from mlxsrv.errors import ServeError
 from mlxsrv.formats.encoders import CrossEncoderConfig
 from mlxsrv.formats.pooling import PoolingConfig
+from mlxsrv.models.pool.clients import Client
 from mlxsrv.models.pool.model import Model, Ticket
 
 if TYPE_CHECKING:
@@ -26,9 +27,10 @@ class Lease:
     Args:
         prepare: makes the model's tokenizer.
         enter: gives a ticket for the model.
-        leave: ends the claim; gets the ticket, if there was one.
+        leave: ends the claim; gets the lease, and its ticket if there was one.
 
     Attributes:
+        client: the one whose request it is.
         load_seconds: how long it has waited for the model's files, tokenizer and weights.
         keep_alive: seconds that the model, if it was entered, stays loaded without a user from
             then on; None: no change.
@@ -37,12 +39,14 @@ class Lease:
     def __init__(
         self,
         model: Model,
+        client: Client,
         *,
         prepare: Callable[[Model], Awaitable[Tokenizer]],
         enter: Callable[[Model], Ticket],
-        leave: Callable[[Model, Ticket | None, float | None], None],
+        leave: Callable[[Lease, Ticket | None], None],
     ) -> None:
         self.model = model
+        self.client = client
         self.released = False
         self.load_seconds = 0.0
         self.keep_alive: float | None = None
@@ -101,26 +105,26 @@ class Lease:
             self.load_seconds += monotonic() - begun
 
     async def borrow_row(self, borrower: object) -> None:
-        """Wait for a row, first come, first served.
-
-        The row belongs to the borrower, not to the task: one task may answer a reply, and another
-        may end it.
-        """
-        await self.model.rows.acquire_on_behalf_of(borrower)
-        # If the wait is cancelled, no row is held: anyio releases the slot before it raises.
+        """Wait for a row, until it is the client's turn. If the wait is cancelled, no row is
+        held."""
+        await self.model.row_queue.borrow(borrower, self.client)
         self._rows.add(borrower)
 
-    def return_row(self, borrower: object) -> None:
-        """Give the row back, if the borrower has one."""
+    def return_row(self, borrower: object, tokens: int = 0) -> None:
+        """Give the row back, if the borrower has one.
+
+        Args:
+            tokens: read and generated for the borrower.
+        """
         if borrower in self._rows:
             self._rows.remove(borrower)
-            self.model.rows.release_on_behalf_of(borrower)
+            self.model.row_queue.give_back(borrower, tokens)
 
     def release(self) -> None:
         """End the claim, also while it waits to enter. All rows have been returned."""
         if not self.released:
             self.released = True
-            self._leave(self.model, self._ticket, self.keep_alive)
+            self._leave(self, self._ticket)
 
 
 class Withdrawn(ServeError):

@@ -5,7 +5,7 @@ Rules:
 - `LoadState` says how far the model is on its way into memory. `FOLLOWING` is the table of what may
   follow what; `Model.enter` is the only place that changes the state, and checks it.
 - Only the pool calls the methods that change a model. Others read its properties, and borrow from
-  `rows`, `tokenizer_lock` and `compiling`.
+  `row_queue`, `tokenizer_lock` and `compiling`.
 - Everything here runs on the event loop.
 """
 
@@ -25,7 +25,9 @@ from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.orders import Attach
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.models.catalogue.catalogue import ModelEntry
+from mlxsrv.models.pool.clients import Client, Places
 from mlxsrv.models.pool.model_files import ModelFiles
+from mlxsrv.models.pool.row_queue import RowQueue
 from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
 from mlxsrv.settings import Settings
 
@@ -112,6 +114,8 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Rows in use."""
     max_rows: int
     waiting_for_row: int
+    waiting_clients: int
+    """Clients that wait for a row."""
     bytes: int | None
     """Bytes of the weights; None unless it is loaded."""
     idle_seconds: float | None
@@ -122,7 +126,7 @@ class Model:
     """An entry of the catalogue that is loaded, or that somebody has a lease on.
 
     `rows` is a limiter with one slot per row of the batch; a request with a slot can be decoded at
-    once.
+    once. `row_queue` lends them, to clients in turn.
     `tokenizer_lock` lends the tokenizer to one thread at a time.
     `compiling` bounds the threads, each with a process of its own, that compile grammars.
     """
@@ -130,6 +134,7 @@ class Model:
     def __init__(self, entry: ModelEntry, settings: Settings) -> None:
         self.entry = entry
         self.rows = anyio.CapacityLimiter(settings.max_concurrency)
+        self.row_queue = RowQueue(self.rows)
         self.tokenizer_lock = TokenizerLock()
         self.compiling = anyio.CapacityLimiter(_COMPILERS)
         self._state = LoadState.UNUSED
@@ -137,7 +142,7 @@ class Model:
         self._tokenizer: Tokenizer | None = None
         self._loaded: Loaded | None = None
         self._attachment: Attachment | None = None
-        self._leases = 0
+        self._places = Places(settings.max_concurrency, settings.max_queue)
         self._users = 0
         self._tickets: deque[Ticket] = deque()
         self._last_entry = 0.0
@@ -180,7 +185,7 @@ class Model:
 
     @property
     def leases(self) -> int:
-        return self._leases
+        return self._places.taken
 
     @property
     def users(self) -> int:
@@ -228,7 +233,7 @@ class Model:
         """Neither loaded nor claimed, and no work on it is left that the next lease would have to
         begin again."""
         working = self.prepare_task is not None or self.load_task is not None
-        return not working and self._loaded is None and self._leases == 0
+        return not working and self._loaded is None and self.leases == 0
 
     @property
     def idle_seconds(self) -> float | None:
@@ -242,12 +247,13 @@ class Model:
             state=self._state,
             status=self.status,
             pinned=pinned,
-            leases=self._leases,
+            leases=self.leases,
             users=self._users,
             waiting=len(self._tickets),
             rows=self.rows.borrowed_tokens,
             max_rows=int(self.rows.total_tokens),
-            waiting_for_row=self.rows.statistics().tasks_waiting,
+            waiting_for_row=len(self.row_queue),
+            waiting_clients=self.row_queue.clients,
             bytes=None if self._loaded is None else self._loaded.bytes,
             idle_seconds=self.idle_seconds,
         )
@@ -266,7 +272,7 @@ class Model:
     def finish_loading(self, loaded: Loaded, max_rows: int) -> None:
         self.enter(LoadState.LOADED)
         self._loaded = loaded
-        self.rows.total_tokens = max_rows if loaded.batched else 1
+        self.row_queue.resize(max_rows if loaded.batched else 1)
 
     def finish_unloading(self, state: LoadState) -> None:
         self.stop_idle_timer()
@@ -280,11 +286,12 @@ class Model:
     # For the pool: leases. A lease waits for its ticket. A ticket that is done without an error has
     # entered; its lease may learn that only later, since its task has yet to run.
 
-    def add_lease(self) -> None:
-        self._leases += 1
+    def add_lease(self, client: Client) -> None:
+        """Raises Overloaded if there is no place for this client."""
+        self._places.take(client, self.name)
 
-    def remove_lease(self) -> None:
-        self._leases -= 1
+    def remove_lease(self, client: Client) -> None:
+        self._places.give_back(client)
 
     def queue(self) -> Ticket:
         """A new ticket, which waits."""

@@ -27,12 +27,12 @@ from mlxsrv.engine.faults import describe, survivable
 from mlxsrv.errors import (
     InsufficientMemory,
     ModelNotLoaded,
-    Overloaded,
     ServeError,
     ShuttingDown,
 )
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
+from mlxsrv.models.pool.clients import THE_SERVER, Client
 from mlxsrv.models.pool.eviction import PoolLimits, used_bytes
 from mlxsrv.models.pool.lease import Lease, Withdrawn
 from mlxsrv.models.pool.memory_queue import MemoryQueue, Unwanted
@@ -73,7 +73,6 @@ class Pool:
         self._log = PoolLog(observers)
         pinned = frozenset(catalogue.name(name) for name in settings.pin)
         self._limits = PoolLimits(settings.max_models, settings.memory_limit or 0, pinned)
-        self._most_leases = settings.max_concurrency + settings.max_queue  # of one model
         self._models: dict[str, Model] = {}  # those that are loaded or have leases
         self._queue = MemoryQueue()
         self._engine: EngineClient | None = None
@@ -136,15 +135,13 @@ class Pool:
 
     # Leases.
 
-    def lease(self, entry: ModelEntry) -> Lease:
-        """Claim a model. Raises Overloaded if its queue is full."""
+    def lease(self, entry: ModelEntry, client: Client = THE_SERVER) -> Lease:
+        """Claim a model for a client. Raises Overloaded if its queue has no place for it."""
         model = self._models.get(entry.name)
         if model is None:
             model = self._models[entry.name] = Model(entry, self._settings)
-        if model.leases >= self._most_leases:
-            raise Overloaded(f"{model.name} has {model.leases} requests already; try again shortly")
-        model.add_lease()
-        return Lease(model, prepare=self._prepared, enter=self._enter, leave=self._leave)
+        model.add_lease(client)
+        return Lease(model, client, prepare=self._prepared, enter=self._enter, leave=self._leave)
 
     async def preload(self, entry: ModelEntry) -> None:
         """Load a model that no request has asked for yet. Raises ServeError."""
@@ -163,10 +160,11 @@ class Pool:
             model.load_task = start_task(self._load(model))
         return ticket
 
-    def _leave(self, model: Model, ticket: Ticket | None, keep_alive: float | None) -> None:
-        model.remove_lease()
+    def _leave(self, lease: Lease, ticket: Ticket | None) -> None:
+        model = lease.model
+        model.remove_lease(lease.client)
         if ticket is not None and _has_entered(ticket):
-            model.leave(keep_alive)
+            model.leave(lease.keep_alive)
             if model.users == 0 and model.loaded is not None:
                 self._start_idle_time(model)
                 if self._queue:

@@ -285,6 +285,7 @@ def _service_gauges(service: Service, health: Health) -> list[Metric]:
     waiting = _gauge(
         "num_requests_waiting", "Requests that wait for their model or for a row.", "model_name"
     )
+    clients = _gauge("num_clients_waiting", "Clients whose requests wait for a row.", "model_name")
     most = _gauge("max_rows", "Rows that are decoded together at most.", "model_name")
     size = _gauge("model_bytes", "Bytes of a loaded model's weights.", "model_name")
     queued: dict[str, int] = {}
@@ -295,10 +296,11 @@ def _service_gauges(service: Service, health: Health) -> list[Metric]:
         if model.bytes is not None:
             running.add_metric([model.name], model.rows)
             most.add_metric([model.name], model.max_rows)
+            clients.add_metric([model.name], model.waiting_clients)
             size.add_metric([model.name], model.bytes)
     for name, number in queued.items():
         waiting.add_metric([name], number)
-    return [info, ready, running, waiting, most, size]
+    return [info, ready, running, waiting, clients, most, size]
 
 
 def _engine_gauges(health: Health) -> list[Metric]:

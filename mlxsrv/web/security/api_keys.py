@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import logging
+import re
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from mlxsrv.errors import InvalidAPIKey
 from mlxsrv.logs import log
@@ -17,26 +20,46 @@ from mlxsrv.web.security.headers import RequestHeaders
 _log = logging.getLogger("mlxsrv.security")
 
 
-class APIKeys:
-    """The valid keys. Only their digests are kept, so nothing here can reveal a key."""
+class APIKey(msgspec.Struct, frozen=True):
+    """A valid key.
 
-    def __init__(self, keys: Iterable[str]) -> None:
-        self._digests = sorted({_digest(key.encode()) for key in keys})
+    Attributes:
+        digest: of the key, which is not kept itself, so nothing here can reveal it.
+        priority: the best that requests with this key may have, if it has one; a lower number is
+            served earlier.
+    """
+
+    digest: bytes
+    priority: int | None = None
+
+
+class APIKeys:
+    """The valid keys.
+
+    Raises:
+        SettingsError: a key is given twice, with two priorities.
+    """
+
+    def __init__(self, keys: Iterable[APIKey]) -> None:
+        known: dict[bytes, APIKey] = {}
+        for key in keys:
+            if known.setdefault(key.digest, key) != key:
+                raise SettingsError("an API key is given twice, with different priorities")
+        self._keys = [known[digest] for digest in sorted(known)]
 
     def __len__(self) -> int:
-        return len(self._digests)
+        return len(self._keys)
 
-    def find(self, headers: RequestHeaders) -> bytes | None:
-        """Return the digest of the valid key that a request carries; None if it carries none.
+    def find(self, headers: RequestHeaders) -> APIKey | None:
+        """Return the valid key that a request carries; None if it carries none.
 
         The time this takes does not depend on how much of a key is right, nor on which key it is.
         """
         found = None
         for given in _given_keys(headers):
-            digest, valid = _digest(given), False
-            for known in self._digests:
-                valid |= hmac.compare_digest(digest, known)
-            found = digest if valid else found
+            digest = _digest(given)
+            for known in self._keys:
+                found = known if hmac.compare_digest(digest, known.digest) else found
         return found
 
 
@@ -66,30 +89,42 @@ def load_keys(settings: Settings) -> APIKeys:
         SettingsError: the file cannot be read, holds no key, or has a line that is not a key. The
             message does not show the line.
     """
-    keys = [*settings.api_key]
+    keys = [APIKey(_digest(key.encode())) for key in settings.api_key]
     if settings.api_key_file is not None:
         keys += _read_keys(Path(settings.api_key_file).expanduser())
     return APIKeys(keys)
 
 
-def _read_keys(path: Path) -> list[str]:
+def _read_keys(path: Path) -> list[APIKey]:
+    """Read a file with one key per line. A key may be followed by its priority and a comment:
+    `KEY priority=5 # the batch jobs`."""
     try:
         readable_by_all = path.stat().st_mode & stat.S_IROTH
         lines = path.read_text("utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not UTF-8"
         raise SettingsError(f"--api-key-file {path}: {reason}") from None
-    keys = []
-    for number, line in enumerate(lines, start=1):
-        key, _, rest = line.strip().partition(" ")
-        if not key or key.startswith("#"):
-            continue
-        printable = key.isascii() and key.isprintable()
-        if not printable or not (not rest.strip() or rest.strip().startswith("#")):
-            raise SettingsError(f"--api-key-file {path}: line {number} is not a key")
-        keys.append(key)
+    keys = list(_parse_keys(path, lines))
     if not keys:
         raise SettingsError(f"--api-key-file {path}: there is no key in it")
     if readable_by_all:
         log(_log, logging.WARNING, "api key file can be read by every user", path=str(path))
     return keys
+
+
+def _parse_keys(path: Path, lines: Iterable[str]) -> Iterator[APIKey]:
+    for number, line in enumerate(lines, start=1):
+        key, _, rest = line.strip().partition(" ")
+        if not key or key.startswith("#"):
+            continue
+        options = rest.partition("#")[0].strip()
+        priority = _PRIORITY.fullmatch(options)
+        printable = key.isascii() and key.isprintable()
+        if not printable or (options and priority is None):
+            raise SettingsError(
+                f"--api-key-file {path}: line {number} is not a key, or a key and priority=NUMBER"
+            )
+        yield APIKey(_digest(key.encode()), None if priority is None else int(priority[1]))
+
+
+_PRIORITY = re.compile(r"priority=(-?[0-9]{1,9})")

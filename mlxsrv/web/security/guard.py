@@ -7,7 +7,6 @@ origin, the rate limit and the API key. It also limits the time that the body ma
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,6 +21,7 @@ from mlxsrv.settings import Settings
 from mlxsrv.web.paths import is_verbose, path_below_mount
 from mlxsrv.web.responses import refusal
 from mlxsrv.web.security.api_keys import APIKeys, invalid_key
+from mlxsrv.web.security.clients import client_address, note_sender
 from mlxsrv.web.security.headers import MOST_HEADER_BYTES, RequestHeaders, adding_headers
 from mlxsrv.web.security.hosts import AllowedHosts
 from mlxsrv.web.security.origins import AllowedOrigins, is_preflight, preflight_response
@@ -64,11 +64,13 @@ class Guard:
                 key = self._keys.find(headers)
                 if self._rates is not None:
                     # A wrong key counts for the address, so that guessing has an end.
-                    allowance = self._rates.take(_client_address(scope) if key is None else key)
+                    taker = client_address(scope) if key is None else key.digest
+                    allowance = self._rates.take(taker)
                     send = adding_headers(send, allowance.headers)
                     _check_rate(allowance)
                 if self._keys and key is None:
                     raise invalid_key(headers)
+                note_sender(scope, key, keys=len(self._keys))
         except ServeError as error:
             await refusal(scope, error)(scope, receive, send)
             return
@@ -102,17 +104,6 @@ def _is_open(scope: Scope) -> bool:
     """Whether the request needs no key: it asks only whether the server is well."""
     path = path_below_mount(scope)
     return path == "/health/live" or (path == "/health" and not is_verbose(scope))
-
-
-def _client_address(scope: Scope) -> str:
-    """The client's address; for IPv6 its network, in which it may have any number of addresses."""
-    host: str = scope["client"][0] if scope.get("client") else ""
-    if ":" not in host:
-        return host
-    try:
-        return str(ipaddress.IPv6Network((host.partition("%")[0], 64), strict=False))
-    except ValueError:
-        return host
 
 
 def _within(seconds: float, receive: Receive) -> Receive:

@@ -21,6 +21,7 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.wire.anthropic.blocks import CacheControl, MessageParam, System, read_chat
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.openai.generation_request import Priority
 from mlxsrv.wire.steering import SteeringFields, check_steering
 
 
@@ -96,6 +97,7 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     metadata: MessageMetadata | None = None
     thread: ThreadParam | None = None
+    priority: Priority | None = None
     cache_control: CacheControl | None = None
 
     def spec(self) -> GenerationSpec:
@@ -116,6 +118,7 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
             limit=self.max_tokens,
             streamed=bool(self.stream),
             user=None if self.metadata is None else self.metadata.user_id,
+            priority=self.priority,
         )
 
     def _prompt(self) -> ChatPrompt:

@@ -27,6 +27,7 @@ from mlxsrv.generation.spec import (
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.openai.embeddings import EmbeddingRequest
+from mlxsrv.wire.openai.generation_request import Priority
 from mlxsrv.wire.steering import NotEmpty, SteeringFields, check_steering
 
 _CHAT_PATHS = {"context": "options.num_ctx"}
@@ -92,6 +93,7 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
     format: Literal["", "json"] | dict[str, Any] | None = None
     options: OllamaOptions | None = None
     keep_alive: _KeepAlive | None = None
+    priority: Priority | None = None
     think: bool | Literal["low", "medium", "high", "max"] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -128,6 +130,7 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             timed=True,
             streamed=self.stream is not False,
+            priority=self.priority,
             keep_alive=read_keep_alive(self.keep_alive),
             paths=paths,
         )

@@ -312,6 +312,9 @@ class ModelState(Struct, frozen=True, kw_only=True):
     rows: int
     """Answers that are being generated; others of the requests wait."""
     max_rows: int
+    waiting_for_row: int
+    waiting_clients: int
+    """Clients whose requests wait for a row."""
     bytes: int | None
     idle_seconds: float | None
     engine: dict[str, int]

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.generation.outputs import Vectors
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.openai.generation_request import Count, PositiveInt, TokenId, User
+from mlxsrv.wire.openai.generation_request import Count, PositiveInt, Priority, TokenId, User
 from mlxsrv.wire.steering import NotEmpty
 
 MOST_TEXTS = 2048
@@ -58,6 +58,7 @@ class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
     input_type: Literal["query", "document"] | None = None
     instruction: NotEmpty | None = None
     user: User | None = None
+    priority: Priority | None = None
 
     @property
     def texts(self) -> list[str | list[int]]:
@@ -85,6 +86,7 @@ class RerankRequest(TruncationFields, frozen=True, kw_only=True):
     top_n: PositiveInt | None = None
     return_documents: bool | None = None
     user: User | None = None
+    priority: Priority | None = None
 
     @property
     def texts(self) -> list[str]:
@@ -115,6 +117,7 @@ class ScoreRequest(TruncationFields, frozen=True, kw_only=True):
     data_2: Texts | None = None
     model: str | None = None
     user: User | None = None
+    priority: Priority | None = None
 
     @property
     def sides(self) -> tuple[str, str]:

@@ -42,6 +42,7 @@ Count = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]
 StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
 BadWord = Annotated[str, Meta(pattern=r"\S", max_length=1000)]
 User = Annotated[str, Meta(max_length=1000)]
+Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Int32
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
@@ -94,6 +95,8 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
     timings_per_token: bool | None = None
     verbose: bool | None = None
     user: User | None = None
+    safety_identifier: User | None = None
+    priority: Priority | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -192,7 +195,8 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
             names_ids=bool(self.return_tokens_as_token_ids),
             timed=self.timed,
             streamed=bool(self.stream),
-            user=self.user,
+            user=self.user or self.safety_identifier,
+            priority=self.priority,
         )
 
 

@@ -25,6 +25,7 @@ from mlxsrv.wire.openai.generation_request import (
     Int64,
     Likeliest,
     Penalty,
+    Priority,
     Repetition,
     StopString,
     User,
@@ -100,12 +101,14 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
     user: User | None = None
+    safety_identifier: User | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     frequency_penalty: Penalty | None = None
     presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     seed: Int64 | None = None
+    priority: Priority | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
 
@@ -212,7 +215,8 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
             truncate=-1 if self.truncation == "auto" else None,
             logprobs=self.likeliest,
             streamed=bool(self.stream),
-            user=self.user,
+            user=self.user or self.safety_identifier,
+            priority=self.priority,
             paths=_PATHS,
         )
 

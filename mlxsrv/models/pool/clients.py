@@ -1,0 +1,86 @@
+"""Clients, and how many requests each of them may have at one model.
+
+A model has places: one for each row, and one for each request that may wait. `Places` decides on
+entry, because nothing that was accepted is dropped later. It knows no clock and no event loop.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from mlxsrv.errors import Overloaded
+
+
+class Client(msgspec.Struct, frozen=True):
+    """The sender of a request, as far as it can be told from others.
+
+    Attributes:
+        id: equal for all requests of one client. It may be made from a secret or a name, so it is
+            never shown.
+        priority: of this request; a lower number is served earlier.
+    """
+
+    id: str
+    priority: int = 0
+
+
+THE_SERVER = Client("the server")
+"""Loads models at start, and brings back a model that was evicted for nothing."""
+
+
+class Places:
+    """The places of one model.
+
+    Args:
+        rows: how many requests need not wait.
+        queue: how many requests may wait.
+    """
+
+    def __init__(self, rows: int, queue: int) -> None:
+        self._rows = rows
+        self._queue = queue
+        self._held: Counter[str] = Counter()
+        self._taken = 0
+
+    @property
+    def taken(self) -> int:
+        return self._taken
+
+    def take(self, client: Client, model: str) -> None:
+        """Take a place, until it is given back.
+
+        Raises:
+            Overloaded: there is none for this client. The message names the model.
+        """
+        held = self._held[client.id]
+        if self._taken >= self._rows + self._queue:
+            raise Overloaded(f"{model} has {self._taken} requests already; try again shortly")
+        if held >= share(self._rows, self._queue, self._taken - held):
+            raise Overloaded(
+                f"{model} has {held} requests of this client already; the places that are left in "
+                "the queue (--max-queue) are for other clients; try again shortly"
+            )
+        self._held[client.id] = held + 1
+        self._taken += 1
+
+    def give_back(self, client: Client) -> None:
+        self._taken -= 1
+        self._held[client.id] -= 1
+        if not self._held[client.id]:
+            del self._held[client.id]
+
+
+def share(rows: int, queue: int, others: int) -> int:
+    """Return how many places one client may hold while other clients hold `others`.
+
+    These are all rows and three quarters of the queue, both without what the others hold; of a
+    queue of which one place is left, that place. The quarter is for clients that come later: each
+    of them finds a place, and no client can take all. This is a dynamic threshold, as switches
+    have it for packets in a shared memory (Choudhury and Hahne, IEEE/ACM Transactions on Networking
+    6(2), 1998), with a factor of 3 between what one may hold and what is free.
+    """
+    free_rows = max(rows - others, 0)
+    free_queue = rows + queue - others - free_rows
+    return free_rows + max(free_queue * 3 // 4, min(free_queue, 1))

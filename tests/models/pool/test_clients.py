@@ -1,0 +1,98 @@
+"""How many places each client may have at a model."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlxsrv.errors import Overloaded
+from mlxsrv.models.pool.clients import Client, Places, share
+
+
+@pytest.mark.parametrize(
+    ("rows", "queue", "others", "expected"),
+    [
+        # A client that is alone: all rows, and three quarters of the queue.
+        (4, 4, 0, 7),
+        (32, 128, 0, 128),
+        (1, 3, 0, 3),
+        (1, 2, 0, 2),
+        # A queue of one place is for whoever comes first; one without a place is for nobody.
+        (1, 1, 0, 2),
+        (4, 0, 0, 4),
+        # Others have rows, all rows, and some of the queue.
+        (4, 4, 2, 5),
+        (4, 4, 4, 3),
+        (4, 4, 7, 1),
+        (4, 4, 8, 0),
+        (32, 128, 128, 24),
+    ],
+)
+def test_share(rows: int, queue: int, others: int, expected: int) -> None:
+    assert share(rows, queue, others) == expected
+
+
+@given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 300))
+def test_a_share_fits_and_leaves_a_place_to_others(rows: int, queue: int, others: int) -> None:
+    others = min(others, rows + queue)
+    left = rows + queue - others
+    mine = share(rows, queue, others)
+    assert (mine > 0) == (left > 0), "who has no place finds one, if there is one"
+    assert mine <= left
+    if min(queue, left) >= 2:
+        assert mine < left, "nobody can take the last one too"
+    assert mine >= share(rows, queue, others + 1)
+
+
+def filled(places: Places, name: str) -> int:
+    """Take places until there are none for this client; how many it has got."""
+    taken = 0
+    while True:
+        try:
+            places.take(Client(name), "m")
+        except Overloaded:
+            return taken
+        taken += 1
+
+
+def test_clients_who_come_later_find_places() -> None:
+    places = Places(32, 128)
+    assert [filled(places, name) for name in "abcd"] == [128, 24, 6, 1]
+    assert places.taken == 159
+
+
+def test_the_message_says_whose_places_are_taken() -> None:
+    places = Places(1, 2)
+    assert filled(places, "a") == 2
+    with pytest.raises(Overloaded, match="m has 2 requests of this client already"):
+        places.take(Client("a"), "m")
+    places.take(Client("b"), "m")
+    for name in "abc":
+        with pytest.raises(Overloaded, match="m has 3 requests already"):
+            places.take(Client(name), "m")
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=80))
+def test_places_are_counted(moves: list[tuple[str, bool]]) -> None:
+    places, held = Places(2, 6), Counter[str]()
+    for name, takes in moves:
+        if takes:
+            fits = held[name] < share(2, 6, held.total() - held[name])
+            try:
+                places.take(Client(name), "m")
+            except Overloaded:
+                assert not fits
+            else:
+                assert fits
+                held[name] += 1
+        elif held[name]:
+            places.give_back(Client(name))
+            held[name] -= 1
+        assert places.taken == held.total()
+    for name in held.elements():
+        places.give_back(Client(name))
+    assert places.taken == 0
+    assert filled(places, "z") == share(2, 6, 0)
