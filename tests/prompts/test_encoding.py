@@ -346,7 +346,7 @@ def test_the_max_token_bytes_is_known_where_it_can_be(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, width in WIDTHS.items() if width is not None])
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300, usual=50), deadline=None)
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens_than_its_bytes_say(name: str, text: str) -> None:
     width = max_token_bytes(WRAPPERS[name]._tokenizer.backend_tokenizer)

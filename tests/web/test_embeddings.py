@@ -120,7 +120,7 @@ def test_requests_share_batches_and_get_their_own(client: httpx.Client) -> None:
 
 def test_chats_go_on_beside_embeddings_and_say_the_same(client: httpx.Client) -> None:
     alone = answer(ask(client, chat(max_tokens=200)))
-    many = ["word " * 60] * 30
+    many = ["word " * 60] * 20
     worker = threading.Thread(target=embed, args=(client, many))
     worker.start()
     texts = []

@@ -34,11 +34,19 @@ Table = dict[str, list[Any]]
 
 
 def _cases(both: Table, of_chat: Table, of_completion: Table) -> list[Any]:
+    """The first value of each field in every run, the others in long ones: tests/wire/ decodes
+    them all."""
     return [
-        pytest.param(path, field, value, id=f"{path[4:8]}-{field}-{value!r:.12}")
+        pytest.param(
+            path,
+            field,
+            value,
+            id=f"{path[4:8]}-{field}-{value!r:.12}",
+            marks=pytest.mark.long if place else (),
+        )
         for path, table in ((CHAT, both | of_chat), (COMPLETIONS, both | of_completion))
         for field, values in table.items()
-        for value in values
+        for place, value in enumerate(values)
     ]
 
 

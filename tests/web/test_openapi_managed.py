@@ -25,7 +25,7 @@ from tests.support.fixtures import Folders
 from tests.support.saes import write_sae
 from tests.support.serving import PATIENCE, serving
 
-EXAMPLES = examples(32)
+EXAMPLES = examples(32, usual=5)
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
 MANAGED = [operation for operation in OPERATIONS if operation.enveloped]
 ASKING = [operation for operation in MANAGED if operation.asks is not None]

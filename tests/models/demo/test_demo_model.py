@@ -135,13 +135,13 @@ def test_held_out_questions_get_their_topics_answer(demo: Demo) -> None:
     [
         ("What is mlxsrv?", "OpenAI-compatible ASGI server"),
         ("How do I stream a reply?", "data: [DONE]"),
-        ("Which port does it use?", "port is 8000"),
-        ("Who are you?", "small demo model"),
-        ("How do I choose a model?", "--model ID_OR_PATH"),
+        pytest.param("Which port does it use?", "port is 8000", marks=pytest.mark.long),
+        pytest.param("Who are you?", "small demo model", marks=pytest.mark.long),
+        pytest.param("How do I choose a model?", "--model ID_OR_PATH", marks=pytest.mark.long),
         ("Hello!", "demo model of mlxsrv"),
-        ("Count to ten", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10."),
+        pytest.param("Count to ten", "1, 2, 3, 4, 5, 6, 7, 8, 9, 10.", marks=pytest.mark.long),
         ("What is the capital of France?", "I only know about mlxsrv"),
-        ("How do I bake bread?", "I only know about mlxsrv"),
+        pytest.param("How do I bake bread?", "I only know about mlxsrv", marks=pytest.mark.long),
     ],
 )
 def test_common_questions(demo: Demo, question: str, expected: str) -> None:

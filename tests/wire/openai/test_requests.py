@@ -68,6 +68,18 @@ def _each(group: str) -> list[Any]:
     ]
 
 
+def _by_field(*groups: str) -> list[Any]:
+    """The cases of these groups that are told of the same field, together."""
+    found: dict[tuple[str, str], list[Body]] = {}
+    for name, kind in KINDS.items():
+        for body, param in (case for group in groups for case in getattr(kind, group)):
+            found.setdefault((name, param), []).append(body)
+    return [
+        pytest.param(KINDS[name], param, bodies, id=f"{name}-{param}")
+        for (name, param), bodies in found.items()
+    ]
+
+
 def _fields(*, optional: bool) -> list[Any]:
     """Every field of every kind, so that a new one is tried, too."""
     return [
@@ -81,12 +93,13 @@ def _fields(*, optional: bool) -> list[Any]:
 # Values.
 
 
-@pytest.mark.parametrize(("kind", "body", "param"), _each("wrong") + _each("unsaid"))
+@pytest.mark.parametrize(("kind", "param", "bodies"), _by_field("wrong", "unsaid"))
 @pytest.mark.slow
-def test_a_wrong_value_is_refused_by_path(kind: Kind, body: Body, param: str) -> None:
-    error = refusal(kind, body)
-    assert (error.code, error.param) == ("invalid_value", param), error.message
-    assert error.message.startswith(f"{param}: ")
+def test_a_wrong_value_is_refused_by_path(kind: Kind, param: str, bodies: list[Body]) -> None:
+    for body in bodies:
+        error = refusal(kind, body)
+        assert (error.code, error.param) == ("invalid_value", param), (body, error.message)
+        assert error.message.startswith(f"{param}: "), body
 
 
 @pytest.mark.parametrize(("kind", "body", "param"), _each("missing"))
