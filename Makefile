@@ -19,7 +19,7 @@ ARGS ?=
 # Processes that run the tests; more than the machine has cores would starve the servers they start.
 JOBS ?= 2
 
-.PHONY: serve quick test test-long test-clients soak check format fuzz bench demo demo-sae clean
+.PHONY: serve quick test test-long test-clients soak lint check format fuzz bench demo demo-sae clean
 
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
@@ -33,8 +33,11 @@ quick: check  ## lint, types, then the tests that need neither socket nor proces
 	MLXSRV_TESTS=quick $(BIN)/python -m pytest -q -n $(JOBS) --ignore tests/web --ignore tests/server \
 	  -m 'not (slow or served or long)' $(ARGS)
 
-test: check  ## lint, types, then every test that is not long (ARGS="-k stream")
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+# Types beside the tests: without the cache of an earlier run, mypy takes half a minute of one core.
+test: lint  ## lint, types and every test that is not long (ARGS="-k stream")
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
+	tests=$$?; wait $$types || { echo 'make test: mypy has found errors, told above'; exit 1; }; exit $$tests
 
 test-long: $(VENV)/.test  ## what takes long, and ten times the examples of hypothesis
 	MLXSRV_TESTS=long $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1200 -m 'long or hypothesis' $(ARGS)
@@ -62,9 +65,11 @@ endif
 soak: $(VENV)/.test  ## everything at once for minutes, then a count of what is left (ARGS="--minutes 120")
 	$(BIN)/python -m tests.soak $(ARGS)
 
-check: $(VENV)/.test  ## ruff, format, mypy --strict
+lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check: lint  ## ruff, format, mypy --strict
 	$(BIN)/mypy
 
 format: $(VENV)/.test  ## let ruff rewrite what it can

@@ -128,6 +128,7 @@ def has_room(server: Server) -> bool:
     return memory is not None and memory["weights"] > 0
 
 
+@pytest.mark.long
 def test_sigterm_in_the_middle_of_everything(folders: Folders, tmp_path: Path) -> None:
     """A download, the reading of a long prompt, the embedding of many texts."""
     with Hub() as hub, ExitStack() as stack:

@@ -50,6 +50,7 @@ def run(code: str, **environment: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_all_names_are_found() -> None:
     both = "    import mlx_lm.utils\n"  # which imports transformers
     quick = run(

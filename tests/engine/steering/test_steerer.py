@@ -216,7 +216,7 @@ def test_rows_in_lanes_of_their_own_are_steered(models: Models, family: str, sae
     assert all(drawn[job.id] == alone(model, job.prompt, job.steering) for job in jobs)
 
 
-@pytest.mark.parametrize("family", per_cache(SMALL))
+@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "llama4", "mamba2"]))
 def test_nothing_is_as_it_was_without(models: Models, family: str, sae: Path) -> None:
     model = models(family)
     asked = prompts(2, seed=3)
@@ -440,7 +440,7 @@ def told(
     return found
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("family", often(["qwen3", "gemma3_text", "gpt_oss"], ["qwen3"]))
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_watching_tells_what_each_token_was(
     models: Models, sae: Path, family: str, chunk: int
