@@ -35,19 +35,19 @@ _SERVED = {
 
 _LONGEST = (
     "web/test_timeouts.py",
-    "web/test_structured.py",
     "web/test_server.py",
-    "web/test_openapi.py",
-    "web/test_faults.py",
+    "web/test_structured.py",
     "web/test_models.py",
-    "web/test_soak.py",
-    "web/test_streaming.py",
-    "web/test_load.py",
+    "web/test_fairness.py",
+    "web/dialects/test_same.py",
+    "web/test_openapi.py",
     "web/test_restart.py",
+    "web/test_downloads.py",
+    "web/test_streaming.py",
     "web/test_limits.py",
+    "prompts/test_encoding.py",
+    "engine/loading/test_load.py",
     "engine/test_device.py",
-    "engine/patches/test_imports.py",
-    "engine/execution/test_batch.py",
 )
 """Files that take longest. They come first, so that no process has a long one left at the end."""
 

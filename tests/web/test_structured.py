@@ -410,7 +410,6 @@ def test_what_cannot_be_followed_is_refused(
     assert answer(ask(client, FORMS[path](), path))
 
 
-@pytest.mark.long
 def test_a_grammar_that_never_compiles_is_refused_and_nobody_waits(narrow: Server) -> None:
     """Those who leave meanwhile leave nothing behind."""
     stuck = chat(guided_json=NEVER_COMPILED)
