@@ -17,11 +17,10 @@ from mlxsrv.engine.orders import Attach
 from mlxsrv.errors import SAEIncompatible, SAENotAttached, ServeError
 from mlxsrv.models.pool.attachments import Attachments
 from tests.models.pool.test_pool_races import Engine, How, World, folder, moves, run, turns
-from tests.support.effort import examples
+from tests.support.effort import often
 
 __all__ = ["folder", "moves"]  # fixtures
 
-SEEDS = examples(50)
 SAE_BYTES = 5
 
 
@@ -101,8 +100,11 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seeds", often([20, 200], [20]))
 @pytest.mark.slow
-def test_no_model_goes_from_under_its_sae(folder: Path, options: dict[str, Any]) -> None:
+def test_no_model_goes_from_under_its_sae(
+    folder: Path, options: dict[str, Any], seeds: int
+) -> None:
     ends: Counter[str] = Counter()
 
     async def play() -> None:
@@ -118,15 +120,16 @@ def test_no_model_goes_from_under_its_sae(folder: Path, options: dict[str, Any])
         assert all(task.cancelled() or task.exception() is None for task in world.attaching)
         ends.update(world.ends)
 
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         dice = random.Random(f"{options} {seed}")
         run(play)
     assert min(ends[end] for end in ("attached", "detached", "SAEAttached", "SAEIncompatible")) > 0
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("seeds", often([20, 100], [20]))
 @pytest.mark.slow
-def test_a_pool_may_end_at_any_moment(folder: Path, options: dict[str, Any]) -> None:
+def test_a_pool_may_end_at_any_moment(folder: Path, options: dict[str, Any], seeds: int) -> None:
     """Whoever waits for a model, or for an SAE, then does not wait on; and nothing comes later."""
     ends: Counter[str] = Counter()
 
@@ -142,7 +145,7 @@ def test_a_pool_may_end_at_any_moment(folder: Path, options: dict[str, Any]) -> 
         ends.update(world.ends)
         ends.update(world.outcomes)
 
-    for seed in range(SEEDS):
+    for seed in range(seeds):
         dice = random.Random(f"{options} {seed}")
         run(play)
     assert ends["ShuttingDown"] > 0
