@@ -112,7 +112,7 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """Read the SAE at `path` and put it at one layer of `model`: asked, answered with Attached.
 
     `before` puts it at the layer's input. Jobs name it by `number`, which no other attachment of
-    the process has.
+    the client has.
     """
 
     model: str

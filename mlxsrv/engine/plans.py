@@ -200,7 +200,8 @@ class LoadSlice(_Work, frozen=True):
 
 
 class AttachSlice(_Work, frozen=True):
-    """Go on with attaching the SAE of this number. Done: AttachStep.
+    """Go on with the attachment of this number, which is not that of the order: clients number
+    theirs each by themselves. Done: AttachStep.
 
     `order` is given with the first slice.
     """

@@ -7,6 +7,7 @@ run beside each other: the second waits until the first has read the weights, th
 
 from __future__ import annotations
 
+from itertools import count
 from typing import NamedTuple
 
 from mlxsrv.engine.orders import Attach, Load
@@ -71,10 +72,12 @@ class _LoadTask:
 
 
 class _AttachTask:
-    """One attachment of an SAE."""
+    """One attachment of an SAE. `number` is its own in the process; that of the order is its
+    client's."""
 
-    def __init__(self, order: Attach, model: int, question: int) -> None:
+    def __init__(self, order: Attach, number: int, model: int, question: int) -> None:
         self.order = order
+        self.number = number
         self.model = model
         self.question = question
         self.begun = False
@@ -82,7 +85,7 @@ class _AttachTask:
     def plan(self) -> AttachSlice:
         order = None if self.begun else self.order
         self.begun = True
-        return AttachSlice(model=self.model, number=self.order.number, order=order)
+        return AttachSlice(model=self.model, number=self.number, order=order)
 
     def finish(self, step: AttachStep) -> FinishedAttachment:
         return FinishedAttachment(self.question, self.model, self.order, step)
@@ -95,6 +98,7 @@ class LoadSchedule:
     def __init__(self) -> None:
         self._loads: dict[int, _LoadTask] = {}  # by model, in the order of arrival
         self._attachments: dict[int, _AttachTask] = {}  # by their own numbers
+        self._numbers = count(1)  # of attachments
 
     @property
     def idle(self) -> bool:
@@ -116,7 +120,8 @@ class LoadSchedule:
 
     def start_attachment(self, order: Attach, model: int, question: int) -> None:
         """Begin to attach an SAE to `model`, as with `start_load`."""
-        self._attachments[order.number] = _AttachTask(order, model, question)
+        number = next(self._numbers)
+        self._attachments[number] = _AttachTask(order, number, model, question)
 
     def abandon(self, model: int) -> list[FinishedTask]:
         """Give up what is under way of a model that goes."""

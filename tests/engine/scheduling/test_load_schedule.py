@@ -91,9 +91,20 @@ def test_the_order_goes_with_the_first_slice() -> None:
     schedule.start_attachment(second, 2, 11)
     assert schedule.plan() == [
         LoadSlice(model=1, limit=16 * MIB, order=first),
-        AttachSlice(model=2, number=7, order=second),
+        AttachSlice(model=2, number=1, order=second),
     ]
-    assert schedule.plan() == [LoadSlice(model=1, limit=16 * MIB), AttachSlice(model=2, number=7)]
+    assert schedule.plan() == [LoadSlice(model=1, limit=16 * MIB), AttachSlice(model=2, number=1)]
+
+
+def test_attachments_to_which_two_clients_gave_one_number_end_both() -> None:
+    schedule = LoadSchedule()
+    schedule.start_attachment(attach(7), 1, 10)
+    schedule.start_attachment(attach(7), 2, 11)
+    works = schedule.plan()
+    assert [work.model for work in works] == [1, 2]
+    settled = [schedule.settle(work, outcome(ATTACHED)) for work in works]
+    assert settled == [(10, 1, attach(7), ATTACHED), (11, 2, attach(7), ATTACHED)]
+    assert schedule.idle
 
 
 def test_loads_of_one_folder_come_one_after_the_other() -> None:
