@@ -41,8 +41,8 @@ class RowFailure(msgspec.Struct, frozen=True):
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """Rows that could not be taken. Other works of the same plan may name them, so until they are
-    released they are there as rows that nothing is asked for."""
+    """Rows that could not be taken. Other works of the same plan may name them all the same: those
+    pass over them."""
 
     failures: tuple[RowFailure, ...] = ()
 

@@ -12,7 +12,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import isnan
 from typing import Any, cast
 
@@ -51,9 +51,15 @@ class PartialText:
         self._text = rows[0].seen
 
     def find(self, row_ids: Sequence[int]) -> list[LiveRow]:
-        """Those of its rows, in this order."""
+        """Those of these rows that it has, in this order."""
         rows = {row.id: row for row in self.rows}
-        return [rows[row_id] for row_id in row_ids]
+        return [rows[row_id] for row_id in row_ids if row_id in rows]
+
+    def drop(self, row_ids: Collection[int]) -> None:
+        """Forget these rows, and the scores if they are for one of them."""
+        self.rows = [row for row in self.rows if row.id not in row_ids]
+        if self.scorer is not None and self.scorer.job_id in row_ids:
+            self.scorer = None
 
     def part(self, end: int) -> tuple[int, ...]:
         """The tokens that are to be read, up to the `end`-th. A copy."""
@@ -88,6 +94,10 @@ class PromptScorer:
         found = read_likelihoods(likelihoods(Blocks(logits), tokens, self._top), self._top)
         self.broken |= any(each.logprob is not None and isnan(each.logprob) for each in found)
         self._scores += _ranked(found, logits, tokens) if self._job.ranks else found
+
+    @property
+    def job_id(self) -> int:
+        return self._job.id
 
     @property
     def event(self) -> PromptScored:

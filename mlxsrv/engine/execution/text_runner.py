@@ -147,11 +147,11 @@ class TextRunner:
         """
         kept = self._take_out_of_texts(row_ids, keeps)
         errors: list[Exception] = []
-        try:
-            for sub_batch in list(self._ready):
+        for sub_batch in list(self._ready):
+            try:
                 kept += self._take_out_of_ready(sub_batch, row_ids, keeps)
-        except Exception as error:
-            errors.append(error)
+            except Exception as error:
+                errors.append(error)
         for decoder in (self._main, self._trial):
             if row_ids.isdisjoint(row.id for row in decoder.rows):
                 continue
@@ -178,7 +178,7 @@ class TextRunner:
             if (text := self._texts.pop(row_id, None)) is not None:
                 leaving.setdefault(text, []).append(row_id)
         for text, ids in leaving.items():
-            text.rows = [row for row in text.rows if row.id not in ids]
+            text.drop(ids)
             keep = next((keeps[row_id] for row_id in ids if row_id in keeps), None)
             if keep is not None:
                 # Others may still read on in it.
@@ -232,6 +232,10 @@ class TextRunner:
         return PromptsRead(self._keep(done.kept), done.scores, done.broken, tuple(done.activations))
 
     def _read_spans(self, spans: Sequence[Span]) -> SpansRead:
+        # The plan was made before it was known which rows cannot be admitted.
+        spans = [span for span in spans if not self._rows.keys().isdisjoint(span.rows)]
+        if not spans:
+            return SpansRead()
         texts = [self._find_text(span) for span in spans]
         plan = self._steerer.plan([text.steering for text in texts])
         if len(spans) == 1:
@@ -251,9 +255,10 @@ class TextRunner:
                 raise RuntimeError(f"{text.done} tokens of the text are read, not {span.begin}")
             return text
         cache = self._caches.make() if span.source is None else self._copy_kept(span)
-        rows = [self._rows[row_id] for row_id in span.rows]
-        text = PartialText(rows, cache, span.begin, scored=span.scored)
-        self._texts |= dict.fromkeys(span.rows, text)
+        rows = [self._rows[row_id] for row_id in span.rows if row_id in self._rows]
+        scored = span.scored and rows[0].id == span.rows[0]
+        text = PartialText(rows, cache, span.begin, scored=scored)
+        self._texts |= {row.id: text for row in rows}
         return text
 
     def _copy_kept(self, span: Span) -> Cache:

@@ -267,7 +267,7 @@ class TextSchedule:
             return
         tokens = 0
         for reading, span in zip(readings, work.spans, strict=True):
-            tokens += span.end - span.begin
+            tokens += span.end - span.begin if reading.rows else 0  # or nothing was read
             reading.began = reading.began if reading.opened else outcome.began
             reading.done, reading.opened = span.end, True
         self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)

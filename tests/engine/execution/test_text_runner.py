@@ -302,6 +302,25 @@ def test_a_row_whose_steering_is_not_there_fails_alone(models: Any) -> None:
     assert [*runner._rows] == [1]
 
 
+def test_a_slice_passes_over_rows_that_were_not_admitted(models: Any) -> None:
+    driver = Driver(models("qwen3"))
+    bad = Job(9, "m", prompt(0), 9, frozenset(), GREEDY, steering=Steering(vectors=(("no", 1.0),)))
+    driver.runner.admit([bad], {})
+    driver.prompts[9], driver.drawn[9] = prompt(0), []
+    for row in (0, 1):
+        driver.admit(row, prompt(row))
+    assert driver.runner.read(driver.span(9, keep=Keep(1, 39))).kept == ()
+    driver.read_together([9], [0])
+    # A twin of one that was to be scored is not scored in its place.
+    driver.prompts[9] = prompt(1)
+    assert driver.runner.read(driver.span(9, 1, scored=True)).scores is None
+    driver.release(9)
+    driver.run((0,), (1,), rows=[0, 1])
+    driver.check(0, 1)
+    driver.release(0, 1)
+    assert driver.is_empty
+
+
 # Kept prompts.
 
 
@@ -399,6 +418,32 @@ def test_half_read_twins_leave_one_after_the_other(models: Any) -> None:
     assert not driver.runner._texts
     driver.run((0, 3), rows=[0, 3])
     driver.check(0, 3)
+
+
+def test_a_prompt_is_not_scored_on_when_who_asked_has_left(models: Any) -> None:
+    driver = Driver(models("qwen3"))
+    driver.admit(0, prompt(0), scores=2)
+    driver.admit(1, prompt(0))
+    first, last = driver.span(0, 1, cuts=(20,), scored=True)
+    driver.runner.read([first])
+    driver.release(0)
+    last = msgspec.structs.replace(last, rows=(1,), joins=(1,), scored=False)
+    assert driver.runner.read([last]).scores is None
+    driver.run((1,), rows=[1])
+    driver.check(1)
+
+
+def test_a_row_leaves_whatever_happens_to_those_that_are_ready(models: Any) -> None:
+    driver = Driver(models("qwen3"))
+    for row in range(4):
+        driver.admit(row, prompt(row))
+    driver.read_together([0], [1])
+    driver.read(2)
+    driver.runner._ready[0].cache = [None]  # whatever is done with it fails
+    with pytest.raises(AttributeError):
+        driver.release(0, 2)
+    driver.release(1, 3)
+    assert driver.is_empty
 
 
 def test_rows_that_are_rewound_go_on_where_they_were(models: Any) -> None:
