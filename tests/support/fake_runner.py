@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from mlxsrv.engine.events import Attached, Loaded, Report
@@ -46,7 +47,8 @@ from mlxsrv.engine.plans import (
 )
 from mlxsrv.engine.scheduling.scheduler import Scheduler
 from tests.support.fake_device import FakeDevice, Pass
-from tests.support.fake_text import FakeText, IllegalWork, require
+from tests.support.fake_rows import IllegalWork, require
+from tests.support.fake_text import FakeText
 
 
 class FakeTexts:
@@ -231,7 +233,8 @@ class FakeRunner:
             case Decode():
                 done = text.decode(work, fault, told=self.device.tells(work))
                 passes += text.passes_of_step(work)
-                return done
+                # No step is under way here: it was complete when its work was.
+                return msgspec.structs.replace(done, waited=self.now)
             case ReadDraft():
                 text.read_draft(work, fault)
         return None

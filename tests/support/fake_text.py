@@ -8,12 +8,10 @@ strict description of what plans may ask for: see `mlxsrv.engine.plans`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from mlxsrv.engine.events import Activations, Likelihood, PromptScored
-from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import (
     Admitted,
     Decoded,
@@ -25,78 +23,13 @@ from mlxsrv.engine.outcomes import (
     TextFacts,
 )
 from mlxsrv.engine.plans import Admit, Decode, Forget, Keep, Read, ReadDraft, Release, Rewind, Span
-from mlxsrv.engine.scheduling.prompt_index import LEAST, Tokens, as_tokens, common_prefix
+from mlxsrv.engine.scheduling.prompt_index import LEAST, Tokens, common_prefix
 from mlxsrv.engine.scheduling.speculation_controller import MOST_UNREAD
 from mlxsrv.generation.parameters import Steering
 from tests.support.fake_device import FakeDevice, Pass
+from tests.support.fake_rows import FakeEntry, FakePartialText, FakeRow, IllegalWork, require
 
 PREFILLED = -1  # the place of the prompt, before the first token of the answer
-
-
-class IllegalWork(AssertionError):
-    """A work that cannot be done, or would give a wrong text."""
-
-
-def require(condition: object, *message: object) -> None:
-    if not condition:
-        raise IllegalWork(" ".join(map(str, message)))
-
-
-class FakeRow:
-    """A row as the runner has it.
-
-    Attributes:
-        fresh: it is fed the last token of its text next, or has no KV cache.
-        over: it has ended with a token, or for a cause of its own.
-        lost: its KV cache was lost in a fault.
-    """
-
-    __slots__ = ("_prompt", "drawn", "fresh", "id", "job", "lost", "over")
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.id = job.id
-        self.drawn: list[int] = []
-        self.fresh = True
-        self.over = False
-        self.lost = False
-        self._prompt = as_tokens(job.prompt)
-
-    @property
-    def length(self) -> int:
-        return self._prompt.size + len(self.drawn)
-
-    @property
-    def held(self) -> int:
-        """Tokens of its text in the KV cache of a row that is decoded, or may be."""
-        return self.length - self.fresh
-
-    @property
-    def text(self) -> Tokens:
-        return np.concatenate([self._prompt, as_tokens(self.drawn)]) if self.drawn else self._prompt
-
-    def lose(self) -> None:
-        self.fresh = self.lost = True
-
-
-class _Text:
-    """A text that is being read, for one row or several."""
-
-    def __init__(self, rows: list[FakeRow], done: int) -> None:
-        self.rows = rows
-        self.done = done
-        self.tokens = rows[0].text
-        self.steering = rows[0].job.steering
-
-
-class _Entry(NamedTuple):
-    """A kept prompt."""
-
-    tokens: Tokens
-    steering: Steering | None
-    bytes: int
-    cuts: bool
-    round: int
 
 
 _Group = list[FakeRow]
@@ -121,12 +54,12 @@ class FakeText:
         self._max_rows = max_rows if facts.batched else 1
         self._chunk = prefill_chunk
         self._rows: dict[int, FakeRow] = {}
-        self._texts: dict[int, _Text] = {}  # by each of its rows
+        self._texts: dict[int, FakePartialText] = {}  # by each of its rows
         self._ready: list[_Group] = []
         self._decoders: dict[bool, list[_Group]] = {False: [], True: []}  # True: the trial's
         self._changed = {False: False, True: False}  # rows have come or gone since the last step
         self._looked: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
-        self._kept: dict[int, _Entry] = {}
+        self._kept: dict[int, FakeEntry] = {}
         self._last_entry = 0
         self._draft: tuple[int, Tokens] | None = None  # the row that it follows, and what it read
         self._round = 0
@@ -249,7 +182,7 @@ class FakeText:
             return []
         nbytes, cuts = self._facts.kv_bytes(keep.tokens), self._facts.cuts_at(keep.tokens)
         tokens = text[: keep.tokens]
-        self._kept[keep.entry] = _Entry(tokens, steering, nbytes, cuts, self._round)
+        self._kept[keep.entry] = FakeEntry(tokens, steering, nbytes, cuts, self._round)
         return [KeptPrompt(keep.entry, nbytes, cuts)]
 
     # Reading.
@@ -310,7 +243,7 @@ class FakeText:
             if not self._facts.pads:
                 require(len({span.end - span.begin for span in spans}) == 1, "padding")
 
-    def _find_text(self, span: Span) -> _Text:
+    def _find_text(self, span: Span) -> FakePartialText:
         rows = [self._rows[row_id] for row_id in span.rows]
         text = self._open(span, rows) if span.opens else self._texts.get(rows[0].id)
         if text is None:
@@ -327,7 +260,7 @@ class FakeText:
             require(span.joins == decoded, span.joins, "join, not", decoded)
         return text
 
-    def _open(self, span: Span, rows: list[FakeRow]) -> _Text:
+    def _open(self, span: Span, rows: list[FakeRow]) -> FakePartialText:
         head = rows[0]
         for row in rows:
             require(row.id not in self._texts, "row", row.id, "is being read already")
@@ -343,7 +276,7 @@ class FakeText:
             require(not span.scored, "a prompt that is scored begins with a kept one")
             require(again or not self.watched, "a prompt that is watched begins with a kept one")
             self._check_source(span, head)
-        text = _Text(rows, span.begin)
+        text = FakePartialText(rows, span.begin)
         self._texts |= {row.id: text for row in rows}
         return text
 
@@ -357,7 +290,7 @@ class FakeText:
         same = np.array_equal(entry.tokens[: span.begin], row.text[: span.begin])
         require(same, "the kept prompt is another text")
 
-    def _drop_texts(self, texts: Iterable[_Text], *, lost: bool = True) -> None:
+    def _drop_texts(self, texts: Iterable[FakePartialText], *, lost: bool = True) -> None:
         for text in texts:
             for row in text.rows:
                 del self._texts[row.id]
@@ -404,6 +337,12 @@ class FakeText:
             if work.proposals:
                 self._draft = None
         return done
+
+    def decoded(self, work: Decode) -> list[FakeRow]:
+        """The rows of a step, before it is done or behind it."""
+        if work.groups is None:
+            return [row for group in self._decoders[work.trial] for row in group]
+        return [self._rows[row_id] for group in work.groups for row_id in group]
 
     def passes_of_step(self, work: Decode) -> list[Pass]:
         """The passes of a step that was just done, or would be."""

@@ -1,4 +1,4 @@
-"""Drives a Scheduler with a FakeRunner, as the device thread does; checks what clients hear."""
+"""Drives a Scheduler with a FakeRunner, as the device thread does, and checks what is told."""
 
 from __future__ import annotations
 
@@ -42,11 +42,15 @@ class JobLog:
     """What one job was told, which must be in order and end once.
 
     Attributes:
-        rounds: rounds since it was sent.
+        sent_round, end_round: the rounds in which it was sent, and ended or was cancelled.
+        rounds: so many rounds it took, or has taken so far.
+        first_at, ended_at: by the runner's clock.
     """
 
-    def __init__(self, order: Job | Embed) -> None:
+    def __init__(self, order: Job | Embed, sent_round: int) -> None:
         self.order = order
+        self.sent_round = sent_round
+        self.end_round = float("inf")
         self.events: list[JobEvent] = []
         self.cancelled = False
         self.rounds = 0
@@ -105,7 +109,7 @@ class Bench:
         self.runner.record = True
         self.jobs: dict[tuple[int, int], JobLog] = {}
         self.answers: dict[tuple[int, int], Any] = {}
-        self.closed: set[int] = set()
+        self.closed: set[int] = set()  # clients that have sent their last order
         self.plans: list[RoundPlan] = []
         self.checks: list[Callable[[RoundPlan], None]] = []
         self._orders: list[Received] = [Received(client, Open()) for client in clients]
@@ -119,11 +123,11 @@ class Bench:
 
     def submit(self, *jobs: Job, client: int = 1) -> None:
         for job in jobs:
-            self.jobs[client, job.id] = JobLog(job)
+            self.jobs[client, job.id] = JobLog(job, len(self.plans))
             self.send(Submit(job), client)
 
     def embed(self, order: Embed, client: int = 1) -> None:
-        self.jobs[client, order.id] = JobLog(order)
+        self.jobs[client, order.id] = JobLog(order, len(self.plans))
         self.send(order, client)
 
     def cancel(self, *jobs: int, client: int = 1) -> None:
@@ -162,17 +166,25 @@ class Bench:
             self._deliver()
         self.runner.end_round()
         for job in self.jobs.values():
-            job.rounds += not job.ended
+            if not job.ended:
+                job.rounds += 1
+            elif job.end_round == float("inf"):
+                job.end_round = len(self.plans)
         return plan
 
     def rounds(self, count: int) -> None:
         for _ in range(count):
             self.round()
 
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.scheduler.idle and not self._orders
+
     def finish(self) -> None:
         """Go on until there is nothing to do."""
         for _ in range(_MOST_ROUNDS):
-            if self.scheduler.idle and not self._orders:
+            if self.done:
                 return
             self.round()
         raise AssertionError("it does not end")
@@ -184,6 +196,8 @@ class Bench:
             self.jobs[client, order.job].cancelled = True
         elif isinstance(order, Close):
             self.closed.add(client)
+            for (owner, _), log in self.jobs.items():
+                log.cancelled |= owner == client
 
     def _deliver(self) -> None:
         for client, events in self.scheduler.take_events():

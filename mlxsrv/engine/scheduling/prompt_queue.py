@@ -279,7 +279,9 @@ def restart(reading: Reading) -> None:
 def _same_prompt(one: Row, other: Row) -> bool:
     """Whether one reading does for both rows, of which `one` is not scored. Not after a fault: one
     of them may have caused it."""
+    # First what tells most pairs apart, for each waiting row is asked.
+    if one.prompt is not other.prompt and one.job.prompt != other.job.prompt:
+        return False
     if one.alone or other.alone or one.job.scores is not None:
         return False
-    same = one.prompt.size == other.prompt.size and one.job.steering == other.job.steering
-    return same and (one.prompt is other.prompt or one.job.prompt == other.job.prompt)
+    return one.job.steering == other.job.steering

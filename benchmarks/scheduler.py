@@ -1,0 +1,124 @@
+"""The scheduler's own time: `python -m benchmarks.scheduler`.
+
+It is host code between two steps of the device, so all of it is lost to every stream. A round is
+`plan` and the `settle` of each work; the runner does nothing here. Each line is a situation at
+`--rows` rows, with microseconds a round: the mean, the median, and the 99th percentile.
+
+- `decoding`: all rows are decoded, and nothing else happens.
+- `waiting`: the same, while `--waiting` prompts wait for a row.
+- `coming and going`: answers of 20 to 60 tokens, so that in most rounds a row leaves and another
+  joins, while as many prompts wait.
+- `reading`: a long prompt is read beside the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from statistics import median, quantiles
+from time import thread_time_ns
+
+from mlxsrv.engine.orders import Ask, Job, Load, Open, Submit
+from mlxsrv.engine.outcomes import KVCost, TextFacts
+from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
+from mlxsrv.generation.parameters import Sampling
+from tests.support.fake_device import FakeDevice
+from tests.support.fake_runner import FakeRunner
+
+_FACTS = TextFacts(
+    batched=True,
+    cuts=True,
+    pads=True,
+    padding=1 << 30,
+    vocabulary=150_000,
+    prompt_cache_bytes=1 << 30,
+    kv_costs=(KVCost(100_000),),
+)
+_CLIENT = 1
+_ENDLESS = (1 << 20,)
+_ANSWERS = (*range(20, 60, 3), *range(21, 60, 3), *range(22, 60, 3))
+_PROMPT = 300
+
+
+class _Rounds:
+    """Rounds of a scheduler with one model, and what each took."""
+
+    def __init__(self, rows: int) -> None:
+        self._scheduler = Scheduler()
+        self._runner = FakeRunner(FakeDevice(_FACTS))
+        self._orders = [Received(_CLIENT, Open())]
+        self._jobs = 0
+        order = Load(model="m", path="", max_rows=rows, prefill_chunk=2048, max_gap=0.2)
+        self._orders.append(Received(_CLIENT, Ask(1, order)))
+        self.run(2)
+
+    def submit(self, count: int, tokens: Sequence[int], prompt: int = _PROMPT) -> None:
+        """Send jobs, whose answers take so many tokens by turns."""
+        for _ in range(count):
+            self._jobs += 1
+            text = tuple((self._jobs + 7919 * place) % 150_000 for place in range(prompt))
+            most = tokens[self._jobs % len(tokens)]
+            job = Job(self._jobs, "m", text, most, frozenset([2]), Sampling())
+            self._orders.append(Received(_CLIENT, Submit(job)))
+
+    def run(self, count: int, tokens: Sequence[int] = ()) -> list[float]:
+        """Do so many rounds. Returns the microseconds of each. With `tokens` another job comes for
+        each that ends."""
+        return [self._round(tokens) for _ in range(count)]
+
+    def _round(self, tokens: Sequence[int]) -> float:
+        orders, self._orders = self._orders, []
+        spent = -thread_time_ns()
+        plan = self._scheduler.plan(orders)
+        events = self._scheduler.take_events()
+        spent += thread_time_ns()
+        ended = 0
+        for work in plan.works:
+            outcome = self._runner.run(work)
+            spent -= thread_time_ns()
+            self._scheduler.settle(work, outcome)
+            events = self._scheduler.take_events()
+            spent += thread_time_ns()
+            ended += sum(getattr(e, "finish", None) is not None for _, sent in events for e in sent)
+        self._runner.end_round()
+        if tokens:
+            self.submit(ended, tokens)
+        return spent / 1000
+
+
+def _measure(rows: int, waiting: int, rounds: int) -> Iterator[tuple[str, list[float]]]:
+    decoding = _Rounds(rows)
+    decoding.submit(rows, _ENDLESS)
+    decoding.run(4 * rows)
+    yield "decoding", decoding.run(rounds)
+    decoding.submit(waiting, _ENDLESS)
+    decoding.run(10)
+    yield "waiting", decoding.run(rounds)
+    changing = _Rounds(rows)
+    changing.submit(rows + waiting, _ANSWERS)
+    changing.run(8 * rows, _ANSWERS)
+    yield "coming and going", changing.run(rounds, _ANSWERS)
+    reading = _Rounds(rows)
+    reading.submit(rows - 1, _ENDLESS)
+    reading.run(4 * rows)
+    reading.submit(1, (1,), prompt=100_000)
+    reading.run(10)
+    yield "reading", reading.run(min(rounds, 100_000 // 2048 - 12))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--waiting", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=1000)
+    options = parser.parse_args()
+    for name, spent in _measure(options.rows, options.waiting, options.rounds):
+        p99 = quantiles(spent, n=100)[-1]
+        mean = sum(spent) / len(spent)
+        print(
+            f"{name:>17}: mean {mean:6.1f}, median {median(spent):6.1f}, p99 {p99:6.1f} us a round"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""The scheduler after faults: who is tried, who ends, and when a draft is given up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+
+from mlxsrv.engine.events import PromptRead, Started
+from mlxsrv.engine.faults import NOT_A_NUMBER, OUT_OF_MEMORY
+from mlxsrv.engine.orders import (
+    Job,
+)
+from mlxsrv.engine.outcomes import RowFailure
+from mlxsrv.engine.plans import (
+    Decode,
+    Forget,
+    Read,
+    ReadDraft,
+    RoundPlan,
+    Work,
+)
+from tests.support.fake_device import FACTS, FakeDevice
+from tests.support.scheduling import Bench
+from tests.support.situations import (
+    MODEL,
+    FaultyDevice,
+    expected,
+    job,
+    make,
+)
+
+# Faults.
+
+
+def last_round_with(bench: Bench, count: int) -> Callable[[Work], bool]:
+    """Chooses a step of so many rows."""
+    return lambda work: isinstance(work, Decode) and rows_of(bench, work) == count
+
+
+def rows_of(bench: Bench, work: Decode) -> int:
+    return len(bench.runner.text(work.model).decoded(work))
+
+
+def step(number: int) -> Callable[[Work], bool]:
+    """Chooses the step of this number, and those behind it."""
+    seen = [0]
+
+    def choose(work: Work) -> bool:
+        seen[0] += isinstance(work, Decode)
+        return isinstance(work, Decode) and seen[0] >= number
+
+    return choose
+
+
+def test_a_row_that_fails_alone_ends() -> None:
+    bench = make(FaultyDevice(step(3)))
+    bench.submit(job(1, 5, 20))
+    bench.finish()
+    failed = bench.job(1).failed
+    assert failed is not None
+    assert failed.reason == "it broke"
+    assert bench.runner.empty
+
+
+def test_after_a_fault_all_rows_go_on_with_the_same_tokens() -> None:
+    bench = make(FaultyDevice(step(4)))
+    bench.submit(*(job(number, 5, 20) for number in range(1, 9)))
+    bench.finish()
+    for number in range(1, 9):
+        assert bench.job(number).tokens == expected(bench, number, 20)
+    assert sum(work.trial for work in bench.works(Decode)) >= 8 * 3
+
+
+def test_after_a_fault_rows_are_tried_beside_the_others() -> None:
+    bench = make(FaultyDevice(step(4)), max_rows=8)
+    bench.submit(*(job(number, 5, 30) for number in range(1, 5)))
+    bench.rounds(4 + 12)
+    steps = [[w.trial for w in plan.works if isinstance(w, Decode)] for plan in bench.plans]
+    assert [False, True] in steps
+    bench.finish()
+
+
+def test_the_row_that_is_to_blame_ends_and_the_others_go_on() -> None:
+    device = FaultyDevice(lambda work: False)
+    bench = make(device)
+
+    def choose(work: Work) -> bool:
+        """Row 3 breaks each step in which it draws its fifth token."""
+        if not isinstance(work, Decode):
+            return False
+        groups = bench.runner.text(MODEL).decoded(work)
+        return any(row.id == 3 and len(row.drawn) == 4 for row in groups)
+
+    device._chooses, device._times = choose, 100
+    bench.submit(*(job(number, 5, 20) for number in range(1, 9)))
+    bench.finish()
+    assert bench.job(3).failed is not None
+    for number in {*range(1, 9)} - {3}:
+        assert bench.job(number).tokens == expected(bench, number, 20)
+
+
+def test_where_memory_is_short_fewer_rows_are_decoded_together() -> None:
+    device = FaultyDevice(lambda work: False, memory=True)
+    bench = make(device)
+    device._chooses, device._times = last_round_with(bench, 8), 1
+    bench.submit(*(job(number, 5, 12) for number in range(1, 9)))
+    bench.rounds(3)
+    sizes: list[int] = []
+    bench.checks.append(lambda plan: sizes.append(count_rows(bench, plan)))
+    bench.finish()
+    assert max(sizes[2:8]) <= 4
+    assert all(bench.job(n).tokens == expected(bench, n, 12) for n in range(1, 9))
+    assert any(work.spare for work in bench.works(Forget))
+
+
+def count_rows(bench: Bench, plan: RoundPlan) -> int:
+    return sum(rows_of(bench, work) for work in plan.works if isinstance(work, Decode))
+
+
+def test_a_row_for_which_memory_never_suffices_ends() -> None:
+    bench = make(FaultyDevice(step(1), 100, memory=True))
+    bench.submit(job(1, 5, 12))
+    bench.finish()
+    failed = bench.job(1).failed
+    assert failed is not None
+    assert failed.clear == OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(("times", "ended"), [(1, []), (2, [1])])
+def test_prompts_of_a_slice_that_failed_are_read_alone(times: int, ended: list[int]) -> None:
+    bench = make(FaultyDevice(lambda work: isinstance(work, Read), times))
+    bench.submit(*(job(number, 12, 3) for number in range(1, 5)))
+    bench.finish()
+    assert [n for n in range(1, 5) if bench.job(n).failed is not None] == ended
+    assert all(len(work.spans) == 1 for work in bench.works(Read)[1:])
+
+
+def test_a_long_prompt_whose_slice_fails_for_memory_is_read_anew() -> None:
+    def choose(work: Work) -> bool:
+        return isinstance(work, Read) and work.spans[0].begin > 100
+
+    bench = make(FaultyDevice(choose, 1, memory=True))
+    bench.submit(job(1, 400), job(2, 300))
+    bench.finish()
+    assert bench.job(1).tokens == expected(bench, 1, 4)
+    assert bench.job(2).tokens == expected(bench, 2, 4)
+
+
+class BrokenDevice(FakeDevice):
+    """Job 2 has NaN at its third token, job 3 a constraint that cannot go on there, and job 4 is
+    not taken."""
+
+    def breaks(self, job: Job, place: int) -> bool:
+        return job.id == 2 and place == 2
+
+    def stop(self, job: Job, place: int) -> RowFailure | None:
+        return RowFailure(3, "no rule", "the grammar") if (job.id, place) == (3, 2) else None
+
+    def refuse(self, job: Job) -> RowFailure | None:
+        return RowFailure(4, "no SAE", "no such feature") if job.id == 4 else None
+
+
+def test_what_concerns_one_row_ends_that_row() -> None:
+    bench = make(BrokenDevice())
+    bench.submit(*(job(number, 10, 6) for number in range(1, 5)))
+    bench.finish()
+    assert bench.job(1).tokens == expected(bench, 1, 6)
+    reasons = [bench.job(number).failed for number in (2, 3, 4)]
+    assert [failed and (failed.reason, failed.clear) for failed in reasons] == [
+        (NOT_A_NUMBER, NOT_A_NUMBER),
+        ("no rule", "the grammar"),
+        ("no SAE", "no such feature"),
+    ]
+    assert len(bench.job(2).tokens) == 2
+    assert len(bench.job(3).tokens) == 3
+    assert not any(isinstance(event, Started) for event in bench.job(4).events)
+
+
+def test_what_the_model_computed_nan_for_is_not_kept() -> None:
+    bench = make(BrokenDevice())
+    bench.submit(job(2, 200, 6))
+    bench.finish()
+    bench.submit(job(5, 200, 6, family=2))
+    bench.finish()
+    assert bench.job(5).read == PromptRead(5, 0)
+
+
+# Drafts.
+
+
+class DraftDevice(FakeDevice):
+    """A draft model whose proposals hold by this share; rounds take twice as long as steps."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__(msgspec.structs.replace(FACTS, drafts=True))
+        self._share = share
+
+    def accept(self, job: Job, place: int, proposals: int) -> int:
+        return int(self._share * proposals)
+
+    def time(self, work: Work, passes: Sequence[Any]) -> float:
+        if isinstance(work, ReadDraft):
+            return 0.00001 * work.tokens
+        return 0.002 if isinstance(work, Decode) and work.proposals else 0.001
+
+
+@pytest.mark.parametrize(("share", "least", "most"), [(1.0, 50, 101), (0.0, 0, 12)])
+def test_a_draft_is_used_while_it_helps(share: float, least: int, most: int) -> None:
+    bench = make(DraftDevice(share))
+    bench.submit(job(1, 20, 500))
+    bench.finish()
+    rounds = sum(bool(work.proposals) for work in bench.works(Decode))
+    assert least <= rounds <= most
+    assert bench.works(ReadDraft)
+    assert bench.job(1).tokens == expected(bench, 1, 500)
+
+
+def test_a_draft_proposes_to_a_row_that_is_alone() -> None:
+    bench = make(DraftDevice(1.0))
+    bench.submit(job(1, 20, 500))
+    bench.rounds(20)
+    assert bench.works(Decode)[-1].proposals
+    bench.submit(job(2, 20, 20))
+    bench.runner.works.clear()
+    while not bench.job(2).ended:
+        bench.round()
+    assert not any(work.proposals for work in bench.works(Decode))
+    bench.finish()
+    assert bench.works(Decode)[-1].proposals
+
+
+def test_a_draft_whose_round_fails_is_given_up() -> None:
+    bench = make(DraftDevice(1.0))
+    faulty = FaultyDevice(lambda work: isinstance(work, Decode) and bool(work.proposals))
+    bench.runner.device.fail = faulty.fail  # type: ignore[method-assign]
+    bench.submit(job(1, 20, 200))
+    bench.finish()
+    assert sum(bool(work.proposals) for work in bench.works(Decode)) == 1
+    assert bench.job(1).tokens == expected(bench, 1, 200)
+
+
+def test_a_draft_goes_on_from_an_equal_text() -> None:
+    """The same prompt again has the same answer: the draft has read more than the row has."""
+    bench = make(DraftDevice(1.0))
+    bench.submit(job(1, 200, 100))
+    bench.finish()
+    device = bench.runner.device
+    device.draw = lambda job, place: FakeDevice.draw(device, FIRST, place)  # type: ignore
+    bench.submit(job(2, 200, 100, family=1))
+    bench.finish()
+    assert bench.job(2).tokens == bench.job(1).tokens
+
+
+FIRST = job(1, 200)
