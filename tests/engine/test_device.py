@@ -120,6 +120,34 @@ def test_a_long_prompt_tells_of_its_slices_and_a_short_one_of_none(
     run(test)
 
 
+@pytest.mark.parametrize("prompt", [(), (5, -1), (5, 1 << 40)])
+def test_a_prompt_that_is_none_fails_alone(
+    model_folder: ModelFolder, prompt: tuple[int, ...]
+) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            other = asyncio.ensure_future(generate(client, job(30)))
+            heard = await generate(client, job(8, prompt=prompt))
+            assert [type(event) for event in heard.events] == [Failed]
+            assert len((await other).tokens) == 30
+
+    run(test)
+
+
+def test_an_id_is_given_to_one_job_at_a_time(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            first, other = job(30), asyncio.ensure_future(generate(client, job(30)))
+            client.submit(first, Listener())
+            heard = await generate(client, first)
+            assert isinstance(heard.events[-1], Failed)
+            assert len((await other).tokens) == 30
+
+    run(test)
+
+
 def test_texts_that_take_several_slices_tell_of_them(model_folder: ModelFolder) -> None:
     async def test() -> None:
         async with open_client() as client:

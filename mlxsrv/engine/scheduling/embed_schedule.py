@@ -77,6 +77,8 @@ class EmbedSchedule:
         self._admissions[order.id] = order
 
     def _check(self, order: Embed) -> None:
+        if order.id in self._queue.jobs:
+            raise ValueError("there is a job of this id")
         if not order.texts or not all(order.texts):
             raise ValueError("there are no texts, or one of them has no tokens")
         # Now and not in a slice, where an error would fail the other jobs with texts in it.

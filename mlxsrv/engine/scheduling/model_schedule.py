@@ -75,7 +75,7 @@ class ModelSchedule:
     # Jobs.
 
     def submit(self, order: Job | Embed) -> None:
-        """Take a job. Raises ValueError if the model cannot do it."""
+        """Take a job. Raises ValueError or OverflowError if the model cannot do it."""
         if isinstance(order, Embed):
             self._embed.submit(order)
         else:

@@ -86,7 +86,16 @@ class RowBook:
         return self._rows.get(job_id)
 
     def add(self, job: Job) -> None:
-        """Take a job: its row waits for its prompt to be read."""
+        """Take a job: its row waits for its prompt to be read.
+
+        Raises:
+            ValueError: its prompt is empty, or its id is that of another row.
+            OverflowError: a number in its prompt is not a token id.
+        """
+        if not job.prompt:
+            raise ValueError("its prompt has no tokens")
+        if job.id in self._rows:
+            raise ValueError("there is a job of this id")
         last = self._queue.waiting[-1] if self._queue.waiting else None
         # The choices of one request share a prompt, so they share the array made of it.
         known = last is not None and last.job.prompt is job.prompt

@@ -113,8 +113,10 @@ class Scheduler:
         return self._loads.idle and all(model.idle for model in self._models.values())
 
     def name(self, model: int) -> str:
-        """What its client calls a model, for the log; empty while it is being loaded."""
-        return self._models[model].name if model in self._models else ""
+        """What its client calls a model, for the log; empty for a number that no model has."""
+        if model in self._models:
+            return self._models[model].name
+        return self._loads.name(model)
 
     def take_events(self) -> list[tuple[int, list[Event]]]:
         """The events that are to be delivered now, by the client's number."""
@@ -176,7 +178,7 @@ class Scheduler:
     def _submit(self, client: _Client, name: str, order: Job | Embed) -> None:
         try:
             self._find(client, name).submit(order)
-        except (ServeError, ValueError) as error:
+        except (ServeError, ValueError, OverflowError) as error:  # of a number that is no token id
             client.events.append(Failed(order.id, str(error)))
 
     def _ask(self, client: int, number: int, question: Question | Load | Attach) -> Sequence[Work]:

@@ -121,7 +121,7 @@ class TextSchedule:
     # Jobs.
 
     def submit(self, job: Job) -> None:
-        """Take a job."""
+        """Take a job. Raises ValueError or OverflowError if it cannot be."""
         self._book.add(job)
 
     def cancel(self, job_ids: Collection[int]) -> None:

@@ -209,6 +209,15 @@ def test_what_a_model_cannot_do_is_refused(facts: EmbedFacts, asked: Embed, why:
 # Ends.
 
 
+def test_an_id_is_given_to_one_job_at_a_time() -> None:
+    runner = FakeRunner(make())
+    runner.schedule.submit(order(1, 5))
+    with pytest.raises(ValueError, match="of this id"):
+        runner.schedule.submit(order(1, 7))
+    assert ended(runner.step()[1]) == [1]
+    runner.schedule.submit(order(1, 7))
+
+
 def test_a_job_ends_with_its_last_text() -> None:
     runner = FakeRunner(make())
     runner.schedule.submit(order(1, 60, 50))

@@ -9,13 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.engine.events import Attached, Loaded
-from mlxsrv.engine.orders import Attach, Load
-from mlxsrv.engine.outcomes import AttachStep, Fault, LoadStep, Outcome, Refusal
+from mlxsrv.engine.orders import Ask, Attach, Load, Open
+from mlxsrv.engine.outcomes import AttachStep, EmbedFacts, Fault, LoadStep, Outcome, Refusal
 from mlxsrv.engine.plans import AttachSlice, LoadSlice
 from mlxsrv.engine.scheduling.load_schedule import LoadSchedule
+from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 
 MIB = 1024 * 1024
-LOADED = LoadStep(loaded=Loaded("m", True, True, 1))
+LOADED = LoadStep(loaded=Loaded("m", True, True, 1), embed=EmbedFacts(slices=True))
 ATTACHED = AttachStep(attached=Attached(7, 1))
 
 
@@ -105,6 +106,16 @@ def test_attachments_to_which_two_clients_gave_one_number_end_both() -> None:
     settled = [schedule.settle(work, outcome(ATTACHED)) for work in works]
     assert settled == [(10, 1, attach(7), ATTACHED), (11, 2, attach(7), ATTACHED)]
     assert schedule.idle
+
+
+def test_a_model_has_its_name_from_the_start() -> None:
+    scheduler = Scheduler()
+    scheduler.plan([Received(1, Open())])
+    [work] = scheduler.plan([Received(1, Ask(10, load()))]).works
+    assert scheduler.name(work.model) == "m"
+    scheduler.settle(work, outcome(LOADED))
+    assert scheduler.name(work.model) == "m"
+    assert scheduler.name(work.model + 1) == ""
 
 
 def test_loads_of_one_folder_come_one_after_the_other() -> None:
