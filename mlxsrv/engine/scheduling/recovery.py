@@ -2,7 +2,8 @@
 
 An exception does not tell which row caused it, for a step is one pass for all rows. So:
 
-- Prompts of a slice that failed are read again, each alone. One that fails alone ends.
+- Prompts of a slice that failed are read again, each alone. One that fails alone ends, unless it
+  began with the copy of a kept prompt: that one may be to blame, and is dropped.
 - Rows of a step that failed lose their KV caches, since these may already contain part of the
   failed step. Their texts are read anew, one row at a time. Each row is then tried in a decoder of
   its own, beside the others, until it is past the token at which the step failed. A row that fails
@@ -112,7 +113,8 @@ class Recovery:
         return guilty
 
     def read_again(self, readings: Sequence[Reading], incident: Incident) -> tuple[bool, list[Row]]:
-        """Have the prompts of a slice that failed read again, each alone; or end the only one.
+        """Have the prompts of a slice that failed read again, each alone; or end the only one,
+        unless a kept prompt may be to blame.
 
         Returns:
             Whether the rows end, and the rows of the prompts that are not recovering.
@@ -123,7 +125,8 @@ class Recovery:
         for row in rows:
             row.incidents.append(incident)
             row.alone = True
-        ends = len(readings) == 1 and not _may_wait(rows, incident)
+        copied = any(reading.source is not None and not reading.opened for reading in readings)
+        ends = len(readings) == 1 and not copied and not _may_wait(rows, incident)
         if self.reading in readings:
             self.reading = None
             if not ends:

@@ -321,7 +321,7 @@ class TextSchedule:
     def _read_again(self, work: Read, readings: Sequence[Reading], fault: Fault) -> None:
         incident = self._note(fault)
         for span in work.spans:
-            if span.source is not None:  # perhaps it could not be copied
+            if span.source is not None:  # it may be to blame, so the texts are read without it
                 self._index.drop(span.source)
         self._queue.abandon(readings)
         ends, rows = self._recovery.read_again(readings, incident)

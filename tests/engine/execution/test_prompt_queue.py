@@ -396,16 +396,17 @@ def test_a_half_read_prompt_of_one_that_left_is_told_anew(
 # A kept prompt that cannot be copied.
 
 
+@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
 @pytest.mark.parametrize("beside", [0, 1])
 def test_a_prompt_is_read_whole_where_what_is_kept_of_it_cannot_be_copied(
-    models: Any, beside: int, monkeypatch: pytest.MonkeyPatch
+    models: Any, beside: int, error: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was to fit a slice, alone or beside a short one, and takes several."""
     model, first = models("qwen3"), prompt(1, 5 * CHUNK)
     batch = make(model, rows=4, cache_bytes=ENOUGH)
 
     def copy(span: Any) -> Any:
-        raise MemoryError("no room")
+        raise error("no room")
 
     monkeypatch.setattr(batch.runner, "_copy_kept", copy)
     batch.submit(job(0, first))
