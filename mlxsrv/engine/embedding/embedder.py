@@ -79,7 +79,13 @@ class Embedder:
         )
 
     def admit(self, order: Embed) -> None:
-        """Take the texts of a job."""
+        """Take the texts of a job.
+
+        Raises ValueError or OSError if the model's files do not say how to pool: before its texts
+        are read, for they would be read in vain.
+        """
+        if not self._model.labels:
+            self._find_pooler()
         self._jobs[order.id] = _EmbeddingJob(order)
 
     def release(self, jobs: Iterable[int]) -> None:
@@ -92,19 +98,23 @@ class Embedder:
     def embed(self, work: EmbedSlice) -> TextsRead:
         """Read a slice.
 
-        Raises what the model raises; ValueError or OSError if the model gives no hidden states, or
-        its files do not say how to pool them.
+        Raises what the model raises; ValueError if it gives no hidden states.
         """
-        first = work.texts[0]
+        # The plan was made before it was known which jobs cannot be admitted.
+        texts = [text for text in work.texts if text.job in self._jobs]
+        if not texts:
+            return TextsRead(0)
+        first = texts[0]
         if first.begin > 0 or first.end < len(self._tokens_of(first)):
-            (part,) = work.texts
+            (part,) = texts
             tokens = self._read_part(part)
         else:
-            tokens = self._read_together(work.texts)
+            tokens = self._read_together(texts)
         self._slices += 1
         if self._slices % _CLEAR_EVERY == 0:
             mx.clear_cache()
-        return TextsRead(tokens, {job: self._jobs.pop(job).vectors for job in work.completes})
+        complete = [job for job in work.completes if job in self._jobs]
+        return TextsRead(tokens, {job: self._jobs.pop(job).vectors for job in complete})
 
     def _tokens_of(self, text: TextSpan) -> tuple[int, ...]:
         return self._jobs[text.job].texts[text.index]

@@ -180,7 +180,8 @@ class EmbedSchedule:
             return [Failed(job, reason) for job in self._drop(_list_jobs(work))]
         if isinstance(work, EmbedSlice):
             assert isinstance(outcome.done, TextsRead)
-            self._learn(outcome.done.tokens, outcome.seconds)
+            if outcome.done.tokens:  # or the jobs were not admitted
+                self._learn(outcome.done.tokens, outcome.seconds)
             return self._complete(work.completes, outcome.done)
         return []
 

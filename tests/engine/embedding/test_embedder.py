@@ -35,7 +35,7 @@ from mlxsrv.formats.pooling import Pooling
 from mlxsrv.generation.outputs import Vectors
 from tests.engine.test_device import Listener, generate, job, load, open_client, run
 from tests.support.effort import per_cache
-from tests.support.embedding import run_slice
+from tests.support.embedding import do, run_slice
 from tests.support.fixtures import ModelFolder
 from tests.support.loading import Refused, nothing_left
 from tests.support.loading import load as load_resident
@@ -248,6 +248,35 @@ def test_texts_of_all_jobs_share_slices_with_little_padding(model_folder: ModelF
         assert max(lengths) * len(lengths) <= 1.25 * sum(lengths)
     found = np.concatenate([bench.vectors(number) for number in range(5)])
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_no_text_is_read_of_a_job_whose_pooling_is_not_known(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(model_folder("qwen3"))
+    find, failures = bench.embedder._find_pooler, [OSError("no such file")]
+
+    def fail() -> Any:
+        if failures:
+            raise failures.pop()
+        return find()
+
+    monkeypatch.setattr(bench.embedder, "_find_pooler", fail)
+    bench.submit(1, make_texts(5, 6))
+    bench.submit(2, make_texts(5))
+    slice = bench.schedule.plan(decoding=False, beside=False)
+    assert slice is not None
+    assert len(slice.texts) == 3
+    for work in [*bench.schedule.take_changes(), slice]:  # planned in one round
+        bench.events += bench.schedule.settle(work, do(work, bench.embedder))
+    bench.finish()
+    assert bench.slices == [[5]]
+    assert bench.ended == [1, 2]
+    assert isinstance(bench.events[0], Failed)
+    assert "no such file" in bench.events[0].reason
+    np.testing.assert_allclose(
+        bench.vectors(2), Bench(model_folder("qwen3")).embed(make_texts(5)), atol=1e-5
+    )
 
 
 def test_slices_beside_streams_are_as_long_as_the_pace_allows(model_folder: ModelFolder) -> None:
