@@ -52,7 +52,8 @@ class DraftPolicy:
     def plan_reading(self, row: Row, limit: int) -> tuple[int, int] | None:
         """What the draft is to read of the only row's text: the first token, and how many of at
         most `limit`; None if it has read enough, or need not."""
-        if not self._may_propose(row):
+        # First whether any reading is worth it: to compare two long texts takes a while.
+        if not self._may_propose(row) or not self.controller.affords(0):
             return None
         begin = self._read
         if row is not self._followed:

@@ -46,8 +46,12 @@ class _Entry:
 
     def covers(self, other: _Entry) -> bool:
         """Whether this entry can be cut back to what `other` holds, which is then superfluous."""
-        shared = common_prefix(self.tokens, other.tokens)
-        return shared == other.tokens.size and (self.cuts or shared == self.tokens.size)
+        size = other.tokens.size
+        if size > self.tokens.size or not (self.cuts or size == self.tokens.size):
+            return False
+        # The last token first: it tells most pairs apart.
+        same = self.tokens[size - 1] == other.tokens[-1]
+        return bool(same) and common_prefix(self.tokens, other.tokens) == size
 
 
 class PromptIndex:
@@ -79,6 +83,10 @@ class PromptIndex:
             return None, 0
         best, most = None, 0
         for entry in self._alike(_begins(tokens, steering)):
+            # One that shares more has the same token behind what the best one shares.
+            size = min(entry.tokens.size, tokens.size)
+            if size <= most or entry.tokens[most] != tokens[most]:
+                continue
             shared = common_prefix(entry.tokens, tokens)
             if shared > most and (entry.cuts or shared == entry.tokens.size):
                 best, most = entry.number, shared

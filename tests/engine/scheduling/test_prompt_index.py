@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.engine.outcomes import KeptPrompt
+from mlxsrv.engine.scheduling import prompt_index
 from mlxsrv.engine.scheduling.prompt_index import (
     LEAST,
     PromptIndex,
@@ -54,6 +55,23 @@ def test_an_entry_that_can_be_cut_is_of_use_as_far_as_it_is_shared() -> None:
     assert index.find(np.concatenate([prompt(100), prompt(50, 1000)])) == (entry, 100)
     assert index.find(prompt(300)) == (entry, 200)
     assert index.find(prompt(300, 5000)) == (None, 0)
+
+
+def test_of_many_that_begin_alike_few_are_compared_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = 0
+
+    def count(a: Tokens, b: Tokens) -> int:
+        nonlocal compared
+        compared += 1
+        return common_prefix(a, b)
+
+    monkeypatch.setattr(prompt_index, "common_prefix", count)
+    index = PromptIndex(BYTES)
+    begin = prompt(5000)
+    entries = [keep(index, np.concatenate([begin, prompt(9, 6000 + 10 * n)])) for n in range(50)]
+    asked = np.concatenate([begin, prompt(5, 6000 + 10 * 30)])
+    assert index.find(asked) == (entries[30], 5005)
+    assert compared <= 3
 
 
 def test_one_that_cannot_be_cut_serves_only_prompts_that_begin_with_all_of_it() -> None:

@@ -1,13 +1,19 @@
-"""Schedules of rows: what is learnt from outcomes that a model alone would rarely give."""
+"""Schedules of rows: what is learnt of outcomes that are rare, and what decisions cost."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
+
+import msgspec
+import pytest
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Done, Outcome, PromptsRead, RowFailure
 from mlxsrv.engine.plans import Admit, Read, Work
+from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
+from mlxsrv.engine.scheduling.prompt_index import as_tokens
+from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FACTS
@@ -43,3 +49,46 @@ def test_a_slice_of_rows_that_were_not_admitted_tells_nothing_of_the_pace() -> N
     schedule.settle(admit, outcome(Admitted((RowFailure(1, "no such SAE"),))))
     schedule.settle(read, outcome(PromptsRead(), 1e-6))
     assert pace.limit(decoding=False, long=False, beside=True) == LEAST_SLICE
+
+
+class Counted(int):
+    """A token id that notes when it is compared."""
+
+    compared: ClassVar[int] = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_long_prompts_that_begin_alike_are_not_compared_token_by_token() -> None:
+    schedule = make_schedule()
+    for number in range(8):
+        prompt = (*map(Counted, range(1000)), Counted(2000 + number // 2))
+        schedule.submit(msgspec.structs.replace(make_job(number), prompt=prompt))
+    *_, read = plan(schedule)
+    assert isinstance(read, Read)
+    assert [span.rows for span in read.spans] == [(0, 1)], "twins"
+    assert Counted.compared == 0
+
+
+def test_texts_are_not_compared_while_no_proposal_is_affordable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def make_row(number: int) -> Row:
+        job = make_job(number)
+        row = Row(job, number, as_tokens(job.prompt))
+        for state in (RowState.PREFILLING, RowState.FRESH, RowState.DECODING):
+            row.enter(state)
+        return row
+
+    drafts, row = DraftPolicy(), make_row(2)
+    for _ in range(8):
+        drafts.controller.saw_step(0.01)
+    drafts.saw_reading(make_row(1), 0, 30, 0.001)
+    assert drafts.plan_reading(row, 64) is not None
+    drafts.controller.saw_reading(1000, 100.0)  # which costs all credit
+    monkeypatch.delattr(Row, "text")
+    assert drafts.plan_reading(row, 64) is None
