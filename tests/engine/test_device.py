@@ -135,6 +135,23 @@ def test_a_prompt_that_is_none_fails_alone(
     run(test)
 
 
+def test_a_job_that_has_ended_is_held_by_nobody(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3"), prompt_cache_bytes=1 << 20))
+            jobs = [job(8, prompt=(5,) * 300), job(0), job(10**6)]
+            held = list(map(sys.getrefcount, jobs))
+            await generate(client, jobs[0])
+            client.submit(jobs[1], Listener())
+            client.submit(jobs[2], Listener())
+            client.cancel(jobs[2].id)
+            await client.report()  # behind the cancellation
+            await generate(client, job(4))  # whose step is the last that is remembered
+            assert list(map(sys.getrefcount, jobs)) == held
+
+    run(test)
+
+
 def test_an_id_is_given_to_one_job_at_a_time(model_folder: ModelFolder) -> None:
     async def test() -> None:
         async with open_client() as client:

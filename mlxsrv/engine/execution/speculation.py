@@ -84,7 +84,7 @@ class Draft:
 
     def read(self, tokens: int) -> None:
         """Read so many tokens more of the row's text, and wait for it."""
-        part = self._unread()[:tokens]
+        part = self._unread(tokens)
         if part:
             self._feed(mx.array(part, dtype=mx.uint32))
             mx.eval([layer.state for layer in self._cache])
@@ -124,10 +124,13 @@ class Draft:
         logits: mx.array = self._model(tokens[None], cache=self._cache)
         return logits
 
-    def _unread(self) -> list[int]:
+    def _unread(self, most: int | None = None) -> list[int]:
+        """The tokens of the row's text that are not read, or the first of them."""
         assert self._row is not None
         prompt, drawn = self._row.job.prompt, self._row.drawn
-        return [*prompt[self._read :], *drawn[max(self._read - len(prompt), 0) :]]
+        end = self._row.length if most is None else self._read + most
+        behind = max(self._read - len(prompt), 0)
+        return [*prompt[self._read : end], *drawn[behind : max(end - len(prompt), 0)]]
 
     def _cut(self, tokens: int) -> None:
         if tokens > 0:

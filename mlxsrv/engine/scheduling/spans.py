@@ -67,8 +67,9 @@ class SpanMaker:
         # does not join in a gap that reading has filled already.
         later = decoding and begun and end > reading.done
         joins = end == last and not later
-        # The batch has a copy, so the row's own KV cache may stay for prompts that begin alike.
-        kept = self._facts.batched if joins else end == reading.checkpoint > reading.done
+        # If rows are batched, these have a copy, so their own KV cache may stay for prompts that
+        # begin alike.
+        kept = end == reading.checkpoint > reading.done or (joins and self._facts.batched)
         return self._make(reading, end, kept=kept, joins=joins)
 
     def _make(self, reading: Reading, end: int, *, kept: bool, joins: bool) -> Span:

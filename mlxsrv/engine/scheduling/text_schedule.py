@@ -367,12 +367,12 @@ class TextSchedule:
     def _take_tokens(self, done: Decoded) -> int:
         """Give the rows their tokens. Returns how many rows have ended with theirs."""
         ended = 0
-        self._tokens += len(done.tokens)
         find, events, likelihoods = self._book.find, self._book.events, done.likelihoods
         for job_id, token in done.tokens:
             row = find(job_id)
             if row is None:  # it ended with a token before, in the same round
                 continue
+            self._tokens += 1
             row.drawn.append(token)
             finish = row.finish_reason(token)
             likelihood = likelihoods.get(job_id) if likelihoods else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import mlx.core as mx
 import pytest
@@ -14,7 +14,8 @@ from mlx_lm.generate import generate_step
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.events import Event, PromptRead, Token
-from mlxsrv.engine.execution.speculation import check_draft, find_obstacle
+from mlxsrv.engine.execution.speculation import Draft, check_draft, count_vocabulary, find_obstacle
+from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
@@ -476,3 +477,34 @@ def test_every_plain_step_of_a_row_is_measured_the_last_one_too(models: Any) -> 
     batch = make(models("qwen3"), models("qwen3", "another"), controller=controller)
     batch.submit(job(0, tuple(range(5, 15)), max_tokens=6))
     assert len(run(batch)[0]) == controller.steps == 6
+
+
+class Sliced(tuple[int, ...]):
+    """A prompt that notes how many tokens are taken out of it at once."""
+
+    most: ClassVar[int] = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        found = super().__getitem__(key)
+        if isinstance(key, slice):
+            Sliced.most = max(Sliced.most, len(found))
+        return found
+
+
+def test_a_draft_that_reads_a_slice_copies_no_more_than_that(models: Any) -> None:
+    draft = Draft(models("qwen3"), count_vocabulary(models("qwen3")))
+    row = LiveRow(job(0, Sliced(range(5, 205))))
+    row.drawn += [7, 8, 9]
+    draft.follow(row, 0)
+    fed: list[int] = []
+    feed = draft._feed
+
+    def note(tokens: mx.array) -> mx.array:
+        fed.extend(cast(list[int], tokens.tolist()))
+        return feed(tokens)
+
+    draft._feed = note  # type: ignore[method-assign]
+    for tokens in (16, 182, 3, 16):  # across the end of the prompt, and beyond that of the text
+        draft.read(tokens)
+    assert fed == [*range(5, 205), 7, 8, 9]
+    assert Sliced.most <= 182

@@ -7,9 +7,10 @@ from typing import Any, ClassVar
 import msgspec
 import pytest
 
+from mlxsrv.engine.events import Token
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.outcomes import Admitted, Done, Outcome, PromptsRead, RowFailure
-from mlxsrv.engine.plans import Admit, Read, Work
+from mlxsrv.engine.outcomes import Admitted, Decoded, Done, Outcome, PromptsRead, RowFailure
+from mlxsrv.engine.plans import Admit, Read, Span, Work
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
 from mlxsrv.engine.scheduling.prompt_index import as_tokens
@@ -20,13 +21,17 @@ from tests.support.fake_device import FACTS
 
 
 def make_job(number: int, size: int = 40, **more: Any) -> Job:
-    more.setdefault("max_tokens", 9)
-    prompt = tuple(range(5, 5 + size))
-    return Job(number, "m", prompt, end_tokens=frozenset(), sampling=Sampling(), **more)
+    plain: dict[str, Any] = {"max_tokens": 9, "end_tokens": frozenset(), "sampling": Sampling()}
+    return Job(number, "m", tuple(range(5, 5 + size)), **(plain | more))
 
 
-def make_schedule(pace: Pace | None = None) -> TextSchedule:
-    return TextSchedule(1, max_rows=4, pace=Pace(64, 10.0) if pace is None else pace, facts=FACTS)
+def make_schedule(pace: Pace | None = None, **facts: Any) -> TextSchedule:
+    return TextSchedule(
+        1,
+        max_rows=4,
+        pace=Pace(64, 10.0) if pace is None else pace,
+        facts=msgspec.structs.replace(FACTS, **facts),
+    )
 
 
 def plan(schedule: TextSchedule) -> list[Work]:
@@ -49,6 +54,38 @@ def test_a_slice_of_rows_that_were_not_admitted_tells_nothing_of_the_pace() -> N
     schedule.settle(admit, outcome(Admitted((RowFailure(1, "no such SAE"),))))
     schedule.settle(read, outcome(PromptsRead(), 1e-6))
     assert pace.limit(decoding=False, long=False, beside=True) == LEAST_SLICE
+
+
+def read_prompt(schedule: TextSchedule, job: Job) -> list[Span]:
+    """Have a job's prompt read, to its end. Returns the spans."""
+    spans: list[Span] = []
+    schedule.submit(job)
+    while not schedule.streaming:
+        for work in plan(schedule):
+            spans += work.spans if isinstance(work, Read) else ()
+            schedule.settle(work, outcome(PromptsRead() if isinstance(work, Read) else None))
+    return spans
+
+
+def test_only_tokens_that_are_delivered_count() -> None:
+    schedule = make_schedule()
+    read_prompt(schedule, make_job(1, end_tokens=frozenset([7])))
+    [step] = plan(schedule)
+    schedule.settle(step, outcome(Decoded()))
+    [step] = plan(schedule)
+    schedule.settle(step, outcome(Decoded(tokens=((1, 9), (1, 7), (1, 9)))))
+    told = [event.id for event in schedule.take_events() if isinstance(event, Token)]
+    assert told == [9, 7]
+    assert schedule.statistics()["tokens"] == 2
+
+
+@pytest.mark.parametrize("batched", [True, False])
+@pytest.mark.parametrize("checkpoint", [100, 199])
+def test_a_checkpoint_is_kept_wherever_it_is(batched: bool, checkpoint: int) -> None:
+    schedule = make_schedule(batched=batched)
+    spans = read_prompt(schedule, make_job(1, 200, checkpoint=checkpoint))
+    kept = {span.keep.tokens for span in spans if span.keep is not None}
+    assert kept == ({checkpoint, 199} if batched else {checkpoint})
 
 
 class Counted(int):
