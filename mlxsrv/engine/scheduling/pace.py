@@ -17,7 +17,9 @@ class Pace:
     one pass over the weights (about another step) and the time of the slice's own tokens. Short
     prompts, which are read in a slice or two, may take all that is left of `max_gap`. A long prompt
     takes many slices, and streams must not be slow all that time: it takes turns with them, a
-    step's time each. Where steps alone fill the gap, short prompts take turns as well.
+    step's time each. Where several prompts are to be read, each of them has a step's time, for they
+    wait for each other: then reading ends sooner, and the streams that come of it share their
+    steps. Where steps alone fill the gap, short prompts take turns as well.
 
     The time per token is measured from real gaps, so the next slice corrects errors of this
     estimate. Where only other models have streams, a slice may fill `max_gap` by
@@ -35,16 +37,17 @@ class Pace:
         self._token: float | None = None  # seconds of one, beyond the two passes of a gap
         self._read = 0  # tokens read since the last step
 
-    def limit(self, *, decoding: bool, long: bool, beside: bool = False) -> int:
+    def limit(self, *, decoding: bool, long: bool, beside: bool = False, prompts: int = 1) -> int:
         """The most tokens of the next slice.
 
         Args:
             decoding: the model has streams.
             long: the slice belongs to a prompt that takes several.
             beside: other models have streams.
+            prompts: how many prompts are to be read and have a row.
         """
         if decoding:
-            seconds = self._seconds_beside_steps(long)
+            seconds = self._seconds_beside_steps(prompts if long else None)
         elif beside:
             if self._token is None:
                 return min(self._most, LEAST_SLICE)
@@ -55,8 +58,9 @@ class Pace:
             return self._most
         return min(self._most, max(LEAST_SLICE, int(seconds / self._token)))
 
-    def _seconds_beside_steps(self, long: bool) -> float:
-        """The time that the slice's own tokens may take while this model has streams."""
+    def _seconds_beside_steps(self, turns: int | None) -> float:
+        """The time that the slice's own tokens may take while this model has streams; at most so
+        many steps' time, where `turns` are taken with them."""
         if not self._steps:
             # The first stream beside prompts that were begun before: its steps are not known yet.
             return self._max_gap
@@ -64,7 +68,9 @@ class Pace:
         left = self._max_gap - 2 * step
         if left <= 0:
             return step
-        return min(step, max(left, step / 2)) if long else max(left, step)
+        if turns is None:
+            return max(left, step)
+        return min(turns * step, max(left, step / 2))
 
     def saw_step(self, seconds: float | None) -> None:
         """Learn from the last gap between two tokens; None where it says nothing of the next."""

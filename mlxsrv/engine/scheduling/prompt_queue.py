@@ -86,6 +86,8 @@ class PromptQueue:
         index: prompts that were read before.
 
     Attributes:
+        ready: how many prompts had a row when the last slice was chosen, those that are begun
+            included.
         watched: activations are looked at, so prompts are read from their first token: kept
             prompts have none, and statistics that lack those of cached tokens are biased.
     """
@@ -93,6 +95,7 @@ class PromptQueue:
     def __init__(self, facts: TextFacts, index: PromptIndex) -> None:
         self.waiting: list[Row] = []
         self.begun: list[Reading] = []
+        self.ready = 0
         self.watched = False
         self._facts = facts
         self._index = index
@@ -159,6 +162,7 @@ class PromptQueue:
             free: rows that are free for prompts that are not begun.
             limit: tokens of a slice. Only so many prompts that take more are begun at once.
         """
+        self.ready = len(self.begun) + len(self.waiting[: max(free, 0)])
         chosen = self._choose(free, limit)
         if chosen is None or isinstance(chosen, Reading):
             return [] if chosen is None else [chosen]

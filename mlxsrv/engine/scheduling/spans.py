@@ -56,7 +56,8 @@ class SpanMaker:
         """The next part of a prompt that is read alone."""
         begun = reading in self._queue.begun
         long = begun or reading.recovering
-        limit = self._pace.limit(decoding=decoding, long=long, beside=beside)
+        prompts = max(1, self._queue.ready)
+        limit = self._pace.limit(decoding=decoding, long=long, beside=beside, prompts=prompts)
         if reading.scored:  # each token leaves a row of logits
             limit = min(limit, max(LEAST_SLICE, _MOST_LOGITS // self._facts.vocabulary))
         last = reading.text.size - 1

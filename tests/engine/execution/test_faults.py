@@ -115,7 +115,7 @@ class Steady(Pace):
     """Slices of one length, whatever time they take: so that the n-th pass is always the same, and
     none is over the one token that was left of a prompt, which would count as a step."""
 
-    def limit(self, *, decoding: bool, long: bool, beside: bool = False) -> int:
+    def limit(self, *, decoding: bool, long: bool, beside: bool = False, prompts: int = 1) -> int:
         return 64
 
 

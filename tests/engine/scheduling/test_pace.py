@@ -50,6 +50,15 @@ def test_a_long_prompt_keeps_the_gap_as_far_as_that_is_to_be_had(
     assert pace.limit(decoding=True, long=True) == pytest.approx(tokens, abs=1)
 
 
+@pytest.mark.parametrize(("prompts", "tokens"), [(1, 50), (3, 150), (8, 400), (9, 400)])
+def test_each_prompt_that_is_to_be_read_has_a_steps_time(prompts: int, tokens: int) -> None:
+    pace = Pace(512, max_gap=0.1)
+    pace.saw_step(0.010)
+    pace.saw_slice(100, 0.020 + 100 * 0.0002, decoding=True)
+    pace.saw_step(0.020 + 100 * 0.0002)
+    assert pace.limit(decoding=True, long=True, prompts=prompts) == tokens
+
+
 def test_a_slice_never_reads_next_to_nothing() -> None:
     pace = Pace(512, max_gap=0.001)
     pace.saw_step(0.010)
