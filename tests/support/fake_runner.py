@@ -182,6 +182,8 @@ class FakeRunner:
         began, fault = self.now, self.device.fail(work)
         if isinstance(work, Decode) and self._text(self._model(work)).lacks_rows(work):
             fault = Fault("the rows of the step are lost")
+        if isinstance(work, Read) and self._text(self._model(work)).lacks_sources(work):
+            fault = Fault("the prompt that was to be kept is lost")
         passes: list[Pass] = []
         done: Done | None = None
         match work:

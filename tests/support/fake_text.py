@@ -60,6 +60,7 @@ class FakeText:
         self._changed = {False: False, True: False}  # rows have come or gone since the last step
         self._looked: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self._kept: dict[int, FakeEntry] = {}
+        self._unkept: set[int] = set()  # entries that could not be kept
         self._last_entry = 0
         self._draft: tuple[int, Tokens] | None = None  # the row that it follows, and what it read
         self._round = 0
@@ -108,6 +109,7 @@ class FakeText:
             self._lose_beside(ids)
             for entry in kept:
                 del self._kept[entry.entry]
+                self._unkept.add(entry.entry)
         self._take_out(ids)
         for row_id in ids:
             del self._rows[row_id]
@@ -176,9 +178,9 @@ class FakeText:
         require(keep.entry > self._last_entry, "entry", keep.entry, "was given before")
         require(LEAST <= keep.tokens <= held, keep.tokens, "tokens of", held, "are to be kept")
         self._last_entry = keep.entry
-        if not self._device.keeps(keep.entry):
-            return []
-        if keep.tokens < held and not self._facts.cuts_at(held):
+        cut = keep.tokens < held
+        if not self._device.keeps(keep.entry) or (cut and not self._facts.cuts_at(held)):
+            self._unkept.add(keep.entry)
             return []
         nbytes, cuts = self._facts.kv_bytes(keep.tokens), self._facts.cuts_at(keep.tokens)
         tokens = text[: keep.tokens]
@@ -187,10 +189,17 @@ class FakeText:
 
     # Reading.
 
+    def lacks_sources(self, work: Read) -> bool:
+        """Whether a span begins with a prompt that a work before it was to keep, and could not."""
+        return any(span.source in self._unkept for span in work.spans)
+
     def read(self, work: Read, fault: Fault | None) -> PromptsRead | None:
         self._check_slice(work.spans)
         rows = [row_id for span in work.spans for row_id in span.rows]
         self._require_rows(rows)
+        if self.lacks_sources(work):
+            self._drop_texts([self._texts[row_id] for row_id in rows if row_id in self._texts])
+            return None
         texts = [self._find_text(span) for span in work.spans]
         if fault is not None:
             self._drop_texts(texts)

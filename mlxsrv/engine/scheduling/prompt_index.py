@@ -33,16 +33,18 @@ _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes woul
 
 
 class _Entry:
-    """A kept prompt. One without bytes is promised: the runner has yet to say that it keeps it."""
+    """A kept prompt, or one that is promised: the runner has yet to say that it keeps it."""
 
     __slots__ = ("begins", "bytes", "cuts", "number", "tokens")
 
-    def __init__(self, number: int, tokens: Tokens, steering: Steering | None) -> None:
+    def __init__(
+        self, number: int, tokens: Tokens, steering: Steering | None, *, cuts: bool
+    ) -> None:
         self.number = number
         self.tokens = tokens
         self.begins = _begins(tokens, steering)
         self.bytes = 0
-        self.cuts = False
+        self.cuts = cuts
 
     def covers(self, other: _Entry) -> bool:
         """Whether this entry can be cut back to what `other` holds, which is then superfluous."""
@@ -59,17 +61,19 @@ class PromptIndex:
 
     Args:
         most_bytes: beyond these the least recently used entries are dropped; 0 keeps none.
+        cuts: KV caches of the model can be cut back to any length.
 
     Attributes:
         bytes: of all kept prompts.
         changes: grows when entries come or go: a lookup is good until then.
     """
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self, most_bytes: int, *, cuts: bool = True) -> None:
         self.bytes = 0
         self.changes = 0
         self._dropped: list[int] = []
         self._most_bytes = most_bytes
+        self._cuts = cuts
         self._promised: dict[int, _Entry] = {}
         self._entries: list[_Entry] = []  # the least recently used first
         self._number = 0
@@ -78,11 +82,17 @@ class PromptIndex:
         return len(self._entries)
 
     def find(self, tokens: Tokens, steering: Steering | None = None) -> tuple[int | None, int]:
-        """The entry that saves most of reading `tokens`, and how many of them it saves."""
-        if tokens.size < LEAST or not self._entries:
+        """The entry that saves most of reading `tokens`, and how many of them it saves.
+
+        One that is promised counts: its row leaves before the same plan reads a prompt. So who asks
+        again at once, after a hang-up, goes on from there.
+        """
+        if tokens.size < LEAST or not (self._entries or self._promised):
             return None, 0
         best, most = None, 0
-        for entry in self._alike(_begins(tokens, steering)):
+        begins = _begins(tokens, steering)
+        promised = [entry for entry in self._promised.values() if entry.begins == begins]
+        for entry in (*self._alike(begins), *promised):
             # One that shares more has the same token behind what the best one shares.
             size = min(entry.tokens.size, tokens.size)
             if size <= most or entry.tokens[most] != tokens[most]:
@@ -105,15 +115,18 @@ class PromptIndex:
         return tokens >= LEAST and self._most_bytes > 0
 
     def promise(self, tokens: Tokens, steering: Steering | None = None) -> int:
-        """The number of a new entry, which is of no use until it is confirmed."""
+        """The number of a new entry, which the runner is to keep."""
         self._number += 1
-        self._promised[self._number] = _Entry(self._number, tokens, steering)
+        entry = _Entry(self._number, tokens, steering, cuts=self._cuts)
+        self._promised[self._number] = entry
+        self.changes += 1
         return self._number
 
     def confirm(self, promised: Sequence[int], kept: Sequence[KeptPrompt]) -> None:
         """Take in the entries that the runner has kept, of those that were promised."""
         for number in promised:
             entry = self._promised.pop(number)
+            self.changes += 1
             for prompt in kept:
                 if prompt.entry == number:
                     entry.bytes, entry.cuts = prompt.bytes, prompt.cuts

@@ -118,10 +118,10 @@ class RowBook:
         del self._rows[row.id]
         self._leaving.append(_Leaving(row.id, text if kept else None, row.job.steering))
 
-    def fail(self, row: Row, reason: str, clear: str | None = None) -> None:
+    def fail(self, row: Row, reason: str, clear: str | None = None, *, kept: bool = True) -> None:
         """End a row that cannot go on; `clear` is what a client may be told of the reason."""
         self.events.append(Failed(row.id, reason, clear=clear))
-        self.end(row)
+        self.end(row, kept=kept)
 
     def fail_broken(self, row: Row) -> None:
         """End a row for which the model computed NaN."""

@@ -72,7 +72,7 @@ class TextSchedule:
         self._facts = facts
         self._pace = pace
         self._max_rows = max_rows if facts.batched else 1
-        self._index = PromptIndex(facts.prompt_cache_bytes)
+        self._index = PromptIndex(facts.prompt_cache_bytes, cuts=facts.cuts)
         self._queue = PromptQueue(facts, self._index)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
         self._groups = Groups(facts)
@@ -342,13 +342,13 @@ class TextSchedule:
         # Those of the step before, in which there were rows that have ended since.
         find = self._book.find
         self._book.events += [each for each in done.activations if find(each.job) is not None]
-        ended = self._take_tokens(done)
+        ended = self._take_tokens(done, kept=outcome.fault is None)
         if outcome.fault is None:
             self._start_fresh(work)
         self._fail_broken(done.broken)
         for failure in done.failures:
             if (row := self._book.find(failure.row)) is not None:
-                self._book.fail(row, failure.reason, failure.clear)
+                self._book.fail(row, failure.reason, failure.clear, kept=outcome.fault is None)
         if outcome.fault is not None:
             self._lose_step(work, outcome.fault)
         elif work.trial:
@@ -364,8 +364,9 @@ class TextSchedule:
         if self._recovery.fitting < self._max_rows:
             self._recovery.widen(ended, busy=self.streaming or self.pending)
 
-    def _take_tokens(self, done: Decoded) -> int:
-        """Give the rows their tokens. Returns how many rows have ended with theirs."""
+    def _take_tokens(self, done: Decoded, *, kept: bool) -> int:
+        """Give the rows their tokens. Returns how many rows have ended with theirs; their KV caches
+        may be `kept`."""
         ended = 0
         find, events, likelihoods = self._book.find, self._book.events, done.likelihoods
         for job_id, token in done.tokens:
@@ -379,7 +380,7 @@ class TextSchedule:
             events.append(Token(job_id, token, finish, likelihood))
             if finish is not None:
                 ended += 1
-                self._book.end(row)
+                self._book.end(row, kept=kept)
         return ended
 
     def _start_fresh(self, work: Decode) -> None:

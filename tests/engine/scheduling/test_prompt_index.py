@@ -130,10 +130,11 @@ def test_an_entry_larger_than_all_that_may_be_kept_drops_no_other() -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_is_promised_is_of_no_use_until_it_is_kept(kept: bool) -> None:
+def test_what_is_promised_is_of_use_unless_it_could_not_be_kept(kept: bool) -> None:
     index = PromptIndex(BYTES)
     number = index.promise(prompt(100))
-    assert index.find(prompt(100)) == (None, 0)
+    assert index.find(prompt(100)) == (number, 100)
+    assert (len(index), index.bytes) == (0, 0)
     index.confirm([number], [KeptPrompt(number, 10, True)] if kept else [])
     assert index.find(prompt(100)) == ((number, 100) if kept else (None, 0))
     assert index.bytes == (10 if kept else 0)
