@@ -35,3 +35,13 @@ def import_engine() -> None:
 
     with suppress(ImportError):  # an optional library
         import llguidance.hf  # noqa: F401
+
+
+def describe_device() -> dict[str, str | int]:
+    """What MLX computes on, in MLX's words; empty where it has no back end."""
+    try:
+        import mlx.core as mx
+    except ImportError:
+        return {}
+    known = {name: value for name, value in mx.device_info().items() if name != "resource_limit"}
+    return {"kind": mx.default_device().type.name, **known}

@@ -55,6 +55,7 @@ from mlxsrv.engine.orders import (
     Unload,
     Watch,
 )
+from mlxsrv.engine.recording.recorder import Recording
 from mlxsrv.engine.watchdog import Watchdog
 from mlxsrv.errors import EngineFailed, ServeError, ShuttingDown
 from mlxsrv.generation.outputs import Vectors
@@ -99,9 +100,12 @@ class EngineClient:
         self._send(Open())
 
     @classmethod
-    def open(cls, step_timeout: float | None = None) -> EngineClient:
-        """A client for the running event loop. The first one starts the device thread."""
-        return cls(DeviceThread.shared(), asyncio.get_running_loop(), step_timeout)
+    def open(
+        cls, step_timeout: float | None = None, recording: Recording | None = None
+    ) -> EngineClient:
+        """A client for the running event loop. The first one starts the device thread, and decides
+        whether it is recorded."""
+        return cls(DeviceThread.shared(recording), asyncio.get_running_loop(), step_timeout)
 
     def close(self) -> None:
         """Drop all models and rows of this client. Its questions fail with ShuttingDown, its jobs
@@ -131,7 +135,8 @@ class EngineClient:
         """
         self._require_alive()
         self._receivers[job.id] = receiver
-        self._device.send(self._mailbox, Submit(job), constraint)
+        order = Submit(job, constrained=constraint is not None)
+        self._device.send(self._mailbox, order, constraint)
         self._watchdog.wake()
 
     async def embed(self, order: Embed, progressed: Callable[[], None] = lambda: None) -> Vectors:

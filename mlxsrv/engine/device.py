@@ -31,6 +31,7 @@ from mlxsrv.engine.events import EngineStopped
 from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.mailbox import Mailbox
 from mlxsrv.engine.orders import Close, Open, Order, Submit
+from mlxsrv.engine.recording.recorder import RecordedScheduler, Recorder, Recording
 from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.engine.watchdog import Clock
@@ -62,12 +63,13 @@ class DeviceThread:
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _shared: ClassVar[DeviceThread | None] = None
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording | None = None) -> None:
         self.clock = Clock()
+        self._recording = recording
         self._inbox: SimpleQueue[_Parcel | None] = SimpleQueue()
         self._parked = threading.Event()
         # The device thread's own, from here on.
-        self._scheduler = Scheduler()
+        self._scheduler = _make_scheduler(recording)
         self._runner = Runner()
         self._clients: dict[Mailbox, int] = {}
         self._opened = 0
@@ -76,11 +78,16 @@ class DeviceThread:
         atexit.register(self._park)
 
     @classmethod
-    def shared(cls) -> DeviceThread:
-        """The process's device thread, started if this is the first call. From any thread."""
+    def shared(cls, recording: Recording | None = None) -> DeviceThread:
+        """The process's device thread, started if this is the first call. From any thread.
+
+        Only the first call can have it recorded: a record has all rounds from the first.
+        """
         with cls._lock:
             if cls._shared is None:
-                cls._shared = cls()
+                cls._shared = cls(recording)
+            elif recording not in (None, cls._shared._recording):
+                _log.warning("not recorded: the device thread runs already, for another app")
         return cls._shared
 
     def send(self, mailbox: Mailbox, order: Order, constraint: Constraint | None = None) -> None:
@@ -177,3 +184,7 @@ class DeviceThread:
             if not mailbox.post(events):
                 _log.debug("an event loop is gone; its work is dropped")
                 self.send(mailbox, Close())
+
+
+def _make_scheduler(recording: Recording | None) -> Scheduler:
+    return Scheduler() if recording is None else RecordedScheduler(Recorder(recording))

@@ -81,9 +81,13 @@ class Job(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Generate a job's sequence. Ends with a Token with `finish`, Finished or Failed."""
+    """Generate a job's sequence. Ends with a Token with `finish`, Finished or Failed.
+
+    `constrained`: a live constraint comes with it, so nobody can send it again without that.
+    """
 
     job: Job
+    constrained: bool = False
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True):

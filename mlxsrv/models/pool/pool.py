@@ -24,6 +24,7 @@ import msgspec
 
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.recording.recorder import Recording
 from mlxsrv.errors import (
     InsufficientMemory,
     ModelNotLoaded,
@@ -89,7 +90,8 @@ class Pool:
         """
         self._require_open()
         if self._engine is None:
-            self._engine = EngineClient.open(self._settings.step_timeout)
+            recording = Recording.find(self._settings)
+            self._engine = EngineClient.open(self._settings.step_timeout, recording)
         return self._engine
 
     def _require_open(self) -> None:

@@ -1,0 +1,225 @@
+"""Replay with models: does the recorded works again, and compares the tokens that are drawn.
+
+The scheduler is given the recorded outcomes, so the works are those of the record whatever comes of
+them here. A work that failed in the record is not done here, unless it told tokens; the works
+behind it drop what it had touched. A load is done in one go.
+
+A job with a constraint is held to the tokens that it has drawn in the record, since the record
+lacks its grammar.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from mlxsrv.engine.orders import Attach, Load, Submit
+from mlxsrv.engine.outcomes import AttachStep, Decoded, LoadStep, Outcome, TextFacts
+from mlxsrv.engine.plans import (
+    Admit,
+    AnswerQuestion,
+    AttachSlice,
+    LoadSlice,
+    UnloadModel,
+    Work,
+)
+from mlxsrv.engine.recording.record_file import OutcomeLine
+from mlxsrv.engine.recording.replay import Foresight, JobKey
+from mlxsrv.engine.runner import Runner
+from mlxsrv.engine.scheduling.scheduler import Received
+from mlxsrv.errors import ServeError
+from mlxsrv.generation.parameters import Mask
+
+_ALL = 1 << 62  # bytes of a slice that reads a model whole
+
+
+class HeldToRecord:
+    """A constraint that allows one token only: the next one of the record.
+
+    Args:
+        tokens: those that were drawn, in order. Behind them anything is allowed.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._place = 0
+        self.dormant = not tokens
+        self.failure: str | None = None
+
+    def fill(self, mask: Mask) -> None:
+        token = self._tokens[self._place]
+        mask[:] = 0
+        mask.view(np.uint32)[token >> 5] = 1 << (token & 31)
+
+    def accept(self, token: int) -> None:
+        self._place += 1
+        self.dormant = self._place >= len(self._tokens)
+
+
+class ModelReplay:
+    """Does works with real models.
+
+    Args:
+        models: folders of models, by the names that their clients use.
+        files: paths of adapters, draft models, control vectors and SAEs, by their names in the
+            record.
+        foresight: of the record.
+
+    Attributes:
+        compared: tokens that were compared.
+        differing: the jobs that drew another token, by client and job; the first, with what came.
+        notes: facts of a model that are others here.
+        skipped: names of models that are not among `models`.
+    """
+
+    def __init__(
+        self, models: Mapping[str, str], files: Mapping[str, str], foresight: Foresight
+    ) -> None:
+        self.compared = 0
+        self.differing: dict[JobKey, str] = {}
+        self.notes: list[str] = []
+        self.skipped: set[str] = set()
+        self._models = models
+        self._files = files
+        self._constrained = foresight.constrained
+        self._runner = Runner()
+        self._loads: dict[int, Load] = {}  # by model
+        self._attachments: dict[int, Attach] = {}  # by their own numbers
+        self._clients: dict[int, int] = {}  # by model
+        self._drawn: dict[JobKey, int] = {}  # tokens
+
+    def take_orders(self, orders: Sequence[Received]) -> None:
+        """Make the constraints of jobs that had one."""
+        self._runner.constraints.clear()
+        for received in orders:
+            if isinstance(received.order, Submit) and received.order.constrained:
+                key = received.client, received.order.job.id
+                self._runner.constraints[key] = HeldToRecord(self._constrained[key])
+
+    def follow(self, work: Work, result: OutcomeLine) -> str | None:
+        """Do a work of the record.
+
+        Raises ServeError if a model or a file is missing.
+        """
+        outcome = result.outcome
+        match work:
+            case LoadSlice():
+                return self._load(work, outcome)
+            case AttachSlice():
+                return self._attach(work, outcome)
+            case AnswerQuestion():
+                return None
+            case Admit():
+                self._clients[work.model] = work.client
+        if work.model not in self._loads:
+            return None
+        told = isinstance(outcome.done, Decoded) and outcome.done.tokens
+        if outcome.fault is not None and not told:
+            return None
+        here = self._runner.run(work)
+        if here.fault is not None and outcome.fault is None:
+            return f"{type(work).__name__} failed here: {here.fault.reason}"
+        if isinstance(outcome.done, Decoded) and isinstance(here.done, Decoded):
+            self._compare(work.model, outcome.done, here.done)
+        elif isinstance(work, UnloadModel):
+            del self._loads[work.model]
+        return None
+
+    # Models.
+
+    def _load(self, work: LoadSlice, outcome: Outcome) -> str | None:
+        if work.order is not None:
+            if work.order.model not in self._models:
+                self.skipped.add(work.order.model)
+                return None
+            self._loads[work.model] = self._find_files(work.order)
+        if work.model not in self._loads:
+            return None
+        then = outcome.done if isinstance(outcome.done, LoadStep) else LoadStep()
+        if outcome.fault is not None or then.refusal is not None:
+            del self._loads[work.model]
+        if then.loaded is None:
+            return None
+        order: Load | None = self._loads[work.model]
+        while True:
+            here = self._runner.run(LoadSlice(model=work.model, limit=_ALL, order=order))
+            order = None
+            step = here.done
+            if here.fault is not None:
+                return f"the load failed here: {here.fault.reason}"
+            assert isinstance(step, LoadStep)
+            if step.refusal is not None:
+                return f"the model cannot be loaded here: {step.refusal.reason}"
+            if step.loaded is not None:
+                self._compare_facts(work.model, then.text, step.text)
+                return None
+
+    def _attach(self, work: AttachSlice, outcome: Outcome) -> str | None:
+        if work.model not in self._loads:
+            return None
+        if work.order is not None:
+            path = self._find_file(work.order.path)
+            self._attachments[work.number] = msgspec.structs.replace(work.order, path=path)
+        then = outcome.done if isinstance(outcome.done, AttachStep) else AttachStep()
+        if then.attached is None:
+            return None
+        order: Attach | None = self._attachments.pop(work.number)
+        while True:
+            slice = AttachSlice(model=work.model, number=work.number, order=order)
+            here = self._runner.run(slice)
+            order = None
+            if here.fault is not None:
+                return f"the SAE cannot be attached here: {here.fault.reason}"
+            assert isinstance(here.done, AttachStep)
+            if here.done.refusal is not None:
+                return f"the SAE cannot be attached here: {here.done.refusal.reason}"
+            if here.done.attached is not None:
+                return None
+
+    def _find_files(self, order: Load) -> Load:
+        return msgspec.structs.replace(
+            order,
+            path=self._models[order.model],
+            adapter=None if order.adapter is None else self._find_file(order.adapter),
+            draft=None if order.draft is None else self._find_file(order.draft),
+            vectors=tuple((name, self._find_file(file)) for name, file in order.vectors),
+        )
+
+    def _find_file(self, name: str) -> str:
+        if name not in self._files:
+            raise ServeError(f"the record needs a file: --file '{name}'=PATH")
+        return self._files[name]
+
+    def _compare_facts(self, model: int, then: TextFacts | None, here: TextFacts | None) -> None:
+        if then is None or here is None:
+            return
+        for name in ("batched", "cuts", "pads", "drafts", "vocabulary", "kv_costs"):
+            was, is_now = getattr(then, name), getattr(here, name)
+            if was != is_now:
+                self.notes.append(f"model {model}: {name} was {was}, and is {is_now} here")
+
+    # Tokens.
+
+    def _compare(self, model: int, then: Decoded, here: Decoded) -> None:
+        """Compare the tokens of a step, row by row."""
+        were, are = _group(then), _group(here)
+        for job, tokens in were.items():
+            key = self._clients[model], job
+            place = self._drawn.get(key, 0)
+            self._drawn[key] = place + len(tokens)
+            self.compared += len(tokens)
+            if tokens != are.get(job) and key not in self.differing:
+                self.differing[key] = (
+                    f"from token {place} of its answer on: {tokens} in the record, "
+                    f"{are.get(job)} here"
+                )
+
+
+def _group(done: Decoded) -> dict[int, list[int]]:
+    """The tokens of each row."""
+    rows: dict[int, list[int]] = {}
+    for job, token in done.tokens:
+        rows.setdefault(job, []).append(token)
+    return rows

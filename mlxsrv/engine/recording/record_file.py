@@ -1,0 +1,214 @@
+"""The file of a record: JSON lines, of which the first says what the file is.
+
+Then come, for each round of the device thread: its orders, if there were any; its plan, which is
+written before its works are done; and the outcome of each work. So a file that breaks off tells
+what was to be done next.
+
+What only clients are told is left out, and so is what a plan repeats of the orders: texts.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from mlxsrv.engine.orders import Embed, Job
+from mlxsrv.engine.outcomes import Outcome
+from mlxsrv.engine.plans import Admit, AdmitTexts, Work
+from mlxsrv.engine.scheduling.scheduler import Received
+from mlxsrv.generation.outputs import Vectors
+from mlxsrv.generation.parameters import Sampling
+
+FORMAT = 1
+_GZIP = b"\x1f\x8b"
+
+Number = int | float | bool | None
+
+
+class RecordHeader(msgspec.Struct, frozen=True, tag="record", kw_only=True):
+    """The first line.
+
+    Attributes:
+        format: the version of the file's format.
+        tokens: token ids are real; if not, they are pseudonyms.
+        began: seconds since 1970.
+        clock: the same moment by the clock of outcomes.
+        versions: of mlxsrv, MLX, mlx-lm and Python.
+        system: the operating system and the processor.
+        device: what MLX computes on; empty without a back end.
+        options: of the server, those that are numbers or switches and have not their defaults.
+    """
+
+    format: int
+    tokens: bool
+    began: float
+    clock: float
+    versions: dict[str, str]
+    system: str
+    device: dict[str, str | int]
+    options: dict[str, Number]
+
+
+class OrdersLine(msgspec.Struct, frozen=True, tag="orders"):
+    """The orders that a round begins with."""
+
+    orders: tuple[Received, ...]
+
+
+class PlanLine(msgspec.Struct, frozen=True, tag="plan"):
+    """The works of a round, as `shorten` has them."""
+
+    works: tuple[Work, ...]
+
+
+class OutcomeLine(msgspec.Struct, frozen=True, tag="outcome"):
+    """What came of the next work of the plan.
+
+    Where token ids are pseudonyms, `ends` are the end tokens among those drawn: (client, job,
+    pseudonym). An order cannot name them: the pseudonym of a token depends on all before it.
+    """
+
+    outcome: Outcome
+    ends: tuple[tuple[int, int, int], ...] = ()
+
+
+Line = OrdersLine | PlanLine | OutcomeLine
+
+
+class RecordError(ValueError):
+    """The file is no record, or not one of this version."""
+
+
+def shorten(works: tuple[Work, ...]) -> tuple[Work, ...]:
+    """Works without the texts of their jobs, which their orders have."""
+    return tuple(map(_shorten, works))
+
+
+def _shorten(work: Work) -> Work:
+    if isinstance(work, Admit):
+        jobs = tuple(
+            Job(job.id, job.model, (), job.max_tokens, frozenset(), Sampling()) for job in work.jobs
+        )
+        return msgspec.structs.replace(work, jobs=jobs)
+    if isinstance(work, AdmitTexts):
+        order = work.order
+        return msgspec.structs.replace(work, order=Embed(order.id, order.model, ()))
+    return work
+
+
+class LineEncoder:
+    """Makes lines of a file."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.json.Encoder(enc_hook=_encode_shape)
+
+    def encode(self, line: RecordHeader | Line) -> bytes:
+        return self._encoder.encode(line) + b"\n"
+
+
+def _encode_shape(array: Vectors) -> tuple[int, ...]:
+    """Vectors by their shape: nothing depends on their values."""
+    return array.shape
+
+
+def _decode_shape(_type: Any, shape: Any) -> Vectors:
+    return np.zeros(tuple(shape), np.float32)
+
+
+class Round(msgspec.Struct):
+    """One round.
+
+    Attributes:
+        number: counts from 1.
+        works: None if the record ends before there was a plan.
+    """
+
+    number: int
+    orders: tuple[Received, ...] = ()
+    works: tuple[Work, ...] | None = None
+    results: list[OutcomeLine] = []
+
+
+class RecordReader:
+    """Reads a record, which may be compressed with gzip. It can be iterated more than once.
+
+    Attributes:
+        header: its first line.
+        cut: the last line is not whole; known after an iteration.
+
+    Raises:
+        RecordError: the file cannot be read, or is no record of this format.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._lines = msgspec.json.Decoder(Line, dec_hook=_decode_shape)
+        self.cut = False
+        self.header = self._read_header()
+
+    def __iter__(self) -> Iterator[Round]:
+        """Yield the rounds in order. Raises RecordError for a line that is none."""
+        this = Round(1)
+        for line in self._decode():
+            match line:
+                case OrdersLine(orders):
+                    if this.works is not None:
+                        yield this
+                        this = Round(this.number + 1)
+                    this.orders = orders
+                case PlanLine(works):
+                    if this.works is not None:
+                        yield this
+                        this = Round(this.number + 1)
+                    this.works = works
+                case OutcomeLine():
+                    this.results.append(line)
+        if this.works is not None or this.orders:
+            yield this
+
+    def _read_header(self) -> RecordHeader:
+        first = next(self._read(), b"")
+        try:
+            kind = msgspec.json.decode(first, type=dict[str, Any])
+            if kind.get("type") != "record":
+                raise ValueError("its first line is another")
+        except ValueError as error:
+            raise RecordError(f"{self._path} is no record: {error}") from None
+        if kind.get("format") != FORMAT:
+            maker = kind.get("versions", {}).get("mlxsrv", "?")
+            raise RecordError(
+                f"{self._path} has format {kind.get('format')}, and this is mlxsrv for format "
+                f"{FORMAT}; it was recorded by mlxsrv {maker}, which can replay it"
+            )
+        try:
+            return msgspec.json.decode(first, type=RecordHeader)
+        except ValueError as error:
+            raise RecordError(f"{self._path}: line 1: {error}") from None
+
+    def _decode(self) -> Iterator[Line]:
+        """Yield the lines behind the first. The last may not be whole: then the process or the
+        disk gave out."""
+        for number, line in enumerate(self._read(), 1):
+            if number == 1:
+                continue
+            try:
+                yield self._lines.decode(line)
+            except ValueError as error:
+                if line.endswith(b"\n"):
+                    raise RecordError(f"{self._path}: line {number}: {error}") from None
+                self.cut = True
+
+    def _read(self) -> Iterator[bytes]:
+        try:
+            with open(self._path, "rb") as file:
+                packed = file.read(2) == _GZIP
+            with gzip.open(self._path) if packed else open(self._path, "rb") as file:
+                yield from file
+        except EOFError:
+            self.cut = True  # of the compressed file
+        except OSError as error:
+            raise RecordError(f"{self._path}: {error.strerror or error}") from None

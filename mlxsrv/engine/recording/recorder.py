@@ -1,0 +1,265 @@
+"""The recorder: writes each round of the device thread to a file while it happens.
+
+Each line is written at once, without a buffer: if the process is killed, or MLX ends it, the file
+has the plan that was under way. A recorder that fails says so in the log, once, and writes no more;
+the server goes on.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import stat
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+
+import msgspec
+
+from mlxsrv.engine.backend import describe_device
+from mlxsrv.engine.events import Activations
+from mlxsrv.engine.outcomes import (
+    Admitted,
+    AttachStep,
+    Decoded,
+    DeviceAnswer,
+    Done,
+    LoadStep,
+    Outcome,
+    PromptsRead,
+    Refusal,
+    RowFailure,
+)
+from mlxsrv.engine.plans import Decode, Release, RoundPlan, Work
+from mlxsrv.engine.recording.hiding import PathNames, Pseudonyms
+from mlxsrv.engine.recording.record_file import (
+    FORMAT,
+    Line,
+    LineEncoder,
+    Number,
+    OrdersLine,
+    OutcomeLine,
+    PlanLine,
+    RecordHeader,
+    shorten,
+)
+from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
+from mlxsrv.logs import log
+from mlxsrv.settings import Settings, options
+from mlxsrv.version import __version__
+
+_log = logging.getLogger("mlxsrv.engine")
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """A wish to record.
+
+    Attributes:
+        path: the file. One that is there is kept as PATH.old.
+        tokens: with real token ids.
+        most_bytes: of the file; then the record ends.
+        options: of the server, for the file's first line.
+    """
+
+    path: str
+    tokens: bool
+    most_bytes: int
+    options: tuple[tuple[str, Number], ...] = ()
+
+    @classmethod
+    def find(cls, settings: Settings) -> Recording | None:
+        """What the settings ask for, if they do."""
+        if settings.record is None:
+            return None
+        values = [(option, getattr(settings, option.name)) for option in options()]
+        return cls(
+            path=os.path.abspath(os.path.expanduser(settings.record)),
+            tokens=settings.record_tokens,
+            most_bytes=settings.record_bytes,
+            options=tuple(
+                (option.name, value)
+                for option, value in values
+                if value != option.default and isinstance(value, (int, float, type(None)))
+            ),
+        )
+
+
+class Recorder:
+    """Writes one file, from its first round on."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._encoder = LineEncoder()
+        self._paths = PathNames()
+        self._pseudonyms = None if recording.tokens else Pseudonyms()
+        self._file: int | None = None
+        self._over = False
+        self._written = 0
+
+    def note_orders(self, orders: Sequence[Received]) -> None:
+        """Write the orders of a round. The first are written when MLX is imported, which is when
+        the file is made."""
+        if orders:
+            self._note(self._make_orders, orders)
+
+    def note_plan(self, plan: RoundPlan) -> None:
+        """Write the plan of a round, before its works are done."""
+        self._note(self._make_plan, plan)
+
+    def note_outcome(self, work: Work, outcome: Outcome) -> None:
+        """Write what came of the next work of the plan."""
+        self._note(self._make_outcome, work, outcome)
+
+    def _note(self, make: Callable[..., Line], *what: object) -> None:
+        if self._over:
+            return
+        try:
+            if self._file is None:
+                self._file = _create(self._recording.path)
+                self._write(self._encoder.encode(_make_header(self._recording)))
+            self._write(self._encoder.encode(make(*what)))
+        except Exception as error:  # a full disk, or whatever: it must not cost an answer
+            self._stop(f"{type(error).__name__}: {error}")
+
+    def _write(self, line: bytes) -> None:
+        if self._written + len(line) > self._recording.most_bytes:
+            self._stop(f"it has {self._written} bytes, and --record-bytes allows no more")
+        if not self._over:
+            assert self._file is not None
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+            self._written += len(line)
+
+    def _stop(self, reason: str) -> None:
+        self._over = True
+        self._pseudonyms = None
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+        log(_log, logging.WARNING, "recording ended", file=self._recording.path, reason=reason)
+
+    # Lines.
+
+    def _make_orders(self, orders: Sequence[Received]) -> Line:
+        return OrdersLine(tuple(map(self._hide, orders)))
+
+    def _hide(self, received: Received) -> Received:
+        order = self._paths.hide(received.order)
+        if self._pseudonyms is not None:
+            order = self._pseudonyms.hide(received.client, order)
+        return Received(received.client, order)
+
+    def _make_plan(self, plan: RoundPlan) -> Line:
+        if self._pseudonyms is not None:
+            self._pseudonyms.follow(plan.works)
+        return PlanLine(tuple(map(self._paths.hide_work, shorten(plan.works))))
+
+    def _make_outcome(self, work: Work, outcome: Outcome) -> Line:
+        done = None if outcome.done is None else self._reduce(outcome.done)
+        ends: tuple[tuple[int, int, int], ...] = ()
+        if self._pseudonyms is not None:
+            if isinstance(work, Decode) and isinstance(done, Decoded):
+                done, ends = self._pseudonyms.hide_drawn(work, done)
+            elif isinstance(work, Release):
+                self._pseudonyms.forget(work)
+        fault = outcome.fault
+        if fault is not None:
+            fault = msgspec.structs.replace(fault, reason=self._paths.clean(fault.reason))
+        return OutcomeLine(Outcome(outcome.began, outcome.ended, done, fault), ends)
+
+    def _reduce(self, done: Done) -> Done:
+        """What came of a work without what only clients are told, and without folders."""
+        replace = msgspec.structs.replace
+        match done:
+            case Decoded():
+                return replace(
+                    done,
+                    likelihoods={},
+                    activations=tuple(map(_without_values, done.activations)),
+                    failures=self._clean_failures(done.failures),
+                )
+            case PromptsRead():
+                scores = None if done.scores is None else replace(done.scores, scores=())
+                activations = tuple(map(_without_values, done.activations))
+                return replace(done, scores=scores, activations=activations)
+            case Admitted():
+                return replace(done, failures=self._clean_failures(done.failures))
+            case LoadStep():
+                loaded = None if done.loaded is None else replace(done.loaded, notes=())
+                return replace(done, loaded=loaded, refusal=self._clean(done.refusal))
+            case AttachStep() | DeviceAnswer():
+                return replace(done, refusal=self._clean(done.refusal))
+        return done
+
+    def _clean(self, refusal: Refusal | None) -> Refusal | None:
+        if refusal is None:
+            return None
+        return Refusal(refusal.kind, self._paths.clean(refusal.reason))
+
+    def _clean_failures(self, failures: Sequence[RowFailure]) -> tuple[RowFailure, ...]:
+        clean = self._paths.clean
+        return tuple(
+            RowFailure(each.row, clean(each.reason), each.clear and clean(each.clear))
+            for each in failures
+        )
+
+
+def _without_values(activations: Activations) -> Activations:
+    return msgspec.structs.replace(activations, values=())
+
+
+def _create(path: str) -> int:
+    """Make the file, for this user alone. One that is there is kept as PATH.old.
+
+    Raises OSError.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(os.stat(path).st_mode):  # a pipe would block the thread
+            raise OSError("it is not a regular file")
+        os.replace(path, f"{path}.old")
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+
+
+def _make_header(recording: Recording) -> RecordHeader:
+    return RecordHeader(
+        format=FORMAT,
+        tokens=recording.tokens,
+        began=time.time(),
+        clock=time.perf_counter(),
+        versions=find_versions(),
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        device=describe_device(),
+        options=dict(recording.options),
+    )
+
+
+def find_versions() -> dict[str, str]:
+    """The versions of what decides what is computed."""
+    found = {"mlxsrv": __version__, "python": platform.python_version()}
+    for name in ("mlx", "mlx-lm"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+class RecordedScheduler(Scheduler):
+    """A scheduler whose orders, plans and outcomes are written down."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def plan(self, orders: Sequence[Received] = ()) -> RoundPlan:
+        self._recorder.note_orders(orders)
+        plan = super().plan(orders)
+        self._recorder.note_plan(plan)
+        return plan
+
+    def settle(self, work: Work, outcome: Outcome) -> None:
+        self._recorder.note_outcome(work, outcome)
+        super().settle(work, outcome)
