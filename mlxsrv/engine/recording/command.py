@@ -26,8 +26,9 @@ def replay_record(
         prints: every round is printed.
 
     Raises:
-        RecordError: the file is no record, or has no real token ids and models are given.
-        ServeError: something differs, or a file is missing.
+        RecordError: the file is no record, models are given and it has no real token ids, or a
+            file that they need is not given.
+        ServeError: something differs.
     """
     reader = RecordReader(path)
     if models and not reader.header.tokens:

@@ -25,11 +25,10 @@ from mlxsrv.engine.plans import (
     UnloadModel,
     Work,
 )
-from mlxsrv.engine.recording.record_file import OutcomeLine
+from mlxsrv.engine.recording.record_file import OutcomeLine, RecordError
 from mlxsrv.engine.recording.replay import Foresight, JobKey
 from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received
-from mlxsrv.errors import ServeError
 from mlxsrv.generation.parameters import Mask
 
 _ALL = 1 << 62  # bytes of a slice that reads a model whole
@@ -101,7 +100,7 @@ class ModelReplay:
     def follow(self, work: Work, result: OutcomeLine) -> str | None:
         """Do a work of the record.
 
-        Raises ServeError if a model or a file is missing.
+        Raises RecordError if a file is missing.
         """
         outcome = result.outcome
         match work:
@@ -189,7 +188,7 @@ class ModelReplay:
 
     def _find_file(self, name: str) -> str:
         if name not in self._files:
-            raise ServeError(f"the record needs a file: --file '{name}'=PATH")
+            raise RecordError(f"the record needs a file: --file '{name}'=PATH")
         return self._files[name]
 
     def _compare_facts(self, model: int, then: TextFacts | None, here: TextFacts | None) -> None:

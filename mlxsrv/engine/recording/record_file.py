@@ -80,7 +80,7 @@ Line = OrdersLine | PlanLine | OutcomeLine
 
 
 class RecordError(ValueError):
-    """The file is no record, or not one of this version."""
+    """The file is no record of this version, or what is given does not suffice to replay it."""
 
 
 def shorten(works: tuple[Work, ...]) -> tuple[Work, ...]:

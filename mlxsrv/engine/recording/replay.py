@@ -15,7 +15,13 @@ from mlxsrv.engine.events import Failed, Token
 from mlxsrv.engine.orders import Embed, Submit
 from mlxsrv.engine.outcomes import Decoded
 from mlxsrv.engine.plans import Admit, Decode, Work
-from mlxsrv.engine.recording.record_file import OutcomeLine, RecordReader, Round, shorten
+from mlxsrv.engine.recording.record_file import (
+    OutcomeLine,
+    RecordError,
+    RecordReader,
+    Round,
+    shorten,
+)
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 
 JobKey = tuple[int, int]
@@ -94,7 +100,10 @@ class Follower(Protocol):
         """Look at the orders of a round."""
 
     def follow(self, work: Work, result: OutcomeLine) -> str | None:
-        """Look at a work, and what came of it. Returns what is wrong, in one sentence."""
+        """Look at a work, and what came of it. Returns what is wrong, in one sentence.
+
+        Raises RecordError if it cannot be looked at.
+        """
 
 
 class Replay:
@@ -126,6 +135,8 @@ class Replay:
             self._show(this)
             try:
                 self.summary.difference = self._play(this)
+            except RecordError:
+                raise
             except Exception as error:  # as it may have been when it was recorded: a bug is found
                 trace = "".join(traceback.format_exception(error))
                 self.summary.difference = Difference(this.number, f"the scheduler failed:\n{trace}")
