@@ -44,9 +44,19 @@ from mlxsrv.engine.outcomes import (
     TextFacts,
     TextsRead,
 )
-from mlxsrv.engine.plans import Decode, EmbedSlice, Read, RoundPlan, Work
+from mlxsrv.engine.plans import (
+    Admit,
+    Decode,
+    EmbedSlice,
+    Leave,
+    Read,
+    Release,
+    RoundPlan,
+    UnloadModel,
+    Work,
+)
 from mlxsrv.engine.recording.command import replay_record
-from mlxsrv.engine.recording.hiding import PathNames
+from mlxsrv.engine.recording.hiding import PathNames, Pseudonyms
 from mlxsrv.engine.recording.record_file import RecordError, RecordReader
 from mlxsrv.engine.recording.recorder import Recorder, Recording
 from mlxsrv.engine.scheduling.groups import Groups
@@ -243,6 +253,25 @@ def test_pseudonyms_show_what_prompts_share_and_no_more(tmp_path: Path) -> None:
     assert len({*one, *two, *three}) == 5 + 2 + 5
     other = prompts(files[1])
     assert {*one, *two, *three}.isdisjoint({token for prompt in other for token in prompt})
+
+
+def test_pseudonyms_of_a_row() -> None:
+    """That of a token that is to be told is known before; a row that is released is forgotten."""
+    pseudonyms = Pseudonyms()
+    asked = job(7, (1, 2), end_tokens=frozenset([9]))
+    pseudonyms.hide(3, Submit(asked))
+    pseudonyms.follow([Admit(model=1, client=3, jobs=(asked,))])
+    step = Decode(model=1)
+    before, ends = pseudonyms.hide_drawn(step, Decoded(((7, 5),), following={7: 9}))
+    assert ends == ((3, 7, before.following[7]),)
+    after, ends = pseudonyms.hide_drawn(step, Decoded(((7, 9),)))
+    assert after.tokens == ((7, before.following[7]),)
+    assert ends == ((3, 7, before.following[7]),)
+    pseudonyms.forget(Release(model=1, rows=(Leave(7),)))
+    assert pseudonyms.hide_drawn(step, Decoded(((7, 5),))) == (Decoded(), ())
+    pseudonyms.hide(3, Submit(asked))
+    pseudonyms.follow([Admit(model=1, client=3, jobs=(asked,)), UnloadModel(model=1)])
+    assert pseudonyms.hide_drawn(step, Decoded(((7, 5),))) == (Decoded(), ())
 
 
 def test_a_chat_that_goes_on_finds_its_kept_prompt_in_the_replay_as_well(tmp_path: Path) -> None:
