@@ -372,18 +372,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "text"
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
-        Meta(
-            description="Write what the engine is asked, plans and does to this file, without "
-            "texts: mlxsrv replay FILE shows it.",
-            extra={"metavar": "FILE"},
-        ),
+        Meta(description="Record the engine's work, for bug reports.", extra={"metavar": "FILE"}),
     ] = None
-    record_tokens: Annotated[
-        bool, Meta(description="Write real token ids to it, from which texts can be read.")
-    ] = False
-    record_bytes: Annotated[
-        int, Meta(ge=1, description="Most bytes that are written to it.", extra=_BYTES)
-    ] = 1024**3
+    record_tokens: Annotated[bool, Meta(description="Record token ids, and so texts.")] = False
     metrics: Annotated[
         bool, Meta(description="Serve Prometheus metrics at /metrics (extra metrics).")
     ] = False

@@ -1,4 +1,4 @@
-"""`mlxsrv models`, `mlxsrv pull` and `mlxsrv connect`, as processes."""
+"""`mlxsrv models`, `mlxsrv pull`, `mlxsrv connect` and `mlxsrv replay`, as processes."""
 
 from __future__ import annotations
 
@@ -76,6 +76,9 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
         (("models", "--pin", "nobody"), 2, "'nobody' is not served here"),
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
         (("pull", "org/name"), 1, "org/name"),
+        (("replay", "/no/record"), 2, "/no/record: No such file"),
+        (("replay", __file__), 2, "is no record"),
+        (("replay", "x", "--model", "x"), 2, "--model x: it is NAME=PATH"),
         (("connect", "nobody"), 2, "there is no client 'nobody'; there are: codex, "),
         *(
             pytest.param(*case, marks=pytest.mark.long)
@@ -98,7 +101,7 @@ def test_what_is_wrong_is_one_line(
     assert done.stderr.startswith("mlxsrv: ")
 
 
-@pytest.mark.parametrize("command", often(["models", "pull", "connect"], ["pull"]))
+@pytest.mark.parametrize("command", often(["models", "pull", "connect", "replay"], ["pull"]))
 def test_each_command_has_help(command: str) -> None:
     shown = run(command, "--help")
     assert shown.returncode == 0

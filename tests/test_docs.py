@@ -34,6 +34,7 @@ PLACES = (ROOT, ROOT / "mlxsrv", ROOT / "tests")
 
 OTHER_FLAGS = {
     *("--config", "--json", "--write", "--yes", "--for-model", "--url"),
+    *("--print", "--file"),
     *("--only", "--pairs", "--no-openblas", "--factory"),
 }
 """Flags of commands, of the benchmarks and of uvicorn."""
@@ -189,7 +190,7 @@ def test_named_commands_are_there(page: Path) -> None:
         module, *arguments = words[2:]
         if module != "mlxsrv":
             assert exists(module.replace(".", "/") + ".py") or exists(module.replace(".", "/"))
-        elif arguments and arguments[0] not in ("models", "pull", "connect"):
+        elif arguments and arguments[0] not in ("models", "pull", "connect", "replay"):
             option_parser().parse_args(arguments)
 
 

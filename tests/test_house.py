@@ -57,6 +57,7 @@ WITHOUT_MLX = {
     "engine/orders",
     "engine/outcomes",
     "engine/plans",
+    "engine/recording",
     "engine/scheduling",
     "engine/runner",
     "engine/watchdog",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from mlxsrv.engine.backend import import_engine, require_backend
 from mlxsrv.engine.recording.model_replay import ModelReplay
 from mlxsrv.engine.recording.printing import describe_header, describe_round
-from mlxsrv.engine.recording.record_file import RecordError, RecordReader, Round
+from mlxsrv.engine.recording.record_file import RecordedRound, RecordError, RecordReader
 from mlxsrv.engine.recording.replay import Difference, Replay, ReplaySummary, look_ahead
 from mlxsrv.errors import ServeError
 from mlxsrv.version import __version__
@@ -46,7 +46,7 @@ def replay_record(
         import_engine()
         live = ModelReplay(models, files, foresight)
 
-    def show(this: Round) -> None:
+    def show(this: RecordedRound) -> None:
         for line in describe_round(this, reader.header.clock):
             print(line)
 

@@ -35,7 +35,7 @@ from mlxsrv.engine.plans import (
     WatchFeatures,
     Work,
 )
-from mlxsrv.engine.recording.record_file import RecordHeader, Round
+from mlxsrv.engine.recording.record_file import RecordedRound, RecordHeader
 
 _MOST = 12  # rows of a line that are named
 
@@ -53,7 +53,7 @@ def describe_header(header: RecordHeader) -> list[str]:
     ]
 
 
-def describe_round(this: Round, clock: float) -> Iterator[str]:
+def describe_round(this: RecordedRound, clock: float) -> Iterator[str]:
     """Yield the lines of a round.
 
     Args:

@@ -119,7 +119,7 @@ def _decode_shape(_type: Any, shape: Any) -> Vectors:
     return np.zeros(tuple(shape), np.float32)
 
 
-class Round(msgspec.Struct):
+class RecordedRound(msgspec.Struct):
     """One round.
 
     Attributes:
@@ -150,20 +150,20 @@ class RecordReader:
         self.cut = False
         self.header = self._read_header()
 
-    def __iter__(self) -> Iterator[Round]:
+    def __iter__(self) -> Iterator[RecordedRound]:
         """Yield the rounds in order. Raises RecordError for a line that is none."""
-        this = Round(1)
+        this = RecordedRound(1)
         for line in self._decode():
             match line:
                 case OrdersLine(orders):
                     if this.works is not None:
                         yield this
-                        this = Round(this.number + 1)
+                        this = RecordedRound(this.number + 1)
                     this.orders = orders
                 case PlanLine(works):
                     if this.works is not None:
                         yield this
-                        this = Round(this.number + 1)
+                        this = RecordedRound(this.number + 1)
                     this.works = works
                 case OutcomeLine():
                     this.results.append(line)

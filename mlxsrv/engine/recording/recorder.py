@@ -61,14 +61,14 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: the file. One that is there is kept as PATH.old.
         tokens: with real token ids.
-        most_bytes: of the file; then the record ends.
         options: of the server, for the file's first line.
+        most_bytes: of the file; then the record ends.
     """
 
     path: str
     tokens: bool
-    most_bytes: int
     options: tuple[tuple[str, Number], ...] = ()
+    most_bytes: int = 1024**3
 
     @classmethod
     def find(cls, settings: Settings) -> Recording | None:
@@ -79,7 +79,6 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             path=os.path.abspath(os.path.expanduser(settings.record)),
             tokens=settings.record_tokens,
-            most_bytes=settings.record_bytes,
             options=tuple(
                 (option.name, value)
                 for option, value in values
@@ -127,7 +126,7 @@ class Recorder:
 
     def _write(self, line: bytes) -> None:
         if self._written + len(line) > self._recording.most_bytes:
-            self._stop(f"it has {self._written} bytes, and --record-bytes allows no more")
+            self._stop(f"it has {self._written} bytes, and more would be too large")
         if not self._over:
             assert self._file is not None
             rest = memoryview(line)

@@ -17,9 +17,9 @@ from mlxsrv.engine.outcomes import Decoded
 from mlxsrv.engine.plans import Admit, Decode, Work
 from mlxsrv.engine.recording.record_file import (
     OutcomeLine,
+    RecordedRound,
     RecordError,
     RecordReader,
-    Round,
     shorten,
 )
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
@@ -40,7 +40,7 @@ class Foresight(msgspec.Struct):
     constrained: dict[JobKey, list[int]] = {}
 
 
-def look_ahead(rounds: Iterable[Round]) -> Foresight:
+def look_ahead(rounds: Iterable[RecordedRound]) -> Foresight:
     """Read a whole record. Raises RecordError."""
     found = Foresight()
     clients: dict[int, int] = {}  # by model
@@ -120,7 +120,7 @@ class Replay:
         reader: RecordReader,
         foresight: Foresight,
         follower: Follower | None = None,
-        show: Callable[[Round], None] = lambda _: None,
+        show: Callable[[RecordedRound], None] = lambda _: None,
     ) -> None:
         self._reader = reader
         self._foresight = foresight
@@ -144,7 +144,7 @@ class Replay:
                 break
         return self.summary
 
-    def _play(self, this: Round) -> Difference | None:
+    def _play(self, this: RecordedRound) -> Difference | None:
         orders = [self._complete(received) for received in this.orders]
         self._count(orders)
         if self._follower is not None:

@@ -8,7 +8,9 @@ import os
 import re
 import stat
 import tempfile
+import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import msgspec
@@ -473,6 +475,34 @@ def test_what_clients_alone_are_told_is_not_recorded(tmp_path: Path) -> None:
     assert read == PromptsRead((), PromptScored(1, ()), (), (Activations(1, 0, ()),))
     assert isinstance(embedded, TextsRead)
     assert embedded.vectors[1].shape == (2, 3)
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_record_costs_little(tmp_path: Path, tokens: bool) -> None:
+    """The bounds are ten times what was measured; `pytest -s` prints what it is here."""
+    recorder = Recorder(Recording(path=str(tmp_path / "r"), tokens=tokens, most_bytes=10**9))
+    jobs = [job(i, tuple(range(100))) for i in range(32)]
+    recorder.note_orders([Received(1, Submit(each)) for each in jobs])
+    recorder.note_plan(RoundPlan((Admit(model=1, client=1, jobs=tuple(jobs)),)))
+    step = RoundPlan((Decode(model=1),))
+    tokens_drawn = tuple((i, 777 * i) for i in range(32))
+    outcome = Outcome(1000.123456, 1000.234567, Decoded(tokens_drawn, waited=1000.2))
+    costs: list[float] = []
+    for _ in range(7):
+        began, size = time.process_time(), (tmp_path / "r").stat().st_size
+        for _ in range(100):
+            recorder.note_plan(step)
+            recorder.note_outcome(step.works[0], outcome)
+        costs.append((time.process_time() - began) / 100)
+        size = ((tmp_path / "r").stat().st_size - size) // 100
+    began = time.process_time()
+    recorder.note_orders([Received(1, Submit(job(99, tuple(range(32_000)))))])
+    prompt = (time.process_time() - began) / 32_000
+    print(
+        f"a step: {median(costs) * 1e6:.0f} us, {size} B; a prompt's token: {prompt * 1e6:.2f} us"
+    )
+    assert median(costs) < 300e-6
+    assert prompt < 10e-6
 
 
 def test_settings_that_are_numbers_are_recorded() -> None:
