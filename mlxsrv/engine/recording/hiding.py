@@ -40,7 +40,8 @@ from mlxsrv.engine.plans import (
 )
 from mlxsrv.generation.parameters import Bans, Sampling
 
-_PATH = re.compile(r"""~?(?:/[^\s/'":;,()]+){2,}/?""")
+# A path from the root or from home, and neither "and/or/but" nor an address of the web.
+_PATH = re.compile(r"""(?<![\w./])~?(?:/[^\s/'":;,()]+){2,}/?""")
 
 
 class PathNames:
@@ -188,6 +189,8 @@ class Pseudonyms:
                 ends.append((client, job, pseudonym))
         following: dict[int, int] = {}
         for job, token in done.following.items():
+            if job not in rows:
+                continue
             client, text = rows[job]
             following[job] = text.peek(token)
             if token in text.ends:

@@ -125,14 +125,15 @@ class Recorder:
             self._stop(f"{type(error).__name__}: {error}")
 
     def _write(self, line: bytes) -> None:
+        if self._file is None:  # it has just ended
+            return
         if self._written + len(line) > self._recording.most_bytes:
             self._stop(f"it has {self._written} bytes, and more would be too large")
-        if not self._over:
-            assert self._file is not None
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-            self._written += len(line)
+            return
+        rest = memoryview(line)
+        while rest:
+            rest = rest[os.write(self._file, rest) :]
+        self._written += len(line)
 
     def _stop(self, reason: str) -> None:
         self._over = True

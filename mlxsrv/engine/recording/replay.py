@@ -139,7 +139,7 @@ class Replay:
                 raise
             except Exception as error:  # as it may have been when it was recorded: a bug is found
                 trace = "".join(traceback.format_exception(error))
-                self.summary.difference = Difference(this.number, f"the scheduler failed:\n{trace}")
+                self.summary.difference = Difference(this.number, f"an error:\n{trace}")
             if self.summary.difference is not None:
                 break
         return self.summary

@@ -1,4 +1,4 @@
-"""Records: any run of the scheduler is replayed to the same plans, and tells no texts."""
+"""Records: what is in the file and what is not, what a replay tells, and what a recorder may cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import logging
 import os
 import re
 import stat
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -16,9 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, note, settings
-from hypothesis import strategies as st
 
+from mlxsrv.engine.device import DeviceThread
 from mlxsrv.engine.events import Activations, Likelihood, PromptScored
 from mlxsrv.engine.orders import (
     Ask,
@@ -39,11 +37,9 @@ from mlxsrv.engine.orders import (
 from mlxsrv.engine.outcomes import (
     Decoded,
     Done,
-    EmbedFacts,
     Fault,
     Outcome,
     PromptsRead,
-    TextFacts,
     TextsRead,
 )
 from mlxsrv.engine.plans import (
@@ -66,14 +62,6 @@ from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.errors import ServeError
 from mlxsrv.generation.parameters import Bans, Sampling, Steering
 from mlxsrv.settings import Settings
-from tests.engine.scheduling.test_scheduler_chances import (
-    SCRIPT,
-    ChanceDevice,
-    Play,
-    Rates,
-    text_facts,
-)
-from tests.support.effort import examples
 from tests.support.fake_device import FakeDevice
 from tests.support.recording import recorded, replay
 from tests.support.scheduling import Bench
@@ -123,51 +111,6 @@ def prompts(path: Path) -> list[tuple[int, ...]]:
 
 
 # Replays.
-
-
-@settings(max_examples=examples(60))
-@given(
-    facts=text_facts(),
-    rates=st.builds(
-        Rates,
-        fault=st.sampled_from([0.0, 0.02, 0.2]),
-        memory=st.sampled_from([0.0, 0.5]),
-        nan=st.sampled_from([0.0, 0.02]),
-        stop=st.sampled_from([0.0, 0.05]),
-        refusal=st.sampled_from([0.0, 0.5]),
-        end=st.sampled_from([0.0, 0.1]),
-        lost=st.sampled_from([0.0, 0.3]),
-    ),
-    seed=st.integers(0, 1 << 30),
-    max_rows=st.integers(1, 8),
-    tokens=st.booleans(),
-    script=SCRIPT,
-)
-def test_whatever_happens_is_replayed(
-    facts: TextFacts,
-    rates: Rates,
-    seed: int,
-    max_rows: int,
-    tokens: bool,
-    script: list[tuple[int, int, tuple[Any, ...]]],
-) -> None:
-    device = ChanceDevice(facts, EmbedFacts(slices=True), seed, rates)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "record"
-        with recorded(path, tokens=tokens):
-            play = Play(device, max_rows, 64, 0.1)
-        bench = play.bench
-        for wait, client, action in script:
-            note(f"{action}")
-            if client not in bench.closed:
-                play.act(client, action)
-            bench.rounds(wait)
-        bench.finish()
-        summary = replay(path)
-    assert summary.difference is None
-    assert summary.ended is None
-    assert summary.rounds == len(bench.plans)
-    assert summary.tokens == sum(len(log.tokens) for log in bench.jobs.values())
 
 
 def test_a_scheduler_that_decides_otherwise_is_found_out(
@@ -296,10 +239,11 @@ def test_paths_are_told_by_their_last_parts() -> None:
     assert names.name("/Users/john smith/models/good") == "good"
     told = names.clean(
         "OSError: /Users/john smith/models/good/config.json and '/opt/other/file.bin' are bad, "
-        f"{os.path.expanduser('~')}/a/b too; see https://x.example 1/2"
+        f"{os.path.expanduser('~')}/a/b too; see https://x.example/y/z and/or/but 1/2"
     )
     assert told == (
-        "OSError: good/config.json and 'file.bin' are bad, b too; see https://x.example 1/2"
+        "OSError: good/config.json and 'file.bin' are bad, "
+        "b too; see https://x.example/y/z and/or/but 1/2"
     )
 
 
@@ -475,6 +419,17 @@ def test_what_clients_alone_are_told_is_not_recorded(tmp_path: Path) -> None:
     assert read == PromptsRead((), PromptScored(1, ()), (), (Activations(1, 0, ()),))
     assert isinstance(embedded, TextsRead)
     assert embedded.vectors[1].shape == (2, 3)
+
+
+def test_a_thread_that_runs_already_is_not_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    thread = DeviceThread.shared()
+    wish = Recording(path=str(tmp_path / "r"), tokens=False)
+    with caplog.at_level(logging.WARNING):
+        assert DeviceThread.shared(wish) is thread
+    assert "not recorded" in caplog.text
+    assert not (tmp_path / "r").exists()
 
 
 @pytest.mark.parametrize("tokens", [True, False])
