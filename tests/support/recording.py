@@ -5,28 +5,65 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.recording.record_file import RecordReader
 from mlxsrv.engine.recording.recorder import RecordedScheduler, Recorder, Recording
 from mlxsrv.engine.recording.replay import Replay, ReplaySummary, look_ahead
+from mlxsrv.generation.parameters import Sampling
+from tests.support.fake_device import FakeDevice
+from tests.support.scheduling import Bench
 
 BYTES = 1 << 30
+LOAD = Load(model="m", path="/home/someone/m", max_rows=4, prefill_chunk=64, max_gap=0.1)
+FIRST = 3_000_000_000
+"""An id so long that it is not found in a file by chance."""
+
+
+def job(number: int, prompt: tuple[int, ...], **more: Any) -> Job:
+    asked: dict[str, Any] = {"max_tokens": 5, "end_tokens": frozenset(), "sampling": Sampling()}
+    return Job(number, "m", prompt, **(asked | more))
+
+
+class Writer(FakeDevice):
+    """Draws ids from FIRST on; the fifth of each answer is FIRST."""
+
+    def draw(self, job: Job, place: int) -> int:
+        return FIRST if place == 4 else FIRST + 100 * job.id + place
 
 
 @contextmanager
-def recorded(path: Path, *, tokens: bool = False, most_bytes: int = BYTES) -> Iterator[None]:
-    """Have each Bench that is made meanwhile write a record."""
+def recorded(
+    path: Path, *, tokens: bool = False, most_bytes: int = BYTES
+) -> Iterator[list[Recorder]]:
+    """Have each Bench that is made meanwhile write a record. Yields their recorders."""
+    made: list[Recorder] = []
     recording = Recording(path=str(path), tokens=tokens, most_bytes=most_bytes)
 
     def make() -> RecordedScheduler:
-        return RecordedScheduler(Recorder(recording))
+        made.append(Recorder(recording))
+        return RecordedScheduler(made[-1])
 
     with patch("tests.support.scheduling.Scheduler", make):
-        yield
+        yield made
 
 
 def replay(path: Path) -> ReplaySummary:
     """Replay a record without a model."""
     reader = RecordReader(str(path))
     return Replay(reader, look_ahead(reader)).run()
+
+
+def write_record(
+    path: Path, *jobs: Job, tokens: bool = False, device: FakeDevice | None = None
+) -> Bench:
+    """Record these jobs, one after the other."""
+    with recorded(path, tokens=tokens):
+        bench = Bench(Writer() if device is None else device)
+    bench.load(LOAD)
+    for each in jobs:
+        bench.submit(each)
+        bench.finish()
+    return bench

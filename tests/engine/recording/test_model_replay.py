@@ -100,12 +100,26 @@ def test_tokens_are_the_same_behind_a_step_that_told_its_tokens_and_failed(
     assert (live.compared, live.differing) == (36, {})
 
 
+class Times:
+    """Other times than those measured: every work takes a millisecond, so proposals pay."""
+
+    def __init__(self) -> None:
+        self._now = 0.0
+
+    def __call__(self, _: Work, outcome: Outcome) -> Outcome:
+        began, self._now = self._now, self._now + 0.001
+        done = outcome.done
+        if isinstance(done, Decoded):
+            done = msgspec.structs.replace(done, waited=began)
+        return Outcome(began, self._now, done, outcome.fault)
+
+
 def test_speculative_rounds_are_replayed(model_folder: ModelFolder, tmp_path: Path) -> None:
     folder = model_folder("qwen3", plain=True)
     draft = Path(shutil.copytree(folder, tmp_path / "draft"))
     for tokens in (True, False):
         path = tmp_path / f"r{tokens}"
-        session = Session(path, tokens=tokens)
+        session = Session(path, tokens=tokens, change=Times())
         session.send(Open(), Ask(1, order(folder, draft=str(draft))))
         session.send(job(1, max_tokens=80))
         drawn = [event.id for event in session.events if hasattr(event, "finish")]

@@ -3,101 +3,39 @@
 from __future__ import annotations
 
 import gzip
-import logging
 import os
 import re
-import stat
-import time
 from pathlib import Path
-from statistics import median
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
-from mlxsrv.engine.device import DeviceThread
-from mlxsrv.engine.events import Activations, Likelihood, PromptScored
 from mlxsrv.engine.orders import (
-    Ask,
     Attach,
-    Cancel,
-    Close,
-    Detach,
     Embed,
-    Job,
-    Load,
-    MakeReport,
-    Open,
-    Order,
     Submit,
-    Unload,
-    Watch,
 )
 from mlxsrv.engine.outcomes import (
     Decoded,
-    Done,
     Fault,
-    Outcome,
-    PromptsRead,
-    TextsRead,
 )
 from mlxsrv.engine.plans import (
     Admit,
     Decode,
-    EmbedSlice,
     Leave,
-    Read,
     Release,
-    RoundPlan,
     UnloadModel,
     Work,
 )
 from mlxsrv.engine.recording.command import replay_record
 from mlxsrv.engine.recording.hiding import PathNames, Pseudonyms
 from mlxsrv.engine.recording.record_file import RecordError, RecordReader
-from mlxsrv.engine.recording.recorder import Recorder, Recording
 from mlxsrv.engine.scheduling.groups import Groups
-from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.errors import ServeError
-from mlxsrv.generation.parameters import Bans, Sampling, Steering
-from mlxsrv.settings import Settings
+from mlxsrv.generation.parameters import Bans, Sampling
 from tests.support.fake_device import FakeDevice
-from tests.support.recording import recorded, replay
+from tests.support.recording import FIRST, LOAD, Writer, job, recorded, replay, write_record
 from tests.support.scheduling import Bench
-
-LOAD = Load(model="m", path="/home/someone/m", max_rows=4, prefill_chunk=64, max_gap=0.1)
-FIRST = 3_000_000_000
-"""An id so long that it is not found in a file by chance."""
-
-
-def job(number: int, prompt: tuple[int, ...], **more: Any) -> Job:
-    asked: dict[str, Any] = {"max_tokens": 5, "end_tokens": frozenset(), "sampling": Sampling()}
-    return Job(number, "m", prompt, **(asked | more))
-
-
-class Writer(FakeDevice):
-    """Draws ids from FIRST on; the fifth of each answer is FIRST."""
-
-    def draw(self, job: Job, place: int) -> int:
-        return FIRST if place == 4 else FIRST + 100 * job.id + place
-
-
-def write_record(
-    path: Path, *jobs: Job, tokens: bool = False, device: FakeDevice | None = None
-) -> Bench:
-    """Record these jobs, one after the other."""
-    with recorded(path, tokens=tokens):
-        bench = Bench(Writer() if device is None else device)
-    bench.load(LOAD)
-    for each in jobs:
-        bench.submit(each)
-        bench.finish()
-    return bench
-
-
-def warnings(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-    return [each for each in caplog.records if each.getMessage() == "recording ended"]
 
 
 def prompts(path: Path) -> list[tuple[int, ...]]:
@@ -320,183 +258,3 @@ def test_a_record_without_token_ids_is_for_no_model(tmp_path: Path) -> None:
     write_record(tmp_path / "r", job(1, (1, 2, 3)))
     with pytest.raises(RecordError, match="--record-tokens"):
         replay_record(str(tmp_path / "r"), {"m": "/m"}, {})
-
-
-# The recorder.
-
-
-def test_a_record_that_is_there_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "r"
-    path.write_text("of a crash")
-    write_record(path)
-    assert (tmp_path / "r.old").read_text() == "of a crash"
-    assert replay(path).rounds
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-
-
-def test_a_record_ends_at_its_limit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with recorded(tmp_path / "r", most_bytes=6000):
-        bench = Bench()
-    bench.load(LOAD)
-    for number in range(9):
-        bench.submit(job(number, (1, 2, 3), max_tokens=20))
-    with caplog.at_level(logging.WARNING):
-        bench.finish()
-    assert 5000 < (tmp_path / "r").stat().st_size <= 6000
-    assert all(log.ended for log in bench.jobs.values())
-    assert len(warnings(caplog)) == 1
-    summary = replay(tmp_path / "r")
-    assert summary.difference is None
-    assert summary.rounds < len(bench.plans)
-
-
-@pytest.mark.parametrize("place", ["folder", "missing/r", "pipe"])
-def test_a_file_that_cannot_be_written_costs_one_line_of_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, place: str
-) -> None:
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "pipe")
-    with caplog.at_level(logging.WARNING):
-        bench = write_record(tmp_path / place, job(1, (1, 2, 3)))
-    assert len(bench.job(1).tokens) == 5
-    assert len(warnings(caplog)) == 1
-
-
-def test_a_full_disk_costs_no_answer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    write = os.write
-    room = 3000
-
-    def fill(file: int, data: bytes | memoryview) -> int:
-        nonlocal room
-        part = data[: min(room, 100)]  # a write may be a part only
-        if not part:
-            raise OSError(28, "No space left on device")
-        room -= len(part)
-        return write(file, part)
-
-    monkeypatch.setattr(os, "write", fill)
-    with caplog.at_level(logging.WARNING):
-        bench = write_record(tmp_path / "r", job(1, (1, 2, 3)))
-    assert len(bench.job(1).tokens) == 5
-    [warning] = warnings(caplog)
-    assert "No space left" in str(warning.__dict__)
-    assert (tmp_path / "r").stat().st_size == 3000
-    assert replay(tmp_path / "r").difference is None
-
-
-def test_a_round_is_in_the_file_before_its_works_are_done(tmp_path: Path) -> None:
-    seen: list[str | None] = []
-
-    class Looking(FakeDevice):
-        def fail(self, work: Work) -> Fault | None:
-            seen.append(replay(tmp_path / "r").ended)
-            assert seen[-1] == type(work).__name__
-            return None
-
-    write_record(tmp_path / "r", job(1, (1, 2, 3)), device=Looking())
-    assert "Decode" in seen
-
-
-def test_what_clients_alone_are_told_is_not_recorded(tmp_path: Path) -> None:
-    recorder = Recorder(Recording(path=str(tmp_path / "r"), tokens=True, most_bytes=10**6))
-    told = Likelihood(-1.25, ((77, -1.25),))
-    activations = (Activations(1, 0, ((88, 1.5),)),)
-    outcomes: dict[Work, Done] = {
-        Decode(model=1): Decoded(((1, 5),), likelihoods={1: told}, activations=activations),
-        Read(model=1, spans=()): PromptsRead((), PromptScored(1, (told,)), (), activations),
-        EmbedSlice(model=1, texts=()): TextsRead(3, {1: np.full((2, 3), 99.0, np.float32)}),
-    }
-    recorder.note_plan(RoundPlan(tuple(outcomes)))
-    for work, done in outcomes.items():
-        recorder.note_outcome(work, Outcome(1.0, 2.0, done))
-    text = (tmp_path / "r").read_text()
-    assert not re.findall(r"1\.25|77|88|99", text.partition("\n")[2])
-    [this] = RecordReader(str(tmp_path / "r"))
-    decoded, read, embedded = (result.outcome.done for result in this.results)
-    assert decoded == Decoded(((1, 5),), activations=(Activations(1, 0, ()),))
-    assert read == PromptsRead((), PromptScored(1, ()), (), (Activations(1, 0, ()),))
-    assert isinstance(embedded, TextsRead)
-    assert embedded.vectors[1].shape == (2, 3)
-
-
-def test_a_thread_that_runs_already_is_not_recorded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    thread = DeviceThread.shared()
-    wish = Recording(path=str(tmp_path / "r"), tokens=False)
-    with caplog.at_level(logging.WARNING):
-        assert DeviceThread.shared(wish) is thread
-    assert "not recorded" in caplog.text
-    assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.parametrize("tokens", [True, False])
-def test_a_record_costs_little(tmp_path: Path, tokens: bool) -> None:
-    """The bounds are ten times what was measured; `pytest -s` prints what it is here."""
-    recorder = Recorder(Recording(path=str(tmp_path / "r"), tokens=tokens, most_bytes=10**9))
-    jobs = [job(i, tuple(range(100))) for i in range(32)]
-    recorder.note_orders([Received(1, Submit(each)) for each in jobs])
-    recorder.note_plan(RoundPlan((Admit(model=1, client=1, jobs=tuple(jobs)),)))
-    step = RoundPlan((Decode(model=1),))
-    tokens_drawn = tuple((i, 777 * i) for i in range(32))
-    outcome = Outcome(1000.123456, 1000.234567, Decoded(tokens_drawn, waited=1000.2))
-    costs: list[float] = []
-    for _ in range(7):
-        began, size = time.process_time(), (tmp_path / "r").stat().st_size
-        for _ in range(100):
-            recorder.note_plan(step)
-            recorder.note_outcome(step.works[0], outcome)
-        costs.append((time.process_time() - began) / 100)
-        size = ((tmp_path / "r").stat().st_size - size) // 100
-    began = time.process_time()
-    recorder.note_orders([Received(1, Submit(job(99, tuple(range(32_000)))))])
-    prompt = (time.process_time() - began) / 32_000
-    print(
-        f"a step: {median(costs) * 1e6:.0f} us, {size} B; a prompt's token: {prompt * 1e6:.2f} us"
-    )
-    assert median(costs) < 300e-6
-    assert prompt < 10e-6
-
-
-def test_settings_that_are_numbers_are_recorded() -> None:
-    assert Recording.find(Settings()) is None
-    recording = Recording.find(
-        Settings(record="~/r", max_gap=0.5, metrics=True, api_key=("secret",), data_dir="/x/y")
-    )
-    assert recording is not None
-    assert recording.path == os.path.expanduser("~/r")
-    assert dict(recording.options) == {"max_gap": 0.5, "metrics": True}
-
-
-def test_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
-    recorder = Recorder(Recording(path=str(tmp_path / "r"), tokens=True, most_bytes=10**6))
-    steering = Steering(3, "clamp", ((1, 0.5),), (("v", 2.0),))
-    asked = job(
-        1,
-        (1, 2),
-        sampling=Sampling(0.7, seed=1 << 62, logit_bias=((3, -1.5),)),
-        bans=Bans(1, (3,), ((4, 5),)),
-        end_tokens=frozenset([7, 8]),
-        steering=steering,
-        logprobs=1,
-        scores=2,
-    )
-    orders: list[Order] = [
-        Open(),
-        Ask(1, Load(model="m", path="m", max_rows=1, prefill_chunk=64, max_gap=1 / 3)),
-        Ask(2, Attach("m", 1, "sae", 3, before=True)),
-        Ask(3, MakeReport()),
-        Submit(asked, constrained=True),
-        Embed(4, "m", ((1, 2),), (1,)),
-        Cancel(1),
-        Watch("m", (1, 2), 3),
-        Detach("m"),
-        Unload("m"),
-        Close(),
-    ]
-    received = [Received(client, order) for client, order in enumerate(orders)]
-    recorder.note_orders(received)
-    [this] = RecordReader(str(tmp_path / "r"))
-    assert this.orders == tuple(received)
