@@ -1,4 +1,4 @@
-"""Records: what is in the file and what is not, what a replay tells, and what a recorder may cost."""
+"""Records: what is in the file and what is not, and what a replay tells."""
 
 from __future__ import annotations
 
