@@ -358,7 +358,7 @@ class TextSchedule:
             if self._drafts is not None and lone is not None:
                 self._drafts.saw_round(lone, length, work.proposals[0], outcome)
         else:
-            self._time_step(work, outcome, lone)
+            self._time_step(outcome, lone)
         if (row := self._recovery.end_trial()) is not None:
             self._groups.add([row])
         if self._recovery.fitting < self._max_rows:
@@ -393,7 +393,7 @@ class TextSchedule:
             if row.state is RowState.FRESH:
                 row.enter(RowState.DECODING)
 
-    def _time_step(self, work: Decode, outcome: Outcome, lone: Row | None) -> None:
+    def _time_step(self, outcome: Outcome, lone: Row | None) -> None:
         seconds = None if self._stepped is None else outcome.ended - self._stepped
         self._pace.saw_step(seconds)
         self._stepped = outcome.ended

@@ -16,8 +16,8 @@ from mlxsrv.engine.events import Event, Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Bans, Constraint, Mask, Sampling
-from tests.engine.execution.test_faults import Faulty
-from tests.engine.execution.test_speculation import Always
+from tests.engine.text.test_faults import Faulty
+from tests.engine.text.test_speculation import Always
 from tests.support.effort import often
 from tests.support.text_engine import TextEngine
 

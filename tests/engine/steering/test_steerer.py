@@ -27,7 +27,7 @@ from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
 from mlxsrv.engine.steering.plan import SteeringPlan, forward
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Sampling, Steering
-from tests.engine.execution.test_speculation import Always
+from tests.engine.text.test_speculation import Always
 from tests.support.effort import often, per_cache
 from tests.support.saes import make_arrays, write_sae, write_safetensors
 from tests.support.text_engine import TextEngine

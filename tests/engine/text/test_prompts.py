@@ -42,17 +42,17 @@ def make(model: Any, rows: int = 32, cache_bytes: int = 0, **more: Any) -> TextE
     return TextEngine(model, max_rows=rows, pace=Pace(CHUNK, 10.0), cache_bytes=cache_bytes, **more)
 
 
-def slices(batch: TextEngine, most: int = 2000) -> Iterator[list[Event]]:
+def slices(engine: TextEngine, most: int = 2000) -> Iterator[list[Event]]:
     """The events of each slice, until there is nothing to do."""
     for _ in range(most):
-        if batch.idle:
+        if engine.idle:
             return
-        yield batch.decode() + batch.prefill()
+        yield engine.decode() + engine.prefill()
     raise AssertionError("it does not end")
 
 
-def finish(batch: TextEngine) -> list[Event]:
-    return [event for events in slices(batch) for event in events]
+def finish(engine: TextEngine) -> list[Event]:
+    return [event for events in slices(engine) for event in events]
 
 
 def texts(events: list[Event]) -> dict[int, list[int]]:
@@ -70,39 +70,39 @@ def order(events: list[Event]) -> list[int]:
 @pytest.mark.parametrize("ahead", often([1, 2, 4, 8, 31], [1, 31]))
 @pytest.mark.slow
 def test_a_short_prompt_waits_as_long_whatever_is_ahead(models: Any, ahead: int) -> None:
-    batch = make(models("qwen3"))
+    engine = make(models("qwen3"))
     for number in range(ahead):
-        batch.submit(job(number, prompt(number, 600)))
+        engine.submit(job(number, prompt(number, 600)))
     for _ in range(3):
-        batch.prefill()
-    batch.submit(job(99, prompt(99, 5)))
+        engine.prefill()
+    engine.submit(job(99, prompt(99, 5)))
     waited = next(
         number
-        for number, events in enumerate(slices(batch), 1)
+        for number, events in enumerate(slices(engine), 1)
         if any(isinstance(event, Token) and event.job == 99 for event in events)
     )
     assert waited <= 4
-    assert {*texts(finish(batch))} == {*range(ahead), 99}
+    assert {*texts(finish(engine))} == {*range(ahead), 99}
 
 
 @pytest.mark.slow
 def test_long_prompts_are_not_starved_by_short_ones_without_end(models: Any) -> None:
     model = models("qwen3")
-    batch = make(model)
+    engine = make(model)
     long = [job(number, prompt(number, 700)) for number in range(3)]
     for each in long:
-        batch.submit(each)
+        engine.submit(each)
     events: list[Event] = []
     number = 100
     while not {0, 1, 2} <= {*texts(events)}:
         for _ in range(2):  # two more come with every slice
             number += 1
-            batch.submit(job(number, prompt(number, CHUNK // 2), 1))
-        events += batch.decode() + batch.prefill()
+            engine.submit(job(number, prompt(number, CHUNK // 2), 1))
+        events += engine.decode() + engine.prefill()
         assert number < 100 + 2 * 200, "they are starved"
     first = [each for each in order(events) if each < 3]
     assert first == [0, 1, 2], "of equal ones the first is the first"
-    events += finish(batch)
+    events += finish(engine)
     for each in long:
         assert_greedy(model, each.prompt, texts(events)[each.id], 4)
 
@@ -110,14 +110,14 @@ def test_long_prompts_are_not_starved_by_short_ones_without_end(models: Any) -> 
 @pytest.mark.slow
 def test_of_long_prompts_the_shorter_is_ready_sooner(models: Any) -> None:
     model = models("qwen3")
-    batch = make(model)
+    engine = make(model)
     sizes = {0: 1500, 1: 700, 2: 200, 3: 20}
     events: list[Event] = []
     for number, size in sizes.items():
-        batch.submit(job(number, prompt(number, size)))
-        events += batch.prefill()
-    assert batch.statistics()["reading"] >= 2, "several are half read"
-    events += finish(batch)
+        engine.submit(job(number, prompt(number, size)))
+        events += engine.prefill()
+    assert engine.statistics()["reading"] >= 2, "several are half read"
+    events += finish(engine)
     assert order(events) == [3, 2, 1, 0]
     for number, size in sizes.items():
         assert_greedy(model, prompt(number, size), texts(events)[number], 4)
@@ -129,24 +129,24 @@ def test_prompts_that_are_read_by_turns_equal_mlx_lm(models: Any, family: str) -
     model = models(family)
     sizes = [700, 300, 150, 10, 400, 64, 65, 5]
     asked = [prompt(number, size) for number, size in enumerate(sizes)]
-    batch = make(model)
+    engine = make(model)
     events: list[Event] = []
     for number, tokens in enumerate(asked):
-        batch.submit(job(number, tokens, 12))
-        events += batch.decode() + batch.prefill()
-    events += finish(batch)
+        engine.submit(job(number, tokens, 12))
+        events += engine.decode() + engine.prefill()
+    events += finish(engine)
     for number, tokens in enumerate(asked):
         assert_greedy(model, tokens, texts(events)[number], 12)
 
 
 def test_rows_are_for_who_came_first(models: Any) -> None:
-    batch = make(models("qwen3"), rows=2)
+    engine = make(models("qwen3"), rows=2)
     for number, size in enumerate((300, 200, 5)):
-        batch.submit(job(number, prompt(number, size), 30))
+        engine.submit(job(number, prompt(number, size), 30))
     came: list[int] = []
-    for events in slices(batch):
+    for events in slices(engine):
         came += order(events)
-        numbers = batch.statistics()
+        numbers = engine.statistics()
         assert numbers["rows"] + numbers["reading"] <= 2
     assert came == [1, 0, 2]
 
@@ -154,26 +154,26 @@ def test_rows_are_for_who_came_first(models: Any) -> None:
 def test_little_memory_has_prompts_read_one_at_a_time(models: Any) -> None:
     """As where each long one that is half read takes memory, and there is some for one only."""
     model = models("qwen3")
-    batch: TextEngine | None = None
+    engine: TextEngine | None = None
 
     class Short:
         def __getattr__(self, name: str) -> Any:
             return getattr(model, name)
 
         def __call__(self, tokens: Any, cache: Any) -> Any:
-            begun = [] if batch is None else batch.schedule._queue.begun
+            begun = [] if engine is None else engine.schedule._queue.begun
             begun = [each for each in begun if each.done > 0]
             if tokens.shape[1] > 1 and len(begun) > 1:
                 raise MemoryError("no room")
             return model(tokens, cache=cache)
 
-    batch = make(Short(), cache_bytes=ENOUGH)
+    engine = make(Short(), cache_bytes=ENOUGH)
     sizes = [900, 600, 300, 400]
     events: list[Event] = []
     for number, size in enumerate(sizes):
-        batch.submit(job(number, prompt(number, size)))
-        events += batch.decode() + batch.prefill()
-    events += finish(batch)
+        engine.submit(job(number, prompt(number, size)))
+        events += engine.decode() + engine.prefill()
+    events += finish(engine)
     assert not [event for event in events if isinstance(event, Failed)]
     for number, size in enumerate(sizes):
         assert_greedy(model, prompt(number, size), texts(events)[number], 4)
@@ -182,11 +182,11 @@ def test_little_memory_has_prompts_read_one_at_a_time(models: Any) -> None:
 # Prompts that are half read when their clients leave.
 
 
-def read_some(batch: TextEngine, asked: Job, count: int) -> None:
-    batch.submit(asked)
+def read_some(engine: TextEngine, asked: Job, count: int) -> None:
+    engine.submit(asked)
     for _ in range(count):
-        batch.prefill()
-    batch.cancel([asked.id])
+        engine.prefill()
+    engine.cancel([asked.id])
 
 
 def found(events: list[Event], number: int) -> int:
@@ -198,12 +198,12 @@ def found(events: list[Event], number: int) -> int:
 def test_who_asks_again_goes_on_from_there(models: Any, family: str) -> None:
     model = models(family)
     tokens = prompt(1, 500)
-    batch = make(model, cache_bytes=ENOUGH)
+    engine = make(model, cache_bytes=ENOUGH)
     for attempt in range(3):
-        read_some(batch, job(attempt, tokens), 2)
-        assert batch.idle
-    batch.submit(job(9, tokens, 12))
-    events = finish(batch)
+        read_some(engine, job(attempt, tokens), 2)
+        assert engine.idle
+    engine.submit(job(9, tokens, 12))
+    events = finish(engine)
     assert found(events, 9) == 3 * 2 * CHUNK
     assert_greedy(model, tokens, texts(events)[9], 12)
 
@@ -211,52 +211,52 @@ def test_who_asks_again_goes_on_from_there(models: Any, family: str) -> None:
 def test_a_prompt_that_takes_longer_than_its_client_waits_is_read_in_the_end(models: Any) -> None:
     model = models("mamba2")  # whose caches cannot be cut back
     tokens = prompt(2, 1000)
-    batch = make(model, cache_bytes=ENOUGH)
+    engine = make(model, cache_bytes=ENOUGH)
     for attempt in range(30):
-        batch.submit(job(attempt, tokens))
-        events = [event for _ in range(4) for event in batch.decode() + batch.prefill()]
+        engine.submit(job(attempt, tokens))
+        events = [event for _ in range(4) for event in engine.decode() + engine.prefill()]
         if texts(events):
             break
-        batch.cancel([attempt])
+        engine.cancel([attempt])
     assert 3 <= attempt <= 5
-    assert_greedy(model, tokens, texts(events + finish(batch))[attempt], 4)
+    assert_greedy(model, tokens, texts(events + finish(engine))[attempt], 4)
 
 
 def test_a_prompt_is_kept_whole_if_its_client_leaves_before_the_first_token(models: Any) -> None:
     for family in ("qwen3", "mamba2"):
-        batch = make(models(family), cache_bytes=ENOUGH)
+        engine = make(models(family), cache_bytes=ENOUGH)
         tokens = prompt(3, 150)
-        batch.submit(job(0, tokens))
-        while not batch.statistics()["rows"]:
-            batch.prefill()
-        batch.cancel([0])
+        engine.submit(job(0, tokens))
+        while not engine.statistics()["rows"]:
+            engine.prefill()
+        engine.cancel([0])
         if family == "qwen3":  # whose caches tell their length
-            kept = batch.schedule._index._entries
-            offsets = [batch.runner._kept[each.number].cache[0].offset for each in kept]
+            kept = engine.schedule._index._entries
+            offsets = [engine.runner._kept[each.number].cache[0].offset for each in kept]
             assert offsets == [each.tokens.size for each in kept]
-        batch.submit(job(1, tokens))
-        events = finish(batch)
+        engine.submit(job(1, tokens))
+        events = finish(engine)
         assert found(events, 1) == 149
         assert_greedy(models(family), tokens, texts(events)[1], 4)
 
 
 def test_what_is_kept_stays_within_the_prompt_caches_bytes(models: Any) -> None:
-    batch = make(models("qwen3"), cache_bytes=60_000)
+    engine = make(models("qwen3"), cache_bytes=60_000)
     for number in range(12):
-        read_some(batch, job(number, prompt(number, 300)), 1 + number % 4)
-        index = batch.schedule._index
+        read_some(engine, job(number, prompt(number, 300)), 1 + number % 4)
+        index = engine.schedule._index
         assert index.bytes == sum(entry.bytes for entry in index._entries) <= 60_000
 
 
 def test_a_prompt_that_others_want_still_is_read_on(models: Any) -> None:
     model = models("qwen3")
     tokens = prompt(4, 300)
-    batch = make(model, cache_bytes=ENOUGH)
+    engine = make(model, cache_bytes=ENOUGH)
     for number in range(3):
-        batch.submit(job(number, tokens))
-    batch.prefill()
-    batch.cancel([0])
-    events = finish(batch)
+        engine.submit(job(number, tokens))
+    engine.prefill()
+    engine.cancel([0])
+    events = finish(engine)
     assert {*texts(events)} == {1, 2}
     assert_greedy(model, tokens, texts(events)[2], 4)
 
@@ -265,16 +265,16 @@ def test_what_is_kept_is_for_prompts_that_are_steered_alike(models: Any) -> None
     model = models("qwen3")
     mx.random.seed(1)
     steerer = Steerer(model, {"v": {1: mx.random.normal((64,))}})
-    batch = make(model, cache_bytes=ENOUGH, steerer=steerer)
+    engine = make(model, cache_bytes=ENOUGH, steerer=steerer)
     tokens = prompt(5, 400)
     steering = Steering(vectors=(("v", 3.0),))
-    read_some(batch, job(0, tokens, steering=steering), 2)
-    batch.submit(job(1, tokens))
-    plain = finish(batch)
+    read_some(engine, job(0, tokens, steering=steering), 2)
+    engine.submit(job(1, tokens))
+    plain = finish(engine)
     assert found(plain, 1) == 0
     assert_greedy(model, tokens, texts(plain)[1], 4)
-    batch.submit(job(2, tokens, steering=steering))
-    assert found(finish(batch), 2) == 2 * CHUNK
+    engine.submit(job(2, tokens, steering=steering))
+    assert found(finish(engine), 2) == 2 * CHUNK
 
 
 def test_a_slice_that_failed_is_not_kept(models: Any) -> None:
@@ -291,14 +291,14 @@ def test_a_slice_that_failed_is_not_kept(models: Any) -> None:
                 raise RuntimeError("refused")
             return logits
 
-    batch = make(Faulty(), cache_bytes=ENOUGH)
+    engine = make(Faulty(), cache_bytes=ENOUGH)
     tokens = prompt(6, 400)
-    batch.submit(job(0, tokens))
-    assert [type(event) for event in finish(batch)] == [Failed]
-    batch.cancel([0])
+    engine.submit(job(0, tokens))
+    assert [type(event) for event in finish(engine)] == [Failed]
+    engine.cancel([0])
     failing = False
-    batch.submit(job(1, tokens))
-    events = finish(batch)
+    engine.submit(job(1, tokens))
+    events = finish(engine)
     assert found(events, 1) == 0
     assert_greedy(model, tokens, texts(events)[1], 4)
 
@@ -306,17 +306,17 @@ def test_a_slice_that_failed_is_not_kept(models: Any) -> None:
 def test_a_prompt_that_is_scored_leaves_what_it_read_and_is_scored_whole(models: Any) -> None:
     model = models("qwen3")
     tokens = prompt(7, 400)
-    batch = make(model, cache_bytes=ENOUGH)
-    batch.submit(job(0, tokens, 0, scores=1))
-    whole = [event.scores for event in finish(batch) if isinstance(event, PromptScored)]
-    batch = make(model, cache_bytes=ENOUGH)
-    read_some(batch, job(1, tokens, 0, scores=1), 4)
-    batch.submit(job(2, tokens))
-    events = finish(batch)
+    engine = make(model, cache_bytes=ENOUGH)
+    engine.submit(job(0, tokens, 0, scores=1))
+    whole = [event.scores for event in finish(engine) if isinstance(event, PromptScored)]
+    engine = make(model, cache_bytes=ENOUGH)
+    read_some(engine, job(1, tokens, 0, scores=1), 4)
+    engine.submit(job(2, tokens))
+    events = finish(engine)
     assert found(events, 2) > CHUNK
     assert_greedy(model, tokens, texts(events)[2], 4)
-    batch.submit(job(3, tokens, 0, scores=1))
-    again = [event.scores for event in finish(batch) if isinstance(event, PromptScored)]
+    engine.submit(job(3, tokens, 0, scores=1))
+    again = [event.scores for event in finish(engine) if isinstance(event, PromptScored)]
     assert [len(each) for each in again] == [400]
     for one, other in zip(whole[0][1:], again[0][1:], strict=True):
         assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
@@ -328,14 +328,14 @@ def test_nothing_is_kept_of_numbers_that_are_none(tmp_path: Path) -> None:
     weight[300] = float("nan")
     model.model.embed_tokens.weight = weight
     tokens = (*prompt(8, 100), 300, *prompt(9, 300))
-    batch = make(model, cache_bytes=ENOUGH)
-    read_some(batch, job(0, tokens, 0, scores=1), 20)
-    assert all(300 not in entry.tokens for entry in batch.schedule._index._entries)
+    engine = make(model, cache_bytes=ENOUGH)
+    read_some(engine, job(0, tokens, 0, scores=1), 20)
+    assert all(300 not in entry.tokens for entry in engine.schedule._index._entries)
     # Of one that is not scored it shows only when a token is drawn: nothing stays then.
-    read_some(batch, job(1, tokens), 3)
-    batch.submit(job(2, tokens))
-    assert {event.job for event in finish(batch) if isinstance(event, Failed)} == {2}
-    assert all(300 not in entry.tokens for entry in batch.schedule._index._entries)
+    read_some(engine, job(1, tokens), 3)
+    engine.submit(job(2, tokens))
+    assert {event.job for event in finish(engine) if isinstance(event, Failed)} == {2}
+    assert all(300 not in entry.tokens for entry in engine.schedule._index._entries)
 
 
 # Watched activations.
@@ -358,37 +358,37 @@ def watched(models: Any, tmp_path: Path) -> Callable[[], tuple[TextEngine, Steer
 def test_what_is_watched_is_told_of_every_token_of_a_prompt_that_is_cached(
     watched: Callable[[], tuple[TextEngine, Steerer]],
 ) -> None:
-    batch, steerer = watched()
+    engine, steerer = watched()
     tokens = prompt(10, 200)
-    batch.submit(job(0, tokens))
-    finish(batch)
+    engine.submit(job(0, tokens))
+    finish(engine)
     steerer.watch(Watch("m", (5,), 2))
-    batch.replan()
+    engine.replan()
     told = []
     for number in (1, 2):
-        batch.submit(job(number, tokens))
-        events = finish(batch)
+        engine.submit(job(number, tokens))
+        events = finish(engine)
         assert found(events, number) == 0
         told.append([e for e in events if isinstance(e, Activations) and e.position < 200])
         assert [event.position for event in told[-1]] == [*range(200)]
     values = [[dict(event.values)[5] for event in each] for each in told]
     assert values[0] == pytest.approx(values[1], abs=1e-4)
     steerer.watch(Watch("m"))
-    batch.replan()
-    batch.submit(job(3, tokens))
-    assert found(finish(batch), 3) == 199, "what was read meanwhile is there for others"
+    engine.replan()
+    engine.submit(job(3, tokens))
+    assert found(finish(engine), 3) == 199, "what was read meanwhile is there for others"
 
 
 def test_a_half_read_prompt_of_one_that_left_is_told_anew(
     watched: Callable[[], tuple[TextEngine, Steerer]],
 ) -> None:
-    batch, steerer = watched()
+    engine, steerer = watched()
     steerer.watch(Watch("m", (5,)))
-    batch.replan()
+    engine.replan()
     tokens = prompt(11, 200)
-    read_some(batch, job(0, tokens), 2)
-    batch.submit(job(1, tokens))
-    events = finish(batch)
+    read_some(engine, job(0, tokens), 2)
+    engine.submit(job(1, tokens))
+    events = finish(engine)
     positions = [e.position for e in events if isinstance(e, Activations) and e.job == 1]
     assert positions[:200] == [*range(200)]
 
@@ -403,18 +403,18 @@ def test_a_prompt_is_read_whole_where_what_is_kept_of_it_cannot_be_copied(
 ) -> None:
     """It was to fit a slice, alone or beside a short one, and takes several."""
     model, first = models("qwen3"), prompt(1, 5 * CHUNK)
-    batch = make(model, rows=4, cache_bytes=ENOUGH)
+    engine = make(model, rows=4, cache_bytes=ENOUGH)
 
     def copy(span: Any) -> Any:
         raise error("no room")
 
-    monkeypatch.setattr(batch.runner, "_copy_kept", copy)
-    batch.submit(job(0, first))
-    finish(batch)
+    monkeypatch.setattr(engine.runner, "_copy_kept", copy)
+    engine.submit(job(0, first))
+    finish(engine)
     asked = [prompt(number, 5) for number in range(beside)] + [first + prompt(2, 9)]
     for number, tokens in enumerate(asked):
-        batch.submit(job(number, tokens))
-    found = texts(finish(batch))
+        engine.submit(job(number, tokens))
+    found = texts(finish(engine))
     assert {*found} == {*range(len(asked))}
     for i, tokens in enumerate(asked):
         assert_greedy(model, tokens, found[i], 4)

@@ -1,4 +1,4 @@
-"""The batch against mlx-lm's own generator: greedy text is the same token for token."""
+"""Greedy text is that of mlx-lm's own generator, token for token, however rows share passes."""
 
 from __future__ import annotations
 
@@ -49,17 +49,17 @@ def make(
     )
 
 
-def run(batch: TextEngine, later: Iterable[Job] = ()) -> dict[int, list[int]]:
+def run(engine: TextEngine, later: Iterable[Job] = ()) -> dict[int, list[int]]:
     """Every job's tokens; one more of `later` is submitted at each step."""
     late = iter(later)
     drawn: dict[int, list[int]] = {}
     while True:
         joining = next(late, None)
         if joining is not None:
-            batch.submit(joining)
-        if batch.idle and joining is None:
+            engine.submit(joining)
+        if engine.idle and joining is None:
             return drawn
-        for event in batch.decode() + batch.prefill():
+        for event in engine.decode() + engine.prefill():
             if isinstance(event, PromptRead):
                 continue
             assert isinstance(event, Token), event
@@ -77,9 +77,9 @@ def solo(model: Any, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
 def test_a_row_alone_equals_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     for number, prompt in enumerate(prompts(3, seed=1)):
-        batch = make(model, 8, 512)
-        batch.submit(job(number, prompt, 20))
-        assert run(batch)[number] == solo(model, prompt, 20)
+        engine = make(model, 8, 512)
+        engine.submit(job(number, prompt, 20))
+        assert run(engine)[number] == solo(model, prompt, 20)
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -88,14 +88,14 @@ def test_rows_that_join_and_leave_equal_mlx_lm(models: Any, family: str) -> None
     model = models(family)
     asked = prompts(10, seed=2)
     lengths = [random.Random(3).randint(4, 24) for _ in asked]
-    batch = make(model, 6, 64)
+    engine = make(model, 6, 64)
     jobs = [job(i, p, n) for i, (p, n) in enumerate(zip(asked, lengths, strict=True))]
     for early in jobs[:4]:
-        batch.submit(early)
-    drawn = run(batch, jobs[4:])
+        engine.submit(early)
+    drawn = run(engine, jobs[4:])
     for i, prompt in enumerate(asked):
         assert_greedy(model, prompt, drawn[i], lengths[i])
-    assert batch.idle
+    assert engine.idle
 
 
 @pytest.mark.parametrize("family", often(SMALL, ["qwen3", "gpt_oss", "qwen3_next"]))
@@ -104,9 +104,9 @@ def test_rows_in_sub_batches_of_their_own_equal_mlx_lm(models: Any, family: str)
     model = models(family)
     asked = prompts(10, seed=12)
     lengths = [random.Random(13).randint(4, 24) for _ in asked]
-    batch = make(model, 6, 64, padding=0)
+    engine = make(model, 6, 64, padding=0)
     jobs = [job(i, p, n) for i, (p, n) in enumerate(zip(asked, lengths, strict=True))]
-    drawn = run(batch, jobs)
+    drawn = run(engine, jobs)
     for i, prompt in enumerate(asked):
         assert_greedy(model, prompt, drawn[i], lengths[i])
 
@@ -116,24 +116,24 @@ def test_a_row_much_longer_than_the_others_has_a_sub_batch_while_that_pays(model
     model = models("qwen3")
     short = prompts(4, seed=14, low=8, high=8)
     [long] = prompts(1, seed=15, low=3000, high=3000)
-    batch = make(model, 8, 512)
+    engine = make(model, 8, 512)
     drawn: dict[int, list[int]] = {}
 
     def step() -> None:
-        for event in batch.decode() + batch.prefill():
+        for event in engine.decode() + engine.prefill():
             if isinstance(event, Token):
                 drawn.setdefault(event.job, []).append(event.id)
 
     for i, prompt in enumerate([*short, long]):
-        batch.submit(job(i, prompt, 100))
+        engine.submit(job(i, prompt, 100))
     while 4 not in drawn:
         step()
-    assert batch.statistics()["lanes"] == 2
+    assert engine.statistics()["lanes"] == 2
     for _ in range(5):
         step()
-    batch.cancel([1, 2, 3])  # what is left of the padding costs less than a pass
-    assert batch.statistics()["lanes"] == 1
-    while not batch.idle:
+    engine.cancel([1, 2, 3])  # what is left of the padding costs less than a pass
+    assert engine.statistics()["lanes"] == 1
+    while not engine.idle:
         step()
     assert_greedy(model, short[0], drawn[0], 100)
     assert_greedy(model, long, drawn[4], 100)
@@ -143,30 +143,30 @@ def test_a_row_much_longer_than_the_others_has_a_sub_batch_while_that_pays(model
 def test_a_prompt_in_chunks_equals_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
     [long] = prompts(1, seed=4, low=200, high=200)
-    batch = make(model, 4, 32)
-    batch.submit(job(0, prompts(1, seed=5)[0], 30))
-    batch.submit(job(1, long, 12))
-    assert_greedy(model, long, run(batch)[1], 12)
+    engine = make(model, 4, 32)
+    engine.submit(job(0, prompts(1, seed=5)[0], 30))
+    engine.submit(job(1, long, 12))
+    assert_greedy(model, long, run(engine)[1], 12)
 
 
 @pytest.mark.slow
 def test_a_full_batch_of_32_equals_mlx_lm(models: Any) -> None:
     model = models("qwen3")
     asked = prompts(32, seed=6)
-    batch = make(model, 32, 512)
+    engine = make(model, 32, 512)
     for i, prompt in enumerate(asked):
-        batch.submit(job(i, prompt, 40))
-    drawn = run(batch)
+        engine.submit(job(i, prompt, 40))
+    drawn = run(engine)
     for i, prompt in enumerate(asked):
         assert_greedy(model, prompt, drawn[i], 40)
 
 
 def test_a_prompt_of_one_token(models: Any) -> None:
     model = models("qwen3")
-    batch = make(model, 4, 512)
+    engine = make(model, 4, 512)
     for i, prompt in enumerate([(7,), (8, 9, 10), (11,)]):
-        batch.submit(job(i, prompt))
-    drawn = run(batch)
+        engine.submit(job(i, prompt))
+    drawn = run(engine)
     assert_greedy(model, (7,), drawn[0], 12)
     assert_greedy(model, (11,), drawn[2], 12)
 
@@ -176,13 +176,13 @@ def test_a_model_whose_caches_cannot_be_merged_runs_one_row_at_a_time(models: An
     assert unmerged
     for family in unmerged:
         model = models(family)
-        batch = make(model, 8, 512)
-        assert not batch.runner.facts.batched
+        engine = make(model, 8, 512)
+        assert not engine.runner.facts.batched
         for i, prompt in enumerate(prompts(3, seed=7)):
-            batch.submit(job(i, prompt))
-        batch.prefill()
-        assert batch.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 2}
-        assert len(run(batch)) == 3
+            engine.submit(job(i, prompt))
+        engine.prefill()
+        assert engine.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 2}
+        assert len(run(engine)) == 3
 
 
 def test_an_end_token_ends_its_row_and_no_other(models: Any) -> None:
@@ -191,10 +191,10 @@ def test_an_end_token_ends_its_row_and_no_other(models: Any) -> None:
     expected = solo(model, first, 20)
     end = expected[6]
     cut = expected.index(end) + 1
-    batch = make(model, 4, 512)
-    batch.submit(job(0, first, 20, end_tokens=frozenset({end})))
-    batch.submit(job(1, second, 20))
-    drawn = run(batch)
+    engine = make(model, 4, 512)
+    engine.submit(job(0, first, 20, end_tokens=frozenset({end})))
+    engine.submit(job(1, second, 20))
+    drawn = run(engine)
     assert drawn[0] == expected[:cut]
     assert_greedy(model, second, drawn[1], 20)
 
@@ -203,19 +203,19 @@ def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
     model = models("qwen3")
     kept, *others = prompts(4, seed=9)
     [long] = prompts(1, seed=10, low=200, high=200)
-    batch = make(model, 3, 64)
-    batch.submit(job(0, kept, 30))
-    batch.submit(job(1, others[0], 30))
-    batch.submit(job(2, long, 30))
-    batch.submit(job(3, others[1], 30))
+    engine = make(model, 3, 64)
+    engine.submit(job(0, kept, 30))
+    engine.submit(job(1, others[0], 30))
+    engine.submit(job(2, long, 30))
+    engine.submit(job(3, others[1], 30))
     drawn: list[int] = []
     for _ in range(4):
-        drawn += [e.id for e in batch.decode() if isinstance(e, Token) and e.job == 0]
-        batch.prefill()
-    assert batch.statistics() == {"rows": 2, "lanes": 1, "reading": 1, "waiting": 1}
-    batch.cancel([1, 2, 3])
-    assert batch.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 0}
-    assert_greedy(model, kept, drawn + run(batch)[0], 30)
+        drawn += [e.id for e in engine.decode() if isinstance(e, Token) and e.job == 0]
+        engine.prefill()
+    assert engine.statistics() == {"rows": 2, "lanes": 1, "reading": 1, "waiting": 1}
+    engine.cancel([1, 2, 3])
+    assert engine.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 0}
+    assert_greedy(model, kept, drawn + run(engine)[0], 30)
 
 
 def test_an_error_while_reading_fails_only_what_is_read(models: Any) -> None:
@@ -232,15 +232,15 @@ def test_an_error_while_reading_fails_only_what_is_read(models: Any) -> None:
             return model(tokens, cache=cache)
 
     [kept] = prompts(1, seed=12)
-    batch = make(Fragile(), 4, 64, padding=0)
-    batch.submit(job(0, kept))
-    batch.prefill()
-    batch.submit(job(1, (400, 401, 402)))
-    [failed] = batch.prefill()
+    engine = make(Fragile(), 4, 64, padding=0)
+    engine.submit(job(0, kept))
+    engine.prefill()
+    engine.submit(job(1, (400, 401, 402)))
+    [failed] = engine.prefill()
     assert isinstance(failed, Failed)
     assert failed.job == 1
     assert "refused" in failed.reason
-    drawn = run(batch)
+    drawn = run(engine)
     assert {*drawn} == {0}
     assert_greedy(model, kept, drawn[0], 12)
 
@@ -258,12 +258,12 @@ CACHE_BYTES = 1 << 28
 def test_a_follow_up_prompt_is_read_from_where_the_answer_ended(models: Any, family: str) -> None:
     model = models(family)
     [first, more, other] = prompts(3, seed=20, low=70, high=70)
-    batch = make(model, 8, 512, CACHE_BYTES)
-    batch.submit(job(0, first, 10))
-    batch.submit(job(1, other, 10))
-    answers = run(batch)
+    engine = make(model, 8, 512, CACHE_BYTES)
+    engine.submit(job(0, first, 10))
+    engine.submit(job(1, other, 10))
+    answers = run(engine)
     follow_up = (*first, *answers[0], *more)
-    cached, drawn = run_counting(batch, job(2, follow_up, 15))
+    cached, drawn = run_counting(engine, job(2, follow_up, 15))
     if FAMILIES[family].batchable:
         assert cached == len(first) + 10
     assert_greedy(model, follow_up, drawn, 15)
@@ -274,15 +274,15 @@ def test_a_follow_up_prompt_is_read_from_where_the_answer_ended(models: Any, fam
 def test_a_prompt_that_shares_a_beginning_answers_as_if_alone(models: Any, family: str) -> None:
     model = models(family)
     [head, *tails] = prompts(7, seed=21, low=80, high=80)
-    batch = make(model, 3, 64, CACHE_BYTES)
+    engine = make(model, 3, 64, CACHE_BYTES)
     asked = [(*head, *tail) for tail in tails]
     for i, prompt in enumerate(asked):
-        batch.submit(job(i, prompt, 8))
-    drawn = run(batch)
+        engine.submit(job(i, prompt, 8))
+    drawn = run(engine)
     again = [prompt[:100] for prompt in asked] + asked
     for i, prompt in enumerate(again):
-        batch.submit(job(100 + i, prompt, 8))
-    drawn |= run(batch)
+        engine.submit(job(100 + i, prompt, 8))
+    drawn |= run(engine)
     for i, prompt in enumerate(asked):
         assert_greedy(model, prompt, drawn[i], 8)
     for i, prompt in enumerate(again):
@@ -292,19 +292,19 @@ def test_a_prompt_that_shares_a_beginning_answers_as_if_alone(models: Any, famil
 def test_a_checkpoint_serves_models_whose_caches_cannot_be_cut(models: Any) -> None:
     model = models("mamba2")
     [head, *tails] = prompts(3, seed=22, low=100, high=100)
-    batch = make(model, 4, 64, CACHE_BYTES)
+    engine = make(model, 4, 64, CACHE_BYTES)
     for i, tail in enumerate(tails):
-        cached, drawn = run_counting(batch, job(i, (*head, *tail), 8, checkpoint=100))
+        cached, drawn = run_counting(engine, job(i, (*head, *tail), 8, checkpoint=100))
         assert cached == (100 if i else 0)
         assert_greedy(model, (*head, *tail), drawn, 8)
 
 
-def run_counting(batch: TextEngine, asked: Job) -> tuple[int, list[int]]:
+def run_counting(engine: TextEngine, asked: Job) -> tuple[int, list[int]]:
     """One job alone: how many prompt tokens were found, and what it drew."""
-    batch.submit(asked)
+    engine.submit(asked)
     cached, drawn = -1, []
-    while not batch.idle:
-        for event in batch.decode() + batch.prefill():
+    while not engine.idle:
+        for event in engine.decode() + engine.prefill():
             if isinstance(event, PromptRead):
                 cached = event.cached
             elif isinstance(event, Token):
@@ -314,27 +314,27 @@ def run_counting(batch: TextEngine, asked: Job) -> tuple[int, list[int]]:
 
 def test_the_prompt_cache_stays_within_its_bytes(models: Any) -> None:
     model = models("qwen3")
-    batch = make(model, 4, 512, 100_000)
+    engine = make(model, 4, 512, 100_000)
     for i, prompt in enumerate(prompts(20, seed=23)):
-        batch.submit(job(i, prompt))
-    run(batch)
-    assert 0 < batch.schedule._index.bytes <= 100_000
-    assert batch.schedule._index.bytes == sum(
-        entry.bytes for entry in batch.schedule._index._entries
+        engine.submit(job(i, prompt))
+    run(engine)
+    assert 0 < engine.schedule._index.bytes <= 100_000
+    assert engine.schedule._index.bytes == sum(
+        entry.bytes for entry in engine.schedule._index._entries
     )
-    assert len(batch.schedule._index) > 1
+    assert len(engine.schedule._index) > 1
 
 
 def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
     models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To join costs the next step as much as to read: a stream is not to wait for both at once."""
-    batch = make(models("qwen3"), max_rows=2, chunk=32)
+    engine = make(models("qwen3"), max_rows=2, chunk=32)
     [short] = prompts(1, seed=24, low=8, high=8)
     [long] = prompts(1, seed=25, low=100, high=100)
-    batch.submit(job(0, short, 100))
-    batch.prefill()
-    batch.decode()
+    engine.submit(job(0, short, 100))
+    engine.prefill()
+    engine.decode()
     fed: list[int] = []
 
     def feed(model: Any, plan: Any, tokens: mx.array, cache: Any) -> Any:
@@ -342,27 +342,27 @@ def test_a_long_prompt_joins_in_a_slice_that_reads_nothing(
         return forward(model, plan, tokens, cache)
 
     monkeypatch.setattr(read, "forward", feed)
-    batch.submit(job(1, long, 4))
+    engine.submit(job(1, long, 4))
     slices: list[int] = []
-    while not any(isinstance(event, PromptRead) for event in batch.prefill()):
+    while not any(isinstance(event, PromptRead) for event in engine.prefill()):
         slices.append(sum(fed))
         fed.clear()
-        batch.decode()
+        engine.decode()
     assert sum(slices) == 99
     assert not fed
-    assert_greedy(models("qwen3"), long, run(batch)[1], 4)
+    assert_greedy(models("qwen3"), long, run(engine)[1], 4)
 
 
 def test_short_prompts_do_not_wait_for_a_long_one(models: Any) -> None:
     model = models("qwen3")
     [long] = prompts(1, seed=24, low=1000, high=1000)
-    batch = make(model, 8, 32)
-    batch.submit(job(0, long, 4))
-    batch.prefill()
-    batch.submit(job(1, prompts(1, seed=25, low=8, high=8)[0], 4))
+    engine = make(model, 8, 32)
+    engine.submit(job(0, long, 4))
+    engine.prefill()
+    engine.submit(job(1, prompts(1, seed=25, low=8, high=8)[0], 4))
     order = []
-    while not batch.idle:
-        order += [e.job for e in batch.decode() + batch.prefill() if isinstance(e, PromptRead)]
+    while not engine.idle:
+        order += [e.job for e in engine.decode() + engine.prefill() if isinstance(e, PromptRead)]
     assert order == [1, 0]
 
 
@@ -371,12 +371,12 @@ def test_prompts_are_read_in_shorter_slices_beside_other_models_streams(models: 
     slices: list[int] = []
     texts: list[list[int]] = []
     for beside in (True, False):
-        batch = make(models("qwen3"), 4, 512)
-        batch.submit(job(0, prompt, 5))
+        engine = make(models("qwen3"), 4, 512)
+        engine.submit(job(0, prompt, 5))
         slices.append(0)
-        while not batch.streaming:
-            batch.prefill(beside=beside)
+        while not engine.streaming:
+            engine.prefill(beside=beside)
             slices[-1] += 1
-        texts.append(run(batch)[0])
+        texts.append(run(engine)[0])
     assert slices[0] > slices[1] == 1
     assert texts[0] == texts[1]

@@ -97,57 +97,57 @@ def make(
     cache_bytes: int = 0,
     controller: SpeculationController | None = None,
 ) -> TextEngine:
-    batch = TextEngine(
+    engine = TextEngine(
         model,
         max_rows=max_rows,
         pace=Pace(chunk, 10.0),
         cache_bytes=cache_bytes,
         draft=draft,
     )
-    if batch.schedule._drafts is not None:
-        batch.schedule._drafts.controller = controller or Always()
-    return batch
+    if engine.schedule._drafts is not None:
+        engine.schedule._drafts.controller = controller or Always()
+    return engine
 
 
-def step(batch: TextEngine) -> list[Event]:
-    """One slice; afterwards the batch is as plain steps would have left it."""
-    events = batch.decode()
-    assert_in_order(batch)
-    events += batch.prefill()
-    assert_in_order(batch)
+def step(engine: TextEngine) -> list[Event]:
+    """One slice; afterwards the engine is as plain steps would have left it."""
+    events = engine.decode()
+    assert_in_order(engine)
+    events += engine.prefill()
+    assert_in_order(engine)
     return events
 
 
-def assert_in_order(batch: TextEngine) -> None:
-    draft = batch.runner._draft
+def assert_in_order(engine: TextEngine) -> None:
+    draft = engine.runner._draft
     if draft is None:
         return
-    for sub_batch in batch.runner._main.sub_batches:
+    for sub_batch in engine.runner._main.sub_batches:
         for i, row in enumerate(sub_batch.rows):
             assert sub_batch.cache[0].extract(i).size() == len(row.seen) - row.fresh
     assert draft._cache[0].size() == draft._read
     assert draft._row is None or draft._read <= len(draft._row.seen)
 
 
-def run(batch: TextEngine, later: Iterable[Job] = ()) -> dict[int, list[int]]:
+def run(engine: TextEngine, later: Iterable[Job] = ()) -> dict[int, list[int]]:
     """Every job's tokens; one more of `later` is submitted every few slices."""
     late = list(later)
     drawn: dict[int, list[int]] = {}
     slices = 0
-    while late or not batch.idle:
-        if late and (slices % 3 == 2 or batch.idle):
-            batch.submit(late.pop(0))
-        for event in tokens_of(step(batch)):
+    while late or not engine.idle:
+        if late and (slices % 3 == 2 or engine.idle):
+            engine.submit(late.pop(0))
+        for event in tokens_of(step(engine)):
             drawn.setdefault(event.job, []).append(event.id)
         slices += 1
     return drawn
 
 
-def run_alone(batch: TextEngine, asked: Job) -> list[Event]:
+def run_alone(engine: TextEngine, asked: Job) -> list[Event]:
     """All events of one job."""
-    events = batch.submit(asked)
-    while not batch.idle:
-        events += step(batch)
+    events = engine.submit(asked)
+    while not engine.idle:
+        events += step(engine)
     return events
 
 
@@ -167,10 +167,10 @@ def solo(model: Any, prompt: tuple[int, ...], max_tokens: int = 30) -> list[int]
 
 
 def plainly(model: Any, asked: Job) -> list[int]:
-    """What the batch draws without a draft."""
-    batch = make(model, None)
-    batch.submit(asked)
-    return run(batch)[asked.id]
+    """What the engine draws without a draft."""
+    engine = make(model, None)
+    engine.submit(asked)
+    return run(engine)[asked.id]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -181,16 +181,16 @@ def test_the_text_is_that_of_plain_steps(
     models: Any, family: str, kind: str, sampling: Sampling
 ) -> None:
     model = models(family)
-    batch = make(model, models(family, kind))
+    engine = make(model, models(family, kind))
     for number, prompt in enumerate(prompts(2, seed=1)):
         asked = job(number, prompt, sampling=sampling)
-        batch.submit(asked)
-        drawn = run(batch)[number]
+        engine.submit(asked)
+        drawn = run(engine)[number]
         if sampling is GREEDY:
             assert_greedy(model, prompt, drawn, 30)
         else:
             assert drawn == plainly(model, asked)
-    seen = batch.statistics()
+    seen = engine.statistics()
     share = seen["accepted"] / seen["drafted"]
     low, high = {"itself": (1.0, 1.0), "perturbed": (0.05, 0.95), "another": (0.0, 0.1)}[kind]
     assert low <= share <= high
@@ -205,9 +205,9 @@ def test_rows_join_and_leave_between_rounds(models: Any, max_rows: int, sampling
     jobs = [  # the last one is alone for a while, in which it is speculated for
         job(i, prompt, lengths[i], sampling=sampling) for i, prompt in enumerate(prompts(8, seed=2))
     ]
-    batch = make(model, models("qwen3", "perturbed"), max_rows=max_rows, cache_bytes=CACHE_BYTES)
-    drawn = run(batch, jobs)
-    assert batch.statistics()["accepted"] > 0
+    engine = make(model, models("qwen3", "perturbed"), max_rows=max_rows, cache_bytes=CACHE_BYTES)
+    drawn = run(engine, jobs)
+    assert engine.statistics()["accepted"] > 0
     for asked in jobs:
         assert drawn[asked.id] == plainly(model, asked)
 
@@ -215,17 +215,17 @@ def test_rows_join_and_leave_between_rounds(models: Any, max_rows: int, sampling
 def test_a_row_cancelled_between_rounds_is_gone_and_others_go_on(models: Any) -> None:
     model = models("qwen3")
     first, second = prompts(2, seed=3, low=70, high=80)
-    batch = make(model, models("qwen3", "perturbed"), cache_bytes=CACHE_BYTES)
-    batch.submit(job(0, first))
+    engine = make(model, models("qwen3", "perturbed"), cache_bytes=CACHE_BYTES)
+    engine.submit(job(0, first))
     drawn: list[int] = []
     while len(drawn) < 10:
-        drawn += [event.id for event in tokens_of(step(batch))]
-    batch.cancel([0])
-    assert batch.idle
+        drawn += [event.id for event in tokens_of(step(engine))]
+    engine.cancel([0])
+    assert engine.idle
     follow_up = (*first, *drawn, *second)
-    batch.submit(job(1, second))
-    batch.submit(job(2, follow_up))
-    rest = run(batch)
+    engine.submit(job(1, second))
+    engine.submit(job(2, follow_up))
+    rest = run(engine)
     assert {*rest} == {1, 2}
     assert_greedy(model, second, rest[1], 30)
     assert_greedy(model, follow_up, rest[2], 30)
@@ -241,14 +241,14 @@ def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
     place = next(i for i in range(12, 30) if expected[i] not in expected[:i])
     end = frozenset({expected[place]}) if ends == "end token" else frozenset[int]()
     most = 30 if ends == "end token" else place + 1
-    batch = make(model, models("qwen3"), cache_bytes=CACHE_BYTES, controller=Always(7))
-    events = tokens_of(run_alone(batch, job(0, first, most, end_tokens=end)))
+    engine = make(model, models("qwen3"), cache_bytes=CACHE_BYTES, controller=Always(7))
+    events = tokens_of(run_alone(engine, job(0, first, most, end_tokens=end)))
     answer = [event.id for event in events]
     assert answer == expected[: place + 1]
     assert [event.finish for event in events[:-1]] == [None] * place
     assert events[-1].finish == ("stop" if ends == "end token" else "length")
     follow_up = (*first, *answer, *more)
-    heard = run_alone(batch, job(1, follow_up))
+    heard = run_alone(engine, job(1, follow_up))
     assert PromptRead(1, len(first) + len(answer)) in heard
     assert_greedy(model, follow_up, [event.id for event in tokens_of(heard)], 30)
 
@@ -259,10 +259,10 @@ def test_no_round_behind_a_token_that_ends_the_row(models: Any) -> None:
     expected = solo(model, prompt)
     place = next(i for i in range(4, 30) if expected[i] not in expected[:i])
     # The first round draws all tokens before the end, and with them the end as its next input.
-    batch = make(model, models("qwen3"), controller=Always(place - 1))
-    batch.submit(job(0, prompt, end_tokens=frozenset({expected[place]})))
-    assert run(batch)[0] == expected[: place + 1]
-    assert batch.statistics()["drafted"] == place - 1
+    engine = make(model, models("qwen3"), controller=Always(place - 1))
+    engine.submit(job(0, prompt, end_tokens=frozenset({expected[place]})))
+    assert run(engine)[0] == expected[: place + 1]
+    assert engine.statistics()["drafted"] == place - 1
 
 
 class Counting:
@@ -288,36 +288,36 @@ def test_the_draft_reads_in_slices_and_only_what_it_has_not_read(models: Any) ->
     model = models("qwen3")
     [long, *tails] = prompts(3, seed=5, low=300, high=300)
     draft = Counting(models("qwen3", "perturbed"))
-    batch = make(model, draft, chunk=64, controller=Always(4))
+    engine = make(model, draft, chunk=64, controller=Always(4))
     draft.fed.clear()
-    batch.submit(job(0, long))
-    assert_greedy(model, long, run(batch)[0], 30)
+    engine.submit(job(0, long))
+    assert_greedy(model, long, run(engine)[0], 30)
     assert max(draft.fed) == 64
     assert sum(each for each in draft.fed if each > 16) >= 300 - 16
     for tail in tails:
         draft.fed.clear()
         prompt = (*long[:250], *tail[:40])
-        batch.submit(job(1, prompt))
-        assert_greedy(model, prompt, run(batch)[1], 30)
+        engine.submit(job(1, prompt))
+        assert_greedy(model, prompt, run(engine)[1], 30)
         assert sum(each for each in draft.fed if each > 16) <= 42
 
 
 def test_plain_steps_while_other_prompts_are_read(models: Any) -> None:
     model = models("qwen3")
     [short, long] = (*prompts(1, seed=6), *prompts(1, seed=7, low=300, high=300))
-    batch = make(model, models("qwen3"), chunk=32)
-    batch.submit(job(0, short, 60))
+    engine = make(model, models("qwen3"), chunk=32)
+    engine.submit(job(0, short, 60))
     drawn: list[int] = []
-    while (drafted := batch.statistics()["drafted"]) == 0:
-        drawn += [event.id for event in tokens_of(step(batch))]
-    batch.submit(job(1, long, 5))
-    while batch.statistics()["waiting"] + batch.statistics()["reading"]:
-        drawn += [event.id for event in tokens_of(step(batch))]
-        assert batch.statistics()["drafted"] == drafted
-    rest = run(batch)
+    while (drafted := engine.statistics()["drafted"]) == 0:
+        drawn += [event.id for event in tokens_of(step(engine))]
+    engine.submit(job(1, long, 5))
+    while engine.statistics()["waiting"] + engine.statistics()["reading"]:
+        drawn += [event.id for event in tokens_of(step(engine))]
+        assert engine.statistics()["drafted"] == drafted
+    rest = run(engine)
     assert_greedy(model, short, drawn + rest[0], 60)
     assert_greedy(model, long, rest[1], 5)
-    assert batch.statistics()["drafted"] > drafted
+    assert engine.statistics()["drafted"] > drafted
 
 
 class Anything:
@@ -349,10 +349,10 @@ def test_rows_that_need_a_look_at_every_token_are_decoded_plainly(
     model = models("qwen3")
     [prompt] = prompts(1, seed=8)
     asked = job(0, prompt, **more)
-    batch = make(model, models("qwen3"))
-    batch.submit(asked, constraint)
-    assert run(batch)[0] == plainly(model, asked)
-    assert batch.statistics()["drafted"] == 0
+    engine = make(model, models("qwen3"))
+    engine.submit(asked, constraint)
+    assert run(engine)[0] == plainly(model, asked)
+    assert engine.statistics()["drafted"] == 0
 
 
 class WakesUp:
@@ -391,16 +391,16 @@ def test_a_round_ends_where_a_dormant_constraint_wakes_up(
     model = models("qwen3")
     for number, prompt in enumerate(prompts(2, seed=12)):
         asked = job(number, prompt, 40, sampling=sampling)
-        plain, batch = make(model, None), make(model, models("qwen3", kind))
+        plain, engine = make(model, None), make(model, models("qwen3", kind))
         first, second = WakesUp(), WakesUp()
         plain.submit(asked, first)
-        batch.submit(asked, second)
-        drawn = run(batch)[number]
+        engine.submit(asked, second)
+        drawn = run(engine)[number]
         assert drawn == run(plain)[number]
         assert second.accepted[:39] == first.accepted[:39] == drawn[:39]
         assert second.bound
         assert all(token % 2 for token in second.bound)
-        assert batch.statistics()["drafted"] > 0
+        assert engine.statistics()["drafted"] > 0
 
 
 @pytest.mark.parametrize("family", ["gemma3_text", "mamba2", "qwen3_next", "llama4"])
@@ -410,10 +410,10 @@ def test_a_draft_is_unused_where_a_cache_cannot_be_cut_back(models: Any, family:
     assert "cannot be cut back" in (find_obstacle(model, plain) or "")
     assert "the draft model's" in (find_obstacle(plain, model) or "")
     for one, other in ((model, plain), (plain, model)):
-        batch = make(one, other)
-        batch.submit(job(0, prompt, 10))
-        assert run(batch)[0] == plainly(one, job(0, prompt, 10))
-        assert "drafted" not in batch.statistics()
+        engine = make(one, other)
+        engine.submit(job(0, prompt, 10))
+        assert run(engine)[0] == plainly(one, job(0, prompt, 10))
+        assert "drafted" not in engine.statistics()
 
 
 def test_a_draft_with_another_vocabulary_is_refused(models: Any) -> None:
@@ -428,37 +428,37 @@ def test_a_draft_with_another_vocabulary_is_refused(models: Any) -> None:
 def test_a_vocabulary_that_is_padded_differently_is_the_same(models: Any, size: int) -> None:
     model, draft = models("qwen3"), Counting(models("qwen3", vocab_size=size))
     prompt = (*prompts(1, seed=10)[0], 511, 7)
-    batch = make(model, draft)
-    batch.submit(job(0, prompt))
-    assert_greedy(model, prompt, run(batch)[0], 30)
+    engine = make(model, draft)
+    engine.submit(job(0, prompt))
+    assert_greedy(model, prompt, run(engine)[0], 30)
     assert draft.highest == min(size - 1, 511)
 
 
 def test_an_error_of_the_draft_costs_nobody_a_token(models: Any) -> None:
     model, draft = models("qwen3"), Counting(models("qwen3", "perturbed"))
     first, second = prompts(2, seed=11)
-    batch = make(model, draft)
-    batch.submit(job(0, first))
-    drawn = [event.id for _ in range(5) for event in tokens_of(step(batch))]
+    engine = make(model, draft)
+    engine.submit(job(0, first))
+    drawn = [event.id for _ in range(5) for event in tokens_of(step(engine))]
     draft.failing = True
     fed = len(draft.fed)
-    drawn += run(batch, [job(1, second)])[0]
+    drawn += run(engine, [job(1, second)])[0]
     assert_greedy(model, first, drawn, 30)
     assert len(draft.fed) == fed
     draft.failing = False
-    batch.submit(job(2, second))
-    assert_greedy(model, second, run(batch)[2], 30)
+    engine.submit(job(2, second))
+    assert_greedy(model, second, run(engine)[2], 30)
     assert len(draft.fed) == fed, "it is not used any more"
 
 
 def test_the_first_trial_is_soon(models: Any) -> None:
     model = models("qwen3")
     [prompt] = prompts(1, seed=12, low=12, high=12)
-    batch = make(model, models("qwen3", "another"), controller=SpeculationController())
-    assert batch.statistics()["speculating"] == 0
-    batch.submit(job(0, prompt))
-    assert_greedy(model, prompt, run(batch)[0], 30)
-    assert batch.statistics()["drafted"] > 0
+    engine = make(model, models("qwen3", "another"), controller=SpeculationController())
+    assert engine.statistics()["speculating"] == 0
+    engine.submit(job(0, prompt))
+    assert_greedy(model, prompt, run(engine)[0], 30)
+    assert engine.statistics()["drafted"] > 0
 
 
 def test_every_plain_step_of_a_row_is_measured_the_last_one_too(models: Any) -> None:
@@ -474,9 +474,9 @@ def test_every_plain_step_of_a_row_is_measured_the_last_one_too(models: Any) -> 
             self.steps += 1
 
     controller = Plain()
-    batch = make(models("qwen3"), models("qwen3", "another"), controller=controller)
-    batch.submit(job(0, tuple(range(5, 15)), max_tokens=6))
-    assert len(run(batch)[0]) == controller.steps == 6
+    engine = make(models("qwen3"), models("qwen3", "another"), controller=controller)
+    engine.submit(job(0, tuple(range(5, 15)), max_tokens=6))
+    assert len(run(engine)[0]) == controller.steps == 6
 
 
 class Sliced(tuple[int, ...]):

@@ -150,16 +150,16 @@ def mixed() -> Asked:
     ]
 
 
-def run(batch: TextEngine, asked: Asked) -> list[Event]:
+def run(engine: TextEngine, asked: Asked) -> list[Event]:
     """All events; the last of the jobs come while the first are decoded."""
-    events = [event for each in asked[:4] for event in batch.submit(*each)]
+    events = [event for each in asked[:4] for event in engine.submit(*each)]
     late = list(asked[4:])
     slices = 0
-    while late or not batch.idle:
+    while late or not engine.idle:
         if late and slices % 3 == 2:
-            events += batch.submit(*late.pop(0))
-        events += batch.decode()
-        events += batch.prefill()
+            events += engine.submit(*late.pop(0))
+        events += engine.decode()
+        events += engine.prefill()
         slices += 1
         assert slices < 2000, "it does not end"
     return events
@@ -198,13 +198,13 @@ def assert_told_once(events: list[Event]) -> None:
     assert all(count == 1 for count in ends.values())
 
 
-def assert_empty(batch: TextEngine) -> None:
-    """Nothing is held any more, and the batch works."""
-    assert batch.idle
-    assert {*batch.statistics().values()} == {0}
-    assert not batch.runner._main._launched.proofs
-    assert not batch.runner._rows
-    assert batch.schedule._recovery.fitting == batch.schedule._max_rows
+def assert_empty(engine: TextEngine) -> None:
+    """Nothing is held any more, and the engine works."""
+    assert engine.idle
+    assert {*engine.statistics().values()} == {0}
+    assert not engine.runner._main._launched.proofs
+    assert not engine.runner._rows
+    assert engine.schedule._recovery.fitting == engine.schedule._max_rows
 
 
 def at_step(*numbers: int) -> Fault:
@@ -238,13 +238,13 @@ def test_one_error_in_any_step_costs_nobody_a_token(
     expected = alone(model, mixed())
     for step in (2, 6, 14):
         faulty = Faulty(model)
-        batch = make(faulty, padding=padding)  # which tries the model
+        engine = make(faulty, padding=padding)  # which tries the model
         faulty.calls, faulty.fault = 0, at_step(step)
-        events = run(batch, mixed())
+        events = run(engine, mixed())
         assert failures(events) == {}, step
         assert texts(events) == expected, step
         assert_told_once(events)
-        assert_empty(batch)
+        assert_empty(engine)
 
 
 def test_likelihoods_and_scores_are_those_without_the_error(models: Any) -> None:
@@ -285,8 +285,8 @@ def test_only_the_row_that_is_to_blame_fails(models: Any, family: str, place: st
         tokens = list(asked[guilty][0].prompt)
         tokens[-1 if place == "first" else 3] = poison
         asked[guilty] = (job(guilty, tuple(tokens), 16), None)
-    batch = make(Faulty(model, on_token(poison)))
-    events = run(batch, asked)
+    engine = make(Faulty(model, on_token(poison)))
+    events = run(engine, asked)
     assert failures(events) == {guilty: "RuntimeError: this token is refused"}
     got = texts(events)
     drawn = got.pop(guilty, [])
@@ -294,24 +294,24 @@ def test_only_the_row_that_is_to_blame_fails(models: Any, family: str, place: st
         assert drawn == expected[2][: expected[2].index(poison) + (drawn[-1:] == [poison])]
     assert got == {number: text for number, text in expected.items() if number != guilty}
     assert_told_once(events)
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_a_row_outlives_any_number_of_others_faults(models: Any) -> None:
     model = models("qwen3")
     expected = alone(model, [(job(0, prompt(0), 60), None)])
     poison = stranger(expected)
-    batch = make(Faulty(model, on_token(poison)))
-    events = batch.submit(job(0, prompt(0), 60))
+    engine = make(Faulty(model, on_token(poison)))
+    events = engine.submit(job(0, prompt(0), 60))
     for number in range(1, 7):
-        events += batch.submit(job(number, (*prompt(number), poison)))
+        events += engine.submit(job(number, (*prompt(number), poison)))
         while number not in failures(events):
-            events += batch.decode() + batch.prefill()
-    while not batch.idle:
-        events += batch.decode() + batch.prefill()
+            events += engine.decode() + engine.prefill()
+    while not engine.idle:
+        events += engine.decode() + engine.prefill()
     assert {*failures(events)} == {*range(1, 7)}
     assert texts(events) == expected
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_many_who_are_to_blame_fail_and_the_others_do_not(models: Any) -> None:
@@ -320,11 +320,11 @@ def test_many_who_are_to_blame_fail_and_the_others_do_not(models: Any) -> None:
     expected = alone(model, good)
     poison = stranger(expected)
     bad = [(job(i, (*prompt(i), poison), 10), None) for i in (0, 3, 6)]
-    batch = make(Faulty(model, on_token(poison)))
-    events = run(batch, sorted(good + bad, key=lambda each: each[0].id))
+    engine = make(Faulty(model, on_token(poison)))
+    events = run(engine, sorted(good + bad, key=lambda each: each[0].id))
     assert {*failures(events)} == {0, 3, 6}
     assert texts(events) == expected
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_a_model_that_runs_rows_one_by_one_fails_one(models: Any) -> None:
@@ -334,11 +334,11 @@ def test_a_model_that_runs_rows_one_by_one_fails_one(models: Any) -> None:
     expected = alone(model, asked)
     poison = stranger(expected)
     asked[1] = (job(1, (*prompt(1), poison), 6), None)
-    batch = make(Faulty(model, on_token(poison)))
-    events = run(batch, asked)
+    engine = make(Faulty(model, on_token(poison)))
+    events = run(engine, asked)
     assert {*failures(events)} == {1}
     assert texts(events) == {0: expected[0], 2: expected[2]}
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_steered_rows_go_on_and_each_activation_is_told_once(models: Any) -> None:
@@ -365,12 +365,12 @@ def test_what_is_watched_is_told_once(models: Any, tmp_path: Path) -> None:
     def watched(fault: Fault) -> Counter[tuple[int, int]]:
         model = Faulty(models("qwen3"))
         steerer = Steerer(model)
-        batch = make(model, steerer=steerer)
+        engine = make(model, steerer=steerer)
         for _ in steerer.attach(Attach("m", 1, str(path), 0)):
             pass
         steerer.watch(Watch("m", (5,), 2))
         model.calls, model.fault = 0, fault
-        events = run(batch, [(job(i, prompt(i), 10), None) for i in range(4)])
+        events = run(engine, [(job(i, prompt(i), 10), None) for i in range(4)])
         told = [each for each in events if isinstance(each, Activations)]
         # A row's last token may be fed although it has ended; nobody listens then.
         return Counter((each.job, each.position) for each in told if each.position < 20 + 10 - 1)
@@ -401,8 +401,8 @@ def test_a_constraint_that_raises_ends_its_row_alone(
 
     whole, faulty = Faulty(model), Faulty(model)
     expected = texts(run(make(whole), asked()))
-    batch = make(faulty)
-    events = run(batch, asked(Odd(method, 4, error)))
+    engine = make(faulty)
+    events = run(engine, asked(Odd(method, 4, error)))
     assert failures(events) == {2: f"{type(error).__name__}: bad"}
     got = texts(events)
     drawn = got.pop(2)
@@ -410,7 +410,7 @@ def test_a_constraint_that_raises_ends_its_row_alone(
     assert drawn == expected.pop(2)[: len(drawn)]
     assert got == expected
     assert faulty.calls == whole.calls, "nobody was read anew"
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_a_row_whose_grammar_cannot_go_on_says_so(models: Any) -> None:
@@ -424,10 +424,10 @@ def test_a_row_whose_grammar_cannot_go_on_says_so(models: Any) -> None:
 
 
 def test_what_kills_the_thread_is_not_a_constraints_to_raise(models: Any) -> None:
-    batch = make(models("qwen3"))
-    batch.submit(job(0, prompt(0)), Odd("fill", 2, SystemExit()))
+    engine = make(models("qwen3"))
+    engine.submit(job(0, prompt(0)), Odd("fill", 2, SystemExit()))
     with pytest.raises(SystemExit):
-        run(batch, [])
+        run(engine, [])
 
 
 # NaN.
@@ -467,18 +467,18 @@ def test_weights_that_are_nan_fail_who_reads_them_and_leave_nothing_behind(
     weight[poison] = float("nan")
     model.model.embed_tokens.weight = weight
     bad = (*prompt(2, 70), poison, *prompt(3, 30))
-    batch = make(model, cache_bytes=1 << 26)
+    engine = make(model, cache_bytes=1 << 26)
     for number in range(2):  # again: nothing was kept of it
         jobs = [job(10 * number, good), job(10 * number + 1, bad)]
-        events = run(batch, [(each, None) for each in jobs])
+        events = run(engine, [(each, None) for each in jobs])
         assert {*failures(events)} == {10 * number + 1}
         assert [e.cached for e in events if isinstance(e, PromptRead) and e.job % 10] == [0]
         assert len(texts(events)[10 * number]) == 12
-    assert all(poison not in entry.tokens for entry in batch.schedule._index._entries)
-    scored = run(batch, [(job(30, bad, scores=0), None), (job(31, bad, 0, scores=0), None)])
+    assert all(poison not in entry.tokens for entry in engine.schedule._index._entries)
+    scored = run(engine, [(job(30, bad, scores=0), None), (job(31, bad, 0, scores=0), None)])
     assert {*failures(scored)} == {30, 31}
     assert not [event for event in scored if isinstance(event, PromptScored)]
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 # Memory.
@@ -508,13 +508,13 @@ def test_too_many_rows_for_the_memory_become_fewer(models: Any, most: int) -> No
         short(step, tokens)
         raised -= 1
 
-    batch = make(Faulty(model, fault), cache_bytes=1 << 20)
-    events = run(batch, asked)
+    engine = make(Faulty(model, fault), cache_bytes=1 << 20)
+    events = run(engine, asked)
     assert failures(events) == {}
     assert texts(events) == alone(model, asked)
     assert 1 <= raised <= 14, "it is found out how many do fit"
     assert_told_once(events)
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_a_row_that_has_no_room_alone_fails(models: Any) -> None:
@@ -522,12 +522,12 @@ def test_a_row_that_has_no_room_alone_fails(models: Any) -> None:
     good = [(job(i, prompt(i), 10), None) for i in range(4) if i != 1]
     expected = alone(model, good)
     poison = stranger(expected)
-    batch = make(Faulty(model, on_token(poison, MemoryError)))
-    events = run(batch, [*good, (job(1, (*prompt(1), poison), 10), None)])
+    engine = make(Faulty(model, on_token(poison, MemoryError)))
+    events = run(engine, [*good, (job(1, (*prompt(1), poison), 10), None)])
     [failed] = [event for event in events if isinstance(event, Failed)]
     assert (failed.job, failed.clear) == (1, "out of memory")
     assert texts(events) == expected
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_a_prompt_that_has_no_room_fails_alone(models: Any) -> None:
@@ -563,22 +563,22 @@ class WithoutCache(Faulty):
 def test_all_hear_of_a_kv_cache_that_cannot_be_made(models: Any, refusals: int) -> None:
     """The second prompt of a slice has none; the first is out of the queue by then."""
     model = WithoutCache(models("qwen3"))
-    batch = make(model)
+    engine = make(model)
     model.refused = set(range(model.made + 2, model.made + 2 + refusals))
     asked = [(job(i, prompt(i)), None) for i in range(3)]
-    events = [event for each in asked for event in batch.submit(*each)]
-    while not batch.idle:
+    events = [event for each in asked for event in engine.submit(*each)]
+    while not engine.idle:
         try:
-            events += batch.decode()
-            events += batch.prefill()
+            events += engine.decode()
+            events += engine.prefill()
         except RuntimeError as error:
-            events += batch.fail(str(error))
+            events += engine.fail(str(error))
     assert_told_once(events)
     if refusals == 1:
         assert texts(events) == alone(models("qwen3"), asked)
     else:
         assert {*failures(events)} == {0, 1, 2}
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_a_prompt_that_is_only_echoed_is_read_beside_others(
@@ -603,11 +603,11 @@ def test_an_error_that_only_many_rows_have_ends(models: Any) -> None:
         if tokens.shape[0] > 3:
             raise RuntimeError("too many")
 
-    batch = make(Faulty(model, fault))
-    events = run(batch, [(job(i, prompt(i), 30), None) for i in range(6)])
+    engine = make(Faulty(model, fault))
+    events = run(engine, [(job(i, prompt(i), 30), None) for i in range(6)])
     assert {*failures(events), *texts(events)} == set(range(6))
     assert_told_once(events)
-    assert_empty(batch)
+    assert_empty(engine)
 
 
 def test_rows_that_are_tried_can_be_cancelled_and_give_their_memory_back(
@@ -617,20 +617,20 @@ def test_rows_that_are_tried_can_be_cancelled_and_give_their_memory_back(
     model = models("qwen3")
     mx.eval(model.parameters())
     faulty = Faulty(model, at_step(5))
-    batch = make(faulty)
+    engine = make(faulty)
     before = mx.get_active_memory()
     for i in range(6):
-        batch.submit(job(i, prompt(i, 60), 50))
-    while not batch.schedule._recovery.rows:
-        batch.decode()
-        batch.prefill()
+        engine.submit(job(i, prompt(i, 60), 50))
+    while not engine.schedule._recovery.rows:
+        engine.decode()
+        engine.prefill()
         assert faulty.calls < 20
-    batch.cancel([0, 1, 2, 3, 4])
+    engine.cancel([0, 1, 2, 3, 4])
     events: list[Event] = []
-    while not batch.idle:
-        events += batch.decode() + batch.prefill()
+    while not engine.idle:
+        events += engine.decode() + engine.prefill()
     assert {*texts(events)} == {5}
-    assert_empty(batch)
+    assert_empty(engine)
     mx.synchronize()
     assert mx.get_active_memory() - before < 4096
 
