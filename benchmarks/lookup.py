@@ -31,9 +31,9 @@ from benchmarks.report import describe_machine, format_machine, format_table, wr
 from mlxsrv.engine.cache.kv_caches import PaddedKVCache, merge
 from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.execution.launch import launch
-from mlxsrv.engine.execution.prompt_lookup import PromptLookup
 from mlxsrv.engine.loading.layout import lay_out_weights
 from mlxsrv.engine.sampling.sampler import Sampler
+from mlxsrv.engine.scheduling.prompt_lookup import PromptLookup
 from mlxsrv.generation.parameters import Sampling
 from tests.support.tiny import write_model
 

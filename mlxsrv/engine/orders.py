@@ -28,14 +28,16 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Read the model in folder `path` and keep it as `model`: asked, and answered with Loaded.
 
     `adapter` is the folder of a LoRA adapter to put on it, `draft` the folder of a small model
-    with the same vocabulary that proposes tokens. `prompt_cache_bytes` None: a share of the
-    memory. `kv_bits` quantizes the KV cache, `max_kv_size` bounds it to this many tokens.
+    with the same vocabulary that proposes tokens. `lookup`: tokens are looked up in the texts
+    instead. `prompt_cache_bytes` None: a share of the memory. `kv_bits` quantizes the KV cache,
+    `max_kv_size` bounds it to this many tokens.
     """
 
     model: str
     path: str
     adapter: str | None = None
     draft: str | None = None
+    lookup: bool = False
     max_rows: int
     prefill_chunk: int
     max_gap: float

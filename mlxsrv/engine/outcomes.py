@@ -89,9 +89,10 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
         failures: rows whose constraint cannot go on.
         bound: rows whose constraint binds their next token.
         following: the input of the next step, by row, where it is known already: after proposals.
-        accepted: how many proposals held, by row, after proposals.
+        accepted: how many proposals held, by row, of rows whose proposals were checked.
         activations: those that were watched in the step before.
-        waited: when the step before was complete, by the clock of `Outcome.began`; after proposals.
+        waited: when the step before was complete, by the clock of `Outcome.began`; of a step with
+            proposals or guesses.
     """
 
     tokens: tuple[tuple[int, int], ...] = ()
@@ -137,6 +138,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
         cuts: KV caches can be cut back to any length.
         pads: a padded prompt is read as it would be alone.
         drafts: there is a draft model, and it can be used.
+        lookup: tokens may be proposed to all rows, each looked up in the row's own text.
         padding: bytes of padding that cost as much as another pass of the model.
         vocabulary: entries of the logits.
         prompt_cache_bytes: the most bytes of kept prompts.
@@ -147,6 +149,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     cuts: bool
     pads: bool
     drafts: bool = False
+    lookup: bool = False
     padding: int
     vocabulary: int
     prompt_cache_bytes: int

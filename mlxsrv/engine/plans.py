@@ -122,7 +122,11 @@ class Decode(_Work, frozen=True):
         trial: the decoder is that of a row which was in a step that failed.
         groups: the rows by the KV cache that they share, in order; None: as in the step before.
             Each group is one or several of the groups there are, or that were read, in a row.
-        proposals: how many tokens are proposed to each row, in their order; empty: a plain step.
+        proposals: how many tokens the draft model proposes to each row, in their order; empty: it
+            proposes none.
+        guesses: for each row, in their order, its next input and tokens proposed behind it, or no
+            tokens; empty: nothing is guessed. The proposals of a row count only if its input was
+            guessed rightly. If no row's was, the step is a plain one.
     """
 
     title = "decoding"
@@ -130,6 +134,7 @@ class Decode(_Work, frozen=True):
     trial: bool = False
     groups: tuple[tuple[int, ...], ...] | None = None
     proposals: tuple[int, ...] = ()
+    guesses: tuple[tuple[int, ...], ...] = ()
 
 
 class ReadDraft(_Work, frozen=True):

@@ -4,8 +4,7 @@
   while Python looks at tokens. A row that ends has therefore drawn one token too many, which is
   dropped with the row.
 - Rows that share a KV cache are a sub-batch, see `sub_batches`; each takes a pass of the model.
-- A row that is alone may be decoded several tokens at a time, in speculative rounds: see
-  `speculation`.
+- Rows may be decoded several tokens at a time, in speculative rounds: see `speculation`.
 
 Between any two of a decoder's methods, after a plain step and after a speculative round:
 
@@ -34,13 +33,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from mlxsrv.engine.events import Activations, Likelihood
 from mlxsrv.engine.execution.launch import Launched, launch
 from mlxsrv.engine.execution.speculation import Proposer, check_proposals
 from mlxsrv.engine.execution.sub_batches import SubBatch
-from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.execution.told import Told, accept, binds, tell_constraints, tell_tokens
 from mlxsrv.engine.live_row import LiveRow, Place
-from mlxsrv.engine.outcomes import Decoded, RowFailure
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import LogprobReader, Masks, Penalties, Proof, StepLogprobs
@@ -102,50 +99,6 @@ class Step:
         return tokens, (proof,), (drawn,)
 
 
-class Told:
-    """What a step has told so far. If it fails then, this counts nevertheless."""
-
-    __slots__ = (
-        "accepted",
-        "activations",
-        "bound",
-        "broken",
-        "failures",
-        "following",
-        "likelihoods",
-        "tokens",
-        "waited",
-    )
-
-    def __init__(self) -> None:
-        self.tokens: list[tuple[int, int]] = []
-        self.likelihoods: dict[int, Likelihood] = {}
-        self.broken: list[int] = []
-        self.failures: dict[int, RowFailure] = {}
-        self.bound: list[int] = []
-        self.following: dict[int, int] = {}
-        self.accepted: dict[int, int] = {}
-        self.activations: list[Activations] = []
-        self.waited = 0.0
-
-    def fail(self, row: LiveRow, reason: str, clear: str | None = None) -> None:
-        """Note that the row cannot go on. The first cause counts."""
-        self.failures.setdefault(row.id, RowFailure(row.id, reason, clear))
-
-    def finish(self) -> Decoded:
-        return Decoded(
-            tuple(self.tokens),
-            self.likelihoods,
-            tuple(self.broken),
-            tuple(self.failures.values()),
-            tuple(self.bound),
-            self.following,
-            self.accepted,
-            tuple(self.activations),
-            self.waited,
-        )
-
-
 class Decoder:
     """Rows that decode together.
 
@@ -197,10 +150,10 @@ class Decoder:
             activations = self._look()
             self._tell(inputs, last, told)
             for row in rows:
-                _accept(row, told)
+                accept(row, told)
             self._inputs, proofs, scores = step.draw(logits, inputs)
             self._launched = Launched(proofs, scores, activations)
-            _tell_constraints(rows, step.masks, told)
+            tell_constraints(rows, step.masks, told)
         self._count_step()
 
     def _prepare(self, rows: Sequence[LiveRow], vocabulary: int) -> Step:
@@ -278,7 +231,8 @@ class Decoder:
     # Speculative rounds.
 
     def run_round(self, proposals: Sequence[int], told: Told) -> None:
-        """Tell several tokens of the only row: its input, and the proposals that hold.
+        """Tell several tokens of the only row: its input, and the proposals of the draft model that
+        hold.
 
         Args:
             proposals: how many tokens are proposed to each row.
@@ -288,37 +242,79 @@ class Decoder:
             raise RuntimeError("tokens are proposed to a row that is alone, after its first step")
         assert self._inputs is not None
         self._plan_steering()
-        [count], [sub_batch], [row] = proposals, self.sub_batches, self.rows
-        last, self._launched = self._launched, Launched()
         mx.eval(self._inputs)  # so that a plain step under way is not timed as well
         told.waited = perf_counter()
+        [count], [row] = proposals, self.rows
         proposed = self._proposer.propose(row, self._inputs, count)
-        outcome = check_proposals(self._model, sub_batch, self._inputs, proposed)
-        self._inputs = outcome.inputs
+        self._check(proposed[None], proposals, told)
+        self._proposer.settle()
+
+    def run_guesses(self, guesses: Sequence[Sequence[int]], told: Told) -> None:
+        """Tell each row's input, and the proposals behind it that hold.
+
+        Args:
+            guesses: a guess of each row's input, and the tokens proposed behind it. If no input was
+                guessed rightly, this is a plain step.
+            told: what is told.
+        """
+        if len(self.sub_batches) != 1 or self._fresh or len(guesses) != len(self.rows):
+            raise RuntimeError("tokens are proposed to rows of one pass, after their first step")
+        assert self._inputs is not None
+        inputs = cast(list[int], self._inputs.tolist())  # waits for the step under way
+        told.waited = perf_counter()
+        proposals = [
+            [*guess[1:]] if guess[:1] == (token,) else []
+            for guess, token in zip(guesses, inputs, strict=True)
+        ]
+        counts = [*map(len, proposals)]
+        if not any(counts):
+            self.run_step(told)
+            return
+        self._plan_steering()
+        padded = [[*each, *[0] * (max(counts) - len(each))] for each in proposals]
+        self._check(mx.array(padded, dtype=mx.uint32), counts, told)
+
+    def _check(self, proposals: mx.array, counts: Sequence[int], told: Told) -> None:
+        """Run the model over the inputs and the proposals `(rows, most)`, so many of each row. The
+        inputs are known."""
+        assert self._inputs is not None
+        [sub_batch], rows = self.sub_batches, self.rows
+        broken = self._launched.broken()
+        self._launched = Launched()
+        checked = check_proposals(self._model, sub_batch, self._inputs, proposals, counts)
+        self._inputs = mx.array([each.following for each in checked], dtype=mx.uint32)
         self._step = None  # the sampler of the last plain step is out of date
         self._count_step()
-        taken = 0
-        if outcome.broken or last.broken():
-            told.broken.append(row.id)
-        else:
-            told.accepted[row.id] = len(outcome.seen) - 1
-            taken = _take(row, outcome.seen, told)
-        sub_batch.cut(proposed.size + 1 - taken)
-        self._proposer.settle()
-        if _binds(row, told):
-            self._redraw(row, outcome.logits[taken - 1 : taken], told)
-        elif taken == len(outcome.seen):
-            told.following[row.id] = outcome.following
+        taken: list[int] = []
+        for row, each, count in zip(rows, checked, counts, strict=True):
+            if each.broken or row in broken:
+                told.broken.append(row.id)
+                taken.append(0)
+                continue
+            if count:
+                told.accepted[row.id] = len(each.seen) - 1
+            taken.append(tell_tokens(row, each.seen, told))
+        sub_batch.cut([proposals.shape[1] + 1 - each for each in taken])
+        woken = [i for i, row in enumerate(rows) if binds(row, told)]
+        for i, row in enumerate(rows):
+            if i not in woken and taken[i] == len(checked[i].seen):
+                told.following[row.id] = checked[i].following
+        if woken:
+            last = [checked[i].logits[taken[i] - 1] for i in woken]
+            self._redraw(woken, mx.stack(last), told)
 
-    def _redraw(self, row: LiveRow, logits: mx.array, told: Told) -> None:
-        """Draw the next input of the only row anew, from the same logits `(1, vocabulary)`: its
-        constraint, which was dormant in the round, binds that token."""
-        step = Step([row], logits.shape[-1], ahead=0)
+    def _redraw(self, places: Sequence[int], logits: mx.array, told: Told) -> None:
+        """Draw the next inputs of the rows at these places anew, from the same logits
+        `(places, vocabulary)`: their constraints, which were dormant in the round, bind them."""
+        rows = [self.rows[i] for i in places]
+        step = Step(rows, logits.shape[-1], ahead=0)
         assert step.masks is not None
         assert self._inputs is not None
-        self._inputs, proofs, scores = step.draw(logits, self._inputs)
+        at = mx.array(list(places))
+        drawn, proofs, scores = step.draw(logits, self._inputs[at])
+        self._inputs[at] = drawn
         self._launched = Launched(proofs, scores)
-        _tell_constraints([row], step.masks, told)
+        tell_constraints(rows, step.masks, told)
 
     # Rows come and go.
 
@@ -403,67 +399,3 @@ def _merge(group: Sequence[int], first: dict[int, SubBatch]) -> SubBatch:
     for part in parts[1:]:
         parts[0].absorb(part)
     return parts[0]
-
-
-def _take(row: LiveRow, tokens: Sequence[int], told: Told) -> int:
-    """Tell the tokens of a round, up to the one after which the row's constraint binds the next,
-    or fails. Returns how many it was."""
-    for taken, token in enumerate(tokens, start=1):
-        row.drawn.append(token)
-        told.tokens.append((row.id, token))
-        _accept(row, told)
-        if row.id in told.failures or _binds(row, told):
-            return taken
-    return len(tokens)
-
-
-# What concerns the constraint of one row. An error of it, or a panic, is that row's failure only.
-
-
-def _accept(row: LiveRow, told: Told) -> None:
-    """Tell the row's constraint the tokens that it has not seen."""
-    if row.constraint is None or row.accepted_tokens == len(row.drawn):
-        return
-    try:
-        for token in row.drawn[row.accepted_tokens :]:
-            row.constraint.accept(token)
-            row.accepted_tokens += 1
-    except BaseException as error:
-        if not survivable(error):
-            raise
-        told.fail(row, describe(error))
-
-
-def _binds(row: LiveRow, told: Told) -> bool:
-    """Whether the row's constraint binds its next token."""
-    if row.constraint is None or row.id in told.failures or row.id in told.broken:
-        return False
-    try:
-        return not row.constraint.dormant
-    except BaseException as error:
-        if not survivable(error):
-            raise
-        told.fail(row, describe(error))
-        return False
-
-
-def _tell_constraints(rows: Sequence[LiveRow], masks: Masks, told: Told) -> None:
-    """Tell which constraints bind the token that was just drawn, and which cannot go on."""
-    told.bound += [rows[i].id for i in masks.bound]
-    for i, reason in masks.faults.items():
-        told.fail(rows[i], reason)
-    for row in rows:
-        if row.constraint is not None and (failure := _find_failure(row)) is not None:
-            told.fail(row, *failure)
-
-
-def _find_failure(row: LiveRow) -> tuple[str, str | None] | None:
-    """Why the row's constraint cannot go on, for the log and for a client."""
-    assert row.constraint is not None
-    try:
-        failure = row.constraint.failure
-    except BaseException as error:
-        if not survivable(error):
-            raise
-        return describe(error), None
-    return None if failure is None else (failure, f"the grammar cannot go on: {failure}")

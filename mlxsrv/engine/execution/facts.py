@@ -26,7 +26,8 @@ def find_facts(
     caches: KVCacheFactory,
     *,
     prompt_cache_bytes: int,
-    drafts: bool,
+    drafts: bool = False,
+    lookup: bool = False,
     padding: int | None = None,
 ) -> TextFacts:
     """What the scheduler knows of `model`.
@@ -37,6 +38,7 @@ def find_facts(
             there, if it was not known.
         prompt_cache_bytes: the most bytes of kept prompts.
         drafts: there is a draft model, and it can be used.
+        lookup: tokens may be proposed to all rows.
         padding: bytes of padding that cost as much as another pass; as many as the weights have,
             unless given.
     """
@@ -50,6 +52,7 @@ def find_facts(
         cuts=caches.cuts,
         pads=caches.pads,
         drafts=drafts,
+        lookup=lookup,
         padding=most_padding(model) if padding is None else padding,
         vocabulary=int(logits.shape[-1]),
         prompt_cache_bytes=prompt_cache_bytes,

@@ -1,11 +1,14 @@
-"""Speculative decoding: a small model proposes tokens, the large one checks them in one pass.
+"""Speculative decoding: tokens are proposed, and the model checks several of them in one pass.
 
 A pass over a few tokens costs a large model little more than a pass over one, so each proposal
-that holds saves a pass (Leviathan et al. 2023, Chen et al. 2023).
+that holds saves a pass (Leviathan et al. 2023, Chen et al. 2023). A small model proposes them to a
+row that is alone; or they are looked up in the texts of all rows, and come with the plan.
 
-- Proposals do not change what is drawn. The large model's logits at each position go through the
-  row's own sampler with the key of that position, and a proposal holds if it is the token so drawn.
-  The text is that of plain decoding, greedy or not.
+- Proposals do not change what is drawn. The model's logits at each position go through the row's
+  own sampler with the key of that position, and a proposal holds if it is the token so drawn. The
+  text is that of plain decoding, greedy or not.
+- One pass checks the proposals of all rows. It is as long as the most proposals of a row; what a
+  row has less is padding, which is cut off with the proposals that do not hold.
 - The draft draws with the same random numbers. Where both models give similar logits, they draw the
   same tokens at any temperature; its likeliest token would miss whatever the sampler does not
   favour.
@@ -19,6 +22,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NamedTuple, Protocol, cast
 
 import mlx.core as mx
@@ -26,16 +30,16 @@ from mlx_lm.models.cache import (
     BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
+    KVCache,
     RotatingKVCache,
     make_prompt_cache,
     trim_prompt_cache,
 )
 
-from mlxsrv.engine.cache.kv_caches import Cache
+from mlxsrv.engine.cache.kv_caches import Cache, KVCacheFactory
 from mlxsrv.engine.execution.launch import launch
 from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.live_row import LiveRow
-from mlxsrv.engine.sampling.processors import Proof
 from mlxsrv.engine.sampling.sampler import Sampler
 
 _MOST_PADDING = 128  # entries by which families pad the vocabularies of their sizes differently
@@ -138,40 +142,60 @@ class Draft:
             self._read -= tokens
 
 
-class Round(NamedTuple):
-    """The outcome of a speculative round: the tokens that hold, and the row's next input."""
+class Checked(NamedTuple):
+    """What a speculative round has found for one row."""
 
     seen: list[int]  # the row's input and the proposals that held
     following: int  # drawn behind them
     logits: mx.array  # (proposals + 1, vocabulary), behind the input and each proposal
-    inputs: mx.array  # (1,), the same on the device
     broken: bool  # the model computed NaN, so a token means nothing
 
 
 def check_proposals(
-    model: Any, sub_batch: SubBatch, inputs: mx.array, proposals: mx.array
-) -> Round:
-    """Check tokens `(n,)` that are proposed to the only row behind its input `(1,)`.
+    model: Any, sub_batch: SubBatch, inputs: mx.array, proposals: mx.array, counts: Sequence[int]
+) -> list[Checked]:
+    """Check tokens that are proposed to rows. The KV caches then hold all of them; they are to be
+    cut back to the rows' texts.
 
-    The KV cache then holds all of them; it is to be cut back to the row's text.
+    Args:
+        inputs: `(rows,)`.
+        proposals: `(rows, most)`.
+        counts: how many are proposed to each row; the others are padding.
     """
-    [row] = sub_batch.rows
-    fed = mx.concatenate([inputs, proposals])
-    first = len(row.drawn) + 1
-    places = range(first, first + fed.size)
-    sampler = Sampler([row.job.sampling] * len(places), places, ahead=1)
+    rows = sub_batch.rows
+    fed = mx.concatenate([inputs[:, None], proposals], axis=1)
     logits = sub_batch.check(model, fed)
-    drawn, highest = sampler.draw(logits)
-    mx.eval(drawn, highest)
-    tokens, expected = cast(list[int], fed.tolist()), cast(list[int], drawn.tolist())
-    accepted = _count_equal(tokens[1:], expected)
-    return Round(
-        tokens[: accepted + 1],
-        expected[accepted],
-        logits,
-        drawn[accepted : accepted + 1],
-        broken=not Proof((row,), highest[: accepted + 1]).holds(),
+    places = [(i, place) for i, count in enumerate(counts) for place in range(count + 1)]
+    sampler = Sampler(
+        [rows[i].job.sampling for i, _ in places],
+        [len(rows[i].drawn) + 1 + place for i, place in places],
+        ahead=1,
     )
+    drawn, highest = sampler.draw(_take_places(logits, places))
+    mx.eval(drawn, highest)
+    tokens = cast(list[list[int]], fed.tolist())
+    expected = cast(list[int], drawn.tolist())
+    logit = cast(list[list[float]], highest.tolist())
+    found: list[Checked] = []
+    begin = 0
+    for i, count in enumerate(counts):
+        end = begin + count + 1
+        accepted = _count_equal(tokens[i][1 : count + 1], expected[begin:end])
+        broken = not all(isfinite(value) for [value] in logit[begin : begin + accepted + 1])
+        found.append(
+            Checked(tokens[i][: accepted + 1], expected[begin + accepted], logits[i], broken)
+        )
+        begin = end
+    return found
+
+
+def _take_places(logits: mx.array, places: Sequence[tuple[int, int]]) -> mx.array:
+    """The logits `(places, vocabulary)` of these rows and places, of `(rows, n, vocabulary)`."""
+    rows, width, vocabulary = logits.shape
+    flat = logits.reshape(-1, vocabulary)
+    if len(places) == rows * width:
+        return flat
+    return flat[mx.array([i * width + place for i, place in places])]
 
 
 def check_draft(model: Any, draft: Any) -> None:
@@ -189,6 +213,14 @@ def check_draft(model: Any, draft: Any) -> None:
             f"the draft model's vocabulary has {other} tokens, the model's {size}: "
             "a draft model must have the model's own vocabulary"
         )
+
+
+def find_lookup_obstacle(caches: KVCacheFactory) -> str | None:
+    """Why tokens cannot be looked up for rows with such KV caches; None if they can. Proposals that
+    do not hold must be cut from them, a different number of each row's."""
+    if all(type(layer) is KVCache for layer in caches.make()):
+        return None
+    return "the model's cache cannot be cut back, so nothing can be looked up"
 
 
 def find_obstacle(model: Any, draft: Any) -> str | None:

@@ -38,15 +38,18 @@ class SubBatch:
         return logits[:, -1, :]
 
     def check(self, model: Any, tokens: mx.array) -> mx.array:
-        """Feed the only row tokens `(n,)`. Returns the logits behind each, `(n, vocabulary)`."""
-        logits: mx.array = forward(model, self.plan, tokens[None], self.cache)
-        return logits[0]
+        """Feed each row tokens `(rows, n)`. Returns the logits behind each,
+        `(rows, n, vocabulary)`, not evaluated."""
+        logits: mx.array = forward(model, self.plan, tokens, self.cache)
+        return logits
 
-    def cut(self, tokens: int) -> None:
-        """Forget the last tokens that the rows were fed."""
-        if tokens:
-            for layer in self.cache:
-                layer.trim(tokens)
+    def cut(self, surplus: Sequence[int]) -> None:
+        """Forget the last tokens of each row, so many of each `(rows,)`."""
+        for layer in self.cache if any(surplus) else ():
+            if len(surplus) == 1:
+                layer.trim(surplus[0])
+            else:
+                layer.cut(surplus)
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all rows but those at `indices`, at least one."""

@@ -23,7 +23,7 @@ from typing import Any
 import mlx.core as mx
 
 from mlxsrv.engine.cache.kv_caches import Cache, KVCacheFactory
-from mlxsrv.engine.execution.decode import Decoder, Told
+from mlxsrv.engine.execution.decode import Decoder
 from mlxsrv.engine.execution.facts import find_facts
 from mlxsrv.engine.execution.read import PartialText, SpansRead, read_alone, read_whole
 from mlxsrv.engine.execution.speculation import (
@@ -31,9 +31,11 @@ from mlxsrv.engine.execution.speculation import (
     always_cuts,
     check_draft,
     count_vocabulary,
+    find_lookup_obstacle,
     find_obstacle,
 )
 from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
+from mlxsrv.engine.execution.told import Told
 from mlxsrv.engine.faults import describe, note
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
@@ -62,6 +64,7 @@ class TextRunner:
         prompt_cache_bytes: the most bytes of kept prompts. The scheduler sees to it.
         draft: a small model that proposes tokens to a row that is alone. Unused where a KV cache
             cannot be cut back.
+        lookup: tokens may be looked up for rows. They are not where KV caches cannot be cut back.
         padding: bytes of padding that cost as much as another pass of the model; as many as the
             weights have, unless given.
 
@@ -80,6 +83,7 @@ class TextRunner:
         steerer: Steerer,
         prompt_cache_bytes: int,
         draft: Any | None = None,
+        lookup: bool = False,
         padding: int | None = None,
     ) -> None:
         self._model = model
@@ -91,6 +95,7 @@ class TextRunner:
             caches,
             prompt_cache_bytes=prompt_cache_bytes,
             drafts=self._draft is not None,
+            lookup=lookup and find_lookup_obstacle(caches) is None,
             padding=padding,
         )
         self._rows: dict[int, LiveRow] = {}
@@ -292,6 +297,8 @@ class TextRunner:
                 self._arrange(decoder, work.groups)
             if any(work.proposals):
                 decoder.run_round(work.proposals, told)
+            elif any(work.guesses):
+                decoder.run_guesses(work.guesses, told)
             else:
                 decoder.run_step(told)
         except Exception as error:

@@ -7,6 +7,8 @@ dormant constraint has no mask.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from mlxsrv.engine.outcomes import Decoded, Outcome
 from mlxsrv.engine.scheduling.prompt_index import common_prefix
 from mlxsrv.engine.scheduling.row import Row, RowState
@@ -105,11 +107,17 @@ class DraftPolicy:
         self._following = self._ended = None
 
     def _may_propose(self, row: Row) -> bool:
-        job = row.job
-        return (
-            row.state is not RowState.FRESH
-            and row.id not in self._bound
-            and job.logprobs is None
-            and not job.sampling.changes_logits
-            and (job.bans is None or not job.bans.bind(len(row.drawn) + 1))
-        )
+        return takes_proposals(row, self._bound)
+
+
+def takes_proposals(row: Row, bound: Collection[int]) -> bool:
+    """Whether tokens may be proposed to a row. `bound`: rows whose constraint binds their next
+    token."""
+    job = row.job
+    return (
+        row.state is not RowState.FRESH
+        and row.id not in bound
+        and job.logprobs is None
+        and not job.sampling.changes_logits
+        and (job.bans is None or not job.bans.bind(len(row.drawn) + 1))
+    )

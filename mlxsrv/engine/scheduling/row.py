@@ -15,6 +15,7 @@ import numpy as np
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Fault
 from mlxsrv.engine.scheduling.prompt_index import Tokens, as_tokens
+from mlxsrv.engine.scheduling.prompt_lookup import PromptLookup
 from mlxsrv.generation.outputs import FinishReason
 
 
@@ -81,6 +82,7 @@ class Row:
         incidents: works that failed while the row was in them.
         alone: it shares no slice with other prompts: it was in one that failed.
         told: the first token whose activations nobody was told.
+        lookup: finds proposals in its text; None until it was asked for some.
     """
 
     __slots__ = (
@@ -90,6 +92,7 @@ class Row:
         "id",
         "incidents",
         "job",
+        "lookup",
         "number",
         "prompt",
         "state",
@@ -106,6 +109,7 @@ class Row:
         self.incidents: list[Incident] = []
         self.alone = False
         self.told = 0
+        self.lookup: PromptLookup | None = None
         # The state of the prompt index when the row's prompt was last looked up, and the result.
         self.found: tuple[int, tuple[int | None, int]] = (-1, (None, 0))
 

@@ -12,8 +12,9 @@ from statistics import median_low
 
 MOST_UNREAD = 16  # tokens that a draft reads on the way to its first proposal
 
+MOST = 8  # proposals to a row in a round; more than so many in a row rarely hold
+
 _FIRST = 2  # proposals of a probe's first round
-_MOST = 8  # proposals of a round; more than so many in a row rarely hold
 _KEPT = 32  # steps and rounds whose times are kept
 _LEAST_STEPS = 4  # plain steps to be timed before rounds are compared with them
 _TIME_AGAIN = 64  # rounds, after which plain steps are timed anew: they get slower with the text
@@ -82,23 +83,42 @@ class SpeculationController:
         self._reading = (known + steps / tokens) / 2
         self._earn(-steps)
 
-    def saw_round(self, proposed: int, accepted: int, seconds: float) -> None:
-        """Learn from a round that has accepted so many of its proposals."""
-        self._proposals = min(proposed + 1, _MOST) if accepted == proposed else max(proposed - 1, 1)
+    def saw_round(
+        self, proposed: int, accepted: float, seconds: float, *, held: bool | None = None
+    ) -> None:
+        """Learn from a round.
+
+        Args:
+            proposed: to each row.
+            accepted: proposals of a row, on average.
+            held: the proposals were as good as can be; if all were accepted, unless given.
+        """
+        held = accepted == proposed if held is None else held
+        self._proposals = min(proposed + 1, MOST) if held else max(proposed - 1, 1)
         self._rounds.append(seconds)
         # Other work may have held this round up, which says nothing of the next.
         seconds = min(seconds, 2 * median_low(self._rounds))
-        won = accepted + 1 - seconds / self._plain
+        self._win(accepted + 1 - seconds / self._plain)
+        self._untimed += 1
+        if self._untimed == _TIME_AGAIN:
+            self._untimed = 0
+            self._steps.clear()
+
+    def saw_delay(self, seconds: float) -> None:
+        """Learn that a step began so late, since a round was wanted and came to nothing."""
+        self._win(-min(seconds / self._plain, 1.0))
+
+    def saw_fault(self) -> None:
+        """Learn that a round has failed."""
+        self._give_up()
+
+    def _win(self, won: float) -> None:
         self._earn(won)
         self._balance = min(self._balance + won, 2 * _PROBE)
         if self._balance == 2 * _PROBE:
             self._price = _PROBE
         elif self._balance < -_PROBE:
             self._give_up()
-        self._untimed += 1
-        if self._untimed == _TIME_AGAIN:
-            self._untimed = 0
-            self._steps.clear()
 
     def _give_up(self) -> None:
         self.on = False

@@ -7,7 +7,8 @@ for the prompt of another job longer than it must.
 - Which prompt is read next: `prompt_queue`; how much of it: `pace`.
 - Rows whose lengths differ much have KV caches of their own: see `groups`.
 - After a fault rows are read anew: see `recovery`.
-- How many tokens are proposed to a row: see `draft_policy`.
+- How many tokens a draft model proposes to a row: see `draft_policy`. Which tokens of their own
+  texts are proposed to rows: see `lookup_policy`.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from mlxsrv.engine.plans import (
 )
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups
+from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue, Reading
@@ -78,6 +80,7 @@ class TextSchedule:
         self._groups = Groups(facts)
         self._recovery = Recovery(self._max_rows)
         self._drafts = DraftPolicy() if facts.drafts else None
+        self._lookups = LookupPolicy() if facts.lookup else None
         self._book = RowBook(model, client, self._index, self._queue, self._groups, self._recovery)
         # Of the plan under way.
         self._slice: list[Reading] = []
@@ -113,6 +116,7 @@ class TextSchedule:
             "reading": self._queue.rows,
             "waiting": len(self._queue.waiting) + len(self._recovery.rows),
             **({} if self._drafts is None else self._drafts.statistics()),
+            **({} if self._lookups is None else self._lookups.statistics()),
             "prompt_cache_bytes": self._index.bytes,
             "prompt_cache_entries": len(self._index),
             "tokens": self._tokens,
@@ -156,9 +160,10 @@ class TextSchedule:
         if self._groups:
             groups = self._groups.take_changed()
             if groups is not None:
-                self._stepped = None
+                self._forget_time()
+            proposals, guesses = self._count_proposals(), self._guess()
             works.append(
-                Decode(model=self._model, groups=groups, proposals=self._count_proposals())
+                Decode(model=self._model, groups=groups, proposals=proposals, guesses=guesses)
             )
         if (trial := self._recovery.trial) is not None:
             groups = ((trial.id,),) if trial.state is RowState.FRESH else None
@@ -192,16 +197,25 @@ class TextSchedule:
     def _lone_row(self) -> Row | None:
         """The only row, if a draft may be used: nobody waits for the row to leave, or watches the
         activations of each token."""
-        rows = self._groups.rows
-        waited = self._max_rows > 1 and self.pending
-        if (
-            self._drafts is None
-            or waited
-            or self._queue.watched
-            or self._recovery.trial is not None
-        ):
+        if self._drafts is None or not self._may_propose():
             return None
+        rows = self._groups.rows
         return rows[0] if len(rows) == 1 else None
+
+    def _may_propose(self) -> bool:
+        waited = self._max_rows > 1 and self.pending
+        return not (waited or self._queue.watched or self._recovery.trial is not None)
+
+    def _looked_up(self) -> list[Row]:
+        """All rows, if tokens of their texts may be proposed: for the same reasons, and if one pass
+        checks them all."""
+        if self._lookups is None or len(self._groups) != 1 or not self._may_propose():
+            return []
+        return self._groups.rows
+
+    def _guess(self) -> tuple[tuple[int, ...], ...]:
+        rows = self._looked_up()
+        return self._lookups.guess(rows) if self._lookups is not None and rows else ()
 
     def _count_proposals(self) -> tuple[int, ...]:
         if self._drafts is None or (row := self._lone_row()) is None:
@@ -339,6 +353,7 @@ class TextSchedule:
         done = outcome.done if isinstance(outcome.done, Decoded) else Decoded()
         lone = None if work.trial else self._lone_row()
         length = 0 if lone is None else lone.length
+        looked_up = [] if work.trial else self._looked_up()
         # Those of the step before, in which there were rows that have ended since.
         find = self._book.find
         self._book.events += [each for each in done.activations if find(each.job) is not None]
@@ -357,8 +372,12 @@ class TextSchedule:
             self._stepped = None
             if self._drafts is not None and lone is not None:
                 self._drafts.saw_round(lone, length, work.proposals[0], outcome)
+        elif work.guesses:
+            self._stepped = None
+            if self._lookups is not None:
+                self._lookups.saw_round(outcome)
         else:
-            self._time_step(outcome, lone)
+            self._time_step(outcome, lone, looked_up)
         if (row := self._recovery.end_trial()) is not None:
             self._groups.add([row])
         if self._recovery.fitting < self._max_rows:
@@ -393,13 +412,21 @@ class TextSchedule:
             if row.state is RowState.FRESH:
                 row.enter(RowState.DECODING)
 
-    def _time_step(self, outcome: Outcome, lone: Row | None) -> None:
+    def _forget_time(self) -> None:
+        """Note that other work comes between the last step and the next."""
+        self._stepped = None
+        if self._lookups is not None:
+            self._lookups.skip()
+
+    def _time_step(self, outcome: Outcome, lone: Row | None, looked_up: Sequence[Row]) -> None:
         seconds = None if self._stepped is None else outcome.ended - self._stepped
         self._pace.saw_step(seconds)
         self._stepped = outcome.ended
+        assert isinstance(outcome.done, Decoded)
         if self._drafts is not None:
-            assert isinstance(outcome.done, Decoded)
             self._drafts.saw_step(lone, outcome.done, seconds)
+        if self._lookups is not None:
+            self._lookups.saw_step(looked_up, outcome.done, seconds)
 
     def _lose_step(self, work: Decode, fault: Fault) -> None:
         """Have the rows of a step that failed read anew."""
@@ -410,6 +437,9 @@ class TextSchedule:
             stepping = False
         elif self._drafts is not None:
             self._drafts.forget()
+        if self._lookups is not None and not work.trial:
+            self._lookups.saw_fault(guessed=bool(work.guesses))
+            stepping = not work.guesses
         trial = self._recovery.trial
         if not work.trial:
             self._lose(fault, self._groups.rows, stepping=stepping)

@@ -72,7 +72,7 @@ class Always(SpeculationController):
     def choose(self, most: int) -> int:
         return min(self._fixed or self._dice.randint(1, 5), most)
 
-    def saw_round(self, proposed: int, accepted: int, seconds: float) -> None:
+    def saw_round(self, *args: Any, **more: Any) -> None:
         """Nothing to find out."""
 
     def saw_reading(self, tokens: int, seconds: float) -> None:

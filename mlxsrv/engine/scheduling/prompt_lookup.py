@@ -11,7 +11,6 @@ tokens occur in both.
 
 A match of n tokens proposes n tokens at most: a repetition that has just begun is often a chance.
 
-Host code without MLX. Used on the device thread only.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 GRAM = 3  # tokens with which a match begins
-AT_ONCE = 4096  # tokens that one call indexes at most: about a millisecond
+AT_ONCE = 4096  # tokens to index between two steps at most: about a millisecond
 
 _BITS = 21  # of a token id in a key. Larger ids would share keys, and be proposed wrongly at worst
 _MASK = (1 << GRAM * _BITS) - 1
@@ -43,16 +42,20 @@ class PromptLookup:
         self._matched = 0  # tokens of the match; 0: there is none
         self.extend(text)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the text.
+    def __len__(self) -> int:
+        """Tokens of the text."""
+        return len(self._text)
 
-        A call looks at `AT_ONCE` tokens at most, so that nobody waits for a long prompt. Nothing is
+    def extend(self, tokens: Sequence[int], limit: int = AT_ONCE) -> int:
+        """Append `tokens` to the text. Returns how many tokens were looked at.
+
+        A call looks at `limit` tokens at most, so that nobody waits for a long prompt. Nothing is
         proposed until later calls, which may bring no tokens, have looked at the rest.
         """
         self._text += tokens
         text, behind = self._text, self._behind
         key, place, matched = self._key, self._place, self._matched
-        end = min(len(text), self._indexed + AT_ONCE)
+        end = min(len(text), self._indexed + limit)
         for index in range(self._indexed, end):
             token = text[index]
             key = (key << _BITS | token) & _MASK
@@ -63,7 +66,9 @@ class PromptLookup:
             else:
                 matched = 0
             behind[key] = index + 1
-        self._key, self._place, self._matched, self._indexed = key, place, matched, end
+        looked, self._indexed = end - self._indexed, end
+        self._key, self._place, self._matched = key, place, matched
+        return looked
 
     def propose(self, most: int) -> list[int]:
         """At most `most` tokens that are likely to follow the text; none where it repeats nothing.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.engine.execution.prompt_lookup import AT_ONCE, GRAM, PromptLookup
+from mlxsrv.engine.scheduling.prompt_lookup import AT_ONCE, GRAM, PromptLookup
 
 TEXTS = st.lists(st.integers(0, 3), max_size=80)  # few tokens, so that they repeat
 

@@ -1,0 +1,122 @@
+"""What a step tells, and what the rows' constraints say to it.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlxsrv.engine.events import Activations, Likelihood
+from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.live_row import LiveRow
+from mlxsrv.engine.outcomes import Decoded, RowFailure
+from mlxsrv.engine.sampling.processors import Masks
+
+
+class Told:
+    """What a step has told so far. If it fails then, this counts nevertheless."""
+
+    __slots__ = (
+        "accepted",
+        "activations",
+        "bound",
+        "broken",
+        "failures",
+        "following",
+        "likelihoods",
+        "tokens",
+        "waited",
+    )
+
+    def __init__(self) -> None:
+        self.tokens: list[tuple[int, int]] = []
+        self.likelihoods: dict[int, Likelihood] = {}
+        self.broken: list[int] = []
+        self.failures: dict[int, RowFailure] = {}
+        self.bound: list[int] = []
+        self.following: dict[int, int] = {}
+        self.accepted: dict[int, int] = {}
+        self.activations: list[Activations] = []
+        self.waited = 0.0
+
+    def fail(self, row: LiveRow, reason: str, clear: str | None = None) -> None:
+        """Note that the row cannot go on. The first cause counts."""
+        self.failures.setdefault(row.id, RowFailure(row.id, reason, clear))
+
+    def finish(self) -> Decoded:
+        return Decoded(
+            tuple(self.tokens),
+            self.likelihoods,
+            tuple(self.broken),
+            tuple(self.failures.values()),
+            tuple(self.bound),
+            self.following,
+            self.accepted,
+            tuple(self.activations),
+            self.waited,
+        )
+
+
+def tell_tokens(row: LiveRow, tokens: Sequence[int], told: Told) -> int:
+    """Tell the tokens of a round, up to the one after which the row's constraint binds the next,
+    or fails. Returns how many it was."""
+    for taken, token in enumerate(tokens, start=1):
+        row.drawn.append(token)
+        told.tokens.append((row.id, token))
+        accept(row, told)
+        if row.id in told.failures or binds(row, told):
+            return taken
+    return len(tokens)
+
+
+# What concerns the constraint of one row. An error of it, or a panic, is that row's failure only.
+
+
+def accept(row: LiveRow, told: Told) -> None:
+    """Tell the row's constraint the tokens that it has not seen."""
+    if row.constraint is None or row.accepted_tokens == len(row.drawn):
+        return
+    try:
+        for token in row.drawn[row.accepted_tokens :]:
+            row.constraint.accept(token)
+            row.accepted_tokens += 1
+    except BaseException as error:
+        if not survivable(error):
+            raise
+        told.fail(row, describe(error))
+
+
+def binds(row: LiveRow, told: Told) -> bool:
+    """Whether the row's constraint binds its next token."""
+    if row.constraint is None or row.id in told.failures or row.id in told.broken:
+        return False
+    try:
+        return not row.constraint.dormant
+    except BaseException as error:
+        if not survivable(error):
+            raise
+        told.fail(row, describe(error))
+        return False
+
+
+def tell_constraints(rows: Sequence[LiveRow], masks: Masks, told: Told) -> None:
+    """Tell which constraints bind the token that was just drawn, and which cannot go on."""
+    told.bound += [rows[i].id for i in masks.bound]
+    for i, reason in masks.faults.items():
+        told.fail(rows[i], reason)
+    for row in rows:
+        if row.constraint is not None and (failure := _find_failure(row)) is not None:
+            told.fail(row, *failure)
+
+
+def _find_failure(row: LiveRow) -> tuple[str, str | None] | None:
+    """Why the row's constraint cannot go on, for the log and for a client."""
+    assert row.constraint is not None
+    try:
+        failure = row.constraint.failure
+    except BaseException as error:
+        if not survivable(error):
+            raise
+        return describe(error), None
+    return None if failure is None else (failure, f"the grammar cannot go on: {failure}")
