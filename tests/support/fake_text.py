@@ -339,6 +339,8 @@ class FakeText:
         if fault is None or told:
             if work.proposals:
                 done = self._run_round(rows, work)
+            elif work.guesses:
+                done = self._run_guesses(rows, work)
             else:
                 done = self._step(rows, trial=work.trial)
         if fault is not None:
@@ -355,7 +357,8 @@ class FakeText:
 
     def passes_of_step(self, work: Decode) -> list[Pass]:
         """The passes of a step that was just done, or would be."""
-        tokens = 1 + sum(work.proposals)
+        guessed = max(map(len, work.guesses), default=0)
+        tokens = max(1 + sum(work.proposals), guessed)
         return [
             Pass(len(group), tokens, max(row.held for row in group))
             for group in self._decoders[work.trial]
@@ -440,37 +443,72 @@ class FakeText:
     def _run_round(self, rows: Sequence[FakeRow], work: Decode) -> Decoded:
         [count], [row] = work.proposals, rows
         require(self._facts.drafts, "there is no draft model")
-        require(not row.fresh, "proposals to a fresh row")
-        require(not self.watched, "proposals while each token is watched")
-        require(row.job.logprobs is None and not row.job.sampling.changes_logits, "each token asks")
-        require(not self._device.binds(row.job, len(row.drawn)), "the constraint binds a token")
-        require(count > 0 and len(row.drawn) + 1 + count <= row.job.max_tokens, count, "proposals")
+        self._require_proposable(row, count)
+        require(count > 0, "no proposals")
         require(self._draft is not None and self._draft[0] == row.id, "the draft follows another")
         assert self._draft is not None
         read = self._draft[1]
         require(common_prefix(read, row.text) == read.size, "the draft has read another text")
         require(row.length - read.size <= MOST_UNREAD, "the draft lacks much of the text")
         length = row.length
-        if self._device.breaks(row.job, len(row.drawn)):
-            row.over = True
-            return Decoded(broken=(row.id,))
-        accepted = self._device.accept(row.job, len(row.drawn), count)
+        accepted = {row.id: self._device.accept(row.job, len(row.drawn), count)}
+        done = self._check(rows, accepted)
+        if row.id not in done.broken:
+            self._draft = row.id, row.text[: min(length + count, row.length)]
+        return done
+
+    def _run_guesses(self, rows: Sequence[FakeRow], work: Decode) -> Decoded:
+        require(self._facts.lookup, "nothing is looked up in this model")
+        require(not work.trial, "proposals to a row on trial")
+        require(len(self._decoders[False]) == 1, "proposals to rows in several passes")
+        require(len(work.guesses) == len(rows), "guesses for other rows")
+        require(any(work.guesses), "no guesses")
+        accepted: dict[int, int] = {}
+        for row, guess in zip(rows, work.guesses, strict=True):
+            require(len(guess) != 1, "a guess of an input, and no proposal")
+            self._require_proposable(row, max(len(guess) - 1, 0))
+            tokens = [self._device.draw(row.job, len(row.drawn) + i) for i in range(len(guess))]
+            if guess and guess[0] == tokens[0]:
+                pairs = zip(guess[1:], tokens[1:], strict=True)
+                same = [proposed == drawn for proposed, drawn in pairs]
+                accepted[row.id] = (*same, False).index(False)
+        if not accepted:
+            return self._step(rows, trial=False)
+        return self._check(rows, accepted)
+
+    def _require_proposable(self, row: FakeRow, count: int) -> None:
+        """Check that so many tokens may be proposed to a row, or to others in the same pass."""
+        require(not row.fresh, "proposals to a fresh row")
+        require(not self.watched, "proposals while each token is watched")
+        require(row.job.logprobs is None and not row.job.sampling.changes_logits, "each token asks")
+        require(not self._device.binds(row.job, len(row.drawn)), "the constraint binds a token")
+        require(not count or len(row.drawn) + 1 + count <= row.job.max_tokens, count, "proposals")
+
+    def _check(self, rows: Sequence[FakeRow], accepted: dict[int, int]) -> Decoded:
+        """A pass that checks proposals, so many of which hold."""
         tokens: list[tuple[int, int]] = []
+        broken: list[int] = []
         failures: list[RowFailure] = []
-        for _ in range(accepted + 1):
-            tokens.append((row.id, self._tell(row, failures)))
-            if failures or self._find_bound([row]):
-                break
-        self._draft = row.id, row.text[: min(length + count, row.length)]
         following: dict[int, int] = {}
-        if len(tokens) == accepted + 1 and not failures:
-            following[row.id] = self._device.draw(row.job, len(row.drawn))
+        for row in rows:
+            if self._device.breaks(row.job, len(row.drawn)):
+                row.over = True
+                broken.append(row.id)
+                continue
+            for left in range(accepted.get(row.id, 0), -1, -1):
+                failed = len(failures)
+                tokens.append((row.id, self._tell(row, failures)))
+                if len(failures) > failed or self._find_bound([row]):
+                    break
+                if left == 0:
+                    following[row.id] = self._device.draw(row.job, len(row.drawn))
         return Decoded(
             tokens=tuple(tokens),
+            broken=tuple(broken),
             failures=tuple(failures),
-            bound=self._find_bound([row]),
+            bound=self._find_bound(rows),
             following=following,
-            accepted={row.id: accepted},
+            accepted={row_id: n for row_id, n in accepted.items() if row_id not in broken},
         )
 
     def read_draft(self, work: ReadDraft, fault: Fault | None) -> None:

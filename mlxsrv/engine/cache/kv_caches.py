@@ -207,6 +207,11 @@ class PaddedKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
         self._end_rows([a + b for a, b in zip(short, surplus, strict=True)])
         self.offset = self.offset - mx.array(list(surplus))
 
+    def align(self) -> None:
+        """Have all rows end at the same column, which copies them."""
+        if self._short:
+            self._align(range(len(self._short)))
+
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         if not self._short:
             fetched: tuple[mx.array, mx.array] = super().update_and_fetch(keys, values)
@@ -247,8 +252,7 @@ class PaddedKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types
 
     def extend(self, other: PaddedKVCache) -> None:
         for each in (self, other):
-            if each._short:
-                each._align(range(len(each._short)))
+            each.align()
         super().extend(other)
 
     def extract(self, idx: int) -> KVCache:

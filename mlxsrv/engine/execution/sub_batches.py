@@ -17,6 +17,8 @@ from mlxsrv.engine.outcomes import KeptPrompt
 from mlxsrv.engine.plans import Keep
 from mlxsrv.engine.steering.plan import SteeringPlan, forward
 
+_ALIGN_AFTER = 64  # plain steps
+
 
 class SubBatch:
     """Rows and their KV cache: that of a batch, or of one row where a model's cannot be merged.
@@ -24,16 +26,19 @@ class SubBatch:
     `plan` is the steering of its rows, to be made anew whenever they change.
     """
 
-    __slots__ = ("batched", "cache", "plan", "rows")
+    __slots__ = ("_ragged_for", "batched", "cache", "plan", "rows")
 
     def __init__(self, rows: list[LiveRow], cache: Cache, *, batched: bool) -> None:
         self.rows = rows
         self.cache = cache
         self.batched = batched
         self.plan: SteeringPlan | None = None
+        self._ragged_for: int | None = None  # plain steps since rows were cut apart
 
     def decode(self, model: Any, inputs: mx.array) -> mx.array:
         """Feed each row its input `(rows,)`. Returns logits `(rows, vocabulary)`, not evaluated."""
+        if self._ragged_for is not None:
+            self._align_in_time()
         logits: mx.array = forward(model, self.plan, inputs[:, None], self.cache)
         return logits[:, -1, :]
 
@@ -50,6 +55,17 @@ class SubBatch:
                 layer.trim(surplus[0])
             else:
                 layer.cut(surplus)
+                self._ragged_for = 0
+
+    def _align_in_time(self) -> None:
+        """Align rows that were cut apart and have been decoded plainly for long since. Such steps
+        are slower by some hundredths, and a copy of the cache takes about as long as a step."""
+        assert self._ragged_for is not None
+        self._ragged_for += 1
+        if self._ragged_for == _ALIGN_AFTER:
+            self._ragged_for = None
+            for layer in self.cache:
+                layer.align()
 
     def keep(self, indices: Sequence[int]) -> None:
         """Drop all rows but those at `indices`, at least one."""

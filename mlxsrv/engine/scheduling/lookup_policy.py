@@ -119,12 +119,12 @@ class LookupPolicy:
         done, controller = outcome.done, self._last
         assert isinstance(done, Decoded)
         assert controller is not None
-        begun = done.waited if self._ended is None else self._ended
         self._bound = frozenset(done.bound)
         if not done.accepted:  # no input was guessed rightly, so it was a plain step
-            controller.saw_delay(outcome.ended - begun)
+            controller.saw_delay(outcome.ended - done.waited)
             self._following, self._ended = {}, None
             return
+        begun = done.waited if self._ended is None else self._ended
         accepted = sum(done.accepted.values())
         self._drafted += sum(self._asked[row_id] for row_id in done.accepted)
         self._accepted += accepted

@@ -85,7 +85,10 @@ class ChanceDevice(FakeDevice):
 
     def draw(self, job: Job, place: int) -> int:
         ends = self._happens(self._rates.end, "end", job.id, place)
-        return END if ends else super().draw(job, place)
+        # Some answers repeat themselves, most of the time.
+        repeats = self._happens(0.5, "repeats", job.id)
+        slips = self._happens(0.1, "slips", job.id, place)
+        return END if ends else super().draw(job, place % 5 if repeats and not slips else place)
 
     def breaks(self, job: Job, place: int) -> bool:
         return self._happens(self._rates.nan, "nan", job.id, place)
@@ -120,11 +123,13 @@ def text_facts(draw: Any) -> TextFacts:
         "window": (KVCost(PER_TOKEN // 2), KVCost(PER_TOKEN // 2, window=128)),
         "recurrent": (KVCost(PER_TOKEN // 4), KVCost(0, fixed=2000)),
     }[kind]
+    proposer = draw(st.sampled_from(["draft", "lookup", "nobody"]))
     return TextFacts(
         batched=batched,
         cuts=kind == "attention",
         pads=draw(st.booleans()),
-        drafts=kind == "attention" and draw(st.booleans()),
+        drafts=kind == "attention" and proposer == "draft",
+        lookup=kind == "attention" and proposer == "lookup",
         padding=draw(st.sampled_from([0, 4 * PER_TOKEN, 64 * PER_TOKEN, 1 << 30])),
         vocabulary=draw(st.sampled_from([300, 1 << 21])),
         prompt_cache_bytes=draw(st.sampled_from([0, 200 * PER_TOKEN, 1 << 30])),

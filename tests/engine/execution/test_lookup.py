@@ -1,0 +1,385 @@
+"""Prompt lookup: whatever is proposed to the rows of a batch, their text is that of plain steps."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from mlxsrv.engine.events import Event, Failed, PromptRead, Token
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
+from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.row import Row
+from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
+from mlxsrv.generation.parameters import Mask, Sampling
+from tests.support.effort import often, per_cache
+from tests.support.greedy import assert_greedy
+from tests.support.text_engine import TextEngine
+from tests.support.tiny import write_model
+
+GREEDY = Sampling(temperature=0)
+SEEDED = Sampling(temperature=0.8, top_p=0.95, seed=7)
+CACHE_BYTES = 1 << 28
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Loads a family's tiny model, once a session."""
+    root = tmp_path_factory.mktemp("models")
+
+    @cache
+    def load(family: str) -> Any:
+        model, _ = load_model(write_model(root / family, family))
+        mx.eval(model.parameters())
+        return model
+
+    return load
+
+
+class Eager(SpeculationController):
+    """Finds rounds worth it most of the time, with as many proposals as the dice say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._dice = random.Random(0)
+
+    def affords(self, unread: int) -> bool:
+        return self._dice.random() < 0.8
+
+    def choose(self, most: int) -> int:
+        return self._dice.randint(1, most)
+
+    def saw_round(self, *args: Any, **more: Any) -> None:
+        """Nothing to find out."""
+
+    def saw_delay(self, seconds: float) -> None:
+        """Nothing to find out."""
+
+
+class Knowing(LookupPolicy):
+    """Knows what rows say, and is often wrong: at the input, in the middle, or not at all.
+
+    Args:
+        answers: by job.
+    """
+
+    def __init__(self, answers: Mapping[int, Sequence[int]], slips: float = 0.15) -> None:
+        super().__init__(Eager)
+        self._answers, self._slips = answers, slips
+        self._chance = random.Random(1)
+
+    def _continue(self, row: Row) -> Sequence[int]:
+        drawn = len(row.drawn)
+        most = min(self._chance.randint(0, 8), row.job.max_tokens - drawn - 1)
+        found = self._answers[row.id][drawn : drawn + most + 1]
+        slips = [self._chance.random() < self._slips for _ in found]
+        guess = [(t + 1) % 500 if slip else t for t, slip in zip(found, slips, strict=True)]
+        return guess if len(guess) > 1 else ()
+
+
+def job(number: int, prompt: tuple[int, ...], max_tokens: int = 30, **more: Any) -> Job:
+    more.setdefault("sampling", GREEDY)
+    more.setdefault("end_tokens", frozenset())
+    return Job(number, "m", prompt, max_tokens, **more)
+
+
+def make(
+    model: Any, policy: LookupPolicy | None, *, max_rows: int = 4, cache_bytes: int = 0
+) -> TextEngine:
+    """An engine with this policy; without one, of plain steps only."""
+    engine = TextEngine(
+        model,
+        max_rows=max_rows,
+        pace=Pace(64, 10.0),
+        cache_bytes=cache_bytes,
+        lookup=policy is not None,
+        padding=1 << 20,
+    )
+    if engine.schedule._lookups is not None:
+        assert policy is not None
+        engine.schedule._lookups = policy
+    return engine
+
+
+def step(engine: TextEngine) -> list[Event]:
+    """One round; afterwards the rows are as plain steps would have left them."""
+    events = engine.decode() + engine.prefill()
+    for sub_batch in engine.runner._main.sub_batches if engine.runner.facts.lookup else ():
+        for i, row in enumerate(sub_batch.rows):
+            assert sub_batch.extract(i)[0].size() == len(row.seen) - row.fresh
+    return events
+
+
+def run(engine: TextEngine, later: Iterable[Job] = ()) -> dict[int, list[int]]:
+    """Every job's tokens; one more of `later` is submitted every few rounds."""
+    late = list(later)
+    drawn: dict[int, list[int]] = {}
+    rounds = 0
+    while late or not engine.idle:
+        if late and (rounds % 3 == 2 or engine.idle):
+            engine.submit(late.pop(0))
+        events = step(engine)
+        assert not [event for event in events if isinstance(event, Failed)]
+        for event in tokens_of(events):
+            drawn.setdefault(event.job, []).append(event.id)
+        rounds += 1
+    return drawn
+
+
+def tokens_of(events: Iterable[Event]) -> list[Token]:
+    return [event for event in events if isinstance(event, Token)]
+
+
+def prompts(n: int, seed: int, low: int = 3, high: int = 60) -> list[tuple[int, ...]]:
+    dice = random.Random(seed)
+    return [tuple(dice.choices(range(5, 300), k=dice.randint(low, high))) for _ in range(n)]
+
+
+def plainly(model: Any, jobs: Iterable[Job]) -> dict[int, list[int]]:
+    """What each job draws alone, in plain steps."""
+    return {asked.id: run(make(model, None, max_rows=1), [asked])[asked.id] for asked in jobs}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("max_rows", [1, 3, 8])
+@pytest.mark.parametrize("family", per_cache(["qwen3", "llama", "qwen3_moe"]))
+@pytest.mark.slow
+def test_the_text_is_that_of_plain_steps(
+    models: Any, family: str, max_rows: int, sampling: Sampling
+) -> None:
+    model = models(family)
+    dice = random.Random(2)
+    jobs = [
+        job(i, prompt, dice.randint(1, 40) if i % 3 else 60, sampling=sampling)
+        for i, prompt in enumerate(prompts(9, seed=1))
+    ]
+    answers = plainly(model, jobs)
+    if sampling is GREEDY:
+        for asked in jobs:
+            assert_greedy(model, asked.prompt, answers[asked.id], asked.max_tokens)
+    engine = make(model, Knowing(answers), max_rows=max_rows, cache_bytes=CACHE_BYTES)
+    assert run(engine, jobs) == answers
+    seen = engine.statistics()
+    assert 0 < seen["accepted"] < seen["drafted"]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_texts_that_repeat_themselves(models: Any, sampling: Sampling) -> None:
+    model = models("qwen3")
+    files = prompts(3, seed=3, low=20, high=40)
+    answers = plainly(model, [job(i, file * 2, 40) for i, file in enumerate(files)])
+    # Each prompt has its answer to another prompt in it, so some of what is found holds.
+    jobs = [
+        job(i, (*file, *file, *answers[i], *file, *file), 40, sampling=sampling)
+        for i, file in enumerate(files)
+    ]
+    expected = plainly(model, jobs)
+    engine = make(model, LookupPolicy(Eager))
+    for asked in jobs:
+        engine.submit(asked)
+    assert run(engine) == expected
+    assert engine.statistics()["drafted"] > 0
+
+
+def test_a_row_that_is_cancelled_between_rounds_is_gone_and_others_go_on(models: Any) -> None:
+    model = models("qwen3")
+    jobs = [job(i, prompt, 50) for i, prompt in enumerate(prompts(3, seed=4))]
+    answers = plainly(model, jobs)
+    engine = make(model, Knowing(answers))
+    for asked in jobs:
+        engine.submit(asked)
+    drawn: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while len(drawn[1]) < 20:
+        for event in tokens_of(step(engine)):
+            drawn[event.job].append(event.id)
+    engine.cancel([1])
+    rest = run(engine)
+    assert {*rest} == {0, 2}
+    for number in rest:
+        assert drawn[number] + rest[number] == answers[number]
+
+
+@pytest.mark.parametrize("ends", ["end token", "max_tokens"])
+def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
+    models: Any, ends: str
+) -> None:
+    model = models("qwen3")
+    first, other, more = prompts(3, seed=5, low=70, high=80)
+    jobs = [job(0, first, 40), job(1, other, 60)]
+    answers = plainly(model, jobs)
+    expected = answers[0]
+    place = next(i for i in range(12, 30) if expected[i] not in expected[:i])
+    if ends == "end token":
+        jobs[0] = job(0, first, 40, end_tokens=frozenset({expected[place]}))
+    else:
+        jobs[0] = job(0, first, place + 1)
+    engine = make(model, Knowing(answers, slips=0.0), cache_bytes=CACHE_BYTES)
+    for asked in jobs:
+        engine.submit(asked)
+    drawn = run(engine)
+    assert drawn == {0: expected[: place + 1], 1: answers[1]}
+    assert engine.statistics()["accepted"] > 0
+    follow_up = (*first, *drawn[0], *more)
+    answers[2] = plainly(model, [job(2, follow_up)])[2]
+    events = engine.submit(job(2, follow_up))
+    while not engine.idle:
+        events += step(engine)
+    assert PromptRead(2, len(first) + place + 1) in events
+    assert [event.id for event in tokens_of(events)] == answers[2]
+
+
+class WakesUp:
+    """A constraint that is dormant, but for the three tokens behind each multiple of five, which
+    are odd."""
+
+    failure = None
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
+        self._left = 0
+
+    @property
+    def dormant(self) -> bool:
+        return self._left == 0
+
+    def fill(self, mask: Mask) -> None:
+        mask[:] = 0x55555555 * 2 - 2**32
+
+    def accept(self, token: int) -> None:
+        if self._left:
+            assert token % 2
+            self._left -= 1
+        elif token % 5 == 0:
+            self._left = 3
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.slow
+def test_rounds_of_rows_whose_constraints_wake_up(models: Any, sampling: Sampling) -> None:
+    model = models("qwen3")
+    jobs = [job(i, prompt, 40, sampling=sampling) for i, prompt in enumerate(prompts(4, seed=6))]
+    answers: dict[int, list[int]] = {}
+    for asked in jobs:
+        plain = make(model, None)
+        plain.submit(asked, WakesUp() if asked.id < 2 else None)
+        answers |= run(plain)
+    engine = make(model, Knowing(answers))
+    for asked in jobs:
+        engine.submit(asked, WakesUp() if asked.id < 2 else None)
+    assert run(engine) == answers
+    assert engine.statistics()["accepted"] > 0
+
+
+def test_rows_that_need_a_look_at_every_token_and_others_beside_them(models: Any) -> None:
+    model = models("qwen3")
+    first, second = prompts(2, seed=7)
+    jobs = [job(0, first, 40, logprobs=2), job(1, second, 70)]
+    answers = plainly(model, jobs)
+    engine = make(model, Knowing(answers))
+    for asked in jobs:
+        engine.submit(asked)
+    drawn: dict[int, list[int]] = {0: [], 1: []}
+    while not engine.idle:
+        for event in tokens_of(step(engine)):
+            assert (event.likelihood is not None) == (event.job == 0)
+            drawn[event.job].append(event.id)
+        assert engine.statistics()["drafted"] == 0 or len(drawn[0]) == 40
+    assert drawn == answers
+    assert engine.statistics()["drafted"] > 0, "from when the row with log-probabilities has left"
+
+
+@pytest.mark.parametrize(
+    "family", often(["gemma3_text", "mamba2", "qwen3_next", "llama4"], ["gemma3_text", "mamba2"])
+)
+def test_nothing_is_looked_up_where_a_cache_cannot_be_cut_back(models: Any, family: str) -> None:
+    model = models(family)
+    asked = job(0, prompts(1, seed=8)[0] * 3, 10)
+    engine = make(model, LookupPolicy(Eager))
+    assert "drafted" not in engine.statistics()
+    assert run(engine, [asked]) == plainly(model, [asked])
+
+
+class Refusing:
+    """The real model, which fails in passes over several tokens while it is to."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.layers = model.layers
+        self.failing = False
+        self.failed = 0
+
+    def __call__(self, tokens: Any, cache: Any) -> Any:
+        if self.failing and 1 < tokens.shape[1] < 10:
+            self.failed += 1
+            raise RuntimeError("refused")
+        return self._model(tokens, cache=cache)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_error_of_a_round_costs_nobody_a_token(models: Any, rows: int) -> None:
+    model = Refusing(models("qwen3"))
+    jobs = [job(i, p, 40) for i, p in enumerate(prompts(2 * rows, seed=9, low=20, high=30))]
+    answers = plainly(model, jobs)
+    engine = make(model, Knowing(answers))
+    model.failing = True
+    for asked in jobs[:rows]:
+        engine.submit(asked)
+    drawn: dict[int, list[int]] = {}
+    while not engine.idle:
+        events = step(engine)
+        assert not [event for event in events if isinstance(event, Failed)]
+        for event in tokens_of(events):
+            drawn.setdefault(event.job, []).append(event.id)
+        model.failing &= model.failed == 0
+    assert model.failed == 1
+    assert drawn == {asked.id: answers[asked.id] for asked in jobs[:rows]}
+    assert engine.statistics()["drafted"] == 0
+    for asked in jobs[rows:]:
+        engine.submit(asked)
+    assert run(engine) == {asked.id: answers[asked.id] for asked in jobs[rows:]}
+    assert engine.statistics()["accepted"] > 0
+
+
+class Breaking:
+    """The real model, which computes NaN behind a token at one place of a row."""
+
+    def __init__(self, model: Any, token: int) -> None:
+        self._model = model
+        self.layers = model.layers
+        self._token = token
+
+    def __call__(self, tokens: Any, cache: Any) -> Any:
+        logits = self._model(tokens, cache=cache)
+        return mx.where((tokens == self._token)[..., None], float("nan"), logits)
+
+
+def test_a_row_whose_logits_are_nan_fails_alone(models: Any) -> None:
+    model = models("qwen3")
+    jobs = [job(i, prompt, 40) for i, prompt in enumerate(prompts(3, seed=10))]
+    answers = plainly(model, jobs)
+    others = {*answers[1], *answers[2]}.union(*(asked.prompt for asked in jobs))
+    place = next(i for i in range(10, 40) if answers[0][i] not in others)
+    token = answers[0][place]
+    place = answers[0].index(token)
+    engine = make(Breaking(model, token), Knowing(answers, slips=0.0))
+    for asked in jobs:
+        engine.submit(asked)
+    drawn: dict[int, list[int]] = {}
+    failed: list[int] = []
+    while not engine.idle:
+        for event in step(engine):
+            if isinstance(event, Token):
+                drawn.setdefault(event.job, []).append(event.id)
+            elif isinstance(event, Failed):
+                failed.append(event.job)
+    assert failed == [0]
+    assert {1: drawn[1], 2: drawn[2]} == {1: answers[1], 2: answers[2]}
+    assert drawn[0] == answers[0][: len(drawn[0])]
+    assert len(drawn[0]) <= place + 1
