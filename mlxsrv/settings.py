@@ -120,9 +120,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="Small model that proposes tokens for MODEL (for the default model if none "
-            "is named); MODEL checks several of them in one step. It is used while few requests "
-            "run and while it makes them faster. Repeatable.",
-            extra={"metavar": "[MODEL=]ID_OR_PATH"},
+            "is named); MODEL checks several of them in one step. It is used while one request "
+            "runs and while that makes it faster. `ngram` stands for no model: tokens are looked "
+            "up in the texts of all requests, where these repeat themselves. Repeatable.",
+            extra={"metavar": "[MODEL=]ID_OR_PATH|ngram"},
         ),
     ] = ()
     kv_bits: Annotated[

@@ -220,7 +220,7 @@ def find_lookup_obstacle(caches: KVCacheFactory) -> str | None:
     do not hold must be cut from them, a different number of each row's."""
     if all(type(layer) is KVCache for layer in caches.make()):
         return None
-    return "the model's cache cannot be cut back, so nothing can be looked up"
+    return "the model's cache cannot be cut back, so no tokens can be looked up"
 
 
 def find_obstacle(model: Any, draft: Any) -> str | None:

@@ -18,7 +18,11 @@ from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
 from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder, EmbeddingEncoder
 from mlxsrv.engine.events import Loaded
-from mlxsrv.engine.execution.speculation import check_draft, find_obstacle
+from mlxsrv.engine.execution.speculation import (
+    check_draft,
+    find_lookup_obstacle,
+    find_obstacle,
+)
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.loading.device_memory import working_memory
 from mlxsrv.engine.loading.resident import ResidentModel
@@ -66,6 +70,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
     caches = yield from choose_kv_caches(model, order.max_kv_size, order.kv_bits)
     yield from warm_up(model, caches)
     draft, draft_notes = yield from _load_draft(order, reader, model, caches)
+    lookup, lookup_notes = _check_lookup(order, caches)
     vectors, vector_notes = fit_vectors(model, order.vectors)
     steerer = Steerer(model, vectors)
     text = TextRunner(
@@ -74,6 +79,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
         steerer=steerer,
         prompt_cache_bytes=_prompt_cache_bytes(order),
         draft=draft,
+        lookup=lookup,
     )
     loaded = Loaded(
         order.model,
@@ -81,7 +87,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
         text.facts.cuts,
         bytes=reader.bytes,
         shared=reader.shared,
-        notes=caches.notes + draft_notes + vector_notes,
+        notes=caches.notes + draft_notes + lookup_notes + vector_notes,
         vectors=tuple(vectors),
     )
     embedder = Embedder(EmbeddingDecoder(model), Path(order.path), order.model)
@@ -96,7 +102,8 @@ def _load_encoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
     yield from reader.read(mapped)
     encoder = EmbeddingEncoder(mapped.model)
     yield from warm_up_encoder(encoder)
-    notes = ("draft_model: not with an encoder, so it is not used",) if order.draft else ()
+    drafts = order.draft is not None or order.lookup
+    notes = ("draft_model: not with an encoder, so it is not used",) if drafts else ()
     loaded = Loaded(order.model, True, True, bytes=reader.bytes, shared=reader.shared, notes=notes)
     embedder = Embedder(encoder, Path(order.path), order.model)
     return ResidentModel(loaded, reader.files, embedder)
@@ -111,9 +118,8 @@ def _load_draft(
     """
     if order.draft is None:
         return None, ()
-    if caches.quantized or caches.bounded:
-        setting = "kv_bits" if caches.quantized else "max_kv_size"
-        return None, (f"draft_model: not with {setting}, so it is not used",)
+    if (note := _find_setting(caches)) is not None:
+        return None, (note,)
     mapped = yield from reader.map(order.draft)
     check_draft(model, mapped.model)
     if (obstacle := find_obstacle(model, mapped.model)) is not None:
@@ -121,6 +127,25 @@ def _load_draft(
     yield from reader.read(mapped)
     yield from warm_up(mapped.model, KVCacheFactory(mapped.model))
     return mapped.model, ()
+
+
+def _check_lookup(order: Load, caches: KVCacheFactory) -> tuple[bool, tuple[str, ...]]:
+    """Whether tokens are looked up for the rows; and a note, if they should be and cannot."""
+    if not order.lookup:
+        return False, ()
+    if (note := _find_setting(caches)) is not None:
+        return False, (note,)
+    if (obstacle := find_lookup_obstacle(caches)) is not None:
+        return False, (f"draft_model: {obstacle}",)
+    return True, ()
+
+
+def _find_setting(caches: KVCacheFactory) -> str | None:
+    """A note of the setting with which nothing can be proposed, if it is set."""
+    if not caches.quantized and not caches.bounded:
+        return None
+    setting = "kv_bits" if caches.quantized else "max_kv_size"
+    return f"draft_model: not with {setting}, so it is not used"
 
 
 def _prompt_cache_bytes(order: Load) -> int:

@@ -32,6 +32,8 @@ from mlxsrv.settings import Settings, SettingsError
 _log = logging.getLogger("mlxsrv.models")
 
 DEMO = "demo"
+NGRAM = "ngram"
+"""Stands for a draft model: tokens are looked up instead. A folder of that name is `./ngram`."""
 _DEMO_FOLDER = Path(__file__).parents[1] / "demo"
 
 _LONGEST_NAME = 200  # characters of a request's name that are repeated, and compared with others
@@ -129,15 +131,23 @@ class Catalogue:
         return iter(self._index.entries.values())
 
     @property
-    def drafts(self) -> list[tuple[str, ModelSource]]:
-        """Names of models with their draft models, as `--draft-model` gives them."""
-        pairs = [_split(text, "draft_model") for text in self._settings.draft_model]
+    def drafts(self) -> list[tuple[str, ModelSource | None]]:
+        """Names of models with their draft models, as `--draft-model` gives them; None: tokens are
+        looked up in their texts instead."""
+        pairs = [_split_draft(text) for text in self._settings.draft_model]
         return [(name or self.default, source) for name, source in pairs]
 
     def draft(self, entry: ModelEntry) -> ModelSource | None:
         """The draft model of this entry, if it has one."""
+        return next(iter(self._drafts_of(entry)), None)
+
+    def looks_up(self, entry: ModelEntry) -> bool:
+        """Whether tokens are looked up in the texts of this entry."""
+        return self._drafts_of(entry)[:1] == [None]
+
+    def _drafts_of(self, entry: ModelEntry) -> list[ModelSource | None]:
         names = (entry.name, *entry.aliases)
-        return next((source for name, source in self.drafts if name in names), None)
+        return [source for name, source in self.drafts if name in names]
 
     def name(self, name: str | None) -> str:
         """The entry's name if this is a known name or alias; else the name as it is. Clients of
@@ -349,6 +359,12 @@ def _split(text: str, option: str) -> tuple[str, ModelSource]:
         if not os.path.isdir(adapter):
             raise SettingsError(f"{option}: there is no adapter folder {directory!r}")
     return name, ModelSource(_place(rest, option), adapter)
+
+
+def _split_draft(text: str) -> tuple[str, ModelSource | None]:
+    """Read `[MODEL=]ID_OR_PATH`, or `[MODEL=]ngram`, for which there is no source."""
+    name, _, rest = text.rpartition("=")
+    return (name, None) if rest == NGRAM else _split(text, "draft_model")
 
 
 def _split_alias(text: str) -> tuple[str, str]:

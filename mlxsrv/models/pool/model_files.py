@@ -39,14 +39,21 @@ def capped(context_length: int | None, settings: Settings) -> int | None:
 
 
 def load_order(
-    name: str, files: ModelFiles, settings: Settings, vectors: Iterable[ControlVector]
+    name: str,
+    files: ModelFiles,
+    settings: Settings,
+    vectors: Iterable[ControlVector],
+    *,
+    lookup: bool = False,
 ) -> Load:
-    """The order that tells the device thread to load a model."""
+    """The order that tells the device thread to load a model. `lookup`: tokens are looked up in its
+    texts."""
     return Load(
         model=name,
         path=str(files.folder),
         adapter=None if files.adapter is None else str(files.adapter),
         draft=None if files.draft is None else str(files.draft),
+        lookup=lookup,
         max_rows=settings.max_concurrency,
         prefill_chunk=settings.prefill_chunk,
         max_gap=settings.max_gap,

@@ -314,7 +314,8 @@ class Pool:
             # The evictions are in the device thread's inbox already, before this load.
             victims = await self._wait_for_memory(model)
             placed = loop.time()
-            order = load_order(model.name, model.files, self._settings, self.vectors)
+            lookup = self.catalogue.looks_up(model.entry)
+            order = load_order(model.name, model.files, self._settings, self.vectors, lookup=lookup)
             loaded = await self.engine.load(order)
         except Unwanted:
             model.load_task = None

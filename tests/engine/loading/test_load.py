@@ -441,6 +441,36 @@ def test_a_draft_model_of_another_vocabulary_is_refused(
         load(model_folder("qwen3"), draft=str(other))
 
 
+@pytest.mark.slow
+def test_tokens_are_looked_up_if_that_is_ordered(model_folder: ModelFolder) -> None:
+    folder = model_folder("qwen3")
+    resident = load(folder, lookup=True)
+    assert HandRunner(resident).text.facts.lookup
+    assert resident.loaded.notes == ()
+    assert not HandRunner(load(folder)).text.facts.lookup
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "note"),
+    [
+        ("qwen3", {"kv_bits": 8}, "draft_model: not with kv_bits"),
+        ("qwen3", {"max_kv_size": 64}, "draft_model: not with max_kv_size"),
+        ("mamba", {}, "draft_model: the model's cache cannot be cut back"),
+    ],
+)
+def test_tokens_are_not_looked_up_where_that_cannot_be(
+    wide: Callable[[str], Path],
+    model_folder: ModelFolder,
+    family: str,
+    settings: dict[str, Any],
+    note: str,
+) -> None:
+    folder = wide(family) if settings else model_folder(family)
+    resident = load(folder, lookup=True, **settings)
+    assert not HandRunner(resident).text.facts.lookup
+    assert resident.loaded.notes[-1].startswith(note)
+
+
 # Others.
 
 

@@ -179,6 +179,16 @@ def test_a_draft_model_belongs_to_the_model_it_is_named_for(plain: Path) -> None
     assert by_name["demo"] is None
 
 
+def test_tokens_are_looked_up_for_the_model_that_is_named(plain: Path) -> None:
+    given = [f"b={plain}", "b=ngram", "ngram", f"demo={plain}"]
+    models = catalogue("a=org/a", "b=org/b", draft_model=given)
+    looked_up = {entry.name: (models.looks_up(entry), models.draft(entry)) for entry in models}
+    assert looked_up["a"] == (True, None)
+    assert not looked_up["b"][0], "the first value counts"
+    assert looked_up["b"][1] is not None
+    assert not looked_up["demo"][0]
+
+
 # What is found.
 
 
