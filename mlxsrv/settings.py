@@ -120,9 +120,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description="Small model that proposes tokens for MODEL (for the default model if none "
-            "is named); MODEL checks several of them in one step. It is used while one request "
-            "runs and while that makes it faster. `ngram` stands for no model: tokens are looked "
-            "up in the texts of all requests, where these repeat themselves. Repeatable.",
+            "is named); MODEL checks several in one step. Used while one request runs and while "
+            "that is faster. `ngram`: no model; all requests' own texts are looked up. Repeatable.",
             extra={"metavar": "[MODEL=]ID_OR_PATH|ngram"},
         ),
     ] = ()

@@ -166,6 +166,13 @@ class Pseudonyms:
         self._coming.clear()
         self._last = None
 
+    def hide_guesses(self, work: Work) -> Work:
+        """The work without the tokens that are guessed in it. Pseudonyms do not show where a text
+        repeats itself, so no replay could find these tokens again."""
+        if not isinstance(work, Decode) or not work.guesses:
+            return work
+        return msgspec.structs.replace(work, guesses=tuple(map(_blank, work.guesses)))
+
     def forget(self, work: Release) -> None:
         """Note that rows are released."""
         for leave in work.rows:

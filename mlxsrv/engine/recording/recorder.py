@@ -155,9 +155,11 @@ class Recorder:
         return Received(received.client, order)
 
     def _make_plan(self, plan: RoundPlan) -> Line:
+        works = plan.works
         if self._pseudonyms is not None:
-            self._pseudonyms.follow(plan.works)
-        return PlanLine(tuple(map(self._paths.hide_work, shorten(plan.works))))
+            self._pseudonyms.follow(works)
+            works = tuple(map(self._pseudonyms.hide_guesses, works))
+        return PlanLine(tuple(map(self._paths.hide_work, shorten(works))))
 
     def _make_outcome(self, work: Work, outcome: Outcome) -> Line:
         done = None if outcome.done is None else self._reduce(outcome.done)

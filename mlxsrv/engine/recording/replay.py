@@ -106,6 +106,10 @@ class Follower(Protocol):
         """
 
 
+def _guesses(work: Work) -> bool:
+    return isinstance(work, Decode) and any(work.guesses)
+
+
 class Replay:
     """One replay of a record.
 
@@ -155,6 +159,11 @@ class Replay:
             self.summary.ended = "the plan"
             return None
         if shorten(plan.works) != this.works:
+            if not self._reader.header.tokens and any(map(_guesses, this.works)):
+                raise RecordError(
+                    "tokens were looked up in texts, which takes real token ids: "
+                    "record with --record-tokens"
+                )
             what = "the plan is another"
             return Difference(this.number, what, this.works, shorten(plan.works))
         for work, result in zip(plan.works, this.results, strict=False):

@@ -125,6 +125,8 @@ class Chances:
 def test_whatever_happens_is_replayed(
     facts: TextFacts, rates: Rates, seed: int, tokens: bool
 ) -> None:
+    if not tokens:  # pseudonyms do not show what could be looked up
+        facts = msgspec.structs.replace(facts, lookup=False)
     device = ChanceDevice(facts, EmbedFacts(slices=True), seed, rates)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "record"

@@ -13,6 +13,7 @@ import pytest
 from mlxsrv.engine.orders import (
     Attach,
     Embed,
+    Job,
     Submit,
 )
 from mlxsrv.engine.outcomes import (
@@ -33,7 +34,7 @@ from mlxsrv.engine.recording.record_file import RecordError, RecordReader
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.errors import ServeError
 from mlxsrv.generation.parameters import Bans, Sampling
-from tests.support.fake_device import FakeDevice
+from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.recording import FIRST, LOAD, Writer, job, recorded, replay, write_record
 from tests.support.scheduling import Bench
 
@@ -124,6 +125,26 @@ def test_no_token_id_is_in_the_file(tmp_path: Path) -> None:
         found = ids & set(re.findall(r"\d+", path.read_text()))
         assert len(found) == (90 if tokens else 0)
         assert replay(path).tokens == 5
+
+
+def test_tokens_that_were_looked_up_are_not_in_the_file_and_not_found_again(
+    tmp_path: Path,
+) -> None:
+    class Repeating(Writer):
+        def draw(self, job: Job, place: int) -> int:
+            return FIRST + place % 6
+
+    facts = msgspec.structs.replace(FACTS, lookup=True)
+    asked = job(1, tuple(range(FIRST + 10, FIRST + 20)), max_tokens=60)
+    for tokens in (True, False):
+        path = tmp_path / f"{tokens}"
+        bench = write_record(path, asked, tokens=tokens, device=Repeating(facts))
+        assert any(work.guesses for work in bench.works(Decode))
+        found = {str(FIRST + n) for n in range(20)} & set(re.findall(r"\d+", path.read_text()))
+        assert bool(found) == tokens
+    assert replay(tmp_path / "True").difference is None
+    with pytest.raises(RecordError, match="record with --record-tokens"):
+        replay(tmp_path / "False")
 
 
 def test_pseudonyms_show_what_prompts_share_and_no_more(tmp_path: Path) -> None:
