@@ -148,9 +148,13 @@ class BatchSinkCache:
         if self._keys is None:
             return row
         window = self._window.extract(idx)
-        gone = min(max(window.offset - window.keys.shape[2], 0), KEPT)  # sinks not in the window
-        row.keys = _join(self._keys[idx : idx + 1, :, :gone], window.keys)
-        row.values = _join(self._values[idx : idx + 1, :, :gone], window.values)
+        sinks = min(window.offset, KEPT)
+        # The window may hold more than its size: older tokens, and in front of them the padding
+        # of a row whose slice was shorter than another's. Neither may stand for a first token.
+        last = min(window.offset - sinks, window.max_size)
+        start = window.keys.shape[2] - last
+        row.keys = _join(self._keys[idx : idx + 1, :, :sinks], window.keys[:, :, start:])
+        row.values = _join(self._values[idx : idx + 1, :, :sinks], window.values[:, :, start:])
         row.offset = window.offset
         row._idx = row.keys.shape[2]
         return row

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -78,6 +79,20 @@ def read_together(rows: list[Row], lengths: list[int], caches: list[SinkCache]) 
     check(rows, [own[:length] for own, length in zip(seen, lengths, strict=True)])
     batch.finalize()
     return batch
+
+
+@pytest.mark.parametrize("cached", [3, 11, 12, 13, 16, 30])
+@pytest.mark.parametrize("lengths", [(2, 1), (9, 1), (20, 3)])
+def test_a_row_leaves_with_its_first_tokens_whatever_padding_it_was_read_with(
+    cached: int, lengths: tuple[int, int]
+) -> None:
+    longer, row = Row(1000), Row(2000)
+    caches = [SinkCache(SIZE), read_alone(row, [cached])]
+    cache = read_together([longer, row], list(lengths), caches).extract(1)
+    assert (cache.offset, cache.max_size) == (row.length, SIZE)
+    batch = SinkCache.merge([cache])
+    for _ in range(3):
+        check([row], feed(batch, [row.grow(1)]))
 
 
 chunks = st.lists(st.integers(1, 20), max_size=4)
