@@ -137,12 +137,6 @@ def text_facts(draw: Any) -> TextFacts:
     )
 
 
-def make_prompt(family: int, size: int, tail: int) -> tuple[int, ...]:
-    """A prompt of one family: all begin alike, and those with a `tail` end with it."""
-    tokens = Random(family).choices(range(10, 90), k=size)
-    return (*tokens[: size - 1], 200 + tail) if tail else tuple(tokens)
-
-
 # What a client does, and how often.
 ACTIONS = {
     "submit": 60,
