@@ -149,3 +149,30 @@ def test_what_helps_is_used(
     taken = simulate(controller, 2000, chance=chance, pass_of=pass_of, proposal=proposal, seed=seed)
     assert controller.on
     assert 2000 / taken > speed
+
+
+@pytest.mark.parametrize("delay", [0.1, 0.5, 1.0])
+def test_rounds_that_come_to_nothing_cost_little(delay: float) -> None:
+    controller = SpeculationController()
+    tokens, seconds = 20_000, 0.0
+    for _ in range(tokens):
+        if controller.affords(0):
+            controller.choose(8)
+            controller.saw_delay(delay)
+            seconds += delay
+        else:
+            controller.saw_step(1.0)
+        seconds += 1.0
+    assert seconds <= 1.03 * tokens + 16
+    assert seconds > tokens, "some were tried"
+
+
+def test_a_round_that_fails_ends_rounds_for_a_while() -> None:
+    controller = SpeculationController()
+    for _ in range(10):
+        controller.saw_step(1.0)
+    assert controller.affords(0)
+    controller.choose(8)
+    controller.saw_fault()
+    assert not controller.on
+    assert not controller.affords(0)

@@ -383,3 +383,80 @@ def test_a_row_whose_logits_are_nan_fails_alone(models: Any) -> None:
     assert {1: drawn[1], 2: drawn[2]} == {1: answers[1], 2: answers[2]}
     assert drawn[0] == answers[0][: len(drawn[0])]
     assert len(drawn[0]) <= place + 1
+
+
+class Mistaken(Knowing):
+    """Knows what rows say but for their next inputs."""
+
+    def _continue(self, row: Row) -> Sequence[int]:
+        guess = super()._continue(row)
+        return (guess[0] ^ 1, *guess[1:]) if guess else ()
+
+
+def test_a_step_whose_inputs_are_all_guessed_wrongly_is_a_plain_one(models: Any) -> None:
+    model = models("qwen3")
+    jobs = [job(i, prompt) for i, prompt in enumerate(prompts(3, seed=11))]
+    answers = plainly(model, jobs)
+    policy = Mistaken(answers, slips=0.0)
+    engine = make(model, policy)
+    for asked in jobs:
+        engine.submit(asked)
+    assert run(engine) == answers
+    assert policy._asked, "guesses were planned"
+    assert engine.statistics()["drafted"] == 0
+
+
+class Silent:
+    """The real model, for which token 0 is the likeliest everywhere."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.layers = model.layers
+
+    def __call__(self, tokens: Any, cache: Any) -> Any:
+        logits = self._model(tokens, cache=cache)
+        return mx.where(mx.arange(logits.shape[-1]) == 0, 1e6, logits)
+
+
+def test_padding_is_no_proposal(models: Any) -> None:
+    """A row with fewer proposals than others has zeros behind its own."""
+    model = Silent(models("qwen3"))
+    jobs = [job(i, prompt) for i, prompt in enumerate(prompts(4, seed=12))]
+    answers = {asked.id: [0] * 30 for asked in jobs}
+    engine = make(model, Knowing(answers, slips=0.0))
+    for asked in jobs:
+        engine.submit(asked)
+    assert run(engine) == answers
+    seen = engine.statistics()
+    assert seen["accepted"] == seen["drafted"] > 0
+
+
+def test_rows_that_were_cut_apart_are_aligned_when_rounds_are_over(models: Any) -> None:
+    model = models("qwen3")
+    jobs = [job(i, prompt, 200) for i, prompt in enumerate(prompts(3, seed=13))]
+    answers = plainly(model, jobs)
+    policy = Knowing(answers)
+    engine = make(model, policy)
+    for asked in jobs:
+        engine.submit(asked)
+    drawn: dict[int, list[int]] = {0: [], 1: [], 2: []}
+
+    def go_on(rounds: int) -> None:
+        for _ in range(rounds):
+            for event in tokens_of(step(engine)):
+                drawn[event.job].append(event.id)
+
+    def ragged() -> bool:
+        main = engine.runner._main
+        return any(layer._short for each in main.sub_batches for layer in each.cache)
+
+    while not ragged():
+        go_on(1)
+    engine.schedule._lookups = None
+    go_on(50)
+    assert ragged()
+    go_on(20)
+    assert not ragged()
+    while not engine.idle:
+        go_on(1)
+    assert drawn == answers
