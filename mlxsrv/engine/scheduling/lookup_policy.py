@@ -40,6 +40,7 @@ class LookupPolicy:
         self._drafted = 0
         self._accepted = 0
         # Of the last plan.
+        self._allowed = False  # each of the rows may be proposed to
         self._rows = 0
         self._most = 0  # proposals to a row
         self._asked: dict[int, int] = {}  # proposals, by row
@@ -55,10 +56,13 @@ class LookupPolicy:
         }
 
     def guess(self, rows: Sequence[Row]) -> tuple[tuple[int, ...], ...]:
-        """The guesses of a `Decode` of these rows; empty where a plain step is better, or the only
-        way."""
+        """The guesses of a `Decode` of all rows; empty where a plain step is better, or the only
+        way. `rows` is empty if nothing may be proposed to them together."""
+        self._allowed = bool(rows) and self._may_propose(rows)
+        if not self._allowed:
+            return ()
         controller = self._last = self._choose_controller(rows)
-        if not controller.affords(0) or not self._may_propose(rows):
+        if not controller.affords(0):
             return ()
         left = AT_ONCE
         found: list[Sequence[int]] = []
@@ -107,12 +111,12 @@ class LookupPolicy:
             found = row.lookup.propose(most + 1)
         return found if len(found) > 1 and found[0] not in row.job.end_tokens else ()
 
-    def saw_step(self, rows: Sequence[Row], done: Decoded, seconds: float | None) -> None:
-        """Learn from a plain step; `rows` are given if nobody waited."""
+    def saw_step(self, done: Decoded, seconds: float | None) -> None:
+        """Learn from a plain step; `seconds` if it is known what it took."""
         self._bound = frozenset(done.bound)
         self._following, self._ended = {}, None
-        if rows and seconds is not None and self._may_propose(rows):
-            self._choose_controller(rows).saw_step(seconds)
+        if self._allowed and seconds is not None and self._last is not None:
+            self._last.saw_step(seconds)
 
     def saw_round(self, outcome: Outcome) -> None:
         """Learn from a step with guesses."""

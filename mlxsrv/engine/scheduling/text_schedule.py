@@ -206,16 +206,12 @@ class TextSchedule:
         waited = self._max_rows > 1 and self.pending
         return not (waited or self._queue.watched or self._recovery.trial is not None)
 
-    def _looked_up(self) -> list[Row]:
-        """All rows, if tokens of their texts may be proposed: for the same reasons, and if one pass
-        checks them all."""
-        if self._lookups is None or len(self._groups) != 1 or not self._may_propose():
-            return []
-        return self._groups.rows
-
     def _guess(self) -> tuple[tuple[int, ...], ...]:
-        rows = self._looked_up()
-        return self._lookups.guess(rows) if self._lookups is not None and rows else ()
+        """Tokens of their texts that are proposed to all rows, if one pass checks them all."""
+        if self._lookups is None:
+            return ()
+        together = len(self._groups) == 1 and self._may_propose()
+        return self._lookups.guess(self._groups.rows if together else ())
 
     def _count_proposals(self) -> tuple[int, ...]:
         if self._drafts is None or (row := self._lone_row()) is None:
@@ -353,7 +349,6 @@ class TextSchedule:
         done = outcome.done if isinstance(outcome.done, Decoded) else Decoded()
         lone = None if work.trial else self._lone_row()
         length = 0 if lone is None else lone.length
-        looked_up = [] if work.trial else self._looked_up()
         # Those of the step before, in which there were rows that have ended since.
         find = self._book.find
         self._book.events += [each for each in done.activations if find(each.job) is not None]
@@ -377,7 +372,7 @@ class TextSchedule:
             if self._lookups is not None:
                 self._lookups.saw_round(outcome)
         else:
-            self._time_step(outcome, lone, looked_up)
+            self._time_step(outcome, lone)
         if (row := self._recovery.end_trial()) is not None:
             self._groups.add([row])
         if self._recovery.fitting < self._max_rows:
@@ -418,7 +413,7 @@ class TextSchedule:
         if self._lookups is not None:
             self._lookups.skip()
 
-    def _time_step(self, outcome: Outcome, lone: Row | None, looked_up: Sequence[Row]) -> None:
+    def _time_step(self, outcome: Outcome, lone: Row | None) -> None:
         seconds = None if self._stepped is None else outcome.ended - self._stepped
         self._pace.saw_step(seconds)
         self._stepped = outcome.ended
@@ -426,7 +421,7 @@ class TextSchedule:
         if self._drafts is not None:
             self._drafts.saw_step(lone, outcome.done, seconds)
         if self._lookups is not None:
-            self._lookups.saw_step(looked_up, outcome.done, seconds)
+            self._lookups.saw_step(outcome.done, seconds)
 
     def _lose_step(self, work: Decode, fault: Fault) -> None:
         """Have the rows of a step that failed read anew."""

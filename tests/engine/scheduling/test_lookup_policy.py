@@ -85,13 +85,13 @@ def test_behind_a_round_the_next_input_is_known() -> None:
     assert policy.guess(rows) == (), "it goes another way than before"
     rows[0].drawn.append(40)
     rows[1].drawn.append(11)
-    policy.saw_step(rows, Decoded(), None)
+    policy.saw_step(Decoded(), None)
     assert policy.guess(rows) == ()
     rows[0].drawn.append(41)
     rows[1].drawn.append(12)
-    policy.saw_step(rows, Decoded(), None)
+    policy.saw_step(Decoded(), None)
     rows[0].drawn.append(42)
-    policy.saw_step(rows, Decoded(), None)
+    policy.saw_step(Decoded(), None)
     assert policy.guess(rows) == ((43, 44, 45), ())
 
 
@@ -138,9 +138,9 @@ def test_plain_steps_while_a_row_needs_a_look_at_each_token(more: dict[str, Any]
 def test_plain_steps_while_a_constraint_binds_the_next_token() -> None:
     rows = [make_row(1, 1, 12, 13, 14), make_row(2, 99)]
     policy = LookupPolicy(Eager)
-    policy.saw_step(rows, Decoded(bound=(2,)), None)
+    policy.saw_step(Decoded(bound=(2,)), None)
     assert policy.guess(rows) == ()
-    policy.saw_step(rows, Decoded(), None)
+    policy.saw_step(Decoded(), None)
     assert policy.guess(rows) == ((15, 16, 17), ())
 
 
