@@ -28,6 +28,7 @@ class Lease:
         prepare: makes the model's tokenizer.
         enter: gives a ticket for the model.
         leave: ends the claim; gets the lease, and its ticket if there was one.
+        require_open: raises ShuttingDown after the pool's end.
 
     Attributes:
         client: the one whose request it is.
@@ -44,6 +45,7 @@ class Lease:
         prepare: Callable[[Model], Awaitable[Tokenizer]],
         enter: Callable[[Model], Ticket],
         leave: Callable[[Lease, Ticket | None], None],
+        require_open: Callable[[], None],
     ) -> None:
         self.model = model
         self.client = client
@@ -53,6 +55,7 @@ class Lease:
         self._prepare = prepare
         self._enter = enter
         self._leave = leave
+        self._require_open = require_open
         self._ticket: Ticket | None = None
         self._rows: set[object] = set()
 
@@ -90,12 +93,15 @@ class Lease:
         Raises:
             ModelNotLoaded, InsufficientMemory, EngineFailed: it cannot be loaded.
             Withdrawn: the lease has ended meanwhile.
+            ShuttingDown: the pool has.
         """
         if self.released:
             raise Withdrawn("its lease has ended")
         self._ticket = self._enter(self.model)
         # If this wait is cancelled, the ticket may have entered already: `release` looks at it.
         await self._measure(self._ticket)
+        # The pool may have ended between the ticket's entry and this turn of the loop.
+        self._require_open()
 
     async def _measure(self, wait: Awaitable[T]) -> T:
         begun = monotonic()

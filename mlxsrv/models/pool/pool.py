@@ -143,7 +143,14 @@ class Pool:
         if model is None:
             model = self._models[entry.name] = Model(entry, self._settings)
         model.add_lease(client)
-        return Lease(model, client, prepare=self._prepared, enter=self._enter, leave=self._leave)
+        return Lease(
+            model,
+            client,
+            prepare=self._prepared,
+            enter=self._enter,
+            leave=self._leave,
+            require_open=self._require_open,
+        )
 
     async def preload(self, entry: ModelEntry) -> None:
         """Load a model that no request has asked for yet. Raises ServeError."""

@@ -14,9 +14,9 @@ import pytest
 
 from mlxsrv.engine.events import Attached
 from mlxsrv.engine.orders import Attach
-from mlxsrv.errors import SAEIncompatible, SAENotAttached, ServeError
+from mlxsrv.errors import SAEIncompatible, SAENotAttached, ServeError, ShuttingDown
 from mlxsrv.models.pool.attachments import Attachments
-from tests.models.pool.test_pool_races import Engine, How, World, folder, moves, run, turns
+from tests.models.pool.test_pool_races import Engine, How, World, begin, folder, moves, run, turns
 from tests.support.effort import often
 
 __all__ = ["folder", "moves"]  # fixtures
@@ -149,6 +149,24 @@ def test_a_pool_may_end_at_any_moment(folder: Path, options: dict[str, Any], see
         dice = random.Random(f"{options} {seed}")
         run(play)
     assert ends["ShuttingDown"] > 0
+
+
+def test_a_request_that_is_let_in_just_before_the_end_does_not_begin(folder: Path) -> None:
+    """Its ticket has entered by then, and its task has yet to run."""
+
+    async def play() -> None:
+        pool = World(folder, random.Random(0), calm=True).pool
+        lease, waits = begin(pool, "a")
+        while lease.model.users == 0:
+            await turns(1)
+        assert not waits.done()
+        await pool.close()
+        with pytest.raises(ShuttingDown):
+            await waits
+        lease.release()
+        assert (lease.model.leases, lease.model.users) == (0, 0)
+
+    run(play)
 
 
 async def settle() -> None:
