@@ -146,7 +146,8 @@ def _describe_step(work: Decode) -> str:
         which += "groups " + " | ".join(_list(group) for group in work.groups)
     else:
         which += "as before"
-    return which + (f", proposes {_list(work.proposals)}" if work.proposals else "")
+    proposals = work.proposals or [max(len(guess) - 1, 0) for guess in work.guesses]
+    return which + (f", proposes {_list(proposals)}" if proposals else "")
 
 
 def _describe_outcome(outcome: Outcome) -> str:

@@ -17,7 +17,8 @@ from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
-from mlxsrv.generation.parameters import Mask, Sampling
+from mlxsrv.generation.parameters import Sampling
+from tests.engine.text.test_speculation import WakesUp
 from tests.support.effort import often, per_cache
 from tests.support.greedy import assert_greedy
 from tests.support.text_engine import TextEngine
@@ -232,32 +233,6 @@ def test_a_row_that_ends_within_a_round_leaves_its_cache_as_it_should_be(
         events += step(engine)
     assert PromptRead(2, len(first) + place + 1) in events
     assert [event.id for event in tokens_of(events)] == answers[2]
-
-
-class WakesUp:
-    """A constraint that is dormant, but for the three tokens behind each multiple of five, which
-    are odd."""
-
-    failure = None
-
-    def __init__(self) -> None:
-        self.accepted: list[int] = []
-        self._left = 0
-
-    @property
-    def dormant(self) -> bool:
-        return self._left == 0
-
-    def fill(self, mask: Mask) -> None:
-        mask[:] = 0x55555555 * 2 - 2**32
-
-    def accept(self, token: int) -> None:
-        if self._left:
-            assert token % 2
-            self._left -= 1
-        elif token % 5 == 0:
-            self._left = 3
-        self.accepted.append(token)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
