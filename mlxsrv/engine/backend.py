@@ -38,7 +38,7 @@ def import_engine() -> None:
 
 
 def describe_device() -> dict[str, str | int]:
-    """What MLX computes on, in MLX's words; empty where it has no back end."""
+    """The device that MLX computes on, in MLX's words; empty where it has no back end."""
     try:
         import mlx.core as mx
     except ImportError:

@@ -22,7 +22,7 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """What a client is told of a work that cannot be done: the kind of error, and its message."""
+    """The answer to a client whose work cannot be done: the kind of error, and its message."""
 
     kind: Literal["model not loaded", "sae incompatible", "backend missing", "engine failed"]
     reason: str
@@ -122,8 +122,8 @@ class TextsRead(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVCost(msgspec.Struct, frozen=True):
-    """What one kind of layers adds to a row's KV cache: bytes for each token, up to `window` of
-    them (0: all), and bytes whatever its length."""
+    """The bytes that one kind of layers adds to a row's KV cache: for each token, up to `window` of
+    them (0: all), and whatever its length."""
 
     per_token: int
     window: int = 0
@@ -131,7 +131,7 @@ class KVCost(msgspec.Struct, frozen=True):
 
 
 class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler knows of a model that generates text.
+    """Facts of a model that generates text, as far as the scheduler needs them.
 
     Attributes:
         batched: rows can share a KV cache.
@@ -171,7 +171,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the scheduler knows of a model that embeds texts.
+    """Facts of a model that embeds texts, as far as the scheduler needs them.
 
     Attributes:
         slices: a text may be read in several slices.
@@ -232,7 +232,7 @@ Done = (
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What came of one work.
+    """The result of one work.
 
     Attributes:
         began, ended: seconds, by a clock that never goes back.

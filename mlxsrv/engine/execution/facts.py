@@ -30,7 +30,7 @@ def find_facts(
     lookup: bool = False,
     padding: int | None = None,
 ) -> TextFacts:
-    """What the scheduler knows of `model`.
+    """Find the facts of `model` that the scheduler needs.
 
     Args:
         model: a model of mlx-lm's.
@@ -61,7 +61,7 @@ def find_facts(
 
 
 def sum_costs(cache: Iterable[Any]) -> tuple[KVCost, ...]:
-    """What a row costs whose KV cache has these layers, which have seen a token or more. Layers of
+    """The costs of a row whose KV cache has these layers. They have seen a token or more; layers of
     one window are summed."""
     tokens: Counter[int] = Counter()  # bytes for each token, by window
     fixed = 0

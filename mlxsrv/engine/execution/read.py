@@ -51,7 +51,7 @@ class PartialText:
         self._text = rows[0].seen
 
     def find(self, row_ids: Sequence[int]) -> list[LiveRow]:
-        """Those of these rows that it has, in this order."""
+        """The rows of these that it has, in this order."""
         rows = {row.id: row for row in self.rows}
         return [rows[row_id] for row_id in row_ids if row_id in rows]
 
@@ -114,7 +114,7 @@ def _ranked(scores: Sequence[Likelihood], logits: mx.array, tokens: mx.array) ->
 
 
 class SpansRead(msgspec.Struct):
-    """What comes of reading spans, beside the texts that were brought on.
+    """The result of reading spans, beside the texts that were brought on.
 
     Attributes:
         ready: the rows that may be decoded now.

@@ -143,7 +143,7 @@ class Draft:
 
 
 class Checked(NamedTuple):
-    """What a speculative round has found for one row."""
+    """The result of a speculative round for one row."""
 
     seen: list[int]  # the row's input and the proposals that held
     following: int  # drawn behind them

@@ -1,4 +1,4 @@
-"""What a step tells, and what the rows' constraints say to it.
+"""The results that a step tells, and what the rows' constraints say to it.
 
 Used on the device thread only.
 """
@@ -15,7 +15,7 @@ from mlxsrv.engine.sampling.processors import Masks
 
 
 class Told:
-    """What a step has told so far. If it fails then, this counts nevertheless."""
+    """The results that a step has told so far. If it fails then, this counts nevertheless."""
 
     __slots__ = (
         "accepted",

@@ -1,4 +1,4 @@
-"""What `mlxsrv replay` does: replays a record, prints what was in it, and tells what differs."""
+"""The command `mlxsrv replay`: replays a record, prints what was in it, and tells what differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a record does not tell: texts, and where files are.
+"""Hides what a record does not tell: texts, and where files are.
 
 Token ids are replaced by pseudonyms. That of a token is a keyed digest of the text up to and with
 it: two texts have the same pseudonyms as far as they are the same, which is all that the scheduler

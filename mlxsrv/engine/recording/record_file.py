@@ -66,7 +66,7 @@ class PlanLine(msgspec.Struct, frozen=True, tag="plan"):
 
 
 class OutcomeLine(msgspec.Struct, frozen=True, tag="outcome"):
-    """What came of the next work of the plan.
+    """The outcome of the next work of the plan.
 
     Where token ids are pseudonyms, `ends` are the end tokens among those drawn: (client, job,
     pseudonym). An order cannot name them: the pseudonym of a token depends on all before it.

@@ -72,7 +72,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def find(cls, settings: Settings) -> Recording | None:
-        """What the settings ask for, if they do."""
+        """The recording that the settings ask for, if they do."""
         if settings.record is None:
             return None
         values = [(option, getattr(settings, option.name)) for option in options()]
@@ -175,7 +175,7 @@ class Recorder:
         return OutcomeLine(Outcome(outcome.began, outcome.ended, done, fault), ends)
 
     def _reduce(self, done: Done) -> Done:
-        """What came of a work without what only clients are told, and without folders."""
+        """The outcome of a work without what only clients are told, and without folders."""
         replace = msgspec.structs.replace
         match done:
             case Decoded():

@@ -29,7 +29,7 @@ JobKey = tuple[int, int]
 
 
 class Foresight(msgspec.Struct):
-    """What a replay must know of a record before its time.
+    """Facts of a record that a replay must know before their time.
 
     Attributes:
         ends: the pseudonyms of end tokens that jobs have drawn.
@@ -73,7 +73,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class ReplaySummary(msgspec.Struct):
-    """What was in the record, as far as it was replayed.
+    """The contents of the record, as far as it was replayed.
 
     Attributes:
         failures: how often jobs have failed, by reason.

@@ -1,4 +1,4 @@
-"""When a draft model proposes tokens: to a row that is alone, where that is faster.
+"""Proposals of a draft model: to a row that is alone, where that is faster.
 
 The draft has a KV cache of one row's text, which it follows. Masks, bans, penalties and
 log-probabilities are computed for one token at a time, so rows that need these get no proposals. A
@@ -52,7 +52,7 @@ class DraftPolicy:
         return self.controller.choose(most)
 
     def plan_reading(self, row: Row, limit: int) -> tuple[int, int] | None:
-        """What the draft is to read of the only row's text: the first token, and how many of at
+        """The tokens of the only row's text that the draft is to read: the first, and how many, at
         most `limit`; None if it has read enough, or need not."""
         # First whether any reading is worth it: to compare two long texts takes a while.
         if not self._may_propose(row) or not self.controller.affords(0):

@@ -1,4 +1,4 @@
-"""Which texts of one model a slice reads, and how many tokens of them.
+"""The texts of one model that a slice reads, and how many tokens of them.
 
 - Beside running streams a slice is as long as they can bear: see Pace. Otherwise it takes at most a
   quarter of a second, for a stream may begin at any moment.
@@ -26,7 +26,7 @@ _LEAST = 16  # tokens; a slice of fewer would cost a whole pass for next to noth
 
 
 class _Streams(NamedTuple):
-    """Which streams there were when a slice was planned."""
+    """The streams that there were when a slice was planned."""
 
     decoding: bool
     beside: bool

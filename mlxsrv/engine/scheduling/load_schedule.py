@@ -105,7 +105,7 @@ class LoadSchedule:
         return not (self._loads or self._attachments)
 
     def name(self, model: int) -> str:
-        """What the client calls a model that is being loaded; empty if it is not."""
+        """The client's name of a model that is being loaded; empty if it is not."""
         return self._loads[model].order.model if model in self._loads else ""
 
     def start_load(self, order: Load, model: int, question: int) -> None:

@@ -1,4 +1,4 @@
-"""When tokens of the rows' own texts are proposed to them: where that is faster.
+"""Proposals from the rows' own texts, where that is faster.
 
 A plan guesses the next input of a row, which is drawn already and not delivered, and what follows
 it: see `prompt_lookup`. To know whether a guess is right, the runner waits for the step under way

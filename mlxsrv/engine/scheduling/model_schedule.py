@@ -1,4 +1,4 @@
-"""What the next round does for one model: its rows, and its texts to embed."""
+"""The works of a round for one model: its rows, and its texts to embed."""
 
 from __future__ import annotations
 

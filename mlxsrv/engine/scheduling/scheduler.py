@@ -80,7 +80,7 @@ class Received(msgspec.Struct, frozen=True):
 
 
 class _Client:
-    """What is there for one client.
+    """One client's models and events.
 
     Attributes:
         models: the numbers of its models, by their names.
@@ -113,7 +113,7 @@ class Scheduler:
         return self._loads.idle and all(model.idle for model in self._models.values())
 
     def name(self, model: int) -> str:
-        """What its client calls a model, for the log; empty for a number that no model has."""
+        """Its client's name of a model, for the log; empty for a number that no model has."""
         if model in self._models:
             return self._models[model].name
         return self._loads.name(model)

@@ -1,4 +1,4 @@
-"""What the next round does for the rows of one model that generates text.
+"""The works of a round for the rows of one model that generates text.
 
 A round of a model is, in this order: rows come and go; one step of all rows, and one of the row on
 trial; at most one slice of prompts. Tokens are delivered before the slice, so that no stream waits
@@ -139,7 +139,7 @@ class TextSchedule:
         return self._book.fail_all(reason)
 
     def take_events(self) -> list[Event]:
-        """What the client is to be told."""
+        """Take the events that the client is to be told."""
         events, self._book.events = self._book.events, []
         return events
 
@@ -296,7 +296,7 @@ class TextSchedule:
                 self._book.fail_broken(row)
 
     def _find_untold(self, activations: Sequence[Activations]) -> Iterator[Activations]:
-        """Those of tokens of which nothing was told before a fault had them read anew."""
+        """The activations of tokens of which nothing was told before a fault had them read anew."""
         for each in activations:
             row = self._book.find(each.job)
             known = row is None or row.state is RowState.RECOVERING

@@ -1,4 +1,4 @@
-"""Whose turn it is: the order in which those who wait for a row get one.
+"""The order in which those who wait for a row get one.
 
 Rules:
 
@@ -34,7 +34,7 @@ _MEMORY = 4
 
 
 class FairQueue:
-    """Those who wait for a row of one model, and those who have one."""
+    """The borrowers that wait for a row of one model, and those that have one."""
 
     def __init__(self) -> None:
         self._rings: dict[int, _Ring] = {}  # by priority

@@ -1,4 +1,4 @@
-"""Where requests wait for a row of a model.
+"""The queue in which requests wait for a row of a model.
 
 The model's limiter counts the rows. `FairQueue` decides who gets the next one, and only `RowQueue`
 takes slots of the limiter, so nobody ever waits in the limiter's own queue, which is first come,
