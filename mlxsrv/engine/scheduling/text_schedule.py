@@ -256,7 +256,9 @@ class TextSchedule:
         self._stepped = None  # the next step waits for the draft: its time tells nothing
         if outcome.fault is not None:
             self._give_up_drafts()
-        elif self._drafts is not None and (row := self._book.find(work.row)) is not None:
+        elif self._drafts is not None and (row := self._book.find(work.row)) is None:
+            self._drafts.forget()  # the row ended in the step before, and its text is gone
+        elif self._drafts is not None and row is not None:
             waited = outcome.done.waited if isinstance(outcome.done, DraftRead) else outcome.began
             self._drafts.saw_reading(row, work.begin, work.tokens, outcome.ended - waited)
 
