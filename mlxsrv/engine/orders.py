@@ -30,7 +30,9 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `adapter` is the folder of a LoRA adapter to put on it, `draft` the folder of a small model
     with the same vocabulary that proposes tokens. `lookup`: tokens are looked up in the texts
     instead. `prompt_cache_bytes` None: a share of the memory. `kv_bits` quantizes the KV cache,
-    `max_kv_size` bounds it to this many tokens.
+    `max_kv_size` bounds it to this many tokens. `wire_memory` and `mlx_cache_limit` hold for all
+    models: they keep MLX's buffers wired, and bound those that are free; None: to a share of the
+    memory.
     """
 
     model: str
@@ -45,6 +47,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kv_bits: int | None = None
     max_kv_size: int | None = None
     trust_remote_code: bool = False
+    wire_memory: bool = True
+    mlx_cache_limit: int | None = None
     vectors: tuple[tuple[str, str], ...] = ()
     """Control vectors, (name, file). Those that do not fit are left out, with a note."""
 
