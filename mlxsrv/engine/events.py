@@ -97,13 +97,23 @@ class Embedded(msgspec.Struct, frozen=True):
     vectors: Vectors
 
 
+class Shortage(msgspec.Struct, frozen=True):
+    """A job that does not fit into memory even if it is alone: the bytes that a text of so many
+    `tokens` takes, and the bytes that there are for it."""
+
+    needed: int
+    available: int
+    tokens: int
+
+
 class Failed(msgspec.Struct, frozen=True):
     """The job ended because the engine could not go on with it. `reason` is for the log; `clear`
-    is what a client may be told of it, if anything."""
+    is what a client may be told of it, if anything. `shortage`: it can never fit into memory."""
 
     job: int
     reason: str
     clear: str | None = None
+    shortage: Shortage | None = None
 
 
 JobEvent = (
@@ -152,12 +162,14 @@ class Attached(msgspec.Struct, frozen=True):
 
 class Report(msgspec.Struct, frozen=True):
     """The use of the device's memory: bytes in use, free bytes kept for reuse, the most bytes ever
-    used. `models`: each of the client's models, its rows, queue and prompt cache in numbers."""
+    used. `models`: each of the client's models, its rows, queue and prompt cache in numbers.
+    `budget`: the bytes that its KV caches may take; None: as many as they like."""
 
     active_bytes: int
     cache_bytes: int
     peak_bytes: int
     models: dict[str, dict[str, int]]
+    budget: int | None = None
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -165,6 +177,16 @@ class Answered(msgspec.Struct, frozen=True):
 
     number: int
     value: Any
+
+
+# Of memory.
+
+
+class MemoryShort(msgspec.Struct, frozen=True):
+    """So many bytes more than the Budget has are wanted. It is to be answered with a Budget: a
+    larger one, if models that nobody uses could be unloaded, or the same."""
+
+    bytes: int
 
 
 # Of the thread.
@@ -176,4 +198,4 @@ class EngineStopped(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = JobEvent | Answered | EngineStopped
+Event = JobEvent | Answered | MemoryShort | EngineStopped

@@ -21,6 +21,17 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """A client's last order: forget its models and its jobs."""
 
 
+class Budget(msgspec.Struct, frozen=True, tag=True):
+    """Have the KV caches of all models of the client take no more than so many bytes: those of
+    rows, of prompts that are being read, and of kept prompts. A later one replaces it.
+
+    Without one they are not bounded. Sent before the load that takes of it, and in answer to
+    MemoryShort, also if it is the same as before.
+    """
+
+    bytes: int
+
+
 # Models.
 
 
@@ -174,4 +185,4 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     question: Question | Load | Attach
 
 
-Order = Open | Close | Ask | Unload | Submit | Embed | Cancel | Detach | Watch
+Order = Open | Close | Budget | Ask | Unload | Submit | Embed | Cancel | Detach | Watch
