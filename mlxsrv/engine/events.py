@@ -132,6 +132,20 @@ Receiver = Callable[[JobEvent], None]
 # Answers to questions.
 
 
+class KVCost(msgspec.Struct, frozen=True):
+    """The bytes that one kind of layers adds to a row's KV cache: for each token, up to `window` of
+    them (0: all), and whatever its length."""
+
+    per_token: int
+    window: int = 0
+    fixed: int = 0
+
+    def bytes(self, tokens: int) -> int:
+        """The bytes for a row of so many tokens."""
+        held = min(tokens, self.window) if self.window else tokens
+        return self.fixed + self.per_token * held
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """A model is ready.
 
@@ -142,6 +156,7 @@ class Loaded(msgspec.Struct, frozen=True):
         shared: how many of these bytes are also another loaded model's.
         notes: which of the load's wishes could not be had, and why.
         vectors: names of the control vectors that fit.
+        kv_costs: of a row; none for an encoder.
     """
 
     model: str
@@ -151,6 +166,11 @@ class Loaded(msgspec.Struct, frozen=True):
     shared: int = 0
     notes: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
+    kv_costs: tuple[KVCost, ...] = ()
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of the KV cache of a row with so many tokens."""
+        return sum(cost.bytes(tokens) for cost in self.kv_costs)
 
 
 class Attached(msgspec.Struct, frozen=True):

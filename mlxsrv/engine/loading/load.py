@@ -84,6 +84,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
         shared=reader.shared,
         notes=caches.notes + draft_notes + lookup_notes + vector_notes,
         vectors=tuple(vectors),
+        kv_costs=text.facts.kv_costs,
     )
     embedder = Embedder(EmbeddingDecoder(model), Path(order.path), order.model)
     return ResidentModel(loaded, reader.files, embedder, text, steerer)

@@ -130,6 +130,15 @@ def test_memory_is_wired_unless_the_order_says_no(
     assert asked == [True] * wire
 
 
+def test_what_a_row_costs_is_known_with_the_model(model_folder: ModelFolder) -> None:
+    resident = load(model_folder("gemma3_text"))  # two layers with a window of 16, one without
+    assert resident.text is not None
+    costs = {cost.window: cost.per_token for cost in resident.loaded.kv_costs}
+    one = 2 * 2 * 16 * 4  # keys and values, heads, numbers of a head, bytes
+    assert costs == {0: one, 16: 2 * one}
+    assert resident.loaded.kv_bytes(100) == resident.text.facts.kv_bytes(100) == (100 + 32) * one
+
+
 # Adapters.
 
 
