@@ -255,3 +255,53 @@ def test_a_draft_goes_on_from_an_equal_text() -> None:
 
 
 FIRST = job(1, 200)
+
+
+class EndingDevice(DraftDevice):
+    """Job 2 ends in this way with its first token, or goes on."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(1.0)
+        self._way = way
+
+    def breaks(self, job: Job, place: int) -> bool:
+        return self._way == "nan" and (job.id, place) == (2, 0)
+
+    def stop(self, job: Job, place: int) -> RowFailure | None:
+        dead = self._way == "constraint" and (job.id, place) == (2, 0)
+        return RowFailure(2, "no rule") if dead else None
+
+
+@pytest.mark.parametrize(
+    ("way", "third", "known"),
+    [
+        # The row ended in the step before the draft read its text: the draft's text is unknown.
+        ("length", 1, False),
+        ("length", 2, False),
+        ("stop", 1, False),
+        ("nan", 1, False),
+        ("nan", 2, False),
+        ("constraint", 1, False),
+        # It went on, so the draft has its text, and no other's.
+        ("goes on", 1, False),
+        ("goes on", 2, True),
+    ],
+)
+def test_a_draft_is_known_to_have_read_the_text_of_a_row_that_is_left(
+    way: str, third: int, known: bool
+) -> None:
+    """Job 1 was followed by the draft, then job 2; now job 3 has the prompt of one of them."""
+    bench = make(EndingDevice(way))
+    bench.submit(job(1, 200, 100))
+    bench.finish()
+    first = FakeDevice().draw(job(2, 1), 0)
+    ends = frozenset([first] if way == "stop" else [])
+    bench.submit(job(2, 200, 1 if way == "length" else 8, end_tokens=ends))
+    bench.finish()
+    assert [work.row for work in bench.works(ReadDraft)][-1] == 2
+    assert (len(bench.job(2).tokens) > 1) == (way == "goes on")
+    bench.runner.works.clear()
+    bench.submit(job(3, 200, 100, family=third))
+    bench.finish()
+    assert (bench.works(ReadDraft)[0].begin > 0) == known
+    assert bench.job(3).tokens == expected(bench, 3, 100)
