@@ -11,8 +11,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlxsrv.options import ENV_PREFIX, Option, SettingsError
-from mlxsrv.settings import Settings, options
+from mlxsrv.settings import ENV_PREFIX, Option, Settings, SettingsError, options
 
 
 def load_settings(

@@ -16,13 +16,12 @@ import mlxsrv
 ROOT = Path(mlxsrv.__file__).parent
 
 FLOORS = {
-    "options": 0,
+    "settings": 0,
     "errors": 0,
     "generation": 0,
     "logs": 0,
     "version": 0,
-    "settings": 1,
-    "configuration": 2,
+    "configuration": 1,
     "text": 1,
     "formats": 1,
     "wire": 1,

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from mlxsrv.configuration import load_settings
-from mlxsrv.options import SettingsError
-from mlxsrv.settings import Settings, options
+from mlxsrv.settings import Settings, SettingsError, options
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

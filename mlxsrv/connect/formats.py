@@ -14,7 +14,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
-from mlxsrv.options import SettingsError
+from mlxsrv.settings import SettingsError
 
 
 class Owned(dict[str, Any]):

@@ -235,6 +235,12 @@ class WatchFeatures(_Work, frozen=True):
     top: int
 
 
+class Reset(_Work, frozen=True):
+    """Forget all rows, texts and kept prompts of the model, which stays. Done: None."""
+
+    title = "starting a model's rows anew"
+
+
 class UnloadModel(_Work, frozen=True):
     """Forget the model and what it holds, or give up its load. Done: None."""
 
@@ -266,6 +272,7 @@ Work = (
     | AttachSlice
     | DetachSAE
     | WatchFeatures
+    | Reset
     | UnloadModel
     | AnswerQuestion
 )

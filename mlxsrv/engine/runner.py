@@ -40,6 +40,7 @@ from mlxsrv.engine.plans import (
     ReadDraft,
     Release,
     ReleaseTexts,
+    Reset,
     Rewind,
     UnloadModel,
     WatchFeatures,
@@ -92,6 +93,9 @@ class Runner:
                 return self._answer(work.question), None
             case UnloadModel():
                 self._unload(work.model)
+                return None, None
+            case Reset():
+                self._models[work.model].reset()
                 return None, None
             case AdmitTexts() | EmbedSlice() | ReleaseTexts():
                 return self._embed(work), None

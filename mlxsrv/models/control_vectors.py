@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 
 from mlxsrv.formats.control_vectors import VectorFile, read_vector
-from mlxsrv.options import SettingsError
-from mlxsrv.settings import Settings
+from mlxsrv.settings import Settings, SettingsError
 
 _LARGEST_SCALE = 100
 _LONGEST_NAME = 100  # characters

@@ -27,9 +27,8 @@ from mlxsrv.generation.spec import (
     ToolSpec,
 )
 from mlxsrv.models.pool.clients import Client
-from mlxsrv.options import SettingsError
 from mlxsrv.service.service import Service, check_models
-from mlxsrv.settings import Settings
+from mlxsrv.settings import Settings, SettingsError
 from tests.support.effort import examples, often
 from tests.support.fixtures import ModelFolder
 from tests.support.scripted import cut, write_scripted

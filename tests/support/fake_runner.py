@@ -39,6 +39,7 @@ from mlxsrv.engine.plans import (
     ReadDraft,
     Release,
     ReleaseTexts,
+    Reset,
     Rewind,
     RoundPlan,
     UnloadModel,
@@ -116,6 +117,12 @@ class _FakeModel:
     def __init__(self, order: Load, device: FakeDevice) -> None:
         self.order = order
         self.left = device.load_slices
+        self._device = device
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows, texts and kept prompts."""
+        order, device = self.order, self._device
         self.texts = FakeTexts(device.embed)
         self.text: FakeText | None = None
         if device.text is not None:
@@ -206,6 +213,8 @@ class FakeRunner:
                 text = self._text(self._model(work))
                 text.watched = bool(work.features or work.top)
                 done = Watched(text.watched)
+            case Reset():
+                self._reset(self._model(work))
             case UnloadModel():
                 self._unload(work.model)
             case AnswerQuestion():
@@ -250,6 +259,12 @@ class FakeRunner:
         if model.text is None:
             raise IllegalWork("this model does not generate text")
         return model.text
+
+    def _reset(self, model: _FakeModel) -> None:
+        watched = model.text is not None and model.text.watched
+        model.reset()
+        if model.text is not None:
+            model.text.watched = watched
 
     # Models.
 

@@ -88,7 +88,7 @@ class TextEngine:
         while works := self.schedule.plan_rows():
             self._unsent += self._run(works)
 
-    def fail(self, reason: str) -> list[Event]:
+    def fail(self, reason: str) -> Sequence[Event]:
         """End all jobs, as when the model goes. Its rows stay with the runner."""
         return self.schedule.fail(reason)
 

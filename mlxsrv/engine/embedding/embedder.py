@@ -95,6 +95,10 @@ class Embedder:
             if self._long is not None and self._long.job == job:
                 self._long = None
 
+    def reset(self) -> None:
+        """Forget the texts and vectors of all jobs."""
+        self.release(list(self._jobs))
+
     def embed(self, work: EmbedSlice) -> TextsRead:
         """Read a slice.
 

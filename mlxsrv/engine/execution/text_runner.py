@@ -145,6 +145,17 @@ class TextRunner:
         """Drop the KV caches of these rows, which stay. Raises what `release` does."""
         self._take_out(set(rows), {})
 
+    def reset(self) -> None:
+        """Forget all rows, and all KV caches."""
+        for decoder in (self._main, self._trial):
+            decoder.abandon()
+        if self._draft is not None:
+            self._draft.forget()
+        self._rows.clear()
+        self._texts.clear()
+        self._ready.clear()
+        self._kept.clear()
+
     def _take_out(self, row_ids: set[int], keeps: Mapping[int, Keep]) -> list[KeptCache]:
         """Take rows out of the places that they are in. Returns the KV caches that are to be kept.
 

@@ -32,3 +32,9 @@ class ResidentModel:
     embedder: Embedder
     text: TextRunner | None = None
     steerer: Steerer | None = None
+
+    def reset(self) -> None:
+        """Forget all rows, texts and kept prompts."""
+        self.embedder.reset()
+        if self.text is not None:
+            self.text.reset()

@@ -35,6 +35,7 @@ from mlxsrv.engine.plans import (
     Decode,
     LoadSlice,
     Release,
+    Reset,
     UnloadModel,
     Work,
 )
@@ -161,7 +162,7 @@ class Pseudonyms:
                     rows = self._rows.setdefault(work.model, {})
                     for job in work.jobs:
                         rows[job.id] = work.client, self._coming[work.client, job.id]
-                case UnloadModel():
+                case UnloadModel() | Reset():
                     self._rows.pop(work.model, None)
         self._coming.clear()
         self._last = None

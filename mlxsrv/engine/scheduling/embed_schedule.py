@@ -96,8 +96,10 @@ class EmbedSchedule:
         self._drop(job_ids)
 
     def fail(self) -> list[int]:
-        """Forget all jobs. Returns their ids."""
-        return self._drop(list(self._queue.jobs))
+        """Forget all jobs, since the model goes. Returns their ids; nothing is planned for them."""
+        jobs = list(self._queue.jobs)
+        self._queue = TextQueue(slices=self._facts.slices)
+        return jobs
 
     def _drop(self, job_ids: Iterable[int]) -> list[int]:
         """Forget jobs that the runner is to forget as well. Returns their ids."""
@@ -193,8 +195,11 @@ class EmbedSchedule:
             self._rate = tokens / max(seconds, 1e-6)
 
     def _complete(self, jobs: Iterable[int], done: TextsRead) -> list[Event]:
-        # The runner has forgotten them.
-        return [Embedded(job, done.vectors[job]) for job in self._queue.remove(jobs)]
+        # The runner has forgotten them. A job that ended meanwhile is not in the queue.
+        left = [job for job in jobs if job in self._queue.jobs]
+        events: list[Event] = [Embedded(job, done.vectors[job]) for job in left]
+        self._queue.remove(left)
+        return events
 
 
 def _list_jobs(work: AdmitTexts | EmbedSlice | ReleaseTexts) -> Sequence[int]:

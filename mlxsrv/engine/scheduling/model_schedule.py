@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from mlxsrv.engine.events import Event, Failed, Progress
+from mlxsrv.engine.events import Event, Failed, Finished, Progress, Token
 from mlxsrv.engine.orders import Embed, Job, Load
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextFacts
-from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, Work
+from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, Reset, Work
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
@@ -37,13 +37,26 @@ class ModelSchedule:
         self.number = number
         self.client = client
         self.name = order.model
-        pace = Pace(order.prefill_chunk, order.max_gap)
-        self._embed = EmbedSchedule(number, embed, pace)
+        self._order = order
+        self._facts = text, embed
+        self._watched = False
+        self._reset = False  # the runner is to forget what it has of jobs that are forgotten here
+        self._start()
+
+    def _start(self) -> None:
+        text, embed = self._facts
+        pace = Pace(self._order.prefill_chunk, self._order.max_gap)
+        self._embed = EmbedSchedule(self.number, embed, pace)
         self._text: TextSchedule | None = None
         if text is not None:
             self._text = TextSchedule(
-                number, client=client, max_rows=order.max_rows, pace=pace, facts=text
+                self.number,
+                client=self.client,
+                max_rows=self._order.max_rows,
+                pace=pace,
+                facts=text,
             )
+            self._text.watch(active=self._watched)
         self._texts_are_next = False
 
     @property
@@ -65,7 +78,9 @@ class ModelSchedule:
 
     @property
     def idle(self) -> bool:
-        return self._embed.idle and (self._text is None or self._text.idle)
+        """Whether a plan would be empty."""
+        idle = self._embed.idle and (self._text is None or self._text.idle)
+        return idle and not self._reset
 
     def statistics(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
@@ -87,16 +102,53 @@ class ModelSchedule:
             self._text.cancel(job_ids)
         self._embed.cancel(job_ids)
 
-    def fail(self, reason: str) -> list[Event]:
+    def fail(self, reason: str) -> list[Failed]:
         """End all jobs, since the model goes."""
         texts = [Failed(job, reason) for job in self._embed.fail()]
         return [*(() if self._text is None else self._text.fail(reason)), *texts]
 
+    def begin_anew(self, reason: str) -> list[Event]:
+        """End all jobs and forget all that was decided, after an error in deciding.
+
+        The runner's part goes with the next plan. What comes of works that were planned before is
+        of no use any more.
+        """
+        told = [] if self._text is None else self._text.take_events()
+        ended = {
+            event.job
+            for event in told
+            if isinstance(event, (Failed, Finished))
+            or (isinstance(event, Token) and event.finish is not None)
+        }
+        failed = [event for event in self.fail(reason) if event.job not in ended]
+        self._reset = True
+        self._start()
+        return [*told, *failed]
+
+    def watch(self, *, active: bool) -> None:
+        """Note whether activations are looked at from now on."""
+        self._watched = active
+        self.text.watch(active=active)
+
     # Planning.
+
+    def plan_reset(self) -> list[Work]:
+        """Have the runner forget what it has of jobs that are forgotten here."""
+        if not self._reset:
+            return []
+        self._reset = False
+        return [Reset(model=self.number)]
+
+    def plan_rows(self) -> list[Work]:
+        """Rows come and go, before the steering that they ask for changes."""
+        return [*self.plan_reset(), *self.text.plan_rows()]
 
     def plan(self, *, beside: bool) -> list[Work]:
         """The works of a round; `beside`: other models have streams."""
-        works: list[Work] = [*self._embed.take_changes()]
+        works = self.plan_reset()
+        if self.idle:  # nothing is decided, so nothing can go wrong again and again
+            return works
+        works += self._embed.take_changes()
         text = self._text
         streaming = self.streaming
         if text is not None and not text.idle:
@@ -120,6 +172,8 @@ class ModelSchedule:
 
     def settle(self, work: Work, outcome: Outcome) -> Sequence[Event]:
         """Learn what came of a work. Returns what the client is told."""
+        if self._reset or isinstance(work, Reset):
+            return ()
         if isinstance(work, (AdmitTexts, EmbedSlice, ReleaseTexts)):
             events = self._embed.settle(work, outcome)
             return [*events, *(Progress(job) for job in self._embed.progress())]

@@ -129,9 +129,9 @@ class RowBook:
         self.events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
         self.end(row, RowState.BROKEN, kept=False)
 
-    def fail_all(self, reason: str) -> list[Event]:
+    def fail_all(self, reason: str) -> list[Failed]:
         """Forget all rows, since the model goes. Nothing is planned for them any more."""
-        events: list[Event] = [Failed(job_id, reason) for job_id in self._rows]
+        events = [Failed(job_id, reason) for job_id in self._rows]
         self._rows.clear()
         return events
 

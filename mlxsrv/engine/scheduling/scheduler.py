@@ -3,6 +3,9 @@
 It is host code, without MLX, clock, queue or thread. What it decides follows from the orders and
 the outcomes that it was given, in their order; so a record of these gives the same plans again.
 
+An error in deciding for one model ends that model's jobs, and its schedule begins anew. Other
+models go on.
+
 A round is: what the orders ask for, one slice of each load and of each attachment; then, for each
 model, rows that come and go, one step, and at most one slice of prompts or of texts.
 """
@@ -10,17 +13,18 @@ model, rows that come and go, one step, and at most one slice of prompts or of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count
 from typing import assert_never
 
 import msgspec
 
 from mlxsrv.engine.events import Answered, Event, Failed, Loaded, Report
+from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import (
     Ask,
     Attach,
-    Budget,
     Cancel,
     Close,
     Detach,
@@ -89,12 +93,10 @@ class _Client:
         events: that are to be delivered.
         cancelled: jobs to cancel. All at once, since each row that leaves costs copies of others'
             KV caches.
-        budget: bytes that the KV caches of its models may take; None: as many as they like.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, int] = {}
-        self.budget: int | None = None
         self.loading: dict[str, int] = {}
         self.events: list[Event] = []
         self.cancelled: set[int] = set()
@@ -143,8 +145,19 @@ class Scheduler:
         models = self._models.values()
         streaming = [model.number for model in models if model.streaming]
         for model in models:
-            works += model.plan(beside=any(number != model.number for number in streaming))
+            with self._contain(model):
+                works += model.plan(beside=any(number != model.number for number in streaming))
+            works += model.plan_reset()  # if that was an error
         return RoundPlan(tuple(works))
+
+    @contextmanager
+    def _contain(self, model: ModelSchedule) -> Iterator[None]:
+        """Have an error of this model's part end its jobs only, and its schedule begin anew."""
+        try:
+            yield
+        except Exception as error:
+            fault = note(error, f"deciding for model {model.name!r} failed: all its jobs end")
+            self._clients[model.client].events += model.begin_anew(fault.reason)
 
     def _obey(self, number: int, order: Order) -> Sequence[Work]:
         """Do what the order says; the works that it takes at once."""
@@ -162,8 +175,6 @@ class Scheduler:
                 self._submit(client, order.model, order)
             case Cancel(job_id):
                 client.cancelled.add(job_id)
-            case Budget(most):
-                client.budget = most
             case Ask(question_number, question):
                 return self._ask(number, question_number, question)
             case Unload(name):
@@ -182,9 +193,18 @@ class Scheduler:
 
     def _submit(self, client: _Client, name: str, order: Job | Embed) -> None:
         try:
-            self._find(client, name).submit(order)
-        except (ServeError, ValueError, OverflowError) as error:  # of a number that is no token id
+            model = self._find(client, name)
+        except ModelNotLoaded as error:
             client.events.append(Failed(order.id, str(error)))
+            return
+        with self._contain(model):
+            try:
+                model.submit(order)
+            except Exception as error:
+                client.events.append(Failed(order.id, str(error)))
+                # Of a job that cannot be, or of a number that is no token id.
+                if not isinstance(error, (ServeError, ValueError, OverflowError)):
+                    raise
 
     def _ask(self, client: int, number: int, question: Question | Load | Attach) -> Sequence[Work]:
         try:
@@ -242,11 +262,13 @@ class Scheduler:
         if not model.generates:
             return ()
         # Rows that came before the order are steered as it was when they came.
-        works = model.text.plan_rows()
+        works: list[Work] = []
+        with self._contain(model):
+            works += model.plan_rows()
         if isinstance(order, Detach):
             return [*works, DetachSAE(model=model.number)]
         # This plan's own slice and step are watched already.
-        model.text.watch(active=bool(order.features or order.top))
+        model.watch(active=bool(order.features or order.top))
         return [
             *works,
             WatchFeatures(model=model.number, features=order.features, top=order.top),
@@ -264,8 +286,9 @@ class Scheduler:
         """Free the rows of all jobs that were cancelled."""
         for client in self._clients.values():
             if client.cancelled:
-                for number in client.models.values():
-                    self._models[number].cancel(client.cancelled)
+                for model in map(self._models.__getitem__, client.models.values()):
+                    with self._contain(model):
+                        model.cancel(client.cancelled)
                 client.cancelled = set()
 
     # What came of it.
@@ -281,14 +304,14 @@ class Scheduler:
             case WatchFeatures() | DetachSAE():
                 active = isinstance(outcome.done, Watched) and outcome.done.active
                 if work.model in self._models:
-                    self._models[work.model].text.watch(active=active)
+                    self._models[work.model].watch(active=active)
             case UnloadModel():
                 pass
             case _:
                 model = self._models.get(work.model)
                 if model is not None:  # it may have gone with a fault of another work
-                    events = model.settle(work, outcome)
-                    self._clients[model.client].events += events
+                    with self._contain(model):
+                        self._clients[model.client].events += model.settle(work, outcome)
 
     def _finish(self, task: FinishedTask) -> None:
         """Answer the question for a load or an attachment that is over."""
@@ -330,11 +353,12 @@ class Scheduler:
 
     def _report(self, client: int, report: Report) -> Report:
         """The device's report, with the numbers of the client's models."""
-        if client not in self._clients:
-            return report
-        models, budget = self._clients[client].models, self._clients[client].budget
-        numbers = {name: self._models[number].statistics() for name, number in models.items()}
-        return msgspec.structs.replace(report, models=numbers, budget=budget)
+        models = self._clients[client].models if client in self._clients else {}
+        numbers: dict[str, dict[str, int]] = {}
+        for name, number in models.items():
+            with self._contain(self._models[number]):
+                numbers[name] = self._models[number].statistics()
+        return msgspec.structs.replace(report, models=numbers)
 
     def _answer(self, client: int, number: int, value: object) -> None:
         """Answer a client's question, unless the client is gone."""

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from mlxsrv.engine.events import (
     Activations,
     Event,
+    Failed,
     Finished,
     Progress,
     PromptRead,
@@ -134,7 +135,7 @@ class TextSchedule:
             if (row := self._book.find(job_id)) is not None:
                 self._book.end(row)
 
-    def fail(self, reason: str) -> list[Event]:
+    def fail(self, reason: str) -> list[Failed]:
         """End every job, since the model goes. Nothing is planned for them any more."""
         return self._book.fail_all(reason)
 

@@ -27,8 +27,7 @@ from mlxsrv.formats.files import UnusableFile, signature
 from mlxsrv.formats.model_folder import ModelDescription, describe
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue import hub_cache
-from mlxsrv.options import SettingsError
-from mlxsrv.settings import Settings
+from mlxsrv.settings import Settings, SettingsError
 
 _log = logging.getLogger("mlxsrv.models")
 

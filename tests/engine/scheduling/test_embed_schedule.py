@@ -289,9 +289,8 @@ def test_a_model_that_goes_fails_all_its_jobs() -> None:
     runner.step(decoding=True)
     assert runner.schedule.fail() == [1, 2]
     assert runner.schedule.statistics() == {"texts": 0}
-    runner.change()
-    assert runner.is_idle()
-    assert not runner.jobs
+    assert runner.schedule.take_changes() == []
+    assert runner.schedule.idle
 
 
 # Whatever comes.

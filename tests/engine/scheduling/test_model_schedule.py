@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Token
@@ -14,7 +15,7 @@ from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fixtures import ModelFolder
-from tests.support.loading import MIB, make_load
+from tests.support.loading import MIB, make_load, nothing_left
 
 TEXTS = tuple(tuple(range(5, 5 + length)) for length in (90, 91, 92))
 
@@ -111,6 +112,25 @@ def test_an_error_in_texts_spares_the_rows(
         Failed(3, "RuntimeError: lost")
     ]
     assert sum(isinstance(event, Token) for event in events) >= 3
+
+
+def test_what_the_runner_had_goes_with_the_plan_after_an_error(model_folder: ModelFolder) -> None:
+    bench = Bench(model_folder, prefill_chunk=64)
+    with nothing_left():
+        bench.schedule.submit(msgspec.structs.replace(job(5, tokens=200), max_tokens=3))
+        while not bench.schedule.idle:
+            bench.round()
+        assert bench.schedule.statistics()["prompt_cache_bytes"] > 0
+        bench.start_stream()
+        bench.schedule.submit(job(2, tokens=900))
+        bench.schedule.submit(Embed(3, "m", (tuple(range(5, 205)),)))
+        for _ in range(4):
+            bench.round()
+        events = bench.schedule.begin_anew("wrong")
+        assert sorted(e.job for e in events if isinstance(e, Failed)) == [1, 2, 3]
+        assert bench.round() == []
+        assert bench.schedule.idle
+    bench.start_stream()
 
 
 def test_statistics_begin_with_the_texts(model_folder: ModelFolder) -> None:

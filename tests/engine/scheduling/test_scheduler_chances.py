@@ -11,7 +11,6 @@ import msgspec
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
-from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import (
     Attach,
     Close,
@@ -24,7 +23,7 @@ from mlxsrv.engine.orders import (
     Unload,
     Watch,
 )
-from mlxsrv.engine.outcomes import EmbedFacts, Fault, RowFailure, TextFacts
+from mlxsrv.engine.outcomes import EmbedFacts, Fault, KVCost, RowFailure, TextFacts
 from mlxsrv.engine.plans import (
     Decode,
     EmbedSlice,
