@@ -115,13 +115,28 @@ class Read(_Work, frozen=True):
     spans: tuple[Span, ...]
 
 
+class RowGroup(msgspec.Struct, frozen=True):
+    """Rows that share KV cache arrays and a pass of the model.
+
+    Attributes:
+        rows: in the order of their slots: the first has slot 0, and there is none without a row
+            between them.
+        slots: rows that the arrays have room for.
+        columns: tokens of each row that the arrays have room for, with those of the step.
+    """
+
+    rows: tuple[int, ...]
+    slots: int
+    columns: int
+
+
 class Decode(_Work, frozen=True):
     """One step for all rows of a decoder. Done: Decoded.
 
     Attributes:
         trial: the decoder is that of a row which was in a step that failed.
-        groups: the rows by the KV cache that they share, in order; None: as in the step before.
-            Each group is one or several of the groups there are, or that were read, in a row.
+        groups: the rows by the KV cache that they share; None: as in the step before. Each has the
+            rows of one or several of the groups that there are, or that were read.
         proposals: how many tokens the draft model proposes to each row, in their order; empty: it
             proposes none.
         guesses: for each row, in their order, its next input and tokens proposed behind it, or no
@@ -132,7 +147,7 @@ class Decode(_Work, frozen=True):
     title = "decoding"
 
     trial: bool = False
-    groups: tuple[tuple[int, ...], ...] | None = None
+    groups: tuple[RowGroup, ...] | None = None
     proposals: tuple[int, ...] = ()
     guesses: tuple[tuple[int, ...], ...] = ()
 

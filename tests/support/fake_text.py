@@ -22,7 +22,18 @@ from mlxsrv.engine.outcomes import (
     RowFailure,
     TextFacts,
 )
-from mlxsrv.engine.plans import Admit, Decode, Forget, Keep, Read, ReadDraft, Release, Rewind, Span
+from mlxsrv.engine.plans import (
+    Admit,
+    Decode,
+    Forget,
+    Keep,
+    Read,
+    ReadDraft,
+    Release,
+    Rewind,
+    RowGroup,
+    Span,
+)
 from mlxsrv.engine.scheduling.prompt_index import LEAST, Tokens, common_prefix
 from mlxsrv.engine.scheduling.speculation_controller import MOST_UNREAD
 from mlxsrv.generation.parameters import Steering
@@ -57,6 +68,7 @@ class FakeText:
         self._texts: dict[int, FakePartialText] = {}  # by each of its rows
         self._ready: list[_Group] = []
         self._decoders: dict[bool, list[_Group]] = {False: [], True: []}  # True: the trial's
+        self._columns: dict[bool, list[int]] = {False: [], True: []}  # of each group
         self._changed = {False: False, True: False}  # rows have come or gone since the last step
         self._looked: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self._kept: dict[int, FakeEntry] = {}
@@ -328,6 +340,7 @@ class FakeText:
             require(not self._changed[work.trial], "rows have changed")
         else:
             self._arrange(work.trial, work.groups)
+        self._check_room(work)
         rows = [row for group in self._decoders[work.trial] for row in group]
         require(rows, "a step without rows")
         require(len(rows) == 1 or not work.trial, "several rows on trial")
@@ -353,7 +366,7 @@ class FakeText:
         """The rows of a step, before it is done or behind it."""
         if work.groups is None:
             return [row for group in self._decoders[work.trial] for row in group]
-        return [self._rows[row_id] for group in work.groups for row_id in group]
+        return [self._rows[row_id] for group in work.groups for row_id in group.rows]
 
     def passes_of_step(self, work: Decode) -> list[Pass]:
         """The passes of a step that was just done, or would be."""
@@ -364,16 +377,27 @@ class FakeText:
             for group in self._decoders[work.trial]
         ]
 
-    def _arrange(self, trial: bool, groups: Sequence[Sequence[int]]) -> None:
+    def _check_room(self, work: Decode) -> None:
+        """Check that the groups have room for what the step writes."""
+        tokens = max(1 + sum(work.proposals), *map(len, work.guesses), 1)
+        groups, columns = self._decoders[work.trial], self._columns[work.trial]
+        for group, room in zip(groups, columns, strict=True):
+            written = max(row.held for row in group) + tokens
+            require(written <= room, written, "tokens of a row in", room, "columns")
+
+    def _arrange(self, trial: bool, groups: Sequence[RowGroup]) -> None:
         """Have the rows of a decoder be these."""
-        wanted = [row_id for group in groups for row_id in group]
+        wanted = [row_id for group in groups for row_id in group.rows]
+        for each in groups:
+            require(len(each.rows) <= each.slots, len(each.rows), "rows in", each.slots, "slots")
+        self._columns[trial] = [group.columns for group in groups]
         self._require_rows(wanted)
         there = self._decoders[trial]
         other = self._decoders[not trial]
         coming = [g for g in [*self._ready, *other] if not {*wanted}.isdisjoint(_ids(g))]
-        first = {group[0].id: group for group in [*there, *coming]}
-        merged = [_merge(group, first) for group in groups]
-        require(not first, "rows are left out:", [_ids(group) for group in first.values()])
+        left = [*there, *coming]
+        merged = [_merge(group.rows, left) for group in groups]
+        require(not left, "rows are left out:", [*map(_ids, left)])
         self._ready = [group for group in self._ready if group not in coming]
         if any(group in coming for group in other):
             require(not trial, "rows that are decoded go on trial")
@@ -532,12 +556,10 @@ def _without(groups: Iterable[_Group], gone: set[int]) -> list[_Group]:
     return [group for group in left if group]
 
 
-def _merge(group: Sequence[int], first: dict[int, _Group]) -> _Group:
-    """The groups that have these rows, in their order, as one; they are taken out of `first`."""
-    rows: _Group = []
-    while len(rows) < len(group):
-        part = first.pop(group[len(rows)], None)
-        require(part, "the rows", [*group], "are not whole groups in a row")
-        rows += part or []
-    require(_ids(rows) == [*group], "the rows", [*group], "are not whole groups in a row")
-    return rows
+def _merge(group: Sequence[int], left: list[_Group]) -> _Group:
+    """The groups that have these rows, as one in this order; they are taken out of `left`."""
+    parts = [part for part in left if part[0].id in group]
+    left[:] = [part for part in left if part not in parts]
+    rows = {row.id: row for part in parts for row in part}
+    require({*rows} == {*group}, "the rows", [*group], "are not whole groups")
+    return [rows[row_id] for row_id in group]

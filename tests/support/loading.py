@@ -15,10 +15,11 @@ from mlxsrv.engine.loading.loader import Loader
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import LoadStep
-from mlxsrv.engine.plans import Decode, Keep, Leave, LoadSlice, Span
+from mlxsrv.engine.plans import Decode, Keep, Leave, LoadSlice, RowGroup, Span
 from mlxsrv.generation.parameters import Sampling
 
 MIB = 1024 * 1024
+COLUMNS = 512
 
 
 class Refused(Exception):
@@ -129,7 +130,7 @@ class HandRunner:
         """Have rows that were just read draw at least so many tokens each. `proposals` are asked of
         the draft model in each step but the first."""
         texts: Mapping[int, list[int]] = {row: [] for row in rows}
-        groups: tuple[tuple[int, ...], ...] | None = (tuple(rows),)
+        groups: tuple[RowGroup, ...] | None = (RowGroup(tuple(rows), len(rows), COLUMNS),)
         asked: tuple[int, ...] = ()
         while any(len(text) < tokens for text in texts.values()):
             work = Decode(model=0, groups=groups, proposals=asked)

@@ -15,16 +15,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import (
     BatchKVCache,
     CacheList,
-    ChunkedKVCache,
     KVCache,
     QuantizedKVCache,
     make_prompt_cache,
 )
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
-
-Cache = list[Any]
-"""The KV cache of a row or of a batch: an object of mlx-lm's for each layer."""
+from mlxsrv.engine.cache.row_cache import Layers, RowCache
 
 _GROUPS = (64, 32)  # elements with one scale; mlx-lm takes 64
 
@@ -56,7 +53,7 @@ class KVCacheFactory:
         self._bits = bits
         self.notes = notes
         self.pads: bool | None = None  # whether padded prompts are read rightly; None: not tried
-        empty = self.make()
+        empty = self._make_layers()
         self.batched = _mergeable(empty)
         self.cuts = all(type(layer) in (KVCache, QuantizedKVCache) for layer in empty)
 
@@ -68,17 +65,20 @@ class KVCacheFactory:
     def bounded(self) -> bool:
         return self._max_size is not None
 
-    def make(self) -> Cache:
-        cache: Cache = make_prompt_cache(self._model)
+    def make(self) -> RowCache:
+        return RowCache(self._make_layers())
+
+    def _make_layers(self) -> Layers:
+        layers: Layers = make_prompt_cache(self._model)
         if self._max_size is not None:
-            return [SinkCache(self._max_size) for _ in cache]
+            return [SinkCache(self._max_size) for _ in layers]
         if self._bits is None:
-            return cache
+            return layers
         return [
             layer.to_quantized(group_size=self._group, bits=self._bits)
             if type(layer) is KVCache
             else layer
-            for layer in cache
+            for layer in layers
         ]
 
 
@@ -90,7 +90,7 @@ def choose_kv_caches(
     Yields between passes of the model, which find out whether it can.
     """
     notes: list[str] = []
-    plain: Cache = make_prompt_cache(model)
+    plain: Layers = make_prompt_cache(model)
     if max_kv_size is not None and not all(type(layer) is KVCache for layer in plain):
         names = ", ".join(sorted({type(layer).__name__ for layer in plain}))
         notes.append(f"max_kv_size: this model makes its own caches ({names}); it is not bounded")
@@ -112,7 +112,7 @@ def choose_kv_caches(
         notes=(*notes, "kv_bits: rows with a quantized cache run one at a time"),
     )
     try:
-        cache = quantized.make()
+        cache = quantized.make().layers
         for tokens in ([[1, 2, 3]], [[4]]):
             mx.eval(model(mx.array(tokens), cache=cache))
             yield
@@ -123,7 +123,7 @@ def choose_kv_caches(
     return quantized
 
 
-def _group(model: Any, cache: Cache) -> int | None:
+def _group(model: Any, cache: Layers) -> int | None:
     """The largest group that divides the head sizes of all layers that can be quantized."""
     model(mx.array([[0]]), cache=cache)  # not evaluated: only shapes are looked at
     layers = [layer for layer in cache if type(layer) is KVCache and not layer.empty()]
@@ -133,33 +133,22 @@ def _group(model: Any, cache: Cache) -> int | None:
     return next((group for group in _GROUPS if all(size % group == 0 for size in sizes)), None)
 
 
-def _mergeable(cache: Cache) -> bool:
+def _mergeable(cache: Layers) -> bool:
     return all(
         _mergeable(list(layer.caches)) if isinstance(layer, CacheList) else hasattr(layer, "merge")
         for layer in cache
     )
 
 
-def merge(caches: Sequence[Cache]) -> Cache:
+def merge(caches: Sequence[RowCache]) -> Layers:
     """The KV caches of single rows as one of a batch."""
-    return [_merge(list(layers)) for layers in zip(*caches, strict=True)]
+    rows = [cache.layers for cache in caches]
+    return [_merge(list(layers)) for layers in zip(*rows, strict=True)]
 
 
 def _merge(layers: list[Any]) -> Any:
     kind = PaddedKVCache if type(layers[0]) is KVCache else layers[0]
     return kind.merge(layers)
-
-
-def can_cut(cache: Cache) -> bool:
-    """Whether the KV cache can be cut back to any earlier length."""
-    return all(map(_layer_can_cut, cache))
-
-
-def _layer_can_cut(layer: Any) -> bool:
-    if isinstance(layer, CacheList):
-        return can_cut(list(layer.caches))
-    # mlx-lm calls a chunked cache trimmable, but tokens that it has dropped do not come back.
-    return bool(layer.is_trimmable()) and not isinstance(layer, ChunkedKVCache)
 
 
 class PaddedKVCache(BatchKVCache):  # type: ignore[misc]  # mlx-lm has no types

@@ -38,6 +38,7 @@ from mlxsrv.engine.execution.speculation import Proposer, check_proposals
 from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.execution.told import Told, accept, binds, tell_constraints, tell_tokens
 from mlxsrv.engine.live_row import LiveRow, Place
+from mlxsrv.engine.plans import RowGroup
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import LogprobReader, Masks, Penalties, Proof, StepLogprobs
@@ -337,17 +338,17 @@ class Decoder:
         self._inputs = inputs
         self._arrange([*self.sub_batches, *sub_batches])
 
-    def regroup(self, groups: Sequence[Sequence[int]]) -> None:
-        """Merge sub-batches, and order them, so that their rows are these.
+    def regroup(self, groups: Sequence[RowGroup]) -> None:
+        """Merge sub-batches, and order their rows, so that the groups are these.
 
         Raises:
             RuntimeError: that cannot be done, or leaves rows out.
         """
         places = {row.id: place for place, row in enumerate(self.rows)}
-        first = {sub_batch.rows[0].id: sub_batch for sub_batch in self.sub_batches}
-        merged = [_merge(group, first) for group in groups]
-        if first:
-            raise RuntimeError(f"no group has the rows that begin with {[*first]}")
+        there = list(self.sub_batches)
+        merged = [_merge(group.rows, there) for group in groups]
+        if there:
+            raise RuntimeError(f"no group has the rows {[row.id for row in there[0].rows]}")
         self._arrange(merged)
         order = [places[row.id] for row in self.rows]
         if order != [*range(len(order))]:
@@ -379,23 +380,17 @@ class Decoder:
         self._inputs, self._launched = None, Launched()
 
 
-def _merge(group: Sequence[int], first: dict[int, SubBatch]) -> SubBatch:
-    """The sub-batches that have the rows of a group, in its order, as one.
-
-    Args:
-        group: ids of rows.
-        first: sub-batches by their first row; those that are used are taken out.
-    """
-    parts: list[SubBatch] = []
-    found: list[int] = []
-    while len(found) < len(group):
-        part = first.pop(group[len(found)], None)
-        if part is None:
-            break
-        parts.append(part)
-        found += [row.id for row in part.rows]
-    if not parts or found != [*group]:
-        raise RuntimeError(f"the rows {[*group]} are not whole sub-batches in a row")
+def _merge(group: Sequence[int], there: list[SubBatch]) -> SubBatch:
+    """The sub-batches that have the rows of a group, as one with the rows in its order. They are
+    taken out of those that are `there`."""
+    parts = [each for each in there if each.rows[0].id in group]
+    found = [row.id for part in parts for row in part.rows]
+    if not parts or sorted(found) != sorted(group):
+        raise RuntimeError(f"the rows {[*group]} are not whole sub-batches")
+    for part in parts:
+        there.remove(part)
     for part in parts[1:]:
         parts[0].absorb(part)
+    if found != [*group]:
+        parts[0].keep([found.index(row_id) for row_id in group])
     return parts[0]

@@ -44,7 +44,7 @@ def find_facts(
     """
     if caches.pads is None:
         caches.pads = caches.batched and masks_padding(model)
-    cache = caches.make()
+    cache = caches.make().layers
     # Not evaluated: only shapes are looked at. Two tokens, for one would be a decode step.
     logits = model(mx.array([[0, 0]]), cache=cache)
     return TextFacts(
@@ -122,7 +122,8 @@ def try_padding(model: Any) -> Generator[None, None, bool]:
     off by as much as they vary, else by rounding.
     """
     caches = KVCacheFactory(model)  # a model with a recurrent layer has its own kind only
-    if not any(isinstance(layer, ArraysCache) for layer in _flatten(caches.make())):
+    layers = _flatten(caches.make().layers)
+    if not any(isinstance(layer, ArraysCache) for layer in layers):
         return True
     short, long = (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11)
     alone = merge([caches.make()])

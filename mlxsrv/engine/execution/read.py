@@ -11,7 +11,6 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Sequence
 from math import isnan
 from typing import Any, cast
@@ -19,7 +18,8 @@ from typing import Any, cast
 import mlx.core as mx
 import msgspec
 
-from mlxsrv.engine.cache.kv_caches import Cache, merge
+from mlxsrv.engine.cache.kv_caches import merge
+from mlxsrv.engine.cache.row_cache import Layers, RowCache
 from mlxsrv.engine.events import Activations, Likelihood, PromptScored
 from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
 from mlxsrv.engine.live_row import LiveRow, Place
@@ -35,20 +35,21 @@ class PartialText:
 
     Args:
         rows: these rows.
-        cache: the KV cache that the text is read into.
-        done: tokens of the text that it holds already.
+        cache: the KV cache that the text is read into. It may hold a beginning of the text already.
         scored: the tokens of the first row's prompt are scored.
     """
 
-    def __init__(
-        self, rows: Sequence[LiveRow], cache: Cache, done: int, *, scored: bool = False
-    ) -> None:
+    def __init__(self, rows: Sequence[LiveRow], cache: RowCache, *, scored: bool = False) -> None:
         self.rows = list(rows)
         self.cache = cache
-        self.done = done
         self.scorer = PromptScorer(rows[0].job) if scored else None
         self.steering = rows[0].steering
         self._text = rows[0].seen
+
+    @property
+    def done(self) -> int:
+        """How many tokens of the text are read."""
+        return self.cache.tokens
 
     def find(self, row_ids: Sequence[int]) -> list[LiveRow]:
         """The rows of these that it has, in this order."""
@@ -68,11 +69,11 @@ class PartialText:
     def read(self, model: Any, end: int, plan: SteeringPlan | None) -> None:
         """Read up to the `end`-th token, and wait for it."""
         if part := self.part(end):
-            logits = forward(model, plan, mx.array(part)[None], self.cache)
+            logits = forward(model, plan, mx.array(part)[None], self.cache.layers)
             if self.scorer is not None:
                 self.scorer.score(self.done, logits[0])
-            mx.eval([layer.state for layer in self.cache])
-        self.done = end
+            mx.eval(self.cache.state)
+        self.cache.tokens = end
 
 
 class PromptScorer:
@@ -150,13 +151,12 @@ def read_alone(
         return done
     rows = text.find(span.joins or ())
     if rows:
-        cache = merge([text.cache] * len(rows)) if batched else text.cache
+        cache = merge([text.cache] * len(rows)) if batched else text.cache.layers
         done.ready = SubBatch(rows, cache, batched=batched)
     if span.keep is not None:
         # Where the rows have a copy of their own, or nobody goes on from here, this may be kept.
         used = span.joins is None or (bool(rows) and not batched)
-        cache = copy.deepcopy(text.cache) if used else text.cache
-        kept = keep_cache(cache, text.done, span.keep)
+        kept = keep_cache(text.cache.copy() if used else text.cache, span.keep)
         done.kept += [] if kept is None else [kept]
     if text.scorer is not None and span.joins is not None:
         done.scores = text.scorer.event
@@ -174,10 +174,10 @@ def read_whole(
     rows: list[LiveRow] = []
     owners: list[int] = []  # the text of each row: several rows may have one, or none is decoded
     for i, (text, span) in enumerate(zip(texts, spans, strict=True)):
-        text.done = span.end
+        text.cache.tokens = span.end
         if span.keep is not None:
-            alone = [layer.extract(i) for layer in cache]
-            kept = keep_cache(alone, text.done, span.keep)
+            alone = RowCache([layer.extract(i) for layer in cache], span.end)
+            kept = keep_cache(alone, span.keep)
             done.kept += [] if kept is None else [kept]
         joining = text.find(span.joins or ())
         rows += joining
@@ -190,7 +190,7 @@ def read_whole(
 
 
 def read_together(
-    model: Any, cache: Cache, parts: Sequence[tuple[int, ...]], plan: SteeringPlan | None = None
+    model: Any, cache: Layers, parts: Sequence[tuple[int, ...]], plan: SteeringPlan | None = None
 ) -> None:
     """Read one part into each row of a batch's KV cache, in one pass, right-padded, and wait."""
     lengths = [len(part) for part in parts]

@@ -36,7 +36,8 @@ from mlx_lm.models.cache import (
     trim_prompt_cache,
 )
 
-from mlxsrv.engine.cache.kv_caches import Cache, KVCacheFactory
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.row_cache import Layers
 from mlxsrv.engine.execution.launch import launch
 from mlxsrv.engine.execution.sub_batches import SubBatch
 from mlxsrv.engine.live_row import LiveRow
@@ -74,7 +75,7 @@ class Draft:
         self.forget()
 
     def forget(self) -> None:
-        self._cache: Cache = make_prompt_cache(self._model)
+        self._cache: Layers = make_prompt_cache(self._model)
         self._row: LiveRow | None = None
         self._read = 0  # tokens of the row's text that the cache holds
 
@@ -218,7 +219,7 @@ def check_draft(model: Any, draft: Any) -> None:
 def find_lookup_obstacle(caches: KVCacheFactory) -> str | None:
     """Why tokens cannot be looked up for rows with such KV caches; None if they can. Proposals that
     do not hold must be cut from them, a different number of each row's."""
-    if all(type(layer) is KVCache for layer in caches.make()):
+    if all(type(layer) is KVCache for layer in caches.make().layers):
         return None
     return "the model's cache cannot be cut back, so no tokens can be looked up"
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from mlxsrv.engine.cache.kv_caches import Cache, can_cut
+from mlxsrv.engine.cache.row_cache import Layers, RowCache
 from mlxsrv.engine.execution.launch import launch
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.outcomes import KeptPrompt
@@ -28,7 +28,7 @@ class SubBatch:
 
     __slots__ = ("_ragged_for", "batched", "cache", "plan", "rows")
 
-    def __init__(self, rows: list[LiveRow], cache: Cache, *, batched: bool) -> None:
+    def __init__(self, rows: list[LiveRow], cache: Layers, *, batched: bool) -> None:
         self.rows = rows
         self.cache = cache
         self.batched = batched
@@ -68,7 +68,7 @@ class SubBatch:
                 layer.align()
 
     def keep(self, indices: Sequence[int]) -> None:
-        """Drop all rows but those at `indices`, at least one."""
+        """Drop all rows but those at `indices`, at least one, and have them in this order."""
         chosen = mx.array(list(indices))
         for layer in self.cache:
             layer.filter(chosen)
@@ -80,9 +80,12 @@ class SubBatch:
             layer.extend(joining)
         self.rows = self.rows + other.rows
 
-    def extract(self, index: int) -> Cache:
+    def extract(self, index: int) -> RowCache:
         """The KV cache of one row alone."""
-        return [layer.extract(index) for layer in self.cache] if self.batched else self.cache
+        row = self.rows[index]
+        layers = [layer.extract(index) for layer in self.cache] if self.batched else self.cache
+        # A row that is fresh, or not decoded yet, was not fed the last token of its text.
+        return RowCache(layers, row.length - row.fresh)
 
     def snapshot(self, keeps: Mapping[int, Keep]) -> list[KeptCache]:
         """The KV caches of those rows, by id, that are to be kept and can be. They are launched,
@@ -92,8 +95,7 @@ class SubBatch:
             keep = keeps.get(row.id)
             if keep is None:
                 continue
-            # A row that is fresh, or not decoded yet, was not fed the last token of its text.
-            kept = keep_cache(self.extract(index), row.length - row.fresh, keep)
+            kept = keep_cache(self.extract(index), keep)
             found += [] if kept is None else [kept]
         return found
 
@@ -106,29 +108,24 @@ class SubBatch:
 
 
 class KeptCache(NamedTuple):
-    """The KV cache of one row, which has seen so many tokens, to be kept as `entry`."""
+    """The KV cache of one row, to be kept as `entry`."""
 
     entry: int
-    cache: Cache
-    tokens: int
+    cache: RowCache
 
     def describe(self) -> KeptPrompt:
-        nbytes = sum(layer.nbytes for layer in self.cache)
-        return KeptPrompt(self.entry, nbytes, can_cut(self.cache))
+        return KeptPrompt(self.entry, self.cache.nbytes, self.cache.cuts)
 
 
-def keep_cache(cache: Cache, held: int, keep: Keep) -> KeptCache | None:
-    """Keep the KV cache of one row, which has seen `held` tokens. The caller must not use it any
-    more.
+def keep_cache(cache: RowCache, keep: Keep) -> KeptCache | None:
+    """Keep the KV cache of one row. The caller must not use it any more.
 
     Returns:
         None if it holds other tokens than those to be kept, and cannot be cut back to them.
     """
-    surplus = held - keep.tokens
-    if surplus < 0 or (surplus and not can_cut(cache)):
+    try:
+        cache.cut(keep.tokens)
+    except ValueError:
         return None
-    if surplus:
-        for layer in cache:
-            layer.trim(surplus)
-    launch([layer.state for layer in cache])
-    return KeptCache(keep.entry, cache, keep.tokens)
+    launch(cache.state)
+    return KeptCache(keep.entry, cache)

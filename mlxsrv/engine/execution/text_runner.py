@@ -15,14 +15,14 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
 
-from mlxsrv.engine.cache.kv_caches import Cache, KVCacheFactory
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.row_cache import RowCache
 from mlxsrv.engine.execution.decode import Decoder
 from mlxsrv.engine.execution.facts import find_facts
 from mlxsrv.engine.execution.read import PartialText, SpansRead, read_alone, read_whole
@@ -49,7 +49,7 @@ from mlxsrv.engine.outcomes import (
     PromptsRead,
     RowFailure,
 )
-from mlxsrv.engine.plans import Decode, Keep, Leave, Span
+from mlxsrv.engine.plans import Decode, Keep, Leave, RowGroup, Span
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint
 
@@ -198,8 +198,7 @@ class TextRunner:
             keep = next((keeps[row_id] for row_id in ids if row_id in keeps), None)
             if keep is not None:
                 # Others may still read on in it.
-                cache = copy.deepcopy(text.cache) if text.rows else text.cache
-                found = keep_cache(cache, text.done, keep)
+                found = keep_cache(text.cache.copy() if text.rows else text.cache, keep)
                 kept += [] if found is None else [found]
         return kept
 
@@ -273,17 +272,15 @@ class TextRunner:
         cache = self._caches.make() if span.source is None else self._copy_kept(span)
         rows = [self._rows[row_id] for row_id in span.rows if row_id in self._rows]
         scored = span.scored and rows[0].id == span.rows[0]
-        text = PartialText(rows, cache, span.begin, scored=scored)
+        text = PartialText(rows, cache, scored=scored)
         self._texts |= {row.id: text for row in rows}
         return text
 
-    def _copy_kept(self, span: Span) -> Cache:
+    def _copy_kept(self, span: Span) -> RowCache:
         """A copy of the kept KV cache that a span begins with."""
         assert span.source is not None
-        kept = self._kept[span.source]
-        cache = copy.deepcopy(kept.cache)
-        for layer in cache if kept.tokens > span.begin else ():
-            layer.trim(kept.tokens - span.begin)
+        cache = self._kept[span.source].cache.copy()
+        cache.cut(span.begin)
         return cache
 
     def _drop_texts(self, spans: Iterable[Span]) -> None:
@@ -319,9 +316,9 @@ class TextRunner:
             self._give_up(decoder, work)
         return told.finish(), fault
 
-    def _arrange(self, decoder: Decoder, groups: Sequence[Sequence[int]]) -> None:
+    def _arrange(self, decoder: Decoder, groups: Sequence[RowGroup]) -> None:
         """Have the decoder's rows be these."""
-        wanted = {row_id for group in groups for row_id in group}
+        wanted = {row_id for group in groups for row_id in group.rows}
         for sub_batch in list(self._ready):
             if sub_batch.rows[0].id in wanted:
                 self._ready.remove(sub_batch)
@@ -334,7 +331,7 @@ class TextRunner:
 
     def _give_up(self, decoder: Decoder, work: Decode) -> None:
         """Drop the KV caches of a decoder, and of rows that were to join it."""
-        wanted = {row_id for group in work.groups or () for row_id in group}
+        wanted = {row_id for group in work.groups or () for row_id in group.rows}
         for each in (self._main, self._trial):
             if each is decoder or not wanted.isdisjoint(row.id for row in each.rows):
                 _refresh(each.rows)
@@ -370,7 +367,8 @@ def _make_draft(model: Any, caches: KVCacheFactory, draft: Any | None) -> Draft 
     """None if there is no draft, or if it cannot be used. Raises ValueError as `check_draft`."""
     if draft is None or find_obstacle(model, draft) is not None:
         return None
-    if not always_cuts(caches.make()):  # rows may have another kind of KV cache than the model's
+    # Rows may have another kind of KV cache than the model's.
+    if not always_cuts(caches.make().layers):
         return None
     check_draft(model, draft)
     return Draft(draft, count_vocabulary(model))

@@ -19,11 +19,12 @@ from mlxsrv.engine.execution.facts import try_padding
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.plans import Decode, Leave, Span
+from mlxsrv.engine.plans import Decode, Leave, RowGroup, Span
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Sampling
 
 _STEPS = 3  # two tokens: a step gives the tokens of the step before
+_COLUMNS = 256
 
 
 def warm_up(model: Any, caches: KVCacheFactory) -> Generator[None, None, None]:
@@ -52,7 +53,8 @@ def _generate(runner: TextRunner, jobs: list[Job]) -> Generator[None, None, None
         raise ValueError(describe(error)) from error
     yield
     for step in range(_STEPS):
-        decoded, fault = runner.decode(Decode(model=0, groups=None if step else (rows,)))
+        groups = (RowGroup(rows, len(rows), _COLUMNS),) if step == 0 else None
+        decoded, fault = runner.decode(Decode(model=0, groups=groups))
         if fault is not None:
             raise ValueError(fault.reason)
         if decoded.broken:

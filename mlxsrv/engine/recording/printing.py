@@ -143,7 +143,9 @@ def _describe_span(span: Span) -> str:
 def _describe_step(work: Decode) -> str:
     which = "on trial, " if work.trial else ""
     if work.groups is not None:
-        which += "groups " + " | ".join(_list(group) for group in work.groups)
+        which += "groups " + " | ".join(
+            f"{_list(group.rows)} ({group.slots} x {group.columns})" for group in work.groups
+        )
     else:
         which += "as before"
     proposals = work.proposals or [max(len(guess) - 1, 0) for guess in work.guesses]

@@ -73,6 +73,11 @@ class Recovery:
         [self.trial] = self.reading.rows
         self.reading = None
 
+    @property
+    def steps(self) -> int:
+        """Steps of a trial, at most: the first gives no token."""
+        return _TRIAL + 1
+
     def end_trial(self) -> Row | None:
         """The row on trial, if it has passed."""
         row = self.trial

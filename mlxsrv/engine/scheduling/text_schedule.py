@@ -43,7 +43,7 @@ from mlxsrv.engine.plans import (
     Work,
 )
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
-from mlxsrv.engine.scheduling.groups import Groups
+from mlxsrv.engine.scheduling.groups import Groups, alone
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
@@ -78,7 +78,7 @@ class TextSchedule:
         self._index = PromptIndex(facts.prompt_cache_bytes, cuts=facts.cuts)
         self._queue = PromptQueue(facts, self._index)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
-        self._groups = Groups(facts)
+        self._groups = Groups(facts, self._max_rows)
         self._recovery = Recovery(self._max_rows)
         self._drafts = DraftPolicy() if facts.drafts else None
         self._lookups = LookupPolicy() if facts.lookup else None
@@ -159,15 +159,16 @@ class TextSchedule:
         """One step of all rows, and one of the row on trial."""
         works: list[Work] = []
         if self._groups:
-            groups = self._groups.take_changed()
+            proposals, guesses = self._count_proposals(), self._guess()
+            groups = self._groups.take_changed(max(1, 1 + sum(proposals), *map(len, guesses)))
             if groups is not None:
                 self._forget_time()
-            proposals, guesses = self._count_proposals(), self._guess()
             works.append(
                 Decode(model=self._model, groups=groups, proposals=proposals, guesses=guesses)
             )
         if (trial := self._recovery.trial) is not None:
-            groups = ((trial.id,),) if trial.state is RowState.FRESH else None
+            fresh = trial.state is RowState.FRESH
+            groups = (alone(trial, self._recovery.steps),) if fresh else None
             works.append(Decode(model=self._model, trial=True, groups=groups))
         return works
 

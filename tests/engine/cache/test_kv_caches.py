@@ -9,14 +9,15 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
-from mlxsrv.engine.cache.kv_caches import Cache, PaddedKVCache, merge
+from mlxsrv.engine.cache.kv_caches import PaddedKVCache, merge
+from mlxsrv.engine.cache.row_cache import RowCache
 
 
-def row(tokens: int) -> Cache:
+def row(tokens: int) -> RowCache:
     cache = KVCache()
     if tokens:
         cache.update_and_fetch(mx.ones((1, 2, tokens, 4)), mx.ones((1, 2, tokens, 4)))
-    return [cache]
+    return RowCache([cache], tokens)
 
 
 def rows(*lengths: int) -> PaddedKVCache:

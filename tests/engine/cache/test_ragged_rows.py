@@ -15,6 +15,7 @@ from mlx_lm.models.cache import BatchKVCache, KVCache, make_prompt_cache
 from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.kv_caches import PaddedKVCache, merge
+from mlxsrv.engine.cache.row_cache import RowCache
 from tests.support.fixtures import ModelFolder
 from tests.support.greedy import assert_greedy
 from tests.support.tiny import VOCABULARY
@@ -28,7 +29,7 @@ class Texts:
     def __init__(self, *lengths: int) -> None:
         self._numbers = 0
         self.texts = [self._count(length) for length in lengths]
-        [merged] = merge([[single(text)] for text in self.texts])
+        [merged] = merge([RowCache([single(text)], len(text)) for text in self.texts])
         assert type(merged) is PaddedKVCache
         self.cache = merged
 
@@ -182,7 +183,7 @@ def test_rows_say_in_rounds_what_they_say_alone(model_folder: ModelFolder, famil
     caches = [make_prompt_cache(model) for _ in prompts]
     for prompt, cache in zip(prompts, caches, strict=True):
         model(mx.array(prompt[:-1])[None], cache=cache)
-    layers = merge(caches)
+    layers = merge([RowCache(each) for each in caches])
     texts = [list(prompt) for prompt in prompts]
     alone = [write_greedily(model, prompt, 40) for prompt in prompts]
     while min(map(len, texts)) < 40:

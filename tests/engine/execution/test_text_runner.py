@@ -15,7 +15,7 @@ from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Decoded, Fault, KeptPrompt
-from mlxsrv.engine.plans import Decode, Keep, Leave, Span
+from mlxsrv.engine.plans import Decode, Keep, Leave, RowGroup, Span
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling, Steering
 from tests.support.effort import per_cache
@@ -27,6 +27,7 @@ SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
 BATCHED = [name for name in SMALL if FAMILIES[name].batchable]
 COUNT = 12
 """Tokens that a row draws, unless a test says otherwise."""
+COLUMNS = 256
 
 
 def prompt(seed: int, size: int = 40) -> tuple[int, ...]:
@@ -87,7 +88,8 @@ class Driver:
 
     def step(self, *groups: tuple[int, ...], **more: Any) -> tuple[Decoded, Fault | None]:
         """One step; of the same rows as before if no groups are given."""
-        done, fault = self.runner.decode(Decode(model=0, groups=groups or None, **more))
+        shaped = tuple(RowGroup(rows, len(rows), COLUMNS) for rows in groups)
+        done, fault = self.runner.decode(Decode(model=0, groups=shaped or None, **more))
         for row, token in done.tokens:
             self.drawn[row].append(token)
         return done, fault
@@ -386,7 +388,7 @@ def test_tokens_behind_what_is_kept_are_cut_off_or_nothing_is_kept(models: Any) 
         kept = driver.release(0, keep=Keep(1, 42))
         assert [each.entry for each in kept] == [1] * cut
         if cut:
-            assert driver.runner._kept[1].cache[0].size() == 42
+            assert driver.runner._kept[1].cache.layers[0].size() == 42
 
 
 def test_a_row_that_was_never_decoded_leaves_what_is_read(models: Any) -> None:
@@ -670,7 +672,7 @@ def test_rounds_and_steps_give_one_text(models: Any, draft: str, sampling: Sampl
                 assert driver.must().tokens == ((row, following),)
             _check_lengths(driver, row)
         [kept] = driver.release(row, keep=Keep(row, 45))
-        assert driver.runner._kept[kept.entry].cache[0].size() == 45
+        assert driver.runner._kept[kept.entry].cache.layers[0].size() == 45
         plain = Driver(model)
         plain.admit(row, prompt(row), sampling=sampling)
         plain.read(row)
@@ -682,7 +684,7 @@ def _check_lengths(driver: Driver, row: int) -> None:
     """The KV caches hold the row's text, or a beginning of it."""
     length = len(driver.prompts[row]) + len(driver.drawn[row])
     [sub_batch] = driver.runner._main.sub_batches
-    assert sub_batch.extract(0)[0].size() == length
+    assert sub_batch.extract(0).layers[0].size() == length
     draft: Any = driver.runner._draft
     assert draft._cache[0].size() == draft._read <= length
 
@@ -756,7 +758,7 @@ def test_kv_costs_are_those_of_real_rows(models: Any, family: str) -> None:
         driver.must()
         [kept] = driver.release(row, keep=Keep(row, size + 2))
         cache = driver.runner._kept[row].cache
-        assert facts.kv_bytes(size + 2) == _count_used(cache)
+        assert facts.kv_bytes(size + 2) == _count_used(cache.layers)
         if facts.batched:
             assert facts.kv_bytes(size + 2) == kept.bytes
 

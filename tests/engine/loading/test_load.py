@@ -352,7 +352,7 @@ def test_a_quantized_cache_is_close_to_a_plain_one(
     tokens = mx.array([list(range(5, 45))])
     plain = model(tokens, cache=make_prompt_cache(model))[0]
     maker = finish(choose_kv_caches(model, None, 8))
-    near = model(tokens, cache=maker.make())[0]
+    near = model(tokens, cache=maker.make().layers)[0]
     cosine = (plain * near).sum(-1) / mx.linalg.norm(plain, axis=-1) / mx.linalg.norm(near, axis=-1)
     assert 0.999 < cosine.min().item() < 1
     # Rows of a prompt that is kept, cut back, and gone on with
@@ -505,9 +505,9 @@ def test_a_model_that_cannot_compute_is_not_loaded(
 
 def test_one_maker_makes_all_caches(model_folder: ModelFolder) -> None:
     model, _ = load_model(model_folder("qwen3"))
-    assert [type(layer).__name__ for layer in KVCacheFactory(model).make()] == [
+    assert [type(layer).__name__ for layer in KVCacheFactory(model).make().layers] == [
         "KVCache",
         "KVCache",
     ]
-    bounded = KVCacheFactory(model, max_size=32).make()
+    bounded = KVCacheFactory(model, max_size=32).make().layers
     assert [(type(layer).__name__, layer.max_size) for layer in bounded] == [("SinkCache", 32)] * 2

@@ -25,6 +25,7 @@ from mlxsrv.engine.plans import (
     Decode,
     Leave,
     Release,
+    RowGroup,
     UnloadModel,
     Work,
 )
@@ -58,14 +59,14 @@ def test_a_scheduler_that_decides_otherwise_is_found_out(
     write_record(tmp_path / "r", job(1, (1, 2, 3)))
     replay_record(str(tmp_path / "r"), {}, {})
     assert capsys.readouterr().out.endswith("no difference\n")
-    monkeypatch.setattr(Groups, "take_changed", lambda _: ((7,),))
+    monkeypatch.setattr(Groups, "take_changed", lambda *_: (RowGroup((7,), 1, 256),))
     with pytest.raises(ServeError, match="differs"):
         replay_record(str(tmp_path / "r"), {}, {})
     told = capsys.readouterr().out
     [recorded_step] = re.findall(r"recorded: (Decode.*)", told)
     [planned_step] = re.findall(r"planned: (Decode.*)", told)
-    assert "groups=((1,),)" in recorded_step
-    assert "groups=((7,),)" in planned_step
+    assert "groups=(RowGroup(rows=(1,), slots=1, columns=256),)" in recorded_step
+    assert "groups=(RowGroup(rows=(7,), slots=1, columns=256),)" in planned_step
 
 
 def test_a_scheduler_that_fails_in_a_replay_is_told(
@@ -73,7 +74,7 @@ def test_a_scheduler_that_fails_in_a_replay_is_told(
 ) -> None:
     write_record(tmp_path / "r", job(1, (1, 2, 3)))
 
-    def fail(_: Groups) -> None:
+    def fail(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(Groups, "take_changed", fail)
@@ -264,7 +265,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
         "": "is no record",
         "hello\n": "is no record",
         '{"type":"orders","orders":[]}\n': "is no record",
-        lines[0].decode().replace('"format":1', '"format":99'): "has format 99",
+        lines[0].decode().replace('"format":2', '"format":99'): "has format 99",
         lines[0].decode() + "hello\n": "line 2",
     }
     for text, told in wrong.items():

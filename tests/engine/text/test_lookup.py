@@ -113,7 +113,7 @@ def step(engine: TextEngine) -> list[Event]:
     events = engine.decode() + engine.prefill()
     for sub_batch in engine.runner._main.sub_batches if engine.runner.facts.lookup else ():
         for i, row in enumerate(sub_batch.rows):
-            assert sub_batch.extract(i)[0].size() == len(row.seen) - row.fresh
+            assert sub_batch.extract(i).layers[0].size() == len(row.seen) - row.fresh
     return events
 
 

@@ -232,7 +232,7 @@ def test_a_prompt_is_kept_whole_if_its_client_leaves_before_the_first_token(mode
         engine.cancel([0])
         if family == "qwen3":  # whose caches tell their length
             kept = engine.schedule._index._entries
-            offsets = [engine.runner._kept[each.number].cache[0].offset for each in kept]
+            offsets = [engine.runner._kept[each.number].cache.layers[0].offset for each in kept]
             assert offsets == [each.tokens.size for each in kept]
         engine.submit(job(1, tokens))
         events = finish(engine)

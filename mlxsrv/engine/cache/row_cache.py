@@ -1,0 +1,70 @@
+"""The KV cache of one row.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from mlx_lm.models.cache import CacheList, ChunkedKVCache
+
+Layers = list[Any]
+"""An object of mlx-lm's for each layer of a model."""
+
+
+class RowCache:
+    """The KV cache of one row: that of its text as far as it was read, or a kept one.
+
+    Args:
+        layers: mlx-lm's object of each layer.
+        tokens: how many tokens they have seen.
+
+    Attributes:
+        tokens: how many tokens of a text it holds. Who feeds it to a model counts them here.
+    """
+
+    __slots__ = ("layers", "tokens")
+
+    def __init__(self, layers: Layers, tokens: int = 0) -> None:
+        self.layers = layers
+        self.tokens = tokens
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    @property
+    def cuts(self) -> bool:
+        """Whether it can be cut back to any earlier length."""
+        return all(map(_cuts, self.layers))
+
+    @property
+    def state(self) -> list[Any]:
+        """All its arrays, in nested lists and tuples with what else the layers note."""
+        return [layer.state for layer in self.layers]
+
+    def copy(self) -> RowCache:
+        """Another one that holds the same. Arrays are shared until one of the two changes them."""
+        return RowCache(copy.deepcopy(self.layers), self.tokens)
+
+    def cut(self, tokens: int) -> None:
+        """Forget what is behind the first `tokens`.
+
+        Raises:
+            ValueError: it holds less, or cannot be cut back.
+        """
+        surplus = self.tokens - tokens
+        if surplus < 0 or (surplus and not self.cuts):
+            raise ValueError(f"a KV cache of {self.tokens} tokens cannot be cut to {tokens}")
+        for layer in self.layers if surplus else ():
+            layer.trim(surplus)
+        self.tokens = tokens
+
+
+def _cuts(layer: Any) -> bool:
+    if isinstance(layer, CacheList):
+        return all(map(_cuts, layer.caches))
+    # mlx-lm calls a chunked cache trimmable, but tokens that it has dropped do not come back.
+    return bool(layer.is_trimmable()) and not isinstance(layer, ChunkedKVCache)
