@@ -18,8 +18,9 @@ from collections.abc import Iterator, Sequence
 from statistics import median, quantiles
 from time import thread_time_ns
 
+from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Ask, Job, Load, Open, Submit
-from mlxsrv.engine.outcomes import KVCost, TextFacts
+from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FakeDevice

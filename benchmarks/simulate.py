@@ -32,9 +32,9 @@ import numpy as np
 from benchmarks.costs import CostDevice, Costs, Machine, describe, fit, scale
 from benchmarks.report import format_table
 from mlxsrv.engine import runner as runners
-from mlxsrv.engine.events import Event, Failed, Token
+from mlxsrv.engine.events import Event, Failed, KVCost, Token
 from mlxsrv.engine.orders import Ask, Job, Load, Open, Submit
-from mlxsrv.engine.outcomes import KVCost, LoadStep, Outcome, TextFacts
+from mlxsrv.engine.outcomes import LoadStep, Outcome, TextFacts
 from mlxsrv.engine.plans import LoadSlice, Work
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.generation.parameters import Sampling

@@ -10,9 +10,9 @@ from typing import NoReturn
 from mlxsrv.commands import COMMANDS
 from mlxsrv.configuration import load_settings
 from mlxsrv.errors import ServeError
+from mlxsrv.options import SettingsError
 from mlxsrv.server.listening import ListenError
 from mlxsrv.server.serve import serve
-from mlxsrv.settings import SettingsError
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

@@ -23,7 +23,7 @@ from mlxsrv.engine.recording.command import replay_record
 from mlxsrv.engine.recording.record_file import RecordError
 from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
-from mlxsrv.settings import SettingsError
+from mlxsrv.options import SettingsError
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,8 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mlxsrv.settings import ENV_PREFIX, Option, Settings, SettingsError, options
+from mlxsrv.options import ENV_PREFIX, Option, SettingsError
+from mlxsrv.settings import Settings, options
 
 
 def load_settings(

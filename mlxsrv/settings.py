@@ -7,32 +7,18 @@ the table in docs/options.md, so no option is missing in one of them.
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-ENV_PREFIX = "MLXSRV_"
+from mlxsrv.options import Option, SettingsError, options_of
 
 _BYTES = {"metavar": "BYTES", "bytes": True}  # may be written as 512MB, 12GB, 1.5GiB
 # `$` alone also matches before a newline at the end.
 Key = Annotated[str, Meta(pattern=r"^[!-~]+(?!\n)$")]
 Origin = Annotated[str, Meta(pattern=r"^(\*|null|[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+/?)(?!\n)$")]
 HostName = Annotated[str, Meta(pattern=r"^(\*|[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:.]+\])(?!\n)$")]
-
-_GOT_TYPE = re.compile(r", got `\w+`")
-# A variable's text for a switch; a flag has none, and a TOML file has booleans.
-_SWITCH = {
-    **dict.fromkeys(("true", "1", "on", "yes"), True),
-    **dict.fromkeys(("false", "0", "off", "no"), False),
-}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", re.IGNORECASE)
-
-
-class SettingsError(ValueError):
-    """A setting has a wrong name or value; the message says where it comes from."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
@@ -103,11 +89,27 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     memory_limit: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Memory for the weights of all loaded models. "
-            "Default: 80% of what MLX recommends, else of RAM.",
+            description="Memory for the weights of all loaded models, for the KV caches of running "
+            "requests and for kept prompts together. "
+            "Default: 90% of what MLX recommends, else 75% of RAM.",
             extra=_BYTES,
         ),
     ] = None
+    mlx_cache_limit: Annotated[
+        Annotated[int, Meta(ge=0)] | None,
+        Meta(
+            description="Freed buffers that MLX may keep for later use, beside --memory-limit; 0: "
+            "none. Default: 5% of what MLX recommends, or MLX's own limit if that is less.",
+            extra=_BYTES,
+        ),
+    ] = None
+    wire_memory: Annotated[
+        bool,
+        Meta(
+            description="Keep what MLX uses wired, so that macOS never swaps or compresses it. "
+            "Turn it off on a Mac that panics under load."
+        ),
+    ] = True
     idle_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="Unload a model that nobody has used for this many seconds."),
@@ -344,6 +346,18 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             extra=_BYTES,
         ),
     ] = None
+    prompt_cache_dir: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        Meta(
+            description="Folder in which kept prompts outlive the process; it is created on first "
+            "use. Without this option, they are kept in memory only.",
+            extra={"metavar": "DIR"},
+        ),
+    ] = None
+    prompt_cache_disk_bytes: Annotated[
+        int,
+        Meta(ge=0, description="Disk space that --prompt-cache-dir may take.", extra=_BYTES),
+    ] = 20 * 1000**3
     step_timeout: Annotated[
         float,
         Meta(
@@ -402,99 +416,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return f"Settings({', '.join(f'{o.name}={o.shown(self)}' for o in options())})"
 
 
-class Option(msgspec.Struct, frozen=True):
-    """One field of Settings: as a flag, a variable, a key of the file and a row of the table."""
-
-    name: str
-    type: Any
-    default: Any
-    help: str
-    metavar: str | None
-    choices: tuple[str, ...] | None
-    bytes: bool
-    secret: bool
-    guards: bool
-    """Whether it protects the server: if it is given but empty, that is an error."""
-
-    @property
-    def flag(self) -> str:
-        return "--" + self.name.replace("_", "-")
-
-    @property
-    def variable(self) -> str:
-        return ENV_PREFIX + self.name.upper()
-
-    @property
-    def repeatable(self) -> bool:
-        return isinstance(self.default, tuple)
-
-    @property
-    def switch(self) -> bool:
-        return isinstance(self.default, bool)
-
-    @property
-    def shown_default(self) -> str:
-        if self.repeatable or self.default is None:
-            return ""
-        if self.switch:
-            return "on" if self.default else "off"
-        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
-
-    def shown(self, settings: Settings) -> str:
-        value = getattr(settings, self.name)
-        return f"<{len(value)} secrets>" if self.secret else repr(value)
-
-    def parse(self, text: str) -> Any:
-        """Read the text of a flag or a variable. Raises SettingsError."""
-        if self.repeatable:
-            return self.check([part for part in text.split(",") if part.strip()])
-        if self.switch:
-            return self.check(_SWITCH.get(text.strip().lower(), text))
-        return self.check(_in_bytes(text) if self.bytes else text, strict=False)
-
-    def check(self, value: Any, *, strict: bool = True) -> Any:
-        """Return the value with the option's type. Raises SettingsError."""
-        if self.guards and not value:
-            raise SettingsError("given, but empty; leave it out to serve without keys")
-        if self.bytes and isinstance(value, str):
-            value, strict = _in_bytes(value), False
-        try:
-            return msgspec.convert(value, self.type, strict=strict)
-        except msgspec.ValidationError as error:
-            reason = _GOT_TYPE.sub("", str(error))  # the value itself shows more than its type
-            got = "" if self.secret or repr(value) in reason else f", got {value!r}"
-            raise SettingsError(f"{reason}{got}") from None
-
-
-@cache
 def options() -> tuple[Option, ...]:
     """The fields of Settings, in order."""
-    hints = get_type_hints(Settings, include_extras=True)
-    return tuple(_option(field, hints[field.name]) for field in msgspec.structs.fields(Settings))
-
-
-def _option(field: msgspec.structs.FieldInfo, annotation: Any) -> Option:
-    base, meta = get_args(annotation)
-    extra = meta.extra or {}
-    return Option(
-        name=field.name,
-        type=annotation,
-        default=field.default,
-        help=meta.description,
-        metavar=extra.get("metavar"),
-        choices=get_args(base) if get_origin(base) is Literal else None,
-        bytes=extra.get("bytes", False),
-        secret=extra.get("secret", False),
-        guards=extra.get("guards", False),
-    )
-
-
-def _in_bytes(text: str) -> str:
-    """Return `1.5GiB`, `12GB` or `12g` as a number of bytes, and any other text unchanged."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        return text
-    number, prefix, binary = found.groups()
-    return str(
-        int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1))
-    )
+    return options_of(Settings)

@@ -16,12 +16,13 @@ import mlxsrv
 ROOT = Path(mlxsrv.__file__).parent
 
 FLOORS = {
-    "settings": 0,
+    "options": 0,
     "errors": 0,
     "generation": 0,
     "logs": 0,
     "version": 0,
-    "configuration": 1,
+    "settings": 1,
+    "configuration": 2,
     "text": 1,
     "formats": 1,
     "wire": 1,

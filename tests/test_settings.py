@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mlxsrv.configuration import load_settings
-from mlxsrv.settings import Settings, SettingsError, options
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings, options
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

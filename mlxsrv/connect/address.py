@@ -10,7 +10,8 @@ import msgspec
 from mlxsrv.formats.model_folder import ModelDescription
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.pool.model_files import capped
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 
 KEY_VARIABLE = "MLXSRV_API_KEY"
 """The variable that clients read the key from. The server reads its keys from it too."""

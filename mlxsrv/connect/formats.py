@@ -14,7 +14,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, Final
 
-from mlxsrv.settings import SettingsError
+from mlxsrv.options import SettingsError
 
 
 class Owned(dict[str, Any]):

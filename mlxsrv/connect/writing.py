@@ -14,7 +14,7 @@ import msgspec
 
 from mlxsrv.connect.formats import CannotMerge, merged_text
 from mlxsrv.connect.setup import ConfigFile
-from mlxsrv.settings import SettingsError
+from mlxsrv.options import SettingsError
 
 _LARGEST = 1_000_000
 """Bytes. A configuration file has thousands; to compare millions of lines takes minutes."""

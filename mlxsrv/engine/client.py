@@ -27,6 +27,7 @@ from mlxsrv.engine.events import (
     Finished,
     JobEvent,
     Loaded,
+    MemoryShort,
     Progress,
     PromptRead,
     PromptScored,
@@ -39,6 +40,7 @@ from mlxsrv.engine.mailbox import Mailbox
 from mlxsrv.engine.orders import (
     Ask,
     Attach,
+    Budget,
     Cancel,
     Close,
     Detach,
@@ -96,6 +98,8 @@ class EngineClient:
         """Why the device thread died; None while it lives."""
         self.heard = loop.time()
         """When an event last came, of any job."""
+        self.memory_short: Callable[[int], None] | None = None
+        """Called with the bytes that the budget lacks. `set_budget` answers it, in any case."""
         self._watchdog = Watchdog(device.clock, loop, step_timeout, self._waits)
         self._send(Open())
 
@@ -220,6 +224,11 @@ class EngineClient:
 
     # The device.
 
+    def set_budget(self, bytes: int) -> None:
+        """Bound what the KV caches of this client's models take, from the orders on that are sent
+        after this."""
+        self._send(Budget(bytes))
+
     async def memory(self) -> int:
         """Wait until the device thread has imported MLX; the bytes of memory that MLX recommends.
 
@@ -277,6 +286,9 @@ class EngineClient:
                         self._tell(receiver, event)
                 case Answered(number, value):
                     _settle(self._questions.pop(number, None), value)
+                case MemoryShort(missing):
+                    if self.memory_short is not None:
+                        self.memory_short(missing)
                 case EngineStopped():
                     self._stop(event.reason)
 

@@ -97,13 +97,23 @@ class Embedded(msgspec.Struct, frozen=True):
     vectors: Vectors
 
 
+class Shortage(msgspec.Struct, frozen=True):
+    """A job that does not fit into memory even if it is alone: the bytes that a text of so many
+    `tokens` takes, and the bytes that there are for it."""
+
+    needed: int
+    available: int
+    tokens: int
+
+
 class Failed(msgspec.Struct, frozen=True):
     """The job ended because the engine could not go on with it. `reason` is for the log; `clear`
-    is what a client may be told of it, if anything."""
+    is what a client may be told of it, if anything. `shortage`: it can never fit into memory."""
 
     job: int
     reason: str
     clear: str | None = None
+    shortage: Shortage | None = None
 
 
 JobEvent = (
@@ -122,6 +132,20 @@ Receiver = Callable[[JobEvent], None]
 # Answers to questions.
 
 
+class KVCost(msgspec.Struct, frozen=True):
+    """The bytes that one kind of layers adds to a row's KV cache: for each token, up to `window` of
+    them (0: all), and whatever its length."""
+
+    per_token: int
+    window: int = 0
+    fixed: int = 0
+
+    def bytes(self, tokens: int) -> int:
+        """The bytes for a row of so many tokens."""
+        held = min(tokens, self.window) if self.window else tokens
+        return self.fixed + self.per_token * held
+
+
 class Loaded(msgspec.Struct, frozen=True):
     """A model is ready.
 
@@ -132,6 +156,7 @@ class Loaded(msgspec.Struct, frozen=True):
         shared: how many of these bytes are also another loaded model's.
         notes: which of the load's wishes could not be had, and why.
         vectors: names of the control vectors that fit.
+        kv_costs: of a row; none for an encoder.
     """
 
     model: str
@@ -141,6 +166,11 @@ class Loaded(msgspec.Struct, frozen=True):
     shared: int = 0
     notes: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
+    kv_costs: tuple[KVCost, ...] = ()
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of the KV cache of a row with so many tokens."""
+        return sum(cost.bytes(tokens) for cost in self.kv_costs)
 
 
 class Attached(msgspec.Struct, frozen=True):
@@ -152,12 +182,14 @@ class Attached(msgspec.Struct, frozen=True):
 
 class Report(msgspec.Struct, frozen=True):
     """The use of the device's memory: bytes in use, free bytes kept for reuse, the most bytes ever
-    used. `models`: each of the client's models, its rows, queue and prompt cache in numbers."""
+    used. `models`: each of the client's models, its rows, queue and prompt cache in numbers.
+    `budget`: the bytes that its KV caches may take; None: as many as they like."""
 
     active_bytes: int
     cache_bytes: int
     peak_bytes: int
     models: dict[str, dict[str, int]]
+    budget: int | None = None
 
 
 class Answered(msgspec.Struct, frozen=True):
@@ -165,6 +197,16 @@ class Answered(msgspec.Struct, frozen=True):
 
     number: int
     value: Any
+
+
+# Of memory.
+
+
+class MemoryShort(msgspec.Struct, frozen=True):
+    """So many bytes more than the Budget has are wanted. It is to be answered with a Budget: a
+    larger one, if models that nobody uses could be unloaded, or the same."""
+
+    bytes: int
 
 
 # Of the thread.
@@ -176,4 +218,4 @@ class EngineStopped(msgspec.Struct, frozen=True):
     reason: str
 
 
-Event = JobEvent | Answered | EngineStopped
+Event = JobEvent | Answered | MemoryShort | EngineStopped

@@ -21,6 +21,17 @@ class Close(msgspec.Struct, frozen=True, tag=True):
     """A client's last order: forget its models and its jobs."""
 
 
+class Budget(msgspec.Struct, frozen=True, tag=True):
+    """Have the KV caches of all models of the client take no more than so many bytes: those of
+    rows, of prompts that are being read, and of kept prompts. A later one replaces it.
+
+    Without one they are not bounded. Sent before the load that takes of it, and in answer to
+    MemoryShort, also if it is the same as before.
+    """
+
+    bytes: int
+
+
 # Models.
 
 
@@ -30,7 +41,9 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     `adapter` is the folder of a LoRA adapter to put on it, `draft` the folder of a small model
     with the same vocabulary that proposes tokens. `lookup`: tokens are looked up in the texts
     instead. `prompt_cache_bytes` None: a share of the memory. `kv_bits` quantizes the KV cache,
-    `max_kv_size` bounds it to this many tokens.
+    `max_kv_size` bounds it to this many tokens. `wire_memory` and `mlx_cache_limit` hold for all
+    models: they keep MLX's buffers wired, and bound those that are free; None: to a share of the
+    memory.
     """
 
     model: str
@@ -45,6 +58,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kv_bits: int | None = None
     max_kv_size: int | None = None
     trust_remote_code: bool = False
+    wire_memory: bool = True
+    mlx_cache_limit: int | None = None
     vectors: tuple[tuple[str, str], ...] = ()
     """Control vectors, (name, file). Those that do not fit are left out, with a note."""
 
@@ -170,4 +185,4 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     question: Question | Load | Attach
 
 
-Order = Open | Close | Ask | Unload | Submit | Embed | Cancel | Detach | Watch
+Order = Open | Close | Budget | Ask | Unload | Submit | Embed | Cancel | Detach | Watch

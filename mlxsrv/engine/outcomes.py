@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from mlxsrv.engine.events import Activations, Attached, Likelihood, Loaded, PromptScored
+from mlxsrv.engine.events import Activations, Attached, KVCost, Likelihood, Loaded, PromptScored
 from mlxsrv.generation.outputs import Vectors
 
 
@@ -121,15 +121,6 @@ class TextsRead(msgspec.Struct, frozen=True, tag=True):
     vectors: dict[int, Vectors] = {}
 
 
-class KVCost(msgspec.Struct, frozen=True):
-    """The bytes that one kind of layers adds to a row's KV cache: for each token, up to `window` of
-    them (0: all), and whatever its length."""
-
-    per_token: int
-    window: int = 0
-    fixed: int = 0
-
-
 class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a model that generates text, as far as the scheduler needs them.
 
@@ -164,10 +155,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the KV cache of a row with so many tokens."""
-        return sum(
-            cost.fixed + cost.per_token * (min(tokens, cost.window) if cost.window else tokens)
-            for cost in self.kv_costs
-        )
+        return sum(cost.bytes(tokens) for cost in self.kv_costs)
 
 
 class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,8 @@ from pathlib import Path
 import msgspec
 
 from mlxsrv.formats.control_vectors import VectorFile, read_vector
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 
 _LARGEST_SCALE = 100
 _LONGEST_NAME = 100  # characters

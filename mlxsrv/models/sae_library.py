@@ -32,7 +32,8 @@ from mlxsrv.formats.sae_files import SAEFile, find_saes, read_sae
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue.hub_cache import SAE_WEIGHTS
 from mlxsrv.models.sae_place import SAEPlace
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 
 _log = logging.getLogger("mlxsrv.models")
 

@@ -34,6 +34,7 @@ from mlxsrv.models.pool.clients import Client
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
+from mlxsrv.options import SettingsError
 from mlxsrv.prompts.tokens import (
     apply_template,
     count_tokens,
@@ -52,7 +53,7 @@ from mlxsrv.service.steering.attachments import SAEs, check_steering
 from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.service.timed_work import TimedWork
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
 from mlxsrv.wire.ollama.models import LoadedModel, ModelFacts
 from mlxsrv.wire.openai.answers import (

@@ -13,7 +13,8 @@ import pytest
 from mlxsrv.connect.address import ServerAddress, find_address
 from mlxsrv.connect.clients import CLIENTS
 from mlxsrv.connect.writing import FileChange, plan_change, write_change
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from tests.support.tiny import write_model
 
 ADDRESS = ServerAddress("http://127.0.0.1:8000", "org/a model", 40_000, key=True)

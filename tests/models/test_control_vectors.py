@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mlxsrv.models.control_vectors import control_vectors, parse_control_vector
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from tests.support.ggufs import write_gguf
 
 

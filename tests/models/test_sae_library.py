@@ -21,7 +21,8 @@ from mlxsrv.models.catalogue import download, hub_cache
 from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.models.sae_library import SAEEntry, SAELibrary
 from mlxsrv.models.sae_place import SAEPlace
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from tests.models.catalogue.test_hub import use
 from tests.support.hub import Hub
 from tests.support.saes import write_sae

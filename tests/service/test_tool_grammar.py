@@ -27,8 +27,9 @@ from mlxsrv.generation.spec import (
     ToolSpec,
 )
 from mlxsrv.models.pool.clients import Client
+from mlxsrv.options import SettingsError
 from mlxsrv.service.service import Service, check_models
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.settings import Settings
 from tests.support.effort import examples, often
 from tests.support.fixtures import ModelFolder
 from tests.support.scripted import cut, write_scripted

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.outcomes import EmbedFacts, Fault, KVCost, RowFailure, TextFacts
+from mlxsrv.engine.outcomes import EmbedFacts, Fault, RowFailure, TextFacts
 from mlxsrv.engine.plans import Decode, Work
 
 FACTS = TextFacts(

@@ -14,6 +14,7 @@ from mlxsrv.engine.events import (
     Finished,
     JobEvent,
     Loaded,
+    MemoryShort,
     PromptRead,
     Started,
     Token,
@@ -109,6 +110,7 @@ class Bench:
         self.runner.record = True
         self.jobs: dict[tuple[int, int], JobLog] = {}
         self.answers: dict[tuple[int, int], Any] = {}
+        self.shortages: list[tuple[int, int]] = []  # (client, bytes) as they were told
         self.closed: set[int] = set()  # clients that have sent their last order
         self.plans: list[RoundPlan] = []
         self.checks: list[Callable[[RoundPlan], None]] = []
@@ -212,6 +214,8 @@ class Bench:
             case Answered():
                 assert (client, event.number) not in self.answers, "a question answered twice"
                 self.answers[client, event.number] = event.value
+            case MemoryShort(missing):
+                self.shortages.append((client, missing))
             case _:
                 self.jobs[client, event.job].take(event, self.runner.now)
 

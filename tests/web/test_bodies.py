@@ -11,7 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from mlxsrv.errors import Overloaded
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from mlxsrv.web.bodies import Bodies
 from tests.support.client import COMPLETIONS, RawClient, ask, chat, completion, refused
 from tests.support.fixtures import Folders

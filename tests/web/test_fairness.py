@@ -13,7 +13,8 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 import mlxsrv
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from tests.support.client import CHAT, FIRST_CONTENT, Body, RawClient, ask, chat, refused
 from tests.support.fixtures import Folders
 from tests.support.serving import PATIENCE, Server, hosted, serving, wait_for

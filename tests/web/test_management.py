@@ -24,8 +24,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 
 import mlxsrv
+from mlxsrv.options import SettingsError
 from mlxsrv.service.steering.attachments import SAEs
-from mlxsrv.settings import SettingsError
 from tests.support.client import (
     CHAT,
     COMPLETIONS,

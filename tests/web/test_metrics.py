@@ -21,7 +21,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 import mlxsrv
-from mlxsrv.settings import SettingsError
+from mlxsrv.options import SettingsError
 from tests.support.client import (
     CHAT,
     COMPLETIONS,

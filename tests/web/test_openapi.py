@@ -25,6 +25,7 @@ from starlette.routing import Mount
 from starlette.testclient import TestClient
 
 import mlxsrv
+from mlxsrv.options import SettingsError
 from mlxsrv.web.paths import OperationRoute
 from tests.support.client import CHAT, COMPLETIONS, Body, read_stream
 from tests.support.effort import examples
@@ -149,7 +150,7 @@ def test_a_root_path_is_told_and_nothing_else_changes(alone: Body, root_path: st
 
 @pytest.mark.parametrize("root_path", ["llm", "//llm", "/a b", "/a?b", "http://a/b", "/a\n"])
 def test_a_root_path_is_a_path(root_path: str) -> None:
-    with pytest.raises(mlxsrv.settings.SettingsError, match="root_path"):
+    with pytest.raises(SettingsError, match="root_path"):
         mlxsrv.Settings(root_path=root_path)
 
 

@@ -17,7 +17,8 @@ from starlette.routing import Mount
 
 import mlxsrv
 from mlxsrv.configuration import load_settings
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from mlxsrv.web.security.rates import RateLimit
 from tests.support.client import CHAT, Body, ask, chat, check_schema, refused
 from tests.support.fixtures import Folders

@@ -14,8 +14,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, merge
+from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.execution.read import read_together
-from mlxsrv.engine.outcomes import KVCost, TextFacts
+from mlxsrv.engine.outcomes import TextFacts
 
 _LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass of the smallest model costs as much in calls
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below

@@ -11,9 +11,6 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from mlx_lm.utils import maybe_set_recommended_wired_limit
-
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
 from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder, EmbeddingEncoder
@@ -24,7 +21,7 @@ from mlxsrv.engine.execution.speculation import (
     find_obstacle,
 )
 from mlxsrv.engine.execution.text_runner import TextRunner
-from mlxsrv.engine.loading.device_memory import working_memory
+from mlxsrv.engine.loading.device_memory import set_limits, working_memory
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.warm_up import warm_up, warm_up_encoder
 from mlxsrv.engine.loading.weights import ByteBudget, FileArrays, WeightReader
@@ -50,9 +47,7 @@ def load(
 
     Raises what mlx-lm raises on files that it cannot use.
     """
-    # With nothing under way: the limit must not change during an asynchronous evaluation.
-    mx.synchronize()
-    maybe_set_recommended_wired_limit()
+    set_limits(wire=order.wire_memory, cached=order.mlx_cache_limit)
 
     def resident_files() -> Iterable[FileArrays]:
         return (files for model in residents() for files in model.files)
@@ -89,6 +84,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
         shared=reader.shared,
         notes=caches.notes + draft_notes + lookup_notes + vector_notes,
         vectors=tuple(vectors),
+        kv_costs=text.facts.kv_costs,
     )
     embedder = Embedder(EmbeddingDecoder(model), Path(order.path), order.model)
     return ResidentModel(loaded, reader.files, embedder, text, steerer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mlxsrv.engine.orders import Ask, Attach, Cancel, Embed, Load, Order, Submit, Unload
+from mlxsrv.engine.orders import Ask, Attach, Budget, Cancel, Embed, Load, Order, Submit, Unload
 from mlxsrv.engine.outcomes import (
     Admitted,
     AttachStep,
@@ -87,6 +87,8 @@ def _describe_order(order: Order) -> str:
             return f"{name} job {order.id} for {order.model}: texts of {_list(sizes)} tokens"
         case Cancel(job):
             return f"{name} job {job}"
+        case Budget(most):
+            return f"{name} {most} bytes"
         case Ask(number, Load() as load):
             return f"Load {load.model} from {load.path} (question {number})"
         case Ask(number, Attach() as attach):

@@ -147,6 +147,20 @@ class PromptIndex:
                 self._drop(entry)
                 return
 
+    def give_way(self, bytes: int) -> int:
+        """Drop entries, the least worth first, until so many bytes are free or none is left.
+
+        What is promised stays: its bytes are not known yet.
+
+        Returns:
+            The bytes that are free now, more than asked for where the last entry was large. The
+            runner has them until the next plan forgets the entries.
+        """
+        before = self.bytes
+        while self._entries and before - self.bytes < bytes:
+            self._drop(self._entries[0])
+        return before - self.bytes
+
     def clear(self) -> None:
         for entry in list(self._entries):
             self._drop(entry)

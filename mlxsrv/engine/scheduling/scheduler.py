@@ -25,6 +25,7 @@ from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import (
     Ask,
     Attach,
+    Budget,
     Cancel,
     Close,
     Detach,
@@ -93,10 +94,12 @@ class _Client:
         events: that are to be delivered.
         cancelled: jobs to cancel. All at once, since each row that leaves costs copies of others'
             KV caches.
+        budget: bytes that the KV caches of its models may take; None: as many as they like.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, int] = {}
+        self.budget: int | None = None
         self.loading: dict[str, int] = {}
         self.events: list[Event] = []
         self.cancelled: set[int] = set()
@@ -175,6 +178,8 @@ class Scheduler:
                 self._submit(client, order.model, order)
             case Cancel(job_id):
                 client.cancelled.add(job_id)
+            case Budget(most):
+                client.budget = most
             case Ask(question_number, question):
                 return self._ask(number, question_number, question)
             case Unload(name):
@@ -353,12 +358,14 @@ class Scheduler:
 
     def _report(self, client: int, report: Report) -> Report:
         """The device's report, with the numbers of the client's models."""
-        models = self._clients[client].models if client in self._clients else {}
+        if client not in self._clients:
+            return report
+        models, budget = self._clients[client].models, self._clients[client].budget
         numbers: dict[str, dict[str, int]] = {}
         for name, number in models.items():
             with self._contain(self._models[number]):
                 numbers[name] = self._models[number].statistics()
-        return msgspec.structs.replace(report, models=numbers)
+        return msgspec.structs.replace(report, models=numbers, budget=budget)
 
     def _answer(self, client: int, number: int, value: object) -> None:
         """Answer a client's question, unless the client is gone."""

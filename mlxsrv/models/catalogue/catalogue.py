@@ -27,7 +27,8 @@ from mlxsrv.formats.files import UnusableFile, signature
 from mlxsrv.formats.model_folder import ModelDescription, describe
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue import hub_cache
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 
 _log = logging.getLogger("mlxsrv.models")
 

@@ -61,5 +61,7 @@ def load_order(
         kv_bits=settings.kv_bits,
         max_kv_size=settings.max_kv_size,
         trust_remote_code=settings.trust_remote_code,
+        wire_memory=settings.wire_memory,
+        mlx_cache_limit=settings.mlx_cache_limit,
         vectors=tuple((each.name, str(each.file.path)) for each in vectors),
     )

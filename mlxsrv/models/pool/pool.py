@@ -47,7 +47,7 @@ from mlxsrv.settings import Settings
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
-_MEMORY_SHARE = 0.8  # of what MLX recommends; caches and activations need some, too
+_MEMORY_SHARE = 0.9  # of what MLX recommends; a step's arrays and free buffers need some, too
 
 
 class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):

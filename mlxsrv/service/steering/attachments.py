@@ -26,7 +26,8 @@ from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.models.sae_library import SAEEntry, SAELibrary
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from mlxsrv.wire.management import (
     AttachmentObject,
     Compatibility,

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from msgspec import Struct
 
+from mlxsrv.options import SettingsError
 from mlxsrv.service.observing import Observer
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.settings import Settings
 from mlxsrv.web.paths import OperationRoute
 from mlxsrv.wire.operations import BY_ID
 

@@ -14,7 +14,8 @@ import msgspec
 
 from mlxsrv.errors import InvalidAPIKey
 from mlxsrv.logs import log
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from mlxsrv.web.security.headers import RequestHeaders
 
 _log = logging.getLogger("mlxsrv.security")

@@ -17,6 +17,8 @@ from mlx_lm.utils import load_model, quantize_model, save_config
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, choose_kv_caches
 from mlxsrv.engine.execution.facts import weights
+from mlxsrv.engine.loading import device_memory
+from mlxsrv.engine.loading.device_memory import working_memory
 from mlxsrv.engine.loading.loader import Loader
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.weights import ByteBudget, WeightReader
@@ -96,6 +98,45 @@ def test_a_load_yields_between_its_steps(model_folder: ModelFolder) -> None:
     steps = run_load(Loader({}), 1, make_load(model_folder("qwen3")))
     assert len(steps) >= 8
     assert [step.loaded is not None for step in steps] == [False] * (len(steps) - 1) + [True]
+
+
+# What MLX may do with memory.
+
+
+def test_a_load_bounds_the_buffers_that_mlx_keeps(model_folder: ModelFolder) -> None:
+    kept = mx.set_cache_limit(1 << 40)
+    try:
+        load(model_folder("qwen3"), mlx_cache_limit=12345)
+        assert mx.set_cache_limit(1 << 40) == 12345
+        load(model_folder("qwen3"))
+        share = mx.set_cache_limit(100)
+        assert 0 < share < working_memory() / 10
+        load(model_folder("qwen3"))
+        assert mx.set_cache_limit(100) == 100, "a limit of MLX's own that is less stays"
+    finally:
+        mx.set_cache_limit(kept)
+
+
+@pytest.mark.parametrize("wire", [True, False])
+def test_memory_is_wired_unless_the_order_says_no(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, wire: bool
+) -> None:
+    """Here MLX recommends nothing, so nothing is wired; what is asked of mlx-lm can be seen."""
+    asked: list[bool] = []
+    monkeypatch.setattr(
+        device_memory, "maybe_set_recommended_wired_limit", lambda: asked.append(True)
+    )
+    load(model_folder("qwen3"), wire_memory=wire)
+    assert asked == [True] * wire
+
+
+def test_what_a_row_costs_is_known_with_the_model(model_folder: ModelFolder) -> None:
+    resident = load(model_folder("gemma3_text"))  # two layers with a window of 16, one without
+    assert resident.text is not None
+    costs = {cost.window: cost.per_token for cost in resident.loaded.kv_costs}
+    one = 2 * 2 * 16 * 4  # keys and values, heads, numbers of a head, bytes
+    assert costs == {0: one, 16: 2 * one}
+    assert resident.loaded.kv_bytes(100) == resident.text.facts.kv_bytes(100) == (100 + 32) * one
 
 
 # Adapters.

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.outcomes import KVCost, TextFacts
+from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.groups import STEP, Groups
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.generation.parameters import Sampling

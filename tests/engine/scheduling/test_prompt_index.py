@@ -129,6 +129,22 @@ def test_an_entry_larger_than_all_that_may_be_kept_drops_no_other() -> None:
     assert index.find(prompt(100)) == (small, 100)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "free", "stay"),
+    [(0, 0, 3), (1, 100, 2), (100, 100, 2), (101, 200, 1), (900, 300, 0)],
+)
+def test_kept_prompts_give_way_to_so_many_bytes(wanted: int, free: int, stay: int) -> None:
+    index = PromptIndex(BYTES)
+    entries = [keep(index, prompt(100, 1000 * i)) for i in range(3)]
+    promised = index.promise(prompt(100, 9000))
+    changes = index.changes
+    assert index.give_way(wanted) == free
+    assert (index.bytes, len(index)) == (300 - free, stay)
+    assert index.take_dropped() == tuple(entries[: 3 - stay])
+    assert (index.changes > changes) == (free > 0), "who was to go on from one looks again"
+    assert index.find(prompt(100, 9000)) == (promised, 100)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_what_is_promised_is_of_use_unless_it_could_not_be_kept(kept: bool) -> None:
     index = PromptIndex(BYTES)

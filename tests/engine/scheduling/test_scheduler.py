@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlxsrv.engine.events import Finished, PromptRead, Token
+from mlxsrv.engine.events import Finished, KVCost, PromptRead, Token
 from mlxsrv.engine.orders import (
     Watch,
 )
-from mlxsrv.engine.outcomes import KVCost
 from mlxsrv.engine.plans import (
     Decode,
     Forget,

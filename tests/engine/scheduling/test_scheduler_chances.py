@@ -11,6 +11,7 @@ import msgspec
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
+from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import (
     Attach,
     Close,
@@ -23,7 +24,7 @@ from mlxsrv.engine.orders import (
     Unload,
     Watch,
 )
-from mlxsrv.engine.outcomes import EmbedFacts, Fault, KVCost, RowFailure, TextFacts
+from mlxsrv.engine.outcomes import EmbedFacts, Fault, RowFailure, TextFacts
 from mlxsrv.engine.plans import (
     Decode,
     EmbedSlice,

@@ -10,6 +10,7 @@ import pytest
 from mlxsrv.engine.events import Attached, Loaded, Report
 from mlxsrv.engine.orders import (
     Attach,
+    Budget,
     Close,
     Detach,
     Embed,
@@ -172,6 +173,16 @@ def test_a_report_has_the_numbers_of_the_clients_models() -> None:
     assert isinstance(report, Report)
     assert report.models["m"]["rows"] == 1
     assert report.models["m"]["reading"] == 1
+
+
+def test_a_report_has_the_budget_of_its_client() -> None:
+    bench = Bench(clients=(1, 2))
+    bench.send(Budget(1000))
+    bench.send(Budget(2000))
+    numbers = [bench.ask(MakeReport(), client) for client in (1, 2)]
+    bench.round()
+    reports = [bench.answers[client, numbers[client - 1]] for client in (1, 2)]
+    assert [report.budget for report in reports] == [2000, None]
 
 
 def test_text_and_texts_have_slices_by_turns_beside_streams() -> None:

@@ -16,7 +16,8 @@ from mlxsrv.errors import ModelNotFound
 from mlxsrv.formats.model_folder import ModelDescription, describe
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.hub_cache import Repository
-from mlxsrv.settings import Settings, SettingsError
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from tests.support.tiny import write_model
 
 

@@ -1,0 +1,131 @@
+"""Options as the fields of a Struct: their types, bounds, texts, and how their values are read.
+
+The annotation of a field has everything about its option. `settings` has the Struct; the command
+line, the variables and the TOML file are made from what `options_of` says about it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+ENV_PREFIX = "MLXSRV_"
+
+_GOT_TYPE = re.compile(r", got `\w+`")
+# A variable's text for a switch; a flag has none, and a TOML file has booleans.
+_SWITCH = {
+    **dict.fromkeys(("true", "1", "on", "yes"), True),
+    **dict.fromkeys(("false", "0", "off", "no"), False),
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT])(i?)B?", re.IGNORECASE)
+
+
+class SettingsError(ValueError):
+    """A setting has a wrong name or value; the message says where it comes from."""
+
+
+class Option(msgspec.Struct, frozen=True):
+    """One field of the Struct: as a flag, a variable, a key of the file and a row of the table."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    metavar: str | None
+    choices: tuple[str, ...] | None
+    bytes: bool
+    secret: bool
+    guards: bool
+    """Whether it protects the server: if it is given but empty, that is an error."""
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENV_PREFIX + self.name.upper()
+
+    @property
+    def repeatable(self) -> bool:
+        return isinstance(self.default, tuple)
+
+    @property
+    def switch(self) -> bool:
+        return isinstance(self.default, bool)
+
+    @property
+    def shown_default(self) -> str:
+        if self.repeatable or self.default is None:
+            return ""
+        if self.switch:
+            return "on" if self.default else "off"
+        return f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
+
+    def shown(self, settings: msgspec.Struct) -> str:
+        value = getattr(settings, self.name)
+        return f"<{len(value)} secrets>" if self.secret else repr(value)
+
+    def parse(self, text: str) -> Any:
+        """Read the text of a flag or a variable. Raises SettingsError."""
+        if self.repeatable:
+            return self.check([part for part in text.split(",") if part.strip()])
+        if self.switch:
+            return self.check(_SWITCH.get(text.strip().lower(), text))
+        return self.check(_in_bytes(text) if self.bytes else text, strict=False)
+
+    def check(self, value: Any, *, strict: bool = True) -> Any:
+        """Return the value with the option's type. Raises SettingsError."""
+        if self.guards and not value:
+            raise SettingsError("given, but empty; leave it out to serve without keys")
+        if self.bytes and isinstance(value, str):
+            value, strict = _in_bytes(value), False
+        try:
+            return msgspec.convert(value, self.type, strict=strict)
+        except msgspec.ValidationError as error:
+            reason = _GOT_TYPE.sub("", str(error))  # the value itself shows more than its type
+            got = "" if self.secret or repr(value) in reason else f", got {value!r}"
+            raise SettingsError(f"{reason}{got}") from None
+
+
+@cache
+def options_of(settings: type[msgspec.Struct]) -> tuple[Option, ...]:
+    """The fields of a Struct, in order.
+
+    Args:
+        settings: each of its fields is `Annotated` with one `Meta`, whose `extra` may have a
+            `metavar`, and the flags `bytes` (a size, which may have a unit), `secret` (never
+            shown) and `guards`.
+    """
+    hints = get_type_hints(settings, include_extras=True)
+    return tuple(_option(field, hints[field.name]) for field in msgspec.structs.fields(settings))
+
+
+def _option(field: msgspec.structs.FieldInfo, annotation: Any) -> Option:
+    base, meta = get_args(annotation)
+    extra = meta.extra or {}
+    return Option(
+        name=field.name,
+        type=annotation,
+        default=field.default,
+        help=meta.description,
+        metavar=extra.get("metavar"),
+        choices=get_args(base) if get_origin(base) is Literal else None,
+        bytes=extra.get("bytes", False),
+        secret=extra.get("secret", False),
+        guards=extra.get("guards", False),
+    )
+
+
+def _in_bytes(text: str) -> str:
+    """Return `1.5GiB`, `12GB` or `12g` as a number of bytes, and any other text unchanged."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        return text
+    number, prefix, binary = found.groups()
+    return str(
+        int(float(number) * (1024 if binary else 1000) ** ("KMGT".index(prefix.upper()) + 1))
+    )
