@@ -151,7 +151,7 @@ class Loaded(msgspec.Struct, frozen=True):
 
     Attributes:
         batched: rows share a pass; false where its caches cannot be merged.
-        cuts: its KV caches can be cut back to any length. If not, jobs should give a checkpoint.
+        cuts: its KV caches can be cut back to any length. If not, jobs should give checkpoints.
         bytes: the size of its weights, adapter and draft model included.
         shared: how many of these bytes are also another loaded model's.
         notes: which of the load's wishes could not be had, and why.

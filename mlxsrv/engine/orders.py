@@ -87,8 +87,9 @@ class Job(msgspec.Struct, frozen=True):
     max_tokens: int
     end_tokens: frozenset[int]
     sampling: Sampling
-    checkpoint: int = 0
-    """Tokens at the beginning of the prompt that other prompts will share: a system message."""
+    checkpoints: tuple[int, ...] = ()
+    """How many tokens at the beginning of the prompt other prompts will share: a system message,
+    the chat as its next turn has it. Of use where KV caches cannot be cut back."""
     logprobs: int | None = None
     scores: int | None = None
     ranks: bool = False

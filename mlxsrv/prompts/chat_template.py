@@ -7,14 +7,14 @@ has looked at its loops.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any
 
 from jinja2 import TemplateError
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.prompts.messages import Chat
+from mlxsrv.prompts.messages import Chat, PlainMessage
 from mlxsrv.prompts.time_limit import time_limit
 
 _SECONDS = 5.0  # for a client's template
@@ -107,11 +107,15 @@ class ChatTemplate:
                 what = f"{param}: it cannot be rendered"
             raise InvalidRequest(f"{what}: {error}", param=param) from None
 
-    def render_first(self, chat: Chat) -> str | None:
-        """Render the first message alone; None if the template refuses that."""
-        variables = {**chat.variables, "tools": chat.tools}
+    def render_other(self, chat: Chat, messages: Sequence[PlainMessage]) -> str | None:
+        """Render other messages in place of the chat's; None if the template refuses them."""
+        variables = {
+            **chat.variables,
+            "tools": None if chat.tools is None else list(chat.tools),
+            "add_generation_prompt": True,
+        }
         try:
-            return str(self._apply(list(chat.messages[:1]), tokenize=False, **variables))
+            return str(self._apply(list(messages), tokenize=False, **variables))
         except Exception:  # a template may raise anything
             return None
 

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_tokenizer
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.logs import log
 from mlxsrv.prompts.chat_template import ChatTemplate
+from mlxsrv.prompts.checkpoints import CheckpointFinder
 from mlxsrv.prompts.encoding import (
     PIECE_CHARACTERS,
     IncrementalEncoder,
@@ -51,15 +52,15 @@ class Prompt(msgspec.Struct, frozen=True):
         tokens: the ids to generate from.
         text: the text of these ids.
         thinking: the prompt leaves a think block open.
-        checkpoint: how many of the first tokens are a system message that other chats will share;
-            0 if that is not known.
+        checkpoints: how many of the first tokens other prompts will share, where that can be
+            foreseen.
         ends: tokens that end this answer, besides those that end any.
     """
 
     tokens: tuple[int, ...]
     text: str
     thinking: bool = False
-    checkpoint: int = 0
+    checkpoints: tuple[int, ...] = ()
     ends: frozenset[int] = frozenset()
 
 
@@ -79,8 +80,8 @@ class Tokenizer:
             template ends turns with.
         vocabulary: the width of the model's logits.
         context: tokens of prompt and answer together, or None; set by the pool.
-        marks_checkpoints: prompts tell their `checkpoint`; set by the pool, for models whose caches
-            cannot be cut.
+        marks_checkpoints: prompts tell their `checkpoints`; set by the pool, for models whose KV
+            caches cannot be cut back.
         enforces_calls: each call that the model makes is held to its tool's schema; set by the
             pool.
 
@@ -100,6 +101,7 @@ class Tokenizer:
         self._texts = TokenTexts(
             self._wrapper, end_tokens=self.end_tokens, turn_ends=self.turn_ends
         )
+        self._checkpoints = CheckpointFinder(self.chat_template, self._encoder, self.turn_ends)
         self.defaults = sampling_defaults(generation)
         self.vocabulary = vocabulary_size(config) or len(self._wrapper)
         self.thinks: bool = self._wrapper.has_thinking
@@ -295,22 +297,11 @@ class Tokenizer:
         """
         text = self.chat_template.render(chat)
         tokens = self._encode(text, False, budget, last)
-        checkpoint = 0
-        if chat.template is None and last is None:
-            checkpoint = self._system_tokens(tokens, chat)
+        checkpoints: tuple[int, ...] = ()
+        if self.marks_checkpoints and chat.template is None and last is None:
+            checkpoints = self._checkpoints.find(chat, text, tokens)
         thinking = self.thinks and text.rstrip().endswith(self._wrapper.think_start)
-        return self._keep_last(Prompt(tokens, text, thinking, checkpoint), last)
-
-    def _system_tokens(self, tokens: tuple[int, ...], chat: Chat) -> int:
-        """Return how many of `tokens` the leading system message alone accounts for."""
-        if not self.marks_checkpoints or chat.messages[0]["role"] != "system":
-            return 0
-        text = self.chat_template.render_first(chat)
-        if text is None:  # a template that insists on a user's message; only time is lost
-            return 0
-        alone = tuple(self._encoder.encode(text, special=False))
-        # The text after the message may share its last token with what follows it in the chat.
-        return next((n for n in range(len(alone), 0, -1) if tokens[:n] == alone[:n]), 0)
+        return self._keep_last(Prompt(tokens, text, thinking, checkpoints), last)
 
     def _encode(
         self, text: str, special: bool, budget: TokenBudget | None, last: int | None

@@ -103,7 +103,7 @@ class ChoiceFactory:
                 constrained=self.plan.bound,
                 prompt_ends=prompt.ends,
             ),
-            checkpoint=prompt.checkpoint,
+            checkpoints=prompt.checkpoints,
             logprobs=spec.logprobs,
             scores=self._scores_of_prompt,
             ranks=spec.prompt_logprobs is not None,

@@ -185,17 +185,6 @@ def test_a_sentencepiece_answer_loses_its_first_space_in_a_chat_only(folder: Pat
         assert pipeline.feed(tokens) == [("content", expected)]
 
 
-def test_a_system_message_is_marked_for_models_that_ask(folder: Path) -> None:
-    messages = [{"role": "system", "content": "Be brief."}, *HELLO]
-    tokenizer = Tokenizer(folder)
-    assert render(tokenizer, messages=messages).checkpoint == 0
-    tokenizer.marks_checkpoints = True
-    prompt = render(tokenizer, messages=messages)
-    head = load_tokenizer(folder).decode(list(prompt.tokens[: prompt.checkpoint]))
-    assert head == "<|im_start|>system\nBe brief.<|im_end|>\n"
-    assert render(tokenizer).checkpoint == 0
-
-
 def test_the_markers_of_calls_are_text_only_where_tools_were_given(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -4,7 +4,8 @@ An entry stands for a KV cache that the runner keeps, under the tokens that it h
 finds the entry that shares the longest prefix with a prompt. The caches of attention layers can be
 cut back to any length, so any shared prefix is of use. Those of recurrent layers and full sliding
 windows cannot: such an entry is of use only if the prompt begins with all of it. So entries are
-made where later prompts are likely to go on: at the end of a prompt and of an answer.
+made where later prompts are likely to go on: see `checkpoints`. As a chat grows, new ones supersede
+those that are of little use beside them: see `superseding`.
 
 Steering changes what a KV cache holds, so an entry is of use only to prompts that are steered
 alike.
@@ -16,11 +17,12 @@ trie of nested dicts takes 12 ms to find such a prompt and 61 ms to store it, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from mlxsrv.engine.outcomes import KeptPrompt
+from mlxsrv.engine.scheduling.superseding import Link, find_superseded
 from mlxsrv.generation.parameters import Steering
 
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
@@ -30,30 +32,65 @@ _Begins = tuple[bytes, Steering | None]
 
 LEAST = 64
 _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes would not
+# Tokens at the end of a prompt that open an answer's thoughts. The next turn lacks both.
+_OPENING = 4
 
 
 class _Entry:
-    """A kept prompt, or one that is promised: the runner has yet to say that it keeps it."""
+    """A kept prompt, or one that is promised: the runner has yet to say that it keeps it.
 
-    __slots__ = ("begins", "bytes", "cuts", "number", "tokens")
+    Args:
+        asked: tokens that a client gave. Those behind them are an answer.
+        lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
+    """
+
+    __slots__ = ("asked", "begins", "bytes", "cuts", "lasting", "number", "tokens")
 
     def __init__(
-        self, number: int, tokens: Tokens, steering: Steering | None, *, cuts: bool
+        self,
+        number: int,
+        tokens: Tokens,
+        steering: Steering | None,
+        *,
+        asked: int,
+        lasting: bool,
+        cuts: bool,
     ) -> None:
         self.number = number
         self.tokens = tokens
+        self.asked = asked
+        self.lasting = lasting
         self.begins = _begins(tokens, steering)
         self.bytes = 0
         self.cuts = cuts
 
     def covers(self, other: _Entry) -> bool:
         """Whether this entry can be cut back to what `other` holds, which is then superfluous."""
+        return (self.cuts or other.tokens.size == self.tokens.size) and self.begins_with(other)
+
+    def begins_with(self, other: _Entry) -> bool:
         size = other.tokens.size
-        if size > self.tokens.size or not (self.cuts or size == self.tokens.size):
+        if size > self.tokens.size:
             return False
         # The last token first: it tells most pairs apart.
         same = self.tokens[size - 1] == other.tokens[-1]
         return bool(same) and common_prefix(self.tokens, other.tokens) == size
+
+    def outdates(self, other: _Entry, checkpoints: Collection[int]) -> bool:
+        """Whether a client has gone on from what it asked in `other` with another answer than the
+        one kept there: its tokens are others, or its thoughts are left out. Where one of the
+        `checkpoints` is right before these, a prompt that only opens them is outdated as well."""
+        size = other.tokens.size
+        if other.lasting or (
+            other.asked == size and not any(size - _OPENING <= at <= size for at in checkpoints)
+        ):
+            return False
+        shared = common_prefix(self.tokens, other.tokens)
+        return other.answers_behind(shared) and shared < min(self.asked, other.tokens.size)
+
+    def answers_behind(self, shared: int) -> bool:
+        """Whether all behind the first `shared` tokens is an answer, or opens one."""
+        return shared >= self.asked - _OPENING
 
 
 class PromptIndex:
@@ -114,10 +151,27 @@ class PromptIndex:
         """Whether a KV cache of so many tokens is kept, if it is not too large."""
         return tokens >= LEAST and self._most_bytes > 0
 
-    def promise(self, tokens: Tokens, steering: Steering | None = None) -> int:
-        """The number of a new entry, which the runner is to keep."""
+    def promise(
+        self,
+        tokens: Tokens,
+        steering: Steering | None = None,
+        *,
+        asked: int | None = None,
+        lasting: bool = False,
+    ) -> int:
+        """The number of a new entry, which the runner is to keep.
+
+        Args:
+            tokens: that it will hold.
+            steering: of its row.
+            asked: how many of them a client gave; all, unless given. The others are an answer.
+            lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
+        """
         self._number += 1
-        entry = _Entry(self._number, tokens, steering, cuts=self._cuts)
+        asked = tokens.size if asked is None else min(asked, tokens.size)
+        entry = _Entry(
+            self._number, tokens, steering, asked=asked, lasting=lasting, cuts=self._cuts
+        )
         self._promised[self._number] = entry
         self.changes += 1
         return self._number
@@ -179,13 +233,31 @@ class PromptIndex:
         if entry.bytes > self._most_bytes:
             self._dropped.append(entry.number)
             return
-        for old in [old for old in self._alike(entry.begins) if entry.covers(old)]:
-            self._drop(old)
+        self._supersede(entry)
         self._entries.append(entry)
         self.bytes += entry.bytes
         self.changes += 1
         while self.bytes > self._most_bytes or len(self._entries) > _MOST_ENTRIES:
             self._drop(self._entries[0])
+
+    def _supersede(self, entry: _Entry) -> None:
+        """Drop entries that are of little use beside this one, which is new."""
+        for old in [old for old in self._alike(entry.begins) if entry.covers(old)]:
+            self._drop(old)
+        alike = self._alike(entry.begins)
+        chain = [old for old in alike if entry.begins_with(old)]
+        chain.sort(key=lambda old: old.tokens.size)
+        others = [old for old in alike if old not in chain]
+        checkpoints = [old.tokens.size for old in chain if old.lasting]
+        for old in [old for old in others if entry.outdates(old, checkpoints)]:
+            others.remove(old)
+            self._drop(old)
+        if entry.cuts:
+            return
+        for place in find_superseded([Link(old.tokens.size, old.lasting) for old in chain]):
+            # One that another chat goes on from is of use to that.
+            if not any(other.begins_with(chain[place]) for other in others):
+                self._drop(chain[place])
 
     def _alike(self, begins: _Begins) -> list[_Entry]:
         return [entry for entry in self._entries if entry.begins == begins]

@@ -14,7 +14,8 @@ prompts are half read at once where a shorter one overtakes. Each of them has a 
 memory that the row will need. Where memory is short, they are read anew, one at a time.
 
 Short prompts are read together, right-padded. One that does not fit a slice is read alone, in
-several slices.
+several slices. So is one with a checkpoint (see `checkpoints`), if the checkpoint is worth a slice
+or nobody else waits.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from operator import attrgetter
 import numpy as np
 
 from mlxsrv.engine.outcomes import TextFacts
+from mlxsrv.engine.scheduling.checkpoints import WORTH, choose_checkpoints, widest_part
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens
 from mlxsrv.engine.scheduling.row import Row, RowState
 
@@ -42,7 +44,9 @@ class Reading:
     Attributes:
         opened: the runner has begun to read it.
         done: tokens of the text that are read.
-        checkpoint: tokens after which a slice ends, so that the KV cache can be kept there.
+        checkpoints: tokens after which a slice ends, so that the KV cache can be kept there.
+        marked: the KV cache cannot be cut back once the answer is there, so it is kept at the end
+            of the text as well.
         began: when its first slice began.
     """
 
@@ -57,7 +61,8 @@ class Reading:
         self.cached = cached
         self.done = cached
         self.opened = False
-        self.checkpoint = 0
+        self.checkpoints: tuple[int, ...] = ()
+        self.marked = False
         self.began = 0.0
 
     @property
@@ -169,14 +174,17 @@ class PromptQueue:
         fits = self._fits(chosen, limit)
         reading = self._take(chosen, free)
         if fits:
-            return self._group(reading, free, limit)
-        self._begin_long(reading)
+            group = self._group(reading, free, limit)
+            if len(group) > 1 or len(self.begun) >= self._most_begun:
+                return group
+        reading.checkpoints = self._choose_checkpoints(reading.rows[0], reading.cached)
+        if not fits or reading.checkpoints:
+            self.begun.append(reading)
         return [reading]
 
     def open(self, row: Row) -> Reading:
         """A reading of the text of a row that is recovering."""
-        source, cached = self._index.find(row.text[:-1], row.job.steering)
-        return Reading([row], source, cached)
+        return self._make([row], *self._index.find(row.text[:-1], row.job.steering))
 
     def _choose(self, free: int, limit: int) -> Row | Reading | None:
         for reading in self.begun:
@@ -214,10 +222,14 @@ class PromptQueue:
                 free -= len(reading.rows)
         return group
 
-    def _begin_long(self, reading: Reading) -> None:
-        """Note that the prompt takes more than a slice."""
-        reading.checkpoint = reading.rows[0].job.checkpoint
-        self.begun.append(reading)
+    def _choose_checkpoints(self, row: Row, cached: int) -> tuple[int, ...]:
+        if not self._marks(row):
+            return ()
+        return choose_checkpoints(row.job.checkpoints, cached, row.prompt.size - 1, self._facts)
+
+    def _marks(self, row: Row) -> bool:
+        """Whether the row's KV cache cannot be cut back once its answer is there."""
+        return not self._facts.cuts_at(row.prompt.size + row.job.max_tokens)
 
     def _pads_well(self, left: int, longest: int) -> bool:
         """Whether a prompt with `left` tokens to read may be read beside one with `longest`."""
@@ -233,7 +245,12 @@ class PromptQueue:
         for row in rows:
             row.enter(RowState.PREFILLING)
         self.waiting = [row for row in self.waiting if row.state is RowState.WAITING]
-        return Reading(rows, source, cached)
+        return self._make(rows, source, cached)
+
+    def _make(self, rows: Sequence[Row], source: int | None, cached: int) -> Reading:
+        reading = Reading(rows, source, cached)
+        reading.marked = any(map(self._marks, rows))
+        return reading
 
     def _find_twins(self, head: Row, most: int) -> list[Row]:
         """At most so many waiting rows that have the same text and are not scored."""
@@ -261,8 +278,14 @@ class PromptQueue:
 
     def _fits(self, row: Row, limit: int) -> bool:
         """Whether the prompt is read whole in a slice of `limit` tokens. One that is scored is
-        not: each of its tokens leaves a row of logits."""
-        return row.job.scores is None and self._measure(row) <= limit
+        not: each of its tokens leaves a row of logits. Nor is one that has a checkpoint worth a
+        slice."""
+        if row.job.scores is not None or (left := self._measure(row)) > limit:
+            return False
+        if left < WORTH:
+            return True
+        cached = row.prompt.size - 1 - left
+        return widest_part(cached, self._choose_checkpoints(row, cached)) < WORTH
 
     def _shortest(self, free: int, limit: int) -> list[Row]:
         """Prompts that fit a slice of `limit` tokens and may share it, the shortest first, among

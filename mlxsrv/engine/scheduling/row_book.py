@@ -24,10 +24,12 @@ from mlxsrv.generation.parameters import Steering
 
 
 class _Leaving(NamedTuple):
-    """A row that has ended, and the text that its KV cache is of use for."""
+    """A row that has ended, and the text that its KV cache is of use for: the prompt, so many
+    tokens of it `asked`, and the answer."""
 
     row: int
     text: Tokens | None
+    asked: int
     steering: Steering | None
 
 
@@ -116,7 +118,8 @@ class RowBook:
         text = self._withdraw(row)
         row.enter(state)
         del self._rows[row.id]
-        self._leaving.append(_Leaving(row.id, text if kept else None, row.job.steering))
+        asked, steering = row.prompt.size, row.job.steering
+        self._leaving.append(_Leaving(row.id, text if kept else None, asked, steering))
 
     def fail(self, row: Row, reason: str, clear: str | None = None, *, kept: bool = True) -> None:
         """End a row that cannot go on; `clear` is what a client may be told of the reason."""
@@ -179,7 +182,8 @@ class RowBook:
         text = leaving.text
         if text is None or not self._index.wants(text.size):
             return Leave(leaving.row)
-        return Leave(leaving.row, Keep(self._index.promise(text, leaving.steering), text.size))
+        entry = self._index.promise(text, leaving.steering, asked=leaving.asked)
+        return Leave(leaving.row, Keep(entry, text.size))
 
     def settle_admission(self, work: Admit, outcome: Outcome) -> None:
         """Tell which jobs are taken."""

@@ -48,9 +48,7 @@ class SpanMaker:
     def _make_whole(self, reading: Reading) -> Span:
         """All that is left of a prompt, in one pass with others."""
         end = reading.text.size - 1
-        # KV caches that can be cut back are kept when the answer ends. Others cannot be, then.
-        kept = not self._facts.cuts_at(end)
-        return self._make(reading, end, kept=kept, joins=True)
+        return self._make(reading, end, kept=reading.marked, joins=True)
 
     def _make_part(self, reading: Reading, *, decoding: bool, beside: bool) -> Span:
         """The next part of a prompt that is read alone."""
@@ -62,21 +60,25 @@ class SpanMaker:
             limit = min(limit, max(LEAST_SLICE, _MOST_LOGITS // self._facts.vocabulary))
         last = reading.text.size - 1
         end = min(reading.done + limit, last)
-        if reading.done < reading.checkpoint < end:
-            end = reading.checkpoint
+        checkpoint = next((each for each in reading.checkpoints if each > reading.done), last)
+        end = min(end, checkpoint)
         # A row that joins has KV caches copied in the next step, its own and the others'. So it
         # does not join in a gap that reading has filled already.
         later = decoding and begun and end > reading.done
         joins = end == last and not later
         # If rows are batched, these have a copy, so their own KV cache may stay for prompts that
         # begin alike.
-        kept = end == reading.checkpoint > reading.done or (joins and self._facts.batched)
-        return self._make(reading, end, kept=kept, joins=joins)
+        lasting = end in reading.checkpoints and end > reading.done
+        kept = lasting or (joins and (reading.marked or self._facts.batched))
+        return self._make(reading, end, kept=kept, joins=joins, lasting=lasting)
 
-    def _make(self, reading: Reading, end: int, *, kept: bool, joins: bool) -> Span:
+    def _make(
+        self, reading: Reading, end: int, *, kept: bool, joins: bool, lasting: bool = False
+    ) -> Span:
         keep = None
         if kept and self._index.wants(end):
-            keep = Keep(self._index.promise(reading.text[:end], reading.steering), end)
+            text = reading.text[:end]
+            keep = Keep(self._index.promise(text, reading.steering, lasting=lasting), end)
         return Span(
             rows=tuple(row.id for row in reading.rows),
             begin=reading.done,

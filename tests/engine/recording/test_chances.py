@@ -100,7 +100,7 @@ class Chances:
                 end_tokens=frozenset([END]),
                 sampling=Sampling(),
                 scores=scores,
-                checkpoint=random.choice([0, 64]),
+                checkpoints=random.choice([(), (64,)]),
                 steering=random.choice(STEERINGS),
             )
             self.bench.submit(asked, client=client)

@@ -171,9 +171,9 @@ def test_a_system_message_is_kept_at_its_end(size: int) -> None:
     facts = msgspec.structs.replace(FACTS, cuts=False, kv_costs=(KVCost(64), KVCost(0, fixed=9)))
     bench = make(FakeDevice(facts))
     system = prompt(size)
-    bench.submit(job(1, 0, prompt=system + prompt(100, 2), checkpoint=size))
+    bench.submit(job(1, 0, prompt=system + prompt(100, 2), checkpoints=(size,)))
     bench.finish()
-    bench.submit(job(2, 0, prompt=system + prompt(100, 3), checkpoint=size))
+    bench.submit(job(2, 0, prompt=system + prompt(100, 3), checkpoints=(size,)))
     bench.finish()
     assert bench.job(2).read == PromptRead(2, size)
 

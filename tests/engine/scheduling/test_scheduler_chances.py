@@ -244,7 +244,7 @@ def make_job(random: Random, model: str) -> Job:
         random.choice([least, 1, 2, 5, 20, 60]),
         frozenset([END]),
         Sampling(presence_penalty=random.choice([0.0, 0.0, 1.0])),
-        checkpoint=random.choice([0, 0, 20, 64, 70]),
+        checkpoints=random.choice([(), (), (20,), (64,), (70, 200), (64, 128, 280)]),
         logprobs=random.choice([None, None, 2]),
         scores=scores,
         steering=random.choice(STEERINGS),
@@ -267,7 +267,7 @@ def most_rounds(logs: Sequence[JobLog], faults: int) -> int:
 
     - A prompt that can have a row has every second slice once it is the oldest. So it is read
       after twice as many rounds as it and those before it have slices; beside texts to embed,
-      after four times as many. A slice has LEAST_SLICE tokens at least; one more may end at a
+      after four times as many. A slice has LEAST_SLICE tokens at least; one more may end at each
       checkpoint, and one is for joining.
     - While it can have no row, those before it have them all. They are read, or draw a token in
       each round.
@@ -277,7 +277,8 @@ def most_rounds(logs: Sequence[JobLog], faults: int) -> int:
     for log in logs:
         order = log.order
         if isinstance(order, Job):
-            slices += -(-(len(order.prompt) + faults * order.max_tokens) // 8) + 3
+            slices += -(-(len(order.prompt) + faults * order.max_tokens) // 8) + 2
+            slices += len(order.checkpoints)
             tokens += order.max_tokens + 3
         else:
             slices += sum(-(-len(text) // 8) + 1 for text in order.texts)

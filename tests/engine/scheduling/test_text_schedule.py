@@ -79,15 +79,6 @@ def test_only_tokens_that_are_delivered_count() -> None:
     assert schedule.statistics()["tokens"] == 2
 
 
-@pytest.mark.parametrize("batched", [True, False])
-@pytest.mark.parametrize("checkpoint", [100, 199])
-def test_a_checkpoint_is_kept_wherever_it_is(batched: bool, checkpoint: int) -> None:
-    schedule = make_schedule(batched=batched)
-    spans = read_prompt(schedule, make_job(1, 200, checkpoint=checkpoint))
-    kept = {span.keep.tokens for span in spans if span.keep is not None}
-    assert kept == ({checkpoint, 199} if batched else {checkpoint})
-
-
 class Counted(int):
     """A token id that notes when it is compared."""
 

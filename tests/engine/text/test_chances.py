@@ -109,7 +109,7 @@ class Script:
             chance.choice([1 if scores is None else 0, 3, 20]),
             frozenset(),
             sampling,
-            checkpoint=chance.choice([0, 0, 70]),
+            checkpoints=chance.choice([(), (), (70,)]),
             scores=scores,
             steering=chance.choice([None] * 9 + [NO_SUCH]),
         )

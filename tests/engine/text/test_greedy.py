@@ -294,7 +294,7 @@ def test_a_checkpoint_serves_models_whose_caches_cannot_be_cut(models: Any) -> N
     [head, *tails] = prompts(3, seed=22, low=100, high=100)
     engine = make(model, 4, 64, CACHE_BYTES)
     for i, tail in enumerate(tails):
-        cached, drawn = run_counting(engine, job(i, (*head, *tail), 8, checkpoint=100))
+        cached, drawn = run_counting(engine, job(i, (*head, *tail), 8, checkpoints=(100,)))
         assert cached == (100 if i else 0)
         assert_greedy(model, (*head, *tail), drawn, 8)
 
