@@ -22,8 +22,9 @@ _CONTEXT_KEYS = (
     "n_ctx",
 )
 
-_KV_BLOCK = 256  # tokens, the step by which mlx-lm's caches grow
-_KV_BYTES = 2  # per number
+FIRST_BLOCK = 256
+"""Tokens of the first block of a KV cache: the step by which mlx-lm's caches grow."""
+
 # Families with multi-head latent attention whose cache holds the keys and values of every head;
 # the caches of others hold the latent vector.
 _EXPANDED = frozenset({"deepseek_v2", "minicpm3", "youtu_llm"})
@@ -92,13 +93,17 @@ def hidden_size(config: JSONObject) -> int | None:
     return positive_int(merged_config(config), "hidden_size", "n_embd", "d_model")
 
 
-def kv_block_bytes(config: JSONObject) -> int:
-    """Estimate the bytes of the first block of a KV cache for one row, recurrent state included."""
+def kv_block_bytes(config: JSONObject, number_bytes: int = 2) -> int:
+    """Estimate the bytes of the first block of a KV cache for one row, recurrent state included.
+
+    Args:
+        number_bytes: bytes of a number.
+    """
     text = merged_config(config)
     attention_layers, recurrent_layers = _layer_kinds(text)
     state = next((size for keys in _STATES if (size := _product(text, keys))), 0)
-    attention = attention_layers * _kv_numbers_per_token(text) * _KV_BLOCK
-    return _KV_BYTES * (attention + recurrent_layers * state)
+    attention = attention_layers * _kv_numbers_per_token(text) * FIRST_BLOCK
+    return number_bytes * (attention + recurrent_layers * state)
 
 
 def _layer_kinds(text: JSONObject) -> tuple[int, int]:

@@ -143,17 +143,18 @@ def describe(
             )
         quantization = quantization_config(config)
         parameters = count_parameters(weights.tensors, quantization)
+        level = quantization_level(weights.tensors, quantization)
         return ModelDescription(
             type="embedding" if embeds else "base" if template is None else "chat",
             context_length=context_length(config, settings, own),
             family=family,
             parameters=parameters,
             parameter_size=abbreviate_count(parameters),
-            quantization_level=quantization_level(weights.tensors, quantization),
+            quantization_level=level,
             format="mlx" if weights.from_mlx or config.get("quantization") else "safetensors",
             size=weights.size,
             weights=weights.bytes,
-            kv_block=0 if encoder else kv_block_bytes(config),
+            kv_block=0 if encoder else kv_block_bytes(config, 4 if level == "F32" else 2),
             hidden_size=hidden_size(config),
             layers=layer_count(config),
             modified_at=_newest(folder, files),

@@ -317,7 +317,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(places: Places, tmp_path
             body = chat(model="large", stream=streaming)
             response = client.post(CHAT, json=body, headers=JSON)
             error = refused(response, 507, "insufficient_memory")
-            assert f"limit for all models is {limit}" in error["message"]
+            assert f"the limit is {limit}" in error["message"]
             assert "large needs" in error["message"]
             assert "retry-after" not in response.headers
         assert text(server, "y", 8) == right

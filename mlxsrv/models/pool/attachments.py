@@ -60,19 +60,18 @@ class Attachments:
             limit, used = self._pool.memory
             if used + attachment.bytes > limit:
                 raise InsufficientMemory(
-                    f"the SAE needs {attachment.bytes} bytes; the limit for all models is {limit}, "
-                    f"of which {used} are taken (--memory-limit)"
+                    f"the SAE needs {attachment.bytes} bytes; the limit is {limit}, of which "
+                    f"models with a short row of each need {used} (--memory-limit)"
                 )
-            # Before the wait for the device thread, so that nobody else attaches one meanwhile, and
-            # its memory counts.
-            model.set_attachment(attachment)
+            # Before the order to attach it: nobody else attaches one meanwhile, and rows make room.
+            self._pool.reserve(model, attachment)
             try:
                 attached = await self._pool.engine.attach(attachment.order)
             except BaseException:
-                model.set_attachment(None)
+                self._pool.reserve(model, None)
                 raise
             ready = msgspec.structs.replace(attachment, bytes=attached.bytes, ready=True)
-            model.set_attachment(ready)
+            self._pool.reserve(model, ready)
             return ready
         finally:
             lease.release()

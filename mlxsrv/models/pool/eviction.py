@@ -1,13 +1,18 @@
-"""The choice of loaded models to evict so that another fits."""
+"""The choice of loaded models to evict: so that another fits, or so that requests have more room.
+
+A model needs its weights, and room for one short row: the first block of a KV cache. So all models
+that are loaded together can run, one row after the other; for more rows, idle models go.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
 
 from mlxsrv.errors import InsufficientMemory
+from mlxsrv.formats.model_config import FIRST_BLOCK
 from mlxsrv.models.pool.model import Model
 
 
@@ -40,12 +45,42 @@ class PoolLimits(msgspec.Struct, frozen=True):
             if self._fit([*_without(placed, victims), head]):
                 break
             victims.append(model)
-        # A small model chosen early is spared if a large one chosen later is enough alone.
-        for model in list(victims):
-            spared = [other for other in victims if other is not model]
-            if self._fit([*_without(placed, spared), head]):
-                victims = spared
-        return victims
+        return _spare(victims, lambda rest: self._fit([*_without(placed, rest), head]))
+
+    def idle(self, bytes: int, models: Collection[Model]) -> list[Model]:
+        """The idle models to unload so that `bytes` become free, the least recently used first; all
+        that may go, if they are not enough.
+
+        Args:
+            models: those that have their memory.
+        """
+        wanted = weight_bytes(models) - bytes
+        idle = [model for model in models if model.unused and not self.stays(model)]
+        victims: list[Model] = []
+        for model in sorted(idle, key=lambda model: model.last_entry):
+            if weight_bytes(_without(models, victims)) <= wanted:
+                break
+            victims.append(model)
+        return _spare(victims, lambda rest: weight_bytes(_without(models, rest)) <= wanted)
+
+    def require_row(self, model: Model, models: Collection[Model]) -> None:
+        """Check that a model which is loaded can run a short row, if need be after all have gone
+        that may.
+
+        Raises InsufficientMemory; the message has the numbers.
+        """
+        stay = [other for other in models if other is not model and self.stays(other)]
+        left = self.bytes - weight_bytes([*stay, model])
+        if model.first_block > left:
+            raise InsufficientMemory(
+                f"{model.name} needs {model.first_block} bytes for a row of {FIRST_BLOCK} tokens "
+                f"beside its weights; the limit is {self.bytes}, which leaves {max(left, 0)} "
+                "(--memory-limit)"
+            )
+
+    def left(self, models: Collection[Model]) -> int:
+        """The bytes that weights and SAEs leave to rows and to kept prompts."""
+        return max(self.bytes - weight_bytes(models), 0)
 
     def stays(self, model: Model) -> bool:
         """Whether the model is never evicted: it is pinned, or an SAE is attached to it."""
@@ -61,8 +96,8 @@ class PoolLimits(msgspec.Struct, frozen=True):
         used = used_bytes(pinned)
         beside = f", of which pinned models take {used}" if pinned else ""
         return (
-            f"{head.name} needs {used_bytes([*pinned, head]) - used} bytes; the limit for all "
-            f"models is {self.bytes}{beside} (--memory-limit)"
+            f"{head.name} needs {used_bytes([*pinned, head]) - used} bytes, a row of {FIRST_BLOCK} "
+            f"tokens included; the limit is {self.bytes}{beside} (--memory-limit)"
         )
 
 
@@ -70,13 +105,27 @@ def _without(models: Collection[Model], gone: Collection[Model]) -> list[Model]:
     return [model for model in models if model not in gone]
 
 
+def _spare(victims: list[Model], enough: Callable[[list[Model]], bool]) -> list[Model]:
+    """Leave out whoever need not go: a small model that was chosen early is spared if a large one
+    chosen later is enough alone."""
+    for model in list(victims):
+        rest = [other for other in victims if other is not model]
+        if enough(rest):
+            victims = rest
+    return victims
+
+
 def used_bytes(models: Collection[Model]) -> int:
-    """The bytes that these models take together; weights that several share count once."""
+    """The bytes that these models need together: their weights, and a short row of each."""
+    return weight_bytes(models) + sum(model.first_block for model in models)
+
+
+def weight_bytes(models: Collection[Model]) -> int:
+    """The bytes of these models' weights and SAEs; weights that several share count once."""
     bases: dict[Path, int] = {}
     own = 0
     for model in models:
-        own += 0 if model.attachment is None else model.attachment.bytes
+        own += model.own_bytes
         if model.files is not None:
             bases[model.files.folder] = model.files.base
-            own += model.files.own
     return own + sum(bases.values())

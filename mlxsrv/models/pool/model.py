@@ -23,6 +23,7 @@ import msgspec
 
 from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.orders import Attach
+from mlxsrv.formats.model_config import FIRST_BLOCK
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.models.catalogue.catalogue import ModelEntry
 from mlxsrv.models.pool.clients import Client, Places
@@ -201,6 +202,29 @@ class Model:
     def wanted(self) -> bool:
         """Somebody waits to enter."""
         return any(not ticket.done() for ticket in self._tickets)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes of what it shares with no model: adapter, draft model, SAE, and what its weights
+        take in memory beyond their files."""
+        own = 0 if self._attachment is None else self._attachment.bytes
+        if self._files is None:
+            return own
+        files = self._files.base + self._files.own
+        beyond = 0 if self._loaded is None else max(self._loaded.bytes - files, 0)
+        return own + self._files.own + beyond
+
+    @property
+    def first_block(self) -> int:
+        """Bytes of the KV cache of a short row; an estimate until the model is loaded."""
+        if self._loaded is not None:
+            return self._loaded.kv_bytes(FIRST_BLOCK)
+        return 0 if self._files is None else self._files.first_block
+
+    @property
+    def unused(self) -> bool:
+        """It is loaded, and no request wants it."""
+        return self._state is LoadState.LOADED and self.leases == 0
 
     @property
     def has_memory(self) -> bool:

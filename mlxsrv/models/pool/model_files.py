@@ -23,7 +23,9 @@ class ModelFiles(msgspec.Struct, frozen=True):
     base: int
     """Bytes of the weights; entries with the same folder share them."""
     own: int
-    """Bytes that nothing shares: an adapter, a draft model, the first block of a KV cache."""
+    """Bytes that nothing shares: an adapter, a draft model."""
+    first_block: int
+    """Bytes of the first block of a row's KV cache, as far as the files tell."""
     context_length: int | None
     capabilities: tuple[str, ...]
     pooling_config: PoolingConfig | str

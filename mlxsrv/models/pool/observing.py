@@ -87,6 +87,10 @@ class PoolLog:
         for observer in self._observers:
             observer.model_evicted(ModelEvicted(loaded.model, reason.partition(" ")[0]))
 
+    def divided(self, limit: int, left: int) -> None:
+        """Weights have come or go: so many bytes are left for rows and kept prompts."""
+        log(_log, logging.INFO, "memory divided", limit=limit, weights=limit - left, left=left)
+
     def switched(
         self, model: str, victims: Sequence[str], *, waited: float, seconds: float
     ) -> None:

@@ -11,6 +11,10 @@ model away from another, and none waits for ever while others keep coming.
 
 Everything here is owned by the event loop and used there only; the device thread only does what it
 is sent. Its inbox is first in, first out, so an unload is done before the load that follows it.
+
+What weights leave of the memory limit is the budget of rows and kept prompts: the device thread
+keeps to it. It is sent whenever it changes, behind the unload that makes it larger and before the
+load that makes it smaller, so that never both take the same memory.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from mlxsrv.errors import (
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
 from mlxsrv.models.pool.clients import THE_SERVER, Client
-from mlxsrv.models.pool.eviction import PoolLimits, used_bytes
+from mlxsrv.models.pool.eviction import PoolLimits, used_bytes, weight_bytes
 from mlxsrv.models.pool.lease import Lease, Withdrawn
 from mlxsrv.models.pool.memory_queue import MemoryQueue, Unwanted
 from mlxsrv.models.pool.model import Attachment, LoadState, Model, ModelStatistics, Ticket
@@ -56,7 +60,9 @@ class PoolStatistics(msgspec.Struct, frozen=True, kw_only=True):
     limit: int
     """Bytes that all models may take; 0 until the device thread has told the memory's size."""
     used: int
-    """Bytes of it that are reserved: by models that are loaded, or are being loaded."""
+    """Bytes of it that weights and SAEs take: of models that are loaded, or are being loaded."""
+    left: int
+    """Bytes of it that are left for rows and kept prompts."""
     queue: tuple[str, ...]
     """Models that wait for memory, the next one first."""
     models: tuple[ModelStatistics, ...]
@@ -77,6 +83,7 @@ class Pool:
         self._models: dict[str, Model] = {}  # those that are loaded or have leases
         self._queue = MemoryQueue()
         self._engine: EngineClient | None = None
+        self._budget: int | None = None  # the last that was sent
         self._closed = False
 
     def __iter__(self) -> Iterator[Model]:
@@ -92,6 +99,7 @@ class Pool:
         if self._engine is None:
             recording = Recording.find(self._settings)
             self._engine = EngineClient.open(self._settings.step_timeout, recording)
+            self._engine.memory_short = self._make_room
         return self._engine
 
     def _require_open(self) -> None:
@@ -114,7 +122,7 @@ class Pool:
 
     @property
     def memory(self) -> tuple[int, int]:
-        """The limit for all models, and what of it is reserved; bytes."""
+        """The limit, and what of it is reserved: weights, and a short row of each model; bytes."""
         return self._limits.bytes, used_bytes(self._with_memory())
 
     @property
@@ -124,10 +132,11 @@ class Pool:
         return {name: each for name, each in found.items() if each is not None and each.ready}
 
     def statistics(self) -> PoolStatistics:
-        limit, used = self.memory
+        placed = self._with_memory()
         return PoolStatistics(
-            limit=limit,
-            used=used,
+            limit=self._limits.bytes,
+            used=weight_bytes(placed),
+            left=self._limits.left(placed),
             queue=tuple(model.name for model in self._queue),
             models=tuple(model.statistics(pinned=self._limits.stays(model)) for model in self),
         )
@@ -184,6 +193,11 @@ class Pool:
             self._arrange()
         self._forget(model)
 
+    def reserve(self, model: Model, attachment: Attachment | None) -> None:
+        """Count the memory of a model's SAE, which it has or is to have; None: no longer."""
+        model.set_attachment(attachment)
+        self._divide()
+
     def allow_eviction(self, model: Model) -> None:
         """Reconsider a model that was kept for an SAE, which has just been detached."""
         if model.users == 0 and model.loaded is not None:
@@ -193,7 +207,7 @@ class Pool:
     def _start_idle_time(self, model: Model) -> None:
         # After the pool's end nothing is loaded, so there is nothing to evict.
         timeout = None if self._closed else self.idle_limit(model)
-        model.start_idle_time(timeout, self._evict)
+        model.start_idle_time(timeout, self._evict_idle)
 
     def idle_limit(self, model: Model) -> float | None:
         """Seconds after which a model is unloaded if nobody uses it; None: it stays."""
@@ -250,6 +264,30 @@ class Pool:
                 self._evict(model, f"room for {head.name}")
             self._queue.give(head, victims)
         self._close_only(closing)
+        self._divide()
+
+    def _divide(self, *, answer: bool = False) -> None:
+        """Tell the device thread what is left for rows and kept prompts, if that has changed;
+        with `answer` in any case, since it waits for that."""
+        left = self._limits.left(self._with_memory())
+        # Before there is an engine, and before the limit is known, nothing is loaded.
+        if self._closed or self._engine is None or not self._limits.bytes:
+            return
+        if left != self._budget:
+            self._log.divided(self._limits.bytes, left)
+        elif not answer:
+            return
+        self._budget = left
+        self._engine.set_budget(left)
+
+    def _make_room(self, bytes: int) -> None:
+        """Unload idle models, as the device thread lacks so many bytes for rows."""
+        if self._closed:
+            return
+        for model in self._limits.idle(bytes, self._with_memory()):
+            self._evict(model, "room for requests")
+        # Nobody waits for an idle model, and for one in use there is no more room than before.
+        self._divide(answer=True)
 
     def _close_only(self, closing: Sequence[Model]) -> None:
         """Close these of the loaded models, and reopen the others."""
@@ -271,6 +309,10 @@ class Pool:
         queued = model in self._queue
         model.finish_unloading(LoadState.WAITING if queued else LoadState.UNUSED)
         self._forget(model)
+
+    def _evict_idle(self, model: Model, reason: str) -> None:
+        self._evict(model, reason)
+        self._divide()
 
     # Loading.
 
@@ -335,6 +377,13 @@ class Pool:
             return
         model.load_task = None
         model.finish_loading(loaded, self._settings.max_concurrency)
+        try:
+            self._limits.require_row(model, self._with_memory())
+        except InsufficientMemory as error:
+            self.engine.unload(model.name)
+            model.finish_unloading(LoadState.UNUSED)
+            self._fail(model, self._cannot_load(model, error), victims)
+            return
         tokenizer.marks_checkpoints = not loaded.cuts
         self._log.loaded(loaded, loop.time() - placed)
         if victims:

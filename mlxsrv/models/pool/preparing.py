@@ -96,7 +96,7 @@ def examine(
     trust = settings.trust_remote_code
     folder = source.fetch(check).resolve()
     described = describe(folder, name=name, trust_remote_code=trust)
-    own = described.kv_block
+    own = 0
     if source.adapter is not None:
         own += adapter_bytes(source.adapter)
     draft_folder = None
@@ -110,6 +110,7 @@ def examine(
         draft_folder,
         base=described.weights,
         own=own,
+        first_block=described.kv_block,
         context_length=capped(described.context_length, settings),
         capabilities=described.capabilities,
         pooling_config=_or_reason(

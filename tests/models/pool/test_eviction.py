@@ -8,14 +8,18 @@ import pytest
 
 from mlxsrv.errors import InsufficientMemory
 from mlxsrv.models.catalogue.catalogue import ModelEntry, ModelSource
+from mlxsrv.models.pool.clients import THE_SERVER
 from mlxsrv.models.pool.eviction import PoolLimits
-from mlxsrv.models.pool.model import Model
+from mlxsrv.models.pool.model import LoadState, Model
 from mlxsrv.models.pool.model_files import ModelFiles
 from mlxsrv.settings import Settings
 
 
-def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = "") -> Model:
-    """A loaded model of `size` bytes; one with a `base` has as many again of its own."""
+def model(
+    name: str, size: int, *, users: int = 0, used: float = 0, base: str = "", row: int = 0
+) -> Model:
+    """A loaded model of `size` bytes; one with a `base` has as many again of its own. A short row
+    of it takes `row` bytes."""
     folder = Path("/" + (base or name))
     made = Model(ModelEntry(name, ModelSource(folder), 0), Settings())
     made._files = ModelFiles(
@@ -24,12 +28,16 @@ def model(name: str, size: int, *, users: int = 0, used: float = 0, base: str = 
         None,
         base=size,
         own=size if base else 0,
+        first_block=row,
         context_length=None,
         capabilities=(),
         pooling_config="",
         cross_encoder_config="",
     )
     made._users, made._last_entry = users, used
+    made._state = LoadState.LOADED
+    for _ in range(users):
+        made.add_lease(THE_SERVER)
     return made
 
 
@@ -88,3 +96,45 @@ def test_weights_that_are_shared_count_once() -> None:
     loaded = [model("a", 10, base="base", used=1)]
     assert limits(size=30).victims(model("b", 10, base="base"), loaded) == []
     assert names(limits(size=29).victims(model("b", 10, base="base"), loaded)) == ["a"]
+
+
+def test_a_model_needs_room_for_a_short_row() -> None:
+    loaded = [model("a", 10, used=1, row=2)]
+    assert limits(size=24).victims(model("new", 10, row=2), loaded) == []
+    assert names(limits(size=23).victims(model("new", 10, row=2), loaded)) == ["a"]
+    with pytest.raises(InsufficientMemory, match=r"needs 12 bytes, a row of 256 .* is 11 "):
+        limits(size=11).victims(model("new", 10, row=2), loaded)
+    # What rows may take is the rest, whoever it was meant for.
+    assert limits(size=24).left([*loaded, model("new", 10, row=2)]) == 4
+
+
+def test_for_rows_idle_models_go_and_no_more_than_need_to() -> None:
+    busy, pinned = model("busy", 10, users=1, used=1), model("pinned", 10, used=2)
+    idle = [model("small", 1, used=3), model("old", 10, used=4), model("new", 10, used=5)]
+    some, placed = limits(pinned=("pinned",)), [busy, pinned, *idle]
+    assert some.idle(0, placed) == []
+    assert names(some.idle(1, placed)) == ["small"]
+    assert names(some.idle(2, placed)) == ["old"], "the small one alone would not do"
+    assert names(some.idle(11, placed)) == ["small", "old"]
+    assert names(some.idle(10**6, placed)) == ["small", "old", "new"], "all that may go"
+
+
+def test_a_model_that_loads_or_is_asked_for_does_not_go_for_rows() -> None:
+    loading, asked = model("loading", 10), model("asked", 10)
+    loading._state = LoadState.LOADING
+    asked.add_lease(THE_SERVER)
+    assert limits().idle(10, [loading, asked]) == []
+
+
+def test_of_models_with_the_same_base_both_must_go_to_free_it() -> None:
+    loaded = [model("a", 10, used=1, base="base"), model("b", 10, used=2, base="base")]
+    assert names(limits().idle(10, loaded)) == ["a"]
+    assert names(limits().idle(11, loaded)) == ["a", "b"]
+
+
+def test_a_row_that_has_no_room_beside_what_stays_is_refused_with_the_numbers() -> None:
+    new, pinned, other = model("new", 10, row=6), model("pinned", 10), model("other", 10)
+    some = limits(size=26, pinned=("pinned",))
+    some.require_row(new, [new, pinned, other])  # the other may go
+    with pytest.raises(InsufficientMemory, match=r"new needs 6 bytes .* 256 .* is 25, .* leaves 5"):
+        limits(size=25, pinned=("pinned",)).require_row(new, [new, pinned, other])

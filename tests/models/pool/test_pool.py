@@ -151,10 +151,10 @@ def loaded(pool: Pool) -> set[str]:
 
 
 async def size(pool: Pool) -> int:
-    """The bytes that one of the models takes."""
+    """The bytes that one of the models needs, with a short row."""
     async with using(pool, "a") as lease:
         assert lease.model.files is not None
-        return lease.model.files.base + lease.model.files.own
+        return lease.model.files.base + lease.model.first_block
 
 
 # Loading.

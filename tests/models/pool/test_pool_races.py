@@ -93,6 +93,8 @@ class Engine:
     """The device thread's part. `held` are the leases that have entered, by model."""
 
     failure = None
+    attached = 0
+    budget: int | None = None
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -125,6 +127,18 @@ class Engine:
         self.loaded.add(name)
         return Loaded(name, batched=True, cuts=True, bytes=SIZES[name])
 
+    def set_budget(self, bytes: int) -> None:
+        self.budget = bytes
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        """What is loaded, or on its way, and what rows may take: together they fit."""
+        weights = sum(SIZES[name] for name in self.loaded | self.loading) + self.attached
+        limit = self._world.settings.memory_limit
+        if limit is not None:
+            fits = self.budget is not None and self.budget + weights <= limit
+            self._require(fits, f"rows may take {self.budget} beside {weights}")
+
     def unload(self, name: str) -> None:
         self._require(self._world.held[name] == 0, f"{name} is unloaded under a lease")
         self.loaded.remove(name)
@@ -137,6 +151,7 @@ class Engine:
         self._require(len(here) <= (settings.max_models or len(here)), f"{here} are too many")
         size = sum(SIZES[name] for name in here)
         self._require(size <= (settings.memory_limit or size), f"{here} are too large")
+        self._check_budget()
 
     def _require(self, right: bool, what: str) -> None:
         """The pool takes what is raised here for a load's failure; so it is told at the end."""
@@ -295,6 +310,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             None,
             base=size,
             own=0,
+            first_block=0,
             context_length=None,
             capabilities=(),
             pooling_config="",

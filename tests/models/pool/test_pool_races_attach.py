@@ -27,15 +27,15 @@ SAE_BYTES = 5
 class SAEEngine(Engine):
     """Attaches, too. An SAE on a model that is not loaded fails the test."""
 
-    attached = 0
-
     async def attach(self, order: Attach) -> Attached:
         self._require(order.model in self.loaded, f"{order.model} gets an SAE and is not loaded")
+        self.attached += SAE_BYTES
+        self._check_budget()
         await self._world.pause()
         self._require(order.model in self.loaded, f"{order.model} is unloaded under its SAE")
         if self._world.dice.random() < 0.3:
+            self.attached -= SAE_BYTES
             raise SAEIncompatible("scripted")
-        self.attached += SAE_BYTES
         return Attached(order.number, SAE_BYTES)
 
     def detach(self, name: str) -> None:
