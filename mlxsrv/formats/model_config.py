@@ -22,9 +22,7 @@ _CONTEXT_KEYS = (
     "n_ctx",
 )
 
-FIRST_BLOCK = 256
-"""Tokens of the first block of a KV cache: the step by which mlx-lm's caches grow."""
-
+_KV_BLOCK = 256  # tokens, the step by which mlx-lm's caches grow
 # Families with multi-head latent attention whose cache holds the keys and values of every head;
 # the caches of others hold the latent vector.
 _EXPANDED = frozenset({"deepseek_v2", "minicpm3", "youtu_llm"})
@@ -102,7 +100,7 @@ def kv_block_bytes(config: JSONObject, number_bytes: int = 2) -> int:
     text = merged_config(config)
     attention_layers, recurrent_layers = _layer_kinds(text)
     state = next((size for keys in _STATES if (size := _product(text, keys))), 0)
-    attention = attention_layers * _kv_numbers_per_token(text) * FIRST_BLOCK
+    attention = attention_layers * _kv_numbers_per_token(text) * _KV_BLOCK
     return number_bytes * (attention + recurrent_layers * state)
 
 

@@ -1,7 +1,7 @@
 """The choice of loaded models to evict: so that another fits, or so that requests have more room.
 
-A model needs its weights, and room for one short row: the first block of a KV cache. So all models
-that are loaded together can run, one row after the other; for more rows, idle models go.
+A model needs its weights, and room for one short row. So all models that are loaded together can
+run, one row after the other; for more or longer rows, idle models go.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from mlxsrv.errors import InsufficientMemory
-from mlxsrv.formats.model_config import FIRST_BLOCK
 from mlxsrv.models.pool.model import Model
+from mlxsrv.models.pool.model_files import SHORT_ROW
 
 
 class PoolLimits(msgspec.Struct, frozen=True):
@@ -71,9 +71,9 @@ class PoolLimits(msgspec.Struct, frozen=True):
         """
         stay = [other for other in models if other is not model and self.stays(other)]
         left = self.bytes - weight_bytes([*stay, model])
-        if model.first_block > left:
+        if model.short_row > left:
             raise InsufficientMemory(
-                f"{model.name} needs {model.first_block} bytes for a row of {FIRST_BLOCK} tokens "
+                f"{model.name} needs {model.short_row} bytes for a row of {SHORT_ROW} tokens "
                 f"beside its weights; the limit is {self.bytes}, which leaves {max(left, 0)} "
                 "(--memory-limit)"
             )
@@ -96,7 +96,7 @@ class PoolLimits(msgspec.Struct, frozen=True):
         used = used_bytes(pinned)
         beside = f", of which pinned models take {used}" if pinned else ""
         return (
-            f"{head.name} needs {used_bytes([*pinned, head]) - used} bytes, a row of {FIRST_BLOCK} "
+            f"{head.name} needs {used_bytes([*pinned, head]) - used} bytes, a row of {SHORT_ROW} "
             f"tokens included; the limit is {self.bytes}{beside} (--memory-limit)"
         )
 
@@ -117,7 +117,7 @@ def _spare(victims: list[Model], enough: Callable[[list[Model]], bool]) -> list[
 
 def used_bytes(models: Collection[Model]) -> int:
     """The bytes that these models need together: their weights, and a short row of each."""
-    return weight_bytes(models) + sum(model.first_block for model in models)
+    return weight_bytes(models) + sum(model.short_row for model in models)
 
 
 def weight_bytes(models: Collection[Model]) -> int:

@@ -23,11 +23,10 @@ import msgspec
 
 from mlxsrv.engine.events import Loaded
 from mlxsrv.engine.orders import Attach
-from mlxsrv.formats.model_config import FIRST_BLOCK
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.models.catalogue.catalogue import ModelEntry
 from mlxsrv.models.pool.clients import Client, Places
-from mlxsrv.models.pool.model_files import ModelFiles
+from mlxsrv.models.pool.model_files import SHORT_ROW, ModelFiles
 from mlxsrv.models.pool.row_queue import RowQueue
 from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
 from mlxsrv.settings import Settings
@@ -215,11 +214,12 @@ class Model:
         return own + self._files.own + beyond
 
     @property
-    def first_block(self) -> int:
-        """Bytes of the KV cache of a short row; an estimate until the model is loaded."""
+    def short_row(self) -> int:
+        """Bytes that a short row takes, which has its own KV cache until it has joined others; an
+        estimate until the model is loaded."""
         if self._loaded is not None:
-            return self._loaded.kv_bytes(FIRST_BLOCK)
-        return 0 if self._files is None else self._files.first_block
+            return 2 * self._loaded.kv_bytes(2 * SHORT_ROW)  # it has room to grow
+        return 0 if self._files is None else self._files.short_row
 
     @property
     def unused(self) -> bool:

@@ -13,6 +13,9 @@ from mlxsrv.formats.pooling import PoolingConfig
 from mlxsrv.models.control_vectors import ControlVector
 from mlxsrv.settings import Settings
 
+SHORT_ROW = 256
+"""Tokens of a short row, for which there must be room beside the weights of a model."""
+
 
 class ModelFiles(msgspec.Struct, frozen=True):
     """The files that a model is loaded from, and the bytes that it will take."""
@@ -24,8 +27,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
     """Bytes of the weights; entries with the same folder share them."""
     own: int
     """Bytes that nothing shares: an adapter, a draft model."""
-    first_block: int
-    """Bytes of the first block of a row's KV cache, as far as the files tell."""
+    short_row: int
+    """Bytes that a row of SHORT_ROW tokens takes, as far as the files tell."""
     context_length: int | None
     capabilities: tuple[str, ...]
     pooling_config: PoolingConfig | str

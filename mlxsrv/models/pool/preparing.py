@@ -110,7 +110,8 @@ def examine(
         draft_folder,
         base=described.weights,
         own=own,
-        first_block=described.kv_block,
+        # Two blocks for the row's own KV cache, and two for its place among others that it joins.
+        short_row=4 * described.kv_block,
         context_length=capped(described.context_length, settings),
         capabilities=described.capabilities,
         pooling_config=_or_reason(

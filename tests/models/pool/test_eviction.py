@@ -28,7 +28,7 @@ def model(
         None,
         base=size,
         own=size if base else 0,
-        first_block=row,
+        short_row=row,
         context_length=None,
         capabilities=(),
         pooling_config="",

@@ -154,7 +154,7 @@ async def size(pool: Pool) -> int:
     """The bytes that one of the models needs, with a short row."""
     async with using(pool, "a") as lease:
         assert lease.model.files is not None
-        return lease.model.files.base + lease.model.first_block
+        return lease.model.files.base + lease.model.short_row
 
 
 # Loading.

@@ -29,7 +29,7 @@ from tests.models.pool.test_pool_attach import attach, sae
 
 __all__ = ["folder", "log", "sae"]  # fixtures
 
-ROOM = 10**6
+ROOM = 2 * 10**6
 
 
 async def weights(pool: Pool) -> int:
@@ -143,7 +143,7 @@ def test_a_model_that_leaves_no_room_for_a_row_is_unloaded_again(folder: Path, l
             files = lease.model.files
             assert files is not None
             assert lease.model.tokenizer is not None
-            untold = msgspec.structs.replace(files, first_block=0)
+            untold = msgspec.structs.replace(files, short_row=0)
             lease.model.finish_preparing(untold, lease.model.tokenizer)
             with pytest.raises(InsufficientMemory, match=f"a needs {row} bytes for a row of 256"):
                 await lease.enter()

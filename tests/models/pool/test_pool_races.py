@@ -310,7 +310,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             None,
             base=size,
             own=0,
-            first_block=0,
+            short_row=0,
             context_length=None,
             capabilities=(),
             pooling_config="",
