@@ -61,6 +61,7 @@ WITHOUT_MLX = {
     "engine/recording",
     "engine/scheduling",
     "engine/runner",
+    "engine/storage",
     "engine/watchdog",
 }
 """Parts of the engine that decide or carry, and touch no array."""

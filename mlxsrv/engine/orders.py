@@ -43,7 +43,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     instead. `prompt_cache_bytes` None: a share of the memory. `kv_bits` quantizes the KV cache,
     `max_kv_size` bounds it to this many tokens. `wire_memory` and `mlx_cache_limit` hold for all
     models: they keep MLX's buffers wired, and bound those that are free; None: to a share of the
-    memory.
+    memory. `prompt_cache_dir` is the directory in which kept prompts outlive the process.
     """
 
     model: str
@@ -60,6 +60,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     trust_remote_code: bool = False
     wire_memory: bool = True
     mlx_cache_limit: int | None = None
+    prompt_cache_dir: str | None = None
+    prompt_cache_disk_bytes: int = 0
     vectors: tuple[tuple[str, str], ...] = ()
     """Control vectors, (name, file). Those that do not fit are left out, with a note."""
 
@@ -186,4 +188,35 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     question: Question | Load | Attach
 
 
-Order = Open | Close | Budget | Ask | Unload | Submit | Embed | Cancel | Detach | Watch
+# What the storage thread tells. A model is named by its number, a kept prompt by its entry.
+
+
+class Written(msgspec.Struct, frozen=True, tag=True):
+    """The kept prompt `entry` is stored, or cannot be. So many `files`, of so many bytes, were
+    written for it; other files were there. `failed`: the disk takes no more. The model has
+    `held_files` now, of `held_bytes`."""
+
+    model: int
+    entry: int
+    files: int = 0
+    bytes: int = 0
+    failed: bool = False
+    held_files: int = 0
+    held_bytes: int = 0
+
+
+class Fetched(msgspec.Struct, frozen=True, tag=True):
+    """The KV cache that is to be the kept prompt `entry` was read from disk: that of the first
+    `tokens` of the text, or of none."""
+
+    model: int
+    entry: int
+    tokens: int
+
+
+StorageTold = Written | Fetched
+"""What the storage thread tells."""
+
+Order = (
+    Open | Close | Budget | Ask | Unload | Submit | Embed | Cancel | Detach | Watch | StorageTold
+)

@@ -65,6 +65,11 @@ class KVCacheFactory:
     def bounded(self) -> bool:
         return self._max_size is not None
 
+    @property
+    def settings(self) -> str:
+        """What all its KV caches have in common, beside the kinds of their layers."""
+        return f"max_size={self._max_size} group={self._group} bits={self._bits}"
+
     def make(self) -> RowCache:
         return RowCache(self._make_layers())
 

@@ -1,0 +1,1 @@
+"""Keep prompts' KV caches in files, so that they outlive the process."""

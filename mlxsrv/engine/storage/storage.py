@@ -1,0 +1,206 @@
+"""All stored prompts of the process: the stores of its models, and what is under way.
+
+Used on the device thread only. What the storage thread has done comes back as an order, through the
+queue that all orders come through, so that a record has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mlxsrv.engine.orders import Fetched, Load, Written
+from mlxsrv.engine.storage.fingerprint import make_fingerprint
+from mlxsrv.engine.storage.prompt_store import (
+    Abandoned,
+    FetchedCache,
+    HandedCache,
+    PromptStore,
+    StoreCounts,
+)
+from mlxsrv.engine.storage.storage_thread import StorageThread
+from mlxsrv.engine.storage.store_folder import StoreFolder
+from mlxsrv.engine.storage.stored_names import Text
+from mlxsrv.logs import log
+
+_log = logging.getLogger("mlxsrv.engine")
+
+_FLUSH_SECONDS = 5.0  # that the end of the process waits for writes, at most
+
+PromptKey = tuple[int, int]
+"""A model's number, and that of the entry of a kept prompt."""
+
+
+class _Fetch:
+    """A read under way. `cache` is put in by the storage thread before it posts the order."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+        self.abandoned = Abandoned()
+        self.cache: FetchedCache | None = None
+
+
+class Opening:
+    """A store that is being opened, by the storage thread. `store` is None once it is `done` if it
+    cannot be used; the log says why."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.store: PromptStore | None = None
+
+
+class _Handed(NamedTuple):
+    """What must live until a write is over: arrays of MLX's, which nothing here looks into."""
+
+    arrays: Any
+
+
+class Storage:
+    """The stores of all models.
+
+    Args:
+        post: puts an order into the queue of the device thread; called on the storage thread.
+    """
+
+    def __init__(self, post: Callable[[Fetched | Written], None]) -> None:
+        self._post = post
+        self._thread = StorageThread()
+        self._folders: dict[str, StoreFolder] = {}
+        self._fetches: dict[PromptKey, _Fetch] = {}
+        self._fetched: dict[PromptKey, FetchedCache] = {}
+        self._handed: dict[PromptKey, _Handed] = {}
+
+    # Stores.
+
+    def open(self, order: Load, kind: str, *, cuts: bool) -> Opening:
+        """Begin to open the store of a model that is being loaded.
+
+        Args:
+            order: the load's; it names the directory.
+            kind: what the model's KV caches are made of.
+            cuts: they can be cut anywhere.
+        """
+        assert order.prompt_cache_dir is not None
+        path = str(Path(order.prompt_cache_dir).expanduser().absolute())
+        if path not in self._folders:
+            self._folders[path] = StoreFolder(Path(path), order.prompt_cache_disk_bytes)
+        opening = Opening()
+        self._thread.add_read(_open(opening, self._folders[path], order, kind, cuts=cuts))
+        return opening
+
+    # Writing.
+
+    def write(
+        self, store: PromptStore, key: PromptKey, text: Text, cache: HandedCache, arrays: object
+    ) -> None:
+        """Have a KV cache stored; the order Written tells that it is over.
+
+        Args:
+            store: the model's.
+            key: of the kept prompt.
+            text: tokens that it has seen.
+            cache: views of `arrays`; the storage thread's from now on.
+            arrays: kept until it is over, so that nobody changes them.
+        """
+        self._handed[key] = _Handed(arrays)
+
+        def told(counts: StoreCounts) -> None:
+            shelf = store.shelf
+            self._post(
+                Written(
+                    *key,
+                    files=counts.files,
+                    bytes=counts.bytes,
+                    failed=counts.failed,
+                    held_files=len(shelf.files),
+                    held_bytes=shelf.bytes,
+                )
+            )
+
+        self._thread.add_write(store.write(text, cache, told))
+
+    # Reading.
+
+    def fetch(self, store: PromptStore, key: PromptKey, text: Text, seconds: float) -> None:
+        """Have the KV cache of `text` read, as far as it is stored; the order Fetched tells that it
+        is over, after so many seconds at the latest."""
+        fetch = self._fetches[key] = _Fetch(time.monotonic() + seconds)
+
+        def told(cache: FetchedCache | None) -> None:
+            fetch.cache = cache
+            self._post(Fetched(*key, tokens=0 if cache is None else cache.tokens))
+
+        self._thread.add_read(store.fetch(text, fetch.abandoned, told))
+
+    def take(self, key: PromptKey) -> FetchedCache | None:
+        """Take what was read."""
+        return self._fetched.pop(key, None)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the next read may still take; None if none is under way."""
+        if not self._fetches:
+            return None
+        return min(fetch.deadline for fetch in self._fetches.values()) - time.monotonic()
+
+    def give_up(self) -> list[Fetched]:
+        """Give up reads that have taken too long. Returns the orders that tell of it."""
+        now = time.monotonic()
+        late = [key for key, fetch in self._fetches.items() if fetch.deadline <= now]
+        for key in late:
+            self._fetches.pop(key).abandoned.now = True
+        return [Fetched(*key, tokens=0) for key in late]
+
+    def accept(self, order: Fetched | Written) -> bool:
+        """Take in what the storage thread tells. Returns whether anybody waits for it."""
+        key = order.model, order.entry
+        if isinstance(order, Written):
+            self._handed.pop(key, None)
+            return True
+        fetch = self._fetches.pop(key, None)
+        if fetch is None:
+            return False
+        if fetch.cache is not None:
+            self._fetched[key] = fetch.cache
+        return True
+
+    # The end.
+
+    def forget(self, model: int) -> None:
+        """Drop what was read for a model that goes. What is to be written is written."""
+        for key in [key for key in self._fetches if key[0] == model]:
+            self._fetches.pop(key).abandoned.now = True
+        for key in [key for key in self._fetched if key[0] == model]:
+            del self._fetched[key]
+
+    def close(self) -> None:
+        """Wait until all is written, but not for long."""
+        if not self._thread.flush(_FLUSH_SECONDS):
+            log(_log, logging.WARNING, "not all prompts were stored", seconds=_FLUSH_SECONDS)
+
+
+def _open(
+    opening: Opening, folder: StoreFolder, order: Load, kind: str, *, cuts: bool
+) -> Iterator[None]:
+    try:
+        fingerprint = make_fingerprint(
+            order.path, order.adapter, kind, code=order.trust_remote_code
+        )
+        shelf = folder.open(fingerprint)
+        opening.store = PromptStore(folder, shelf, fingerprint, cuts=cuts)
+        yield
+    except OSError as error:
+        log(
+            _log,
+            logging.WARNING,
+            "prompts are not stored",
+            model=order.model,
+            folder=str(folder.path),
+            reason=error.strerror or str(error),
+        )
+    finally:
+        opening.done.set()

@@ -1,0 +1,336 @@
+"""The folder of stored prompts: files by name, their bound, and which of them go.
+
+    DIR/kv-<fingerprint>/<digest>-<begin>-<end>.mlxkv
+
+Several processes may use one folder, and each may end at any moment:
+
+- A file is written under another name and renamed, so it is there whole or not at all. Whoever
+  writes holds a lock on the unfinished file, which ends with the process: an unfinished file
+  without a lock is removed by the next scan. Nothing waits for a lock.
+- A file that has vanished is a miss. Both processes see what the other has done to a folder by its
+  time of change, and count it before they write; so the bound holds for all of them together, but
+  for the one file that each is writing.
+- Files are not forced to the disk. What a loss of power leaves half written has a wrong checksum.
+
+Folders of other names, and files without our suffix, are never touched.
+
+Used on the storage thread only, but for `holds` and `ends`, which read dictionaries that it changes
+an entry at a time.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import time
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+import msgspec
+
+from mlxsrv.engine.storage.stored_names import SUFFIX, StoredName, parse_name
+
+_PREFIX = "kv-"
+_SHELF = re.compile(r"kv-[0-9a-f]{32}")
+_UNFINISHED = f"{SUFFIX}-unfinished"
+_RESCAN_SECONDS = 10.0  # how late a change may be seen that came in the same tick as one of ours
+_SPARE = 50  # of the bound, one part goes beside what has to, so that not every write removes files
+
+
+class _File(msgspec.Struct):
+    """One file: its size, and when it was last used, in nanoseconds since 1970."""
+
+    size: int
+    used: int
+
+
+class Shelf:
+    """The files of one fingerprint.
+
+    Attributes:
+        files: by their names; those of others with our suffix, too.
+        ends: how many files end at each place of a text.
+        bytes: of all files.
+        changed: the folder's time of change when it was last looked at.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: dict[str, _File] = {}
+        self.ends: dict[int, int] = {}
+        self.bytes = 0
+        self.changed = -1
+        self.scanned = 0.0
+
+    def put(self, name: str, size: int, used: int) -> None:
+        """Note that a file is there."""
+        self.take(name)
+        self.files[name] = _File(size, used)
+        self.bytes += size
+        if (parsed := parse_name(name)) is not None:
+            self.ends[parsed.end] = self.ends.get(parsed.end, 0) + 1
+
+    def take(self, name: str) -> None:
+        """Note that a file is gone."""
+        file = self.files.pop(name, None)
+        if file is None:
+            return
+        self.bytes -= file.size
+        if (parsed := parse_name(name)) is not None:
+            self.ends[parsed.end] -= 1
+            if not self.ends[parsed.end]:
+                del self.ends[parsed.end]
+
+    def holds(self, name: StoredName) -> bool:
+        return name.file in self.files
+
+
+class StoreFolder:
+    """All files below one directory.
+
+    Args:
+        path: the directory. It is made when it is opened.
+        most_bytes: that all files may take, those of other fingerprints included.
+    """
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self.path = path
+        self.most_bytes = most_bytes
+        self._shelves: dict[str, Shelf] = {}
+        self._numbers = count(1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files that are known."""
+        return sum(shelf.bytes for shelf in self._shelves.values())
+
+    def open(self, fingerprint: str) -> Shelf:
+        """The files of a fingerprint. What is there beyond the bound goes.
+
+        Raises:
+            OSError: the folder cannot be made or read, or belongs to somebody else.
+        """
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        shelf = self._shelf(f"{_PREFIX}{fingerprint}")
+        self._make(shelf)
+        self.refresh(all_of_them=True)
+        self._make_room(0)
+        return shelf
+
+    def _shelf(self, name: str) -> Shelf:
+        if name not in self._shelves:
+            self._shelves[name] = Shelf(self.path / name)
+        return self._shelves[name]
+
+    def _make(self, shelf: Shelf) -> None:
+        """Make the folder of a shelf, for this user alone: a KV cache tells the text."""
+        shelf.path.mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(shelf.path)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise OSError(f"{shelf.path} belongs to somebody else")
+        if stat.S_IMODE(found.st_mode) != 0o700:
+            os.chmod(shelf.path, 0o700)
+
+    # What there is.
+
+    def refresh(self, *, all_of_them: bool = False) -> None:
+        """Look at the folders that were changed by somebody else since; or at all of them.
+
+        Raises OSError if the directory cannot be read.
+        """
+        with os.scandir(self.path) as entries:
+            names = {entry.name for entry in entries if _SHELF.fullmatch(entry.name)}
+        for gone in self._shelves.keys() - names:
+            for name in list(self._shelves[gone].files):
+                self._shelves[gone].take(name)
+        now = time.monotonic()
+        for name in names:
+            shelf = self._shelf(name)
+            late = now - shelf.scanned > _RESCAN_SECONDS
+            if all_of_them or late or _changed(shelf.path) != shelf.changed:
+                shelf.scanned = now
+                self._scan(shelf)
+
+    def _scan(self, shelf: Shelf) -> None:
+        shelf.changed = _changed(shelf.path)
+        there: set[str] = set()
+        for name, status in _list(shelf.path):
+            if name.endswith(_UNFINISHED):
+                _remove_abandoned(shelf.path / name)
+                continue
+            there.add(name)
+            known = shelf.files.get(name)
+            if known is None or known.size != status.st_size:
+                shelf.put(name, status.st_size, status.st_mtime_ns)
+            else:
+                known.used = max(known.used, status.st_mtime_ns)
+        for name in shelf.files.keys() - there:
+            shelf.take(name)
+
+    # Reading.
+
+    def read(self, shelf: Shelf, name: StoredName) -> bytearray | None:
+        """All bytes of a file, which counts as used now; None if it is gone.
+
+        Raises OSError.
+        """
+        path = shelf.path / name.file
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            shelf.take(name.file)
+            return None
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                return bytearray()
+            data = bytearray(status.st_size)
+            view, place = memoryview(data), 0
+            while place < len(data):
+                got = os.readv(descriptor, [view[place:]])
+                if not got:
+                    break
+                place += got
+        finally:
+            os.close(descriptor)
+        self.touch(shelf, name)
+        return data
+
+    def touch(self, shelf: Shelf, name: StoredName) -> None:
+        """Note that a file was of use just now."""
+        now = time.time_ns()
+        known = shelf.files.get(name.file)
+        if known is not None:
+            known.used = now
+        with suppress(OSError):
+            os.utime(shelf.path / name.file, ns=(now, now))
+
+    def remove(self, shelf: Shelf, name: StoredName) -> None:
+        """Remove a file that is damaged."""
+        shelf.take(name.file)
+        with suppress(OSError):
+            os.unlink(shelf.path / name.file)
+        shelf.changed = _changed(shelf.path)
+
+    # Writing.
+
+    def write(
+        self, shelf: Shelf, name: StoredName, room: int, pieces: Iterable[bytes | memoryview]
+    ) -> Generator[None, None, int]:
+        """Write a file, yielding between pieces.
+
+        Args:
+            shelf: where.
+            name: its name.
+            room: bytes that it takes, at most.
+            pieces: its bytes.
+
+        Returns:
+            How many bytes it has; 0 if it could never fit, and was not written.
+
+        Raises:
+            FileNotFoundError: another process has removed the folder or the unfinished file.
+            OSError: it could not be written. Nothing of it is left.
+        """
+        if room > self.most_bytes:
+            return 0
+        self.refresh()
+        self._make_room(room)
+        self._make(shelf)
+        path = shelf.path / f"{os.getpid()}-{next(self._numbers)}-{name.digest.hex()}{_UNFINISHED}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor, size = os.open(path, flags, 0o600), 0
+        try:
+            # A scan of another process that came in between has removed the file. Then the rename
+            # fails, and the prompt is not stored this time.
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for piece in pieces:
+                _write(descriptor, piece)
+                size += len(piece)
+                yield
+            os.rename(path, shelf.path / name.file)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(path)
+            raise
+        finally:
+            os.close(descriptor)
+            shelf.changed = _changed(shelf.path)
+        shelf.put(name.file, size, time.time_ns())
+        return size
+
+    def _make_room(self, size: int) -> None:
+        """Remove what was not used for longest until there is room for so many bytes more."""
+        wanted = self.most_bytes - size
+        if self.nbytes <= wanted:
+            return
+        wanted -= self.most_bytes // _SPARE
+        for _ in range(2):  # files that others have used meanwhile stay, the first time
+            files = [
+                (file.used, name, shelf)
+                for shelf in self._shelves.values()
+                for name, file in shelf.files.items()
+            ]
+            for used, name, shelf in sorted(files, key=lambda each: each[:2]):
+                if self.nbytes <= wanted:
+                    return
+                self._evict(shelf, name, used)
+
+    def _evict(self, shelf: Shelf, name: str, used: int) -> None:
+        """Remove a file, unless another process has used it since."""
+        path = shelf.path / name
+        try:
+            changed = os.lstat(path).st_mtime_ns
+            if changed > used:
+                shelf.files[name].used = changed
+                return
+            os.unlink(path)
+        except FileNotFoundError:
+            pass
+        except OSError:
+            return
+        shelf.take(name)
+        shelf.changed = _changed(shelf.path)
+        if not shelf.files:
+            with suppress(OSError):
+                os.rmdir(shelf.path)
+
+
+def _write(descriptor: int, piece: bytes | memoryview) -> None:
+    rest = memoryview(piece)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def _changed(path: Path) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return -1
+
+
+def _list(path: Path) -> Iterator[tuple[str, os.stat_result]]:
+    """The regular files of a folder with our suffixes."""
+    with suppress(FileNotFoundError), os.scandir(path) as entries:
+        for entry in entries:
+            if not entry.name.endswith((SUFFIX, _UNFINISHED)):
+                continue
+            with suppress(FileNotFoundError):
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield entry.name, status
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove an unfinished file whose writer is gone: nobody holds its lock."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,392 @@
+"""Stored prompts: real files of real KV caches, of every kind."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.utils import load_model
+
+from mlxsrv.engine.cache.host_arrays import CacheBuilder, describe_kind, share
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.row_cache import RowCache
+from mlxsrv.engine.storage.prompt_store import (
+    Abandoned,
+    FetchedCache,
+    PromptStore,
+    StoreCounts,
+)
+from mlxsrv.engine.storage.store_folder import StoreFolder
+from mlxsrv.engine.storage.stored_names import CHUNK, Text
+from tests.support.tiny import FAMILIES, write_model
+
+FINGERPRINT = "0" * 32
+PLENTY = 1 << 40
+TOKENS = 2 * CHUNK + 90
+
+
+@cache
+def model(family: str) -> Any:
+    """A family's; `wide` is one whose heads are wide enough for a quantized KV cache."""
+    with TemporaryDirectory() as folder:
+        if family == "wide":
+            return load_model(write_model(Path(folder), "qwen3", head_dim=32))[0]
+        return load_model(write_model(Path(folder), family))[0]
+
+
+def text(tokens: int = TOKENS, seed: int = 1) -> Text:
+    return np.random.default_rng(seed).integers(0, 500, tokens).astype(np.uint32)
+
+
+def factory(kind: str) -> KVCacheFactory:
+    family, _, option = kind.partition(" ")
+    found = model(family)
+    if option == "quantized":
+        return KVCacheFactory(found, group=32, bits=8)
+    if option == "bounded":
+        return KVCacheFactory(found, max_size=64)
+    return KVCacheFactory(found)
+
+
+def read(kind: str, tokens: Text) -> RowCache:
+    """The KV cache of these tokens."""
+    cache = factory(kind).make()
+    network = model(kind.partition(" ")[0])
+    network(mx.array(tokens[None]), cache=cache.layers)
+    cache.tokens = tokens.size
+    mx.eval(cache.state)
+    return cache
+
+
+def following(kind: str, cache: RowCache) -> mx.array:
+    """The logits behind one more token."""
+    network = model(kind.partition(" ")[0])
+    logits: mx.array = network(mx.array([[7]]), cache=cache.copy().layers)
+    return logits
+
+
+class Place:
+    """A directory, and the store of one kind of KV cache in it, without a thread."""
+
+    def __init__(
+        self,
+        path: Path,
+        kind: str = "qwen3",
+        *,
+        most_bytes: int = PLENTY,
+        fingerprint: str = FINGERPRINT,
+    ) -> None:
+        self.kind = kind
+        self.caches = factory(kind)
+        self.folder = StoreFolder(path, most_bytes)
+        self.shelf = self.folder.open(fingerprint)
+        self.store = PromptStore(self.folder, self.shelf, fingerprint, cuts=self.caches.cuts)
+
+    def write(self, tokens: Text, cache: RowCache | None = None) -> StoreCounts:
+        shared = share(cache or read(self.kind, tokens), cuts=self.caches.cuts)
+        told: list[StoreCounts] = []
+        for _ in self.store.write(tokens, shared.cache, told.append):
+            pass
+        [counts] = told
+        return counts
+
+    def fetch(self, tokens: Text) -> RowCache | None:
+        told: list[FetchedCache | None] = []
+        for _ in self.store.fetch(tokens, Abandoned(), told.append):
+            pass
+        [fetched] = told
+        if fetched is None:
+            return None
+        builder = CacheBuilder(self.caches, fetched, cuts=self.caches.cuts)
+        while not builder.done:
+            builder.go_on(1)
+        return builder.finish()
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.shelf.path.glob("*.mlxkv"))
+
+
+KINDS = [
+    "qwen3",
+    "wide quantized",
+    "qwen3 bounded",
+    "gemma3_text",
+    "gpt_oss",
+    "qwen3_next",
+    "lfm2",
+    "falcon_h1",
+    "mamba",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_goes_on_as_if_it_had_been_read(tmp_path: Path, kind: str) -> None:
+    tokens = text()
+    cache = read(kind, tokens)
+    Place(tmp_path, kind).write(tokens, cache)
+    again = Place(tmp_path, kind)  # as another process finds the folder
+    asked = np.concatenate([tokens, text(40, seed=2)])
+    assert again.store.find(asked) == TOKENS
+    found = again.fetch(asked)
+    assert found is not None
+    assert found.tokens == TOKENS
+    assert mx.array_equal(following(kind, found), following(kind, cache)).item()
+
+
+def test_every_family_can_be_stored(tmp_path: Path) -> None:
+    for name in FAMILIES:
+        if name == "qwen3-46m":
+            continue
+        tokens = text(CHUNK + 20)
+        cache = read(name, tokens)
+        place = Place(tmp_path / name, name)
+        place.write(tokens, cache)
+        found = place.fetch(tokens)
+        assert found is not None, name
+        assert mx.array_equal(following(name, found), following(name, cache)).item(), name
+
+
+def test_bfloat16_keeps_its_bits(tmp_path: Path) -> None:
+    tokens = text()
+    cache = read("qwen3", tokens)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.astype(mx.bfloat16), layer.values.astype(mx.bfloat16)
+    place = Place(tmp_path)
+    place.write(tokens, cache)
+    found = place.fetch(tokens)
+    assert found is not None
+    for one, other in zip(found.layers, cache.layers, strict=True):
+        assert one.keys.dtype == mx.bfloat16
+        assert mx.array_equal(one.keys, other.keys[..., :TOKENS, :]).item()
+
+
+def test_texts_share_the_chunks_that_they_begin_with(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    one = text()
+    other = np.concatenate([one[: CHUNK + 30], text(CHUNK, seed=3)])
+    assert place.write(one).files == 3
+    assert place.write(one).files == 0
+    assert place.write(other).files == 2  # its second chunk and its tail
+    assert place.store.find(other) == other.size
+    assert place.store.find(one[: CHUNK + 100]) == CHUNK
+    assert place.store.find(text(seed=9)) == 0
+
+
+def test_a_state_that_cannot_be_cut_serves_texts_that_begin_with_all_of_it(tmp_path: Path) -> None:
+    place = Place(tmp_path, "mamba")
+    tokens = text()
+    place.write(tokens[:300])
+    place.write(tokens[:500])
+    assert place.store.find(tokens) == 500
+    assert place.store.find(tokens[:499]) == 300
+    assert place.store.find(tokens[:299]) == 0
+
+
+def test_what_is_handed_over_stays_as_it_is(tmp_path: Path) -> None:
+    """A row that goes on in the same KV cache writes elsewhere while it is being stored."""
+    tokens = text()
+    cache = read("qwen3", tokens)
+    expected = following("qwen3", cache)
+    place = Place(tmp_path)
+    shared = share(cache, cuts=True)
+    cache.cut(10)
+    model("qwen3")(mx.array(text(300, seed=4)[None]), cache=cache.layers)
+    mx.eval(cache.state)
+    for _ in place.store.write(tokens, shared.cache, lambda counts: None):
+        pass
+    found = place.fetch(tokens)
+    assert found is not None
+    assert mx.array_equal(following("qwen3", found), expected).item()
+
+
+# What is not taken.
+
+
+def test_kinds_of_kv_caches_are_told_apart() -> None:
+    chosen = ("qwen3", "wide quantized", "qwen3 bounded", "gemma3_text", "mamba", "falcon_h1")
+    kinds = [describe_kind(factory(kind)) for kind in chosen]
+    assert len(set(kinds)) == len(kinds)
+
+
+def test_another_fingerprint_is_a_miss(tmp_path: Path) -> None:
+    tokens = text()
+    place = Place(tmp_path)
+    place.write(tokens)
+    other = Place(tmp_path, fingerprint="1" * 32)
+    assert other.store.find(tokens) == 0
+    for file in place.files:  # even where somebody has copied them
+        os.link(file, other.shelf.path / file.name)
+    other.folder.refresh(all_of_them=True)
+    assert other.store.find(tokens) == tokens.size
+    assert other.fetch(tokens) is None
+
+
+def test_tokens_are_compared(tmp_path: Path) -> None:
+    """A file under the name of another text: the digest alone does not decide."""
+    place = Place(tmp_path)
+    one, other = text(CHUNK), text(CHUNK, seed=5)
+    place.write(one)
+    [first] = place.files
+    place.write(other)
+    [second] = set(place.files) - {first}
+    os.replace(second, first)
+    assert place.fetch(one) is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "foreign", "longer", "header"])
+@pytest.mark.parametrize("kind", ["qwen3", "mamba"])
+def test_a_damaged_file_is_a_miss_and_goes(tmp_path: Path, kind: str, damage: str) -> None:
+    place = Place(tmp_path, kind)
+    tokens = text()
+    place.write(tokens)
+    chosen = place.files[-1]
+    data = bytearray(chosen.read_bytes())
+    if damage == "cut":
+        data = data[: len(data) // 2]
+    elif damage == "flipped":
+        data[len(data) * 2 // 3] ^= 4
+    elif damage == "emptied":
+        data = bytearray()
+    elif damage == "foreign":
+        data = bytearray(os.urandom(5000))
+    elif damage == "longer":
+        data += b"0" * 64
+    else:
+        data[8:12] = b"\xff\xff\xff\xff"
+    chosen.write_bytes(data)
+    again = Place(tmp_path, kind)
+    found = again.fetch(tokens)
+    assert found is None or found.tokens < tokens.size
+    assert not chosen.exists()
+    place.write(tokens)  # which sees that the file has gone
+    assert Place(tmp_path, kind).store.find(tokens) == tokens.size
+
+
+def test_a_file_that_has_vanished_is_a_miss(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    tokens = text()
+    place.write(tokens)
+    assert place.store.find(tokens) == tokens.size
+    for file in place.files:
+        file.unlink()
+    assert place.fetch(tokens) is None
+    assert place.store.find(tokens) == 0
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    others = [tmp_path / "notes.mlxkv", tmp_path / "photos" / "a.jpg"]
+    place = Place(tmp_path)
+    others.append(place.shelf.path / "README")
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"0" * 100_000)
+    place.write(text())
+    small = Place(tmp_path, most_bytes=1000)
+    assert small.files == []
+    assert all(path.exists() for path in others)
+
+
+# The bound.
+
+
+def test_the_bound_holds_at_the_start_and_while_it_runs(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    texts = [text(CHUNK, seed=seed) for seed in range(12)]
+    for tokens in texts:
+        place.write(tokens)
+        time.sleep(0.002)
+    each = place.files[0].stat().st_size
+    assert place.fetch(texts[0]) is not None  # used now, so it stays
+    small = Place(tmp_path, most_bytes=5 * each)
+    assert size(tmp_path) <= 5 * each
+    assert small.store.find(texts[0]) == CHUNK
+    assert small.store.find(texts[1]) == 0
+    for seed in range(20, 30):
+        small.write(text(CHUNK, seed=seed))
+        assert size(tmp_path) <= 5 * each
+    assert small.store.find(text(CHUNK, seed=29)) == CHUNK
+
+
+def test_the_bound_is_for_all_fingerprints(tmp_path: Path) -> None:
+    old = Place(tmp_path, fingerprint="1" * 32)
+    for seed in range(4):
+        old.write(text(CHUNK, seed=seed))
+    each = old.files[0].stat().st_size
+    new = Place(tmp_path, most_bytes=4 * each + each // 2, fingerprint="2" * 32)
+    for seed in range(8):
+        new.write(text(CHUNK, seed=seed))
+        assert size(tmp_path) <= 4 * each + each // 2
+    assert not old.shelf.path.exists()
+
+
+def test_a_prompt_larger_than_the_bound_is_not_written(tmp_path: Path) -> None:
+    place = Place(tmp_path, "mamba", most_bytes=1000)
+    assert place.write(text()).files == 0
+    assert size(tmp_path) == 0
+
+
+def size(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+# Unfinished files.
+
+
+def test_what_a_dead_writer_has_left_goes(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    tokens = text()
+    shared = share(read("qwen3", tokens), cuts=True)
+    writing = place.store.write(tokens, shared.cache, lambda counts: None)
+    next(writing)
+    [unfinished] = place.shelf.path.iterdir()
+    Place(tmp_path)
+    assert unfinished.exists(), "its writer lives"
+    for _ in writing:
+        pass
+    unfinished.write_bytes(b"half")  # and now there is none
+    Place(tmp_path)
+    assert not unfinished.exists()
+    assert place.store.find(tokens) == tokens.size
+
+
+# A disk that takes no more.
+
+
+def test_a_full_disk_ends_the_writing_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place(tmp_path)
+    place.write(text())
+    kept = sorted(place.shelf.path.iterdir())
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        assert place.write(text(seed=6)) == StoreCounts(failed=True)
+        assert place.write(text(seed=7)) == StoreCounts()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert sorted(place.shelf.path.iterdir()) == kept
+    assert place.fetch(text()) is not None, "what is there is of use still"
+    warnings = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert [each.getMessage() for each in warnings] == ["prompts are no longer stored"]
+
+
+def test_only_the_owner_may_read(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        place = Place(tmp_path / "new")
+        place.write(text())
+    finally:
+        os.umask(old)
+    assert place.folder.path.stat().st_mode & 0o777 == 0o700
+    assert place.shelf.path.stat().st_mode & 0o777 == 0o700
+    assert all(file.stat().st_mode & 0o777 == 0o600 for file in place.files)
