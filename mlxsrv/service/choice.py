@@ -74,6 +74,9 @@ class Choice:
         self.state = State.QUEUED
         self.finish: FinishReason | None = None  # set: the state is FINISHED or CLOSED
         self.cached_tokens = 0
+        self.opens_late = False
+        """Whether the answer opens with the first progress, for the engine may yet refuse the job
+        that it has taken."""
         self._prompt_tokens_read = 0
         self._scores = scores
         self._echo = echo
@@ -119,6 +122,15 @@ class Choice:
         self.finish = reason
         self.enter(State.FINISHED)
 
+    def open(self) -> bool:
+        """Open the answer, if that was put off. Returns whether it was."""
+        if not self.opens_late:
+            return False
+        self.opens_late = False
+        if self.index == 0:
+            self._opening = [Opened()]
+        return True
+
     def receive(self, event: JobEvent) -> None:
         """Note an event of the job."""
         match event:
@@ -133,13 +145,14 @@ class Choice:
                 if event.finish is not None:
                     self._finish(event.finish)
             case PromptRead():
+                self.open()
                 self.cached_tokens = event.cached
                 self._prompt_tokens_read = len(self.job.prompt) - event.cached
                 if self.index == 0:
                     self._opening.append(PromptDone(len(self.job.prompt), event.cached))
             case PromptScored():
                 self._prompt = event.scores
-            case Started() if self.index == 0:
+            case Started() if self.index == 0 and not self.opens_late:
                 # The engine takes jobs in the order in which they were submitted, so this is the
                 # first event of the whole reply.
                 self._opening = [Opened()]

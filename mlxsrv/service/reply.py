@@ -13,10 +13,18 @@ import anyio.to_thread
 import msgspec
 
 from mlxsrv.engine.client import EngineClient
-from mlxsrv.engine.events import Activations, Failed, JobEvent, Progress, Receiver, Started
+from mlxsrv.engine.events import (
+    Activations,
+    Failed,
+    JobEvent,
+    Progress,
+    Receiver,
+    Shortage,
+    Started,
+)
 from mlxsrv.engine.faults import survivable
 from mlxsrv.engine.orders import Job
-from mlxsrv.errors import EngineFailed, ServeError, UnsupportedParameter
+from mlxsrv.errors import EngineFailed, InsufficientMemory, ServeError, UnsupportedParameter
 from mlxsrv.generation.outputs import Ended, Identity, Output, Usage
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.logs import log
@@ -204,6 +212,9 @@ class Reply:
     def _submit(self, choice: Choice) -> None:
         """Raises SAENotAttached if the SAE that was asked for has gone."""
         choice.job = self._confirm_steering(choice.job)
+        # A text that may not fit into memory is refused by the engine, after some rounds.
+        room = self._resources.pool.has_room(self._lease.model, len(choice.job.prompt))
+        choice.opens_late = not room
         self._engine = self._resources.pool.engine
         receive: Receiver = partial(self._receive, choice)
         if self._timing is not None:
@@ -260,7 +271,8 @@ class Reply:
                 self._follow_choices()
         match event:
             case Progress():
-                return
+                if not choice.open():
+                    return
             case Activations():
                 self._resources.steering.record(self.identity.model, self.identity.id, event)
                 return
@@ -276,6 +288,8 @@ class Reply:
         error: ServeError
         if self._resources.pool.failure is not None:
             error = EngineFailed("the inference engine has failed; restart the server")
+        elif event.shortage is not None:
+            error = _no_room(event.shortage)
         else:
             reason = f": {event.clear}" if event.clear else ""
             error = self._internal_error(f"failed while generating{reason}")
@@ -457,3 +471,10 @@ class Reply:
         return ServeError(
             f"the server {what}; its log says why under request id {self._request_id}"
         )
+
+
+def _no_room(shortage: Shortage) -> InsufficientMemory:
+    return InsufficientMemory(
+        f"{shortage.tokens} tokens need {shortage.needed} bytes of memory, and beside the loaded "
+        f"models there are {shortage.available} (--memory-limit)"
+    )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from typing import Literal
 
 import msgspec
 
-from mlxsrv.engine.events import Report
+from mlxsrv.engine.events import KVCost, Report
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.model_folder import read_chat_template
 from mlxsrv.models.catalogue.catalogue import ModelEntry
@@ -16,17 +18,25 @@ from mlxsrv.models.pool.pool import PoolStatistics
 from mlxsrv.prompts.model_defaults import read_config, sampling_defaults
 from mlxsrv.settings import Settings
 from mlxsrv.wire.ollama.models import ModelFacts
-from mlxsrv.wire.openai.answers import MemoryState, ModelDetails, ModelObject, ModelState
+from mlxsrv.wire.openai.answers import (
+    KVCacheCost,
+    MemoryState,
+    ModelDetails,
+    ModelObject,
+    ModelState,
+)
 
 
 def model_object(entry: ModelEntry, model: Model | None, settings: Settings) -> ModelObject:
     """An entry of the catalogue, with `model` if it is loaded or wanted."""
+    loaded = None if model is None else model.loaded
     described = ModelObject(
         id=entry.name,
         created=entry.created,
         owned_by=entry.name.rpartition("/")[0] or "mlxsrv",
-        loaded=model is not None and model.loaded is not None,
+        loaded=loaded is not None,
         aliases=entry.aliases,
+        kv_cache=None if loaded is None else _kv_cache(loaded.kv_costs),
     )
     files = entry.description
     if files is None:
@@ -75,6 +85,17 @@ def _capabilities(of_files: tuple[str, ...], model: Model | None) -> tuple[str, 
     return (*of_files, "thinking")
 
 
+def _kv_cache(costs: Iterable[KVCost] | None) -> list[KVCacheCost] | None:
+    return None if costs is None else [_kv_cache_cost(cost) for cost in costs]
+
+
+def _kv_cache_cost(cost: KVCost) -> KVCacheCost:
+    if cost.fixed:
+        return KVCacheCost(kind="state", bytes=cost.fixed)
+    kind: Literal["full", "window"] = "window" if cost.window else "full"
+    return KVCacheCost(kind=kind, bytes_per_token=cost.per_token, window=cost.window or None)
+
+
 def model_states(pool: PoolStatistics, report: Report) -> tuple[list[ModelState], MemoryState]:
     """The states of all models and of the memory.
 
@@ -85,11 +106,20 @@ def model_states(pool: PoolStatistics, report: Report) -> tuple[list[ModelState]
     memory = MemoryState(
         limit=pool.limit,
         weights=pool.used,
+        budget=pool.left,
+        rows=_sum(report, "row_bytes"),
+        reading=_sum(report, "reading_bytes"),
+        kept=_sum(report, "prompt_cache_bytes"),
         active=report.active_bytes,
         cached=report.cache_bytes,
         peak=report.peak_bytes,
     )
     return models, memory
+
+
+def _sum(report: Report, number: str) -> int:
+    """A number of the engine's, of all models together."""
+    return sum(model.get(number, 0) for model in report.models.values())
 
 
 def _model_state(model: ModelStatistics, engine: dict[str, int]) -> ModelState:
@@ -104,5 +134,6 @@ def _model_state(model: ModelStatistics, engine: dict[str, int]) -> ModelState:
         waiting_clients=model.waiting_clients,
         bytes=model.bytes,
         idle_seconds=model.idle_seconds,
+        kv_cache=_kv_cache(model.kv_costs),
         engine=engine,
     )

@@ -215,6 +215,10 @@ def test_the_prompt_cache_is_seen(client: httpx.Client) -> None:
     assert after["prompt_cache_bytes"](model_name="t") > 0
     assert after["prompt_cache_entries"](model_name="t") > 0
     assert after["memory_bytes"](kind="active") > 0
+    assert after["memory_bytes"](kind="kept") == after["prompt_cache_bytes"]()
+    parts = (after["memory_bytes"](kind=kind) for kind in ("weights", "budget"))
+    assert sum(parts) == after["memory_bytes"](kind="limit")
+    assert after["kv_cache_bytes_per_token"](model_name="t") == 2 * 2 * 2 * 16 * 4
     assert after["model_bytes"](model_name="t") > 0
 
 

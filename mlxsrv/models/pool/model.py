@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 import anyio
 import msgspec
 
-from mlxsrv.engine.events import Loaded
+from mlxsrv.engine.events import KVCost, Loaded
 from mlxsrv.engine.orders import Attach
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.models.catalogue.catalogue import ModelEntry
@@ -118,6 +118,8 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Clients that wait for a row."""
     bytes: int | None
     """Bytes of the weights; None unless it is loaded."""
+    kv_costs: tuple[KVCost, ...] | None
+    """Of a row; None unless it is loaded."""
     idle_seconds: float | None
     """How long it has been loaded without a user; None if it is not loaded or has one."""
 
@@ -221,6 +223,11 @@ class Model:
             return 2 * self._loaded.kv_bytes(2 * SHORT_ROW)  # it has room to grow
         return 0 if self._files is None else self._files.short_row
 
+    def most_bytes(self, tokens: int) -> int:
+        """Bytes that a row with so many tokens takes at most while it joins others."""
+        costs = () if self._loaded is None else self._loaded.kv_costs
+        return 2 * sum(cost.fixed + cost.per_token * (tokens + 2 * SHORT_ROW) for cost in costs)
+
     @property
     def unused(self) -> bool:
         """It is loaded, and no request wants it."""
@@ -279,6 +286,7 @@ class Model:
             waiting_for_row=len(self.row_queue),
             waiting_clients=self.row_queue.clients,
             bytes=None if self._loaded is None else self._loaded.bytes,
+            kv_costs=None if self._loaded is None else self._loaded.kv_costs,
             idle_seconds=self.idle_seconds,
         )
 

@@ -193,6 +193,10 @@ class Pool:
             self._arrange()
         self._forget(model)
 
+    def has_room(self, model: Model, tokens: int) -> bool:
+        """Whether a text of so many tokens surely fits into the budget of a loaded model, alone."""
+        return self._budget is None or model.most_bytes(tokens) <= self._budget
+
     def reserve(self, model: Model, attachment: Attachment | None) -> None:
         """Count the memory of a model's SAE, which it has or is to have; None: no longer."""
         model.set_attachment(attachment)

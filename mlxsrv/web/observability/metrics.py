@@ -315,13 +315,40 @@ def _engine_gauges(health: Health) -> list[Metric]:
         if "prompt_cache_bytes" in told:
             cache_bytes.add_metric([model.id], told["prompt_cache_bytes"])
             entries.add_metric([model.id], told["prompt_cache_entries"])
+    return [rows, cache_bytes, entries, *_memory_gauges(health)]
+
+
+def _memory_gauges(health: Health) -> list[Metric]:
     memory = _gauge(
         "memory_bytes",
-        "Bytes of the device: active, cached (free, kept for reuse), peak; weights of all models, "
-        "and their limit.",
+        "Bytes of the device: active, cached (free, kept for reuse), peak; the limit, weights of "
+        "all models, the budget that they leave for KV caches, and what of it rows, reading "
+        "(prompts that are being read) and kept (prompts) take.",
         "kind",
     )
+    usage = _gauge(
+        "kv_cache_usage_perc", "KV caches of rows and of prompts being read; 1: all of the budget."
+    )
     if health.memory:
-        for kind in ("active", "cached", "peak", "weights", "limit"):
+        kinds = ("limit", "weights", "budget", "rows", "reading", "kept")
+        for kind in (*kinds, "active", "cached", "peak"):
             memory.add_metric([kind], getattr(health.memory, kind))
-    return [rows, cache_bytes, entries, memory]
+        taken = health.memory.rows + health.memory.reading
+        usage.add_metric([], taken / health.memory.budget if health.memory.budget else 1)
+    per_token = _gauge(
+        "kv_cache_bytes_per_token",
+        "Bytes of a row's KV cache for each token, while no window is full.",
+        "model_name",
+    )
+    preemptions = CounterMetricFamily(
+        _name("num_preemptions"),
+        "Rows that gave their memory to older ones, and were read again.",
+        labels=["model_name"],
+    )
+    for model in health.models or ():
+        if model.kv_cache is not None:
+            bytes = sum(cost.bytes_per_token for cost in model.kv_cache)
+            per_token.add_metric([model.id], bytes)
+        if "preemptions" in model.engine:
+            preemptions.add_metric([model.id], model.engine["preemptions"])
+    return [memory, usage, per_token, preemptions]

@@ -273,8 +273,20 @@ class ModelDetails(Struct, frozen=True):
     format: str
 
 
+class KVCacheCost(Struct, frozen=True, kw_only=True):
+    """The bytes that the layers of one kind take in the KV cache of a row: those with `full`
+    attention for each token, those with a `window` for each of the last ones, and those with a
+    `state` whatever its length."""
+
+    kind: Literal["full", "window", "state"]
+    bytes_per_token: int = 0
+    window: int | None = None
+    bytes: int = 0
+
+
 class ModelObject(Struct, frozen=True, kw_only=True):
-    """OpenAI's fields, then what else is known. Nulls: the model's files are not here yet."""
+    """OpenAI's fields, then what else is known. Nulls: the model's files are not here yet.
+    `kv_cache` is known while the model is loaded."""
 
     id: str
     object: Literal["model"] = "model"
@@ -289,6 +301,7 @@ class ModelObject(Struct, frozen=True, kw_only=True):
     """Bytes of its weights' files."""
     modified_at: datetime | None = None
     capabilities: tuple[str, ...] = ()
+    kv_cache: list[KVCacheCost] | None = None
 
 
 class ModelList(Struct, frozen=True, kw_only=True):
@@ -317,15 +330,21 @@ class ModelState(Struct, frozen=True, kw_only=True):
     """Clients whose requests wait for a row."""
     bytes: int | None
     idle_seconds: float | None
+    kv_cache: list[KVCacheCost] | None
     engine: dict[str, int]
 
 
 class MemoryState(Struct, frozen=True, kw_only=True):
-    """In bytes: the limit for weights and what they take of it; what MLX has in use, keeps for
-    reuse, and has had at most."""
+    """In bytes: the limit; what weights and SAEs take of it, and the budget that they leave for
+    KV caches; what of this rows have, prompts that are being read, and kept prompts. Then what MLX
+    has in use, keeps for reuse, and has had at most."""
 
     limit: int
     weights: int
+    budget: int
+    rows: int
+    reading: int
+    kept: int
     active: int
     cached: int
     peak: int

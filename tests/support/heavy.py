@@ -1,0 +1,59 @@
+"""A model that is mostly KV cache, and more work for it than fits into a small memory."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from tests.support.client import CHAT, Body, answer, chat
+from tests.support.tiny import write_model
+
+_LAYERS, _HEADS, _WIDTH = 4, 16, 64
+PER_TOKEN = 2 * _LAYERS * _HEADS * _WIDTH * 4
+"""Bytes of a row's KV cache for each token: keys and values in float32."""
+
+_WORDS = ("sea", "ship", "sail", "wind", "wave", "rope", "deck", "mast", "crew", "port", "star")
+_PATIENCE = 300.0
+
+
+def write_heavy(folder: Path, *, seed: int = 0) -> Path:
+    """Write a model whose weights are as large as the KV cache of 150 tokens. It says whole words
+    for ever."""
+    return write_model(
+        folder,
+        "qwen3",
+        seed=seed,
+        plain=True,
+        num_hidden_layers=_LAYERS,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_HEADS,
+        head_dim=_WIDTH,
+    )
+
+
+def make_work(requests: int, *, model: str, seed: int = 0, most: int = 600) -> list[Body]:
+    """Greedy chats, each with its own prompt; prompt and answer have at most `most` tokens."""
+    dice = random.Random(seed)
+    bodies = []
+    for number in range(requests):
+        words = " ".join(dice.choices(_WORDS, k=dice.randrange(most // 16, most // 4)))
+        bodies.append(
+            chat(f"{number}. {words}", model=model, max_tokens=dice.randrange(8, most // 4))
+        )
+    return bodies
+
+
+async def ask_all(url: str, bodies: Sequence[Body]) -> list[str]:
+    """The texts of the answers to these requests, asked all at once. Fails if one is refused."""
+    async with httpx.AsyncClient(base_url=url, timeout=_PATIENCE, limits=httpx.Limits()) as client:
+
+        async def ask(body: Body) -> str:
+            response = await client.post(CHAT, json=body)
+            assert response.status_code == 200, response.text
+            return answer(response.json())
+
+        return await asyncio.gather(*(ask(body) for body in bodies))
