@@ -5,7 +5,8 @@ finds the entry that shares the longest prefix with a prompt. The caches of atte
 cut back to any length, so any shared prefix is of use. Those of recurrent layers and full sliding
 windows cannot: such an entry is of use only if the prompt begins with all of it. So entries are
 made where later prompts are likely to go on: see `checkpoints`. As a chat grows, new ones supersede
-those that are of little use beside them: see `superseding`.
+those that are of little use beside them: see `superseding`. Which one goes where there is no room
+for all: see `prompt_worth`.
 
 Steering changes what a KV cache holds, so an entry is of use only to prompts that are steered
 alike.
@@ -18,10 +19,12 @@ trie of nested dicts takes 12 ms to find such a prompt and 61 ms to store it, an
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from mlxsrv.engine.outcomes import KeptPrompt
+from mlxsrv.engine.scheduling.prompt_worth import PromptWorth
 from mlxsrv.engine.scheduling.superseding import Link, find_superseded
 from mlxsrv.generation.parameters import Steering
 
@@ -34,6 +37,18 @@ LEAST = 64
 _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes would not
 # Tokens at the end of a prompt that open an answer's thoughts. The next turn lacks both.
 _OPENING = 4
+
+
+class Eviction(Protocol):
+    """Chooses which of the kept prompts goes; see PromptWorth. It knows them by their numbers."""
+
+    def add(self, number: int, tokens: int, bytes: int, parent: int | None) -> None: ...
+
+    def use(self, number: int, tokens: int) -> None: ...
+
+    def remove(self, number: int, heir: int | None) -> None: ...
+
+    def choose(self) -> int: ...
 
 
 class _Entry:
@@ -97,22 +112,26 @@ class PromptIndex:
     """Kept prompts by their tokens.
 
     Args:
-        most_bytes: beyond these the least recently used entries are dropped; 0 keeps none.
+        most_bytes: beyond these the entries of least worth are dropped; 0 keeps none.
         cuts: KV caches of the model can be cut back to any length.
+        worth: chooses the entry that goes; PromptWorth, unless given.
 
     Attributes:
         bytes: of all kept prompts.
         changes: grows when entries come or go: a lookup is good until then.
     """
 
-    def __init__(self, most_bytes: int, *, cuts: bool = True) -> None:
+    def __init__(
+        self, most_bytes: int, *, cuts: bool = True, worth: Eviction | None = None
+    ) -> None:
         self.bytes = 0
         self.changes = 0
         self._dropped: list[int] = []
         self._most_bytes = most_bytes
         self._cuts = cuts
         self._promised: dict[int, _Entry] = {}
-        self._entries: list[_Entry] = []  # the least recently used first
+        self._entries: list[_Entry] = []
+        self._worth = PromptWorth() if worth is None else worth
         self._number = 0
 
     def __len__(self) -> int:
@@ -129,7 +148,8 @@ class PromptIndex:
         best, most = None, 0
         begins = _begins(tokens, steering)
         promised = [entry for entry in self._promised.values() if entry.begins == begins]
-        for entry in (*self._alike(begins), *promised):
+        # Of several that share as much, the shortest: it is the least to copy.
+        for entry in sorted((*self._alike(begins), *promised), key=_size):
             # One that shares more has the same token behind what the best one shares.
             size = min(entry.tokens.size, tokens.size)
             if size <= most or entry.tokens[most] != tokens[most]:
@@ -139,13 +159,11 @@ class PromptIndex:
                 best, most = entry.number, shared
         return best, most
 
-    def use(self, number: int) -> None:
-        """Note that the entry was of use just now."""
-        for entry in self._entries:
-            if entry.number == number:
-                self._entries.remove(entry)
-                self._entries.append(entry)
-                return
+    def use(self, number: int, tokens: int) -> None:
+        """Note that the entry saves reading so many tokens just now."""
+        # One that is promised has no worth yet; what goes on from it is there soon, and has.
+        if any(entry.number == number for entry in self._entries):
+            self._worth.use(number, tokens)
 
     def wants(self, tokens: int) -> bool:
         """Whether a KV cache of so many tokens is kept, if it is not too large."""
@@ -212,7 +230,7 @@ class PromptIndex:
         """
         before = self.bytes
         while self._entries and before - self.bytes < bytes:
-            self._drop(self._entries[0])
+            self.drop(self._worth.choose())
         return before - self.bytes
 
     def clear(self) -> None:
@@ -230,20 +248,24 @@ class PromptIndex:
         return dropped
 
     def _put(self, entry: _Entry) -> None:
-        if entry.bytes > self._most_bytes:
+        alike = self._alike(entry.begins)
+        if entry.bytes > self._most_bytes or any(old.covers(entry) for old in alike):
             self._dropped.append(entry.number)
             return
+        begun = [old for old in alike if entry.begins_with(old)]
+        parent = max(begun, key=_size).number if begun else None
+        self._worth.add(entry.number, entry.tokens.size, entry.bytes, parent)
         self._supersede(entry)
         self._entries.append(entry)
         self.bytes += entry.bytes
         self.changes += 1
         while self.bytes > self._most_bytes or len(self._entries) > _MOST_ENTRIES:
-            self._drop(self._entries[0])
+            self.drop(self._worth.choose())
 
     def _supersede(self, entry: _Entry) -> None:
         """Drop entries that are of little use beside this one, which is new."""
         for old in [old for old in self._alike(entry.begins) if entry.covers(old)]:
-            self._drop(old)
+            self._drop(old, heir=entry.number)
         alike = self._alike(entry.begins)
         chain = [old for old in alike if entry.begins_with(old)]
         chain.sort(key=lambda old: old.tokens.size)
@@ -251,22 +273,27 @@ class PromptIndex:
         checkpoints = [old.tokens.size for old in chain if old.lasting]
         for old in [old for old in others if entry.outdates(old, checkpoints)]:
             others.remove(old)
-            self._drop(old)
+            self._drop(old, heir=entry.number)
         if entry.cuts:
             return
         for place in find_superseded([Link(old.tokens.size, old.lasting) for old in chain]):
             # One that another chat goes on from is of use to that.
             if not any(other.begins_with(chain[place]) for other in others):
-                self._drop(chain[place])
+                self._drop(chain[place], heir=entry.number)
 
     def _alike(self, begins: _Begins) -> list[_Entry]:
         return [entry for entry in self._entries if entry.begins == begins]
 
-    def _drop(self, entry: _Entry) -> None:
+    def _drop(self, entry: _Entry, heir: int | None = None) -> None:
         self._entries.remove(entry)
+        self._worth.remove(entry.number, heir)
         self.bytes -= entry.bytes
         self.changes += 1
         self._dropped.append(entry.number)
+
+
+def _size(entry: _Entry) -> int:
+    return entry.tokens.size
 
 
 def _begins(tokens: Tokens, steering: Steering | None) -> _Begins:

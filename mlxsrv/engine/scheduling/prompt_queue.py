@@ -240,7 +240,7 @@ class PromptQueue:
         `free` in all."""
         source, cached = self._find(head)
         if source is not None:
-            self._index.use(source)
+            self._index.use(source, cached)
         rows = [head, *self._find_twins(head, free - 1)]
         for row in rows:
             row.enter(RowState.PREFILLING)

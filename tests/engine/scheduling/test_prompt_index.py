@@ -113,7 +113,7 @@ def test_short_beginnings_are_not_kept_nor_looked_for() -> None:
 def test_the_least_recently_used_go_first() -> None:
     index = PromptIndex(300)
     entries = [keep(index, prompt(100, 1000 * i)) for i in range(3)]
-    index.use(entries[0])
+    index.use(entries[0], 100)
     keep(index, prompt(100, 9000))
     assert index.bytes == 300
     assert index.take_dropped() == (entries[1],)

@@ -1,0 +1,91 @@
+"""The worth of kept prompts: which of them goes where there is no room for all.
+
+A kept prompt is worth the tokens that it will save reading, by the bytes that it takes. How many
+these are is guessed from how many they were: each of its last uses counts with the tokens that it
+saved, and half a use of all its tokens is taken for granted. So:
+
+- What is used again and again outlasts a flood of prompts that come once.
+- Of many prompts that begin with one system prompt, one is found for it, and stays: it saves
+  tokens again and again. The others are worth what is asked of their ends.
+- A prompt that goes on from another takes over its uses, for a chat goes on from its last turn. The
+  other one, if it is still there, is worth as much as is read on from it after that: much at the
+  end of a system prompt, nothing within a chat.
+
+What was worth much once has to go in the end. So worth is counted from a floor, which rises to the
+worth of each prompt that goes; a prompt stands on the floor of the moment when it was kept or used.
+This is GreedyDual-Size-Frequency (Cherkasova, 1998), with what prompts alone have: beginnings.
+`benchmarks/kept_prompts.py` compares it with others.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+_MOST_USES = 4  # of one prompt that count, so that it goes in time when nobody comes back to it
+_EXPECTED = 0.5  # uses that are taken for granted
+
+
+class _Record:
+    """What is known of one kept prompt.
+
+    Args:
+        tokens: that it holds.
+        bytes: that it takes.
+        floor: that it stands on.
+
+    Attributes:
+        uses: the tokens that each of its last uses saved.
+        expected: uses of all its tokens that are taken for granted.
+    """
+
+    __slots__ = ("bytes", "expected", "floor", "tokens", "uses")
+
+    def __init__(self, tokens: int, bytes: int, floor: float) -> None:
+        self.tokens = tokens
+        self.bytes = max(bytes, 1)
+        self.floor = floor
+        self.uses: deque[int] = deque(maxlen=_MOST_USES)
+        self.expected = _EXPECTED
+
+    @property
+    def worth(self) -> float:
+        """Tokens by the byte, above the floor."""
+        return self.floor + (self.expected * self.tokens + sum(self.uses)) / self.bytes
+
+
+class PromptWorth:
+    """The worth of kept prompts, by their numbers."""
+
+    def __init__(self) -> None:
+        self._records: dict[int, _Record] = {}
+        self._floor = 0.0
+
+    def add(self, number: int, tokens: int, bytes: int, parent: int | None = None) -> None:
+        """Take a prompt of so many tokens. It goes on from `parent`, which is there."""
+        record = self._records[number] = _Record(tokens, bytes, self._floor)
+        older = None if parent is None else self._records[parent]
+        # The first to go on from a prompt is its next turn. Others branch off.
+        if older is not None and older.expected:
+            record.uses.extend(older.uses)
+            older.uses.clear()
+            older.expected = 0.0
+
+    def use(self, number: int, tokens: int) -> None:
+        """Note that a prompt saves reading so many tokens just now."""
+        record = self._records[number] = self._records.pop(number)  # the last from now on
+        record.uses.append(tokens)
+        record.floor = self._floor
+
+    def remove(self, number: int, heir: int | None = None) -> None:
+        """Forget a prompt. `heir` holds all of its tokens, and takes its place."""
+        gone = self._records.pop(number)
+        if heir is not None:
+            self._records[heir].uses.extend(gone.uses)
+
+    def choose(self) -> int:
+        """The number of the prompt that goes: the one of least worth, of several the one that was
+        kept or used longest ago."""
+        worths = {number: record.worth for number, record in self._records.items()}
+        number = min(worths, key=worths.__getitem__)
+        self._floor = max(self._floor, worths[number])
+        return number

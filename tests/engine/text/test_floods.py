@@ -1,0 +1,70 @@
+"""Kept prompts of a real model: agents who take turns go on from theirs, also through a flood."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from mlxsrv.engine.events import PromptRead, Token
+from mlxsrv.engine.orders import Job
+from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.generation.parameters import Sampling
+from tests.support.effort import often
+from tests.support.greedy import assert_greedy
+from tests.support.text_engine import TextEngine
+from tests.support.tiny import FAMILIES
+
+HEAD = 400
+ANSWER = 8
+NEW = 20
+SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
+
+
+class Asking:
+    """An engine, and who asks it."""
+
+    def __init__(self, model: Any, cache_bytes: int) -> None:
+        self.engine = TextEngine(model, max_rows=4, pace=Pace(256, 10.0), cache_bytes=cache_bytes)
+        self._jobs = 0
+        self._dice = random.Random(1)
+
+    def draw(self, count: int) -> tuple[int, ...]:
+        return tuple(self._dice.choices(range(5, 300), k=count))
+
+    def ask(self, prompt: tuple[int, ...]) -> tuple[list[int], int]:
+        """The answer, and how many tokens of the prompt were kept."""
+        self._jobs += 1
+        self.engine.submit(
+            Job(self._jobs, "m", prompt, ANSWER, frozenset(), Sampling(temperature=0))
+        )
+        events = []
+        while not self.engine.idle:
+            events += self.engine.round()
+        [cached] = [event.cached for event in events if isinstance(event, PromptRead)]
+        return [event.id for event in events if isinstance(event, Token)], cached
+
+
+@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "mamba2", "llama4"]))
+@pytest.mark.slow
+def test_agents_who_take_turns_go_on_from_theirs_through_a_flood(models: Any, family: str) -> None:
+    model = models(family)
+    alone = Asking(model, 1 << 28)
+    alone.ask(alone.draw(HEAD + 6 * (NEW + ANSWER)))
+    largest = max(entry.bytes for entry in alone.engine.schedule._index._entries)
+    # Two states of each of four agents: of caches that cannot be cut back, both are needed.
+    asking = Asking(model, 8 * largest)
+    texts = [asking.draw(HEAD) for _ in range(4)]
+    for turn in range(6):
+        for i in range(4):
+            texts[i] += asking.draw(NEW)
+            answer, cached = asking.ask(texts[i])
+            assert cached == (0 if turn == 0 else len(texts[i]) - NEW)
+            if turn == 5:
+                assert_greedy(model, texts[i], answer, ANSWER)
+            texts[i] += tuple(answer)
+        if turn >= 2:
+            for _ in range(8):
+                asking.ask(asking.draw(200))
+    assert asking.engine.schedule.statistics()["prompt_cache_bytes"] > 4 * largest, "all is used"
