@@ -17,7 +17,8 @@ from statistics import fmean
 import msgspec
 
 from benchmarks.report import format_table
-from mlxsrv.engine.outcomes import KeptPrompt, KVCost
+from mlxsrv.engine.events import KVCost
+from mlxsrv.engine.outcomes import KeptPrompt
 from mlxsrv.engine.scheduling.prompt_index import Eviction, PromptIndex, Tokens
 from mlxsrv.engine.scheduling.prompt_worth import PromptWorth
 from tests.support.traffic import Request, make_traffic, tokens
