@@ -136,7 +136,10 @@ def test_more_than_mlx_lm_allows_are_served_at_once(folders: Folders, tmp_path: 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (many + 300, hard))
     try:
-        with serving(tmp_path, "--model", f"t={folders.plain}") as server, ExitStack() as stack:
+        with (
+            serving(tmp_path, "--model", f"t={folders.plain}", cold=True) as server,
+            ExitStack() as stack,
+        ):
             server.logged("model loaded", model="t")
             clients = [
                 stack.enter_context(socket.create_connection(server.address, PATIENCE))

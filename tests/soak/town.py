@@ -88,12 +88,13 @@ class Watched(Server):
     """A server with a witness in its process. Linux only."""
 
     def __init__(self, folder: Path, arguments: list[str]) -> None:
-        self._log = folder / "log"
+        log = folder / "log"
         command = [sys.executable, "-m", "tests.soak.witness", "--port", "0", *arguments]
-        with self._log.open("wb") as stderr:
-            self.process = subprocess.Popen(
+        with log.open("wb") as stderr:
+            process = subprocess.Popen(
                 [*command, "--log-format", "json"], stderr=stderr, env=environment(), cwd=_ROOT
             )
+        super().__init__(process, log)
         self._read = 0  # bytes of the log
 
     @property

@@ -66,7 +66,7 @@ def server(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """An ordinary server: default options, several models."""
     models = [f"t={folders.plain}", f"thinking={folders.thinking}", f"org/name={folders.other}"]
     arguments = [argument for model in models for argument in ("--model", model)]
-    with serving(tmp_path_factory.mktemp("server"), *arguments) as server:
+    with serving(tmp_path_factory.mktemp("server"), *arguments, cold=True) as server:
         yield server
 
 

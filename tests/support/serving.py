@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,10 +21,13 @@ from typing import Any, TypeVar
 import httpx
 import uvicorn
 
+from tests.support.warm import WarmProcess, WarmStart
+
 PATIENCE = 20.0
 """Seconds that a test waits for anything, on a machine that may be busy."""
 
 Line = dict[str, Any]
+Process = subprocess.Popen[bytes] | WarmProcess
 T = TypeVar("T")
 
 
@@ -39,30 +42,28 @@ def wait_for(what: Callable[[], T | None], *, seconds: float = PATIENCE, why: st
 
 def environment() -> dict[str, str]:
     """This process's, without options of the server and without the developer's models."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("MLXSRV_")}
+    foreign = ("MLXSRV_", "PYTEST_CURRENT_TEST")
+    own = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     return own | {"HF_HUB_CACHE": "/nonexistent"}
 
 
-class Server:
-    """A running `python -m mlxsrv`; its log is read from what it writes to stderr."""
+@cache
+def _warm_start() -> WarmStart:
+    """That of this process."""
+    return WarmStart(environment())
 
-    def __init__(
-        self,
-        arguments: tuple[str, ...],
-        log: Path,
-        log_format: str,
-        variables: Mapping[str, str],
-        descriptors: int | None = None,
-    ) -> None:
+
+class Server:
+    """A running `python -m mlxsrv`.
+
+    Args:
+        process: the server.
+        log: what it writes to stderr.
+    """
+
+    def __init__(self, process: Process, log: Path) -> None:
+        self.process = process
         self._log = log
-        limit = f"ulimit -n {descriptors} &&" if descriptors else ""
-        command = ["sh", "-c", f'{limit} exec "$@"', "sh", sys.executable, "-m", "mlxsrv"]
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*command, *arguments, "--log-format", log_format],
-                stderr=stderr,
-                env={**environment(), **variables},
-            )
 
     @cached_property
     def url(self) -> str:
@@ -118,15 +119,40 @@ def serving(
     log_format: str = "json",
     variables: Mapping[str, str] = MappingProxyType({}),
     descriptors: int | None = None,
+    module: str = "mlxsrv",
+    cold: bool = False,
 ) -> Iterator[Server]:
-    """A server on a free port; `folder` takes its log, `variables` are added to its environment.
-    It may have so many `descriptors` open, or as many as this process."""
-    options = ("--port", "0", *arguments)
-    server = Server(options, folder / "log", log_format, variables, descriptors)
+    """A server on a free port.
+
+    Args:
+        folder: takes its log.
+        arguments: its options.
+        variables: what is added to its environment.
+        descriptors: how many it may have open; as many as this process, unless given.
+        module: what is run with the options.
+        cold: start it as a user does. Else it may be forked from a process that has imported what
+            servers import, which takes a sixth of the time.
+    """
+    options = ("--port", "0", "--log-format", log_format, *arguments)
+    own = {**environment(), **variables}
+    with (folder / "log").open("wb") as stderr:
+        process: Process
+        if cold or descriptors or sys.platform != "linux" or own != _warm_start().environment:
+            limit = f"ulimit -n {descriptors} &&" if descriptors else ""
+            shell = ["sh", "-c", f'{limit} exec "$@"', "sh"]
+            command = [*shell, sys.executable, "-m", module, *options]
+            process = subprocess.Popen(command, stderr=stderr, env=own)
+        else:
+            process = _warm_start().run(module, options, stderr.fileno())
+    server = Server(process, folder / "log")
     try:
         yield server
     finally:
         server.close()
+
+
+serving_faulty = partial(serving, module="tests.support.faulty")
+"""A server whose model fails at certain tokens."""
 
 
 @contextmanager

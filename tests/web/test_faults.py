@@ -5,11 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -30,39 +27,10 @@ from tests.support.client import (
     stream,
 )
 from tests.support.fixtures import Folders
-from tests.support.serving import Server, environment, wait_for
+from tests.support.serving import Server, serving_faulty, wait_for
 
 BEGIN = (30, 31, 32, 33)
 FOR_EVER = 500_000
-
-
-class FaultyServer(Server):
-    """A running `python -m tests.support.faulty`."""
-
-    def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
-        self._log = folder / "log"
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.faulty",
-            "--port",
-            "0",
-            "--log-format",
-            "json",
-        ]
-        with self._log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*command, *arguments], stderr=stderr, env=environment()
-            )
-
-
-@contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[FaultyServer]:
-    server = FaultyServer(folder, arguments)
-    try:
-        yield server
-    finally:
-        server.close()
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +48,7 @@ def server(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         file.write_text(json.dumps(settings), "utf-8")
     models = [f"t={folders.endless}", *(f"{name}={path}" for name, path in odd.items())]
     arguments = [part for model in models for part in ("--model", model)]
-    with serving(folder, *arguments, "--step-timeout", "1") as server:
+    with serving_faulty(folder, *arguments, "--step-timeout", "1") as server:
         yield server
 
 
@@ -195,7 +163,7 @@ def test_a_step_that_takes_long_is_reported_while_it_lasts(server: Server) -> No
 def test_when_the_device_thread_dies(folders: Folders, tmp_path: Path, exits: bool) -> None:
     options = ["--exit-on-failure"] if exits else []
     with (
-        serving(tmp_path, "--model", f"t={folders.endless}", *options) as server,
+        serving_faulty(tmp_path, "--model", f"t={folders.endless}", *options) as server,
         server.client() as client,
         RawClient(server, chat(max_tokens=FOR_EVER, stream=True)) as running,
     ):

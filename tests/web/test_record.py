@@ -24,9 +24,8 @@ from tests.support.client import (
 )
 from tests.support.fixtures import Folders
 from tests.support.saes import write_sae
-from tests.support.serving import Server, environment, wait_for
+from tests.support.serving import Server, environment, serving_faulty, wait_for
 from tests.web.test_faults import BEGIN, FOR_EVER, at_rest, poisoned
-from tests.web.test_faults import serving as serving_faults
 
 SYSTEM = "You are a sailor and know all about the sea, the wind and the stars. " * 3
 
@@ -81,7 +80,7 @@ def make_record(folder: Path, folders: Folders, *arguments: str) -> Path:
     options = ["--model", f"t={folders.endless}", "--model", f"u={folders.thinking}"]
     options += ["--sae-dir", str(folder / "saes"), "--data-dir", str(folder / "data")]
     options += ["--record", str(path), "--prefill-chunk", "64", *arguments]
-    with serving_faults(folder, *options) as server, server.client() as client:
+    with serving_faulty(folder, *options) as server, server.client() as client:
         crowd(server, client)
     return path
 
@@ -143,7 +142,7 @@ def test_the_record_of_a_thread_that_died_ends_with_what_it_did(
 ) -> None:
     path = tmp_path / "record"
     arguments = ["--model", f"t={folders.endless}", "--record", str(path)]
-    with serving_faults(tmp_path, *arguments) as server, server.client() as client:
+    with serving_faulty(tmp_path, *arguments) as server, server.client() as client:
         ask(client, chat())
         response = client.post(COMPLETIONS, json=completion([*BEGIN, faulty.DEADLY]))
         assert response.status_code == 503

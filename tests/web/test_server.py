@@ -32,8 +32,7 @@ from tests.support.client import (
     stream,
 )
 from tests.support.fixtures import CONTEXT, Folders
-from tests.support.serving import PATIENCE, Server, environment, serving
-from tests.web.test_faults import serving as serving_faulty
+from tests.support.serving import PATIENCE, Server, environment, serving, serving_faulty
 
 FOR_EVER = 500_000
 

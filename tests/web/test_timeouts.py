@@ -25,8 +25,7 @@ from tests.support.client import (
 )
 from tests.support.effort import often
 from tests.support.fixtures import Folders
-from tests.support.serving import Server, serving, wait_for
-from tests.web.test_faults import serving as serving_faulty
+from tests.support.serving import Server, serving, serving_faulty, wait_for
 
 FOR_EVER = 500_000
 QUEUE = 1.5
