@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("mlxsrv")
+
+gc.disable()  # until all tests are collected: imports make no garbage
 
 _TESTS = Path(__file__).parent
 _SERVED = {
@@ -69,6 +72,9 @@ def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A quick run proves that its tests need neither socket nor process."""
+    """What there is now is there to the end: the garbage collector need not look through it again.
+    A quick run proves that its tests need neither socket nor process."""
+    gc.freeze()
+    gc.enable()
     if EFFORT == "quick":
         sys.addaudithook(_forbid)
