@@ -11,7 +11,7 @@ from mlxsrv.engine.events import Failed
 from mlxsrv.engine.outcomes import Outcome
 from mlxsrv.engine.plans import Decode
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
-from tests.engine.test_device import Listener, generate, job, load, open_client, run
+from tests.support.device import Listener, generate, job, load, open_client, run
 from tests.support.fixtures import ModelFolder
 
 

@@ -2,14 +2,31 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from time import perf_counter
+from typing import Any, cast
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.utils import load_model
 
 from mlxsrv.engine.embedding.embedder import Embedder
-from mlxsrv.engine.events import Event
+from mlxsrv.engine.embedding.embedding_models import (
+    EmbeddingDecoder,
+    EmbeddingEncoder,
+)
+from mlxsrv.engine.embedding.encoders.load import load_encoder
+from mlxsrv.engine.events import Embedded, Event
 from mlxsrv.engine.faults import describe
+from mlxsrv.engine.loading.resident import ResidentModel
+from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.outcomes import Fault, Outcome, TextsRead
 from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
+from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.generation.outputs import Vectors
 
 
 def run_slice(
@@ -41,3 +58,77 @@ def do(work: AdmitTexts | EmbedSlice | ReleaseTexts, embedder: Embedder) -> Outc
     except Exception as error:
         fault = Fault(describe(error))
     return Outcome(began, perf_counter(), done, fault)
+
+
+Texts = tuple[tuple[int, ...], ...]
+
+
+def make_texts(*lengths: int, seed: int = 0) -> Texts:
+    random = np.random.default_rng(seed)
+    return tuple(tuple(random.integers(3, 500, length).tolist()) for length in lengths)
+
+
+TEXTS = make_texts(3, 40, 9, 33, 1, 25, 40, 17, 60, 38)
+
+
+class Bench:
+    """An embedder of one tiny model, and what it has said."""
+
+    def __init__(self, folder: Path, *, chunk: int = 4096, name: str = "m") -> None:
+        config = json.loads((folder / "config.json").read_text())
+        model: Any = (
+            EmbeddingEncoder(load_encoder(folder))
+            if config["model_type"] == "bert"
+            else EmbeddingDecoder(load_model(folder)[0])
+        )
+        self.model = model
+        self.embedder = Embedder(model, folder, name)
+        self.schedule = EmbedSchedule(1, self.embedder.facts, Pace(chunk, 1.0))
+        self.events: list[Event] = []
+        self.slices: list[list[int]] = []  # the lengths of the texts in each
+        inner = model.run
+
+        def seen(tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
+            self.slices.append(cast(list[int], mask.sum(axis=1).tolist()))
+            return cast(mx.array, inner(tokens, mask, firsts))
+
+        model.run = seen
+
+    def submit(self, number: int, texts: Texts, firsts: tuple[int, ...] = ()) -> None:
+        self.schedule.submit(Embed(number, "m", texts, firsts))
+
+    def step(self, *, decoding: bool = False, beside: bool = False) -> None:
+        self.events += run_slice(self.schedule, self.embedder, decoding=decoding, beside=beside)
+
+    def finish(self, **streams: bool) -> None:
+        while not self.schedule.idle:
+            self.step(**streams)
+        assert not self.embedder._jobs
+        assert self.embedder._long is None
+
+    def embed(self, texts: Texts, firsts: tuple[int, ...] = (), **streams: bool) -> Vectors:
+        self.submit(0, texts, firsts)
+        self.finish(**streams)
+        return self.vectors(0)
+
+    def vectors(self, number: int) -> Vectors:
+        [event] = [event for event in self.events if cast(Any, event).job == number]
+        assert isinstance(event, Embedded), event
+        return event.vectors
+
+    @property
+    def ended(self) -> list[int]:
+        return [cast(Any, event).job for event in self.events]
+
+
+def embed(resident: ResidentModel, texts: Texts) -> Vectors:
+    """The vectors of texts by a model that is loaded."""
+    embedder = resident.embedder
+    schedule = EmbedSchedule(1, embedder.facts, Pace(64, 1.0))
+    schedule.submit(Embed(1, "m", texts))
+    events: list[Event] = []
+    while not schedule.idle:
+        events += run_slice(schedule, embedder)
+    [event] = events
+    assert isinstance(event, Embedded)
+    return event.vectors

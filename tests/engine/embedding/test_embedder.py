@@ -2,152 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Sequence
-from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
-from mlxsrv.engine.embedding.embedder import Embedder
 from mlxsrv.engine.embedding.embedding_models import (
-    EmbeddingDecoder,
-    EmbeddingEncoder,
     find_inner,
 )
-from mlxsrv.engine.embedding.encoders.bert import Bert
-from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.embedding.pooling import pool
-from mlxsrv.engine.events import Embedded, Event, Failed
-from mlxsrv.engine.loading.resident import ResidentModel
-from mlxsrv.engine.orders import Embed
-from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
-from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.errors import ServeError
+from mlxsrv.engine.events import Failed
 from mlxsrv.formats.pooling import Pooling
-from mlxsrv.generation.outputs import Vectors
-from tests.engine.test_device import Listener, generate, job, load, open_client, run
 from tests.support.effort import per_cache
-from tests.support.embedding import do, run_slice
+from tests.support.embedding import TEXTS, Bench, Texts, do, make_texts
 from tests.support.fixtures import ModelFolder
-from tests.support.loading import Refused, nothing_left
-from tests.support.loading import load as load_resident
 from tests.support.tiny import FAMILIES
-
-Texts = tuple[tuple[int, ...], ...]
-
-
-def make_texts(*lengths: int, seed: int = 0) -> Texts:
-    random = np.random.default_rng(seed)
-    return tuple(tuple(random.integers(3, 500, length).tolist()) for length in lengths)
-
-
-TEXTS = make_texts(3, 40, 9, 33, 1, 25, 40, 17, 60, 38)
-
-
-class Bench:
-    """An embedder of one tiny model, and what it has said."""
-
-    def __init__(self, folder: Path, *, chunk: int = 4096, name: str = "m") -> None:
-        config = json.loads((folder / "config.json").read_text())
-        model: Any = (
-            EmbeddingEncoder(load_encoder(folder))
-            if config["model_type"] == "bert"
-            else EmbeddingDecoder(load_model(folder)[0])
-        )
-        self.model = model
-        self.embedder = Embedder(model, folder, name)
-        self.schedule = EmbedSchedule(1, self.embedder.facts, Pace(chunk, 1.0))
-        self.events: list[Event] = []
-        self.slices: list[list[int]] = []  # the lengths of the texts in each
-        inner = model.run
-
-        def seen(tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
-            self.slices.append(cast(list[int], mask.sum(axis=1).tolist()))
-            return cast(mx.array, inner(tokens, mask, firsts))
-
-        model.run = seen
-
-    def submit(self, number: int, texts: Texts, firsts: tuple[int, ...] = ()) -> None:
-        self.schedule.submit(Embed(number, "m", texts, firsts))
-
-    def step(self, *, decoding: bool = False, beside: bool = False) -> None:
-        self.events += run_slice(self.schedule, self.embedder, decoding=decoding, beside=beside)
-
-    def finish(self, **streams: bool) -> None:
-        while not self.schedule.idle:
-            self.step(**streams)
-        assert not self.embedder._jobs
-        assert self.embedder._long is None
-
-    def embed(self, texts: Texts, firsts: tuple[int, ...] = (), **streams: bool) -> Vectors:
-        self.submit(0, texts, firsts)
-        self.finish(**streams)
-        return self.vectors(0)
-
-    def vectors(self, number: int) -> Vectors:
-        [event] = [event for event in self.events if cast(Any, event).job == number]
-        assert isinstance(event, Embedded), event
-        return event.vectors
-
-    @property
-    def ended(self) -> list[int]:
-        return [cast(Any, event).job for event in self.events]
-
-
-def embed(resident: ResidentModel, texts: Texts) -> Vectors:
-    """The vectors of texts by a model that is loaded."""
-    embedder = resident.embedder
-    schedule = EmbedSchedule(1, embedder.facts, Pace(64, 1.0))
-    schedule.submit(Embed(1, "m", texts))
-    events: list[Event] = []
-    while not schedule.idle:
-        events += run_slice(schedule, embedder)
-    [event] = events
-    assert isinstance(event, Embedded)
-    return event.vectors
-
-
-@pytest.fixture(scope="session")
-def bert(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The folder of a tiny encoder; with labels, of a cross-encoder."""
-
-    @cache
-    def write(labels: int = 0) -> Path:
-        folder = tmp_path_factory.mktemp("bert")
-        config = {
-            "model_type": "bert",
-            "architectures": ["BertForSequenceClassification" if labels else "BertModel"],
-            "hidden_size": 32,
-            "intermediate_size": 64,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "vocab_size": 512,
-            "max_position_embeddings": 128,
-            "type_vocab_size": 2,
-            "hidden_act": "gelu",
-            "layer_norm_eps": 1e-12,
-            "num_labels": labels,
-        }
-        (folder / "config.json").write_text(json.dumps(config))
-        mx.random.seed(0)
-        model: Any = Bert(config)
-        weights = {
-            name: mx.random.normal(array.shape) * 0.2
-            for name, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
-        }
-        mx.save_safetensors(str(folder / "model.safetensors"), weights)
-        return folder
-
-    return write
-
 
 # Right.
 
@@ -405,110 +278,3 @@ def test_a_model_whose_hidden_states_are_not_to_be_had_says_so() -> None:
     for model in (Headed(), Headed(model=Headed()), Headed(model=Headed(transformer=Headed()))):
         with pytest.raises(ValueError, match="do not give their hidden states"):
             find_inner(model, tokens)
-
-
-# Through loading and the device thread.
-
-
-def test_an_encoder_loads_shares_its_arrays_and_leaves_nothing(bert: Any) -> None:
-    texts = make_texts(20, 5)
-    expected = Bench(bert()).embed(texts)
-    with nothing_left():
-        one = load_resident(bert())
-        two = load_resident(bert(), [one])
-        assert one.loaded.batched
-        assert one.loaded.shared == 0
-        assert two.loaded.shared == two.loaded.bytes == one.loaded.bytes > 0
-        for resident in (one, two):
-            assert (resident.text, resident.steerer) == (None, None)
-            np.testing.assert_allclose(embed(resident, texts), expected, atol=1e-5)
-        del resident, one, two
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_decoder_that_was_saved_without_its_head_loads(
-    model_folder: ModelFolder, tmp_path: Path, tied: bool
-) -> None:
-    whole = model_folder("qwen3")
-    config = json.loads((whole / "config.json").read_text()) | {"tie_word_embeddings": tied}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    arrays = cast(dict[str, mx.array], mx.load(str(whole / "model.safetensors")))
-    inner = {name: array for name, array in arrays.items() if "lm_head" not in name}
-    renamed = {name.removeprefix("model."): array for name, array in inner.items()}
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
-    resident = load_resident(tmp_path)
-    found = embed(resident, TEXTS[:1])
-    np.testing.assert_allclose(found, Bench(whole).embed(TEXTS[:1]), atol=1e-5)
-    del renamed["norm.weight"]
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), renamed)
-    with pytest.raises(Refused, match="parameters"):
-        load_resident(tmp_path)
-
-
-def test_an_encoder_with_an_adapter_is_refused(bert: Any) -> None:
-    with pytest.raises(Refused, match="adapter"):
-        load_resident(bert(), adapter="/nowhere")
-
-
-@pytest.mark.slow
-def test_vectors_come_through_a_client_beside_streams(model_folder: ModelFolder, bert: Any) -> None:
-    texts = make_texts(12, 30, 7, 30, 41)
-
-    async def test() -> None:
-        async with open_client() as client, open_client() as other:
-            await client.load(load(model_folder("qwen3")))
-            await client.load(load(bert(), "bert"))
-            await other.load(load(bert(), "bert"))
-            expected = await generate(client, job(300))
-            heard = Listener()
-            client.submit(job(300), heard)
-            await heard.began.wait()
-            found = await asyncio.gather(
-                client.embed(Embed(10**6, "m", texts)),
-                client.embed(Embed(10**6 + 1, "bert", texts)),
-                other.embed(Embed(10**6, "bert", texts)),
-                client.embed(Embed(10**6 + 2, "m", texts[:1])),
-            )
-            assert not heard.ended.is_set()
-            await heard.ended.wait()
-            assert heard.tokens == expected.tokens
-            own = Bench(model_folder("qwen3")).embed(texts)
-            encoded = Bench(bert()).embed(texts)
-            for vectors, expected_ones in zip(found, (own, encoded, encoded, own[:1]), strict=True):
-                assert vectors.dtype == np.float32
-                np.testing.assert_allclose(vectors, expected_ones, atol=1e-5)
-            asked = job(3, "bert")
-            refused = await generate(client, asked)
-            assert refused.events == [Failed(asked.id, "this model does not generate text")]
-
-    run(test)
-
-
-def test_what_ends_an_embedding_is_told(model_folder: ModelFolder, bert: Any) -> None:
-    texts = make_texts(*[100] * 2000)
-
-    async def test() -> None:
-        async with open_client() as client:
-            await client.load(load(model_folder("qwen3")))
-            await client.load(load(bert(), "bert"))
-            with pytest.raises(ServeError, match="is not loaded"):
-                await client.embed(Embed(10**6, "nobody", texts))
-            with pytest.raises(ServeError, match="129 tokens"):
-                await client.embed(Embed(10**6, "bert", make_texts(5, 129)))
-            asked = asyncio.create_task(client.embed(Embed(10**6, "m", texts)))
-            await asyncio.sleep(0)
-            assert (await client.report()).models["m"]["texts"] > 1900
-            asked.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await asked
-            await client.embed(Embed(10**6 + 1, "m", texts[:1]))  # not in the round of the cancel
-            assert (await client.report()).models["m"]["texts"] == 0
-            assert not client._receivers
-            asked = asyncio.create_task(client.embed(Embed(10**6, "m", texts)))
-            await asyncio.sleep(0)
-            client.unload("m")
-            with pytest.raises(ServeError, match="its model was unloaded"):
-                await asked
-            assert len(await client.embed(Embed(10**6, "bert", texts[:2]))) == 2
-
-    run(test)

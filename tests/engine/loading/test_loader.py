@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import json
+import os
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from mlxsrv.engine.events import Attached
-from mlxsrv.engine.loading import loader as loading
-from mlxsrv.engine.loading.load import load
 from mlxsrv.engine.loading.loader import Loader
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.orders import Attach, Load
-from mlxsrv.engine.outcomes import AttachStep, EmbedFacts, Refusal
+from mlxsrv.engine.outcomes import AttachStep, EmbedFacts, LoadStep, Refusal
 from mlxsrv.engine.plans import AttachSlice, LoadSlice
 from tests.support.encoders import write_encoder
 from tests.support.fixtures import ModelFolder
 from tests.support.loading import MIB, make_load, nothing_left, run_load
 from tests.support.saes import write_sae
 from tests.support.tiny import write_model
-
-
-class PanicException(BaseException):
-    """As pyo3 raises it for a panic of Rust code."""
 
 
 def test_the_last_slice_says_what_was_loaded(model_folder: ModelFolder) -> None:
@@ -65,47 +60,106 @@ def test_models_of_the_same_files_share_their_arrays(model_folder: ModelFolder) 
 # Loads that fail.
 
 
-@pytest.mark.parametrize("error", [MemoryError("no room"), PanicException("panicked")])
-def test_a_load_that_fails_in_any_slice_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+def write_failing(folder: Path, error: str, call: int) -> Path:
+    """A model with code of its own. Raises at that call into the code: as it is imported, builds
+    the model, takes the weights, makes the KV caches, and computes."""
+    write_model(folder, "qwen3", vocab_size=4096)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
+    (folder / "own.py").write_text(f"CALL, calls = {call}, 0\n{FAILING}".replace("ERROR", error))
+    return folder
+
+
+FAILING = """
+from mlx_lm.models import qwen3
+from mlx_lm.models.cache import KVCache
+from mlx_lm.models.qwen3 import ModelArgs
+
+class PanicException(BaseException):
+    pass
+
+def count():
+    global calls
+    calls += 1
+    if calls == CALL:
+        raise ERROR
+
+class Model(qwen3.Model):
+    def __init__(self, args):
+        super().__init__(args)
+        count()
+
+    def sanitize(self, weights):
+        count()
+        return super().sanitize(weights)
+
+    def make_cache(self):
+        count()
+        return [KVCache() for _ in self.layers]
+
+    def __call__(self, *args, **named):
+        count()
+        return super().__call__(*args, **named)
+
+count()
+"""
+
+
+@pytest.mark.parametrize("error", ["MemoryError('no room')", "PanicException('panicked')"])
+def test_a_load_that_fails_at_any_point_leaves_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, error: str
 ) -> None:
-    order = make_load(write_model(tmp_path / "m", "qwen3", vocab_size=4096))
-    last = len(run_load(Loader({}), 1, order)) - 1
-    assert last >= 4
-    for number in (0, 1, 2, last // 2, last - 1):
-        models: dict[int, ResidentModel] = {}
-        loader = Loader(models)
-        with monkeypatch.context() as patched, nothing_left():
-            patched.setattr(loading, "load", fail_in(number, error))
-            steps = run_load(loader, 1, order)
-            assert len(steps) == number + 1
-            assert steps[-1].refusal == Refusal("model not loaded", str(error))
-            assert not models
-            assert mx.get_cache_memory() == 0, number
-            with pytest.raises(KeyError):
-                loader.load(LoadSlice(model=1, limit=MIB))
-        assert run_load(loader, 1, order)[-1].loaded is not None
+    caplog.set_level("CRITICAL", "mlxsrv.engine")  # a record keeps its traceback, and that arrays
+    slices: list[int] = []
+    for call in count(1):
+        order = make_load(write_failing(tmp_path / "m", error, call), trust_remote_code=True)
+        with nothing_left():
+            last = fail_to_load(order, slices)
+        if last.refusal is None:
+            break
+        assert last.refusal.kind == "model not loaded"
+        assert error.split("'")[1] in last.refusal.reason
+    assert len(slices) >= 9
+    assert len({*slices}) >= 4, "it failed in several slices"
 
 
-def fail_in(slice: int, error: BaseException) -> Callable[..., Generator[None, None, Any]]:
-    """A load that raises in this slice."""
+def fail_to_load(order: Load, slices: list[int]) -> LoadStep:
+    """Load a model. Returns the last step, and notes in which slice the load failed, if it did."""
+    models: dict[int, ResidentModel] = {}
+    loader = Loader(models)
+    steps = run_load(loader, 1, order)
+    if steps[-1].refusal is not None:
+        assert not models
+        assert mx.get_cache_memory() == 0
+        with pytest.raises(KeyError):
+            loader.load(LoadSlice(model=1, limit=MIB))
+        slices.append(len(steps))
+    return steps[-1]
 
-    def failing(*args: Any) -> Generator[None, None, Any]:
-        slices = load(*args)
-        for _ in range(slice):
-            next(slices)
-            yield
-        return slices.throw(type(error)(*error.args))  # whose traceback dies with it
 
-    return failing
-
-
-def test_an_error_that_ends_the_process_passes(
-    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "load", fail_in(1, SystemExit(3)))
+def test_an_error_that_ends_the_process_passes(tmp_path: Path) -> None:
+    order = make_load(write_failing(tmp_path / "m", "SystemExit(3)", 2), trust_remote_code=True)
     with pytest.raises(SystemExit):
-        run_load(Loader({}), 1, make_load(model_folder("qwen3")))
+        run_load(Loader({}), 1, order)
+
+
+@pytest.mark.parametrize("slices", [2, 3])
+def test_a_file_that_is_cut_off_between_two_slices_fails_the_load(
+    tmp_path: Path, slices: int
+) -> None:
+    folder = write_model(tmp_path / "m", "qwen3", vocab_size=4096)
+    loader = Loader({})
+    with nothing_left():
+        loader.load(LoadSlice(model=1, limit=1000, order=make_load(folder)))
+        for _ in range(slices - 1):
+            assert loader.load(LoadSlice(model=1, limit=1000)).refusal is None
+        os.truncate(folder / "model.safetensors", 20_000)
+        step = loader.load(LoadSlice(model=1, limit=1000))
+        while step.refusal is None:
+            assert step.loaded is None
+            step = loader.load(LoadSlice(model=1, limit=1000))
+        with pytest.raises(KeyError):
+            loader.load(LoadSlice(model=1, limit=1000))
 
 
 def test_files_that_vanish_while_they_are_read_fail_the_load(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ from mlxsrv.engine.events import Event, Failed, Finished, Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Mask, Sampling, Steering
-from tests.engine.text.test_faults import Faulty
 from tests.support.effort import often
+from tests.support.faulty_text import Faulty
 from tests.support.text_engine import TextEngine
 
 ACTIONS = 60

@@ -1,0 +1,195 @@
+"""Models of the device thread: how they come, what they share, and what is left when they go."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.errors import ModelNotLoaded, ShuttingDown
+from tests.support.device import Listener, generate, job, load, open_client, run
+from tests.support.fixtures import ModelFolder
+
+
+@pytest.mark.slow
+def test_streams_go_on_beside_a_load(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            heard = Listener()
+            client.submit(job(2000), heard)
+            await heard.began.wait()
+            await client.load(load(model_folder("llama"), "other"))
+            assert len(heard.tokens) < 2000
+            assert len((await generate(client, job(5, "other"))).tokens) == 5
+            await heard.ended.wait()
+            assert len(heard.tokens) == 2000
+
+    run(test)
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "config"])
+def test_a_load_that_fails_says_why_and_can_be_tried_again(
+    model_folder: ModelFolder, tmp_path: Path, damage: str
+) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    for file in model_folder("qwen3").iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    weights = folder / "model.safetensors"
+    if damage == "missing":
+        weights.unlink()
+    elif damage == "truncated":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    else:
+        (folder / "config.json").write_text('{"model_type": "no_such_model"}')
+
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("llama"), "other"))
+            with pytest.raises(ModelNotLoaded) as error:
+                await client.load(load(folder))
+            assert "\n" not in error.value.message
+            assert len((await generate(client, job(5, "other"))).tokens) == 5
+            for name, data in whole.items():
+                (folder / name).write_bytes(data)
+            await client.load(load(folder))
+            assert len((await generate(client, job(5))).tokens) == 5
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_two_loads_of_the_same_files_share_them(model_folder: ModelFolder, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with open_client() as client, open_client() as app:
+            first, second, other = await asyncio.gather(
+                client.load(load(model_folder("qwen3"), "one")),
+                client.load(load(model_folder("qwen3"), "two")),
+                client.load(load(model_folder("llama"), "other")),
+            )
+            assert (first.shared, second.shared, other.shared) == (0, second.bytes, 0)
+            # Apps mounted side by side share as well.
+            assert (await app.load(load(model_folder("qwen3")))).shared == first.bytes
+            client.unload("one")
+            text = (await generate(client, job(20, "two"))).tokens
+            assert (await generate(app, job(20))).tokens == text
+
+    run(test)
+
+
+def test_a_model_may_be_unloaded_while_it_loads(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            before = (await client.report()).active_bytes
+            loading = asyncio.create_task(client.load(load(model_folder("qwen3"))))
+            await asyncio.sleep(0)
+            with pytest.raises(ModelNotLoaded, match="is being loaded"):
+                await client.load(load(model_folder("qwen3")))
+            client.unload("m")
+            with pytest.raises(ModelNotLoaded, match="was unloaded"):
+                await loading
+            assert (await client.report()).active_bytes - before < 4096
+            await client.load(load(model_folder("qwen3")))
+            with pytest.raises(ModelNotLoaded, match="there is a model of this name"):
+                await client.load(load(model_folder("llama")))
+            asked = job(100_000)
+            client.submit(asked, heard := Listener())
+            await heard.began.wait()
+            client.unload("m")
+            client.cancel(asked.id)  # of a row that is gone
+            await client.load(load(model_folder("llama")))
+            assert len((await generate(client, job(5))).tokens) == 5
+
+    run(test)
+
+
+def test_a_client_tells_what_the_device_is_and_holds(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            assert await client.memory() > 1 << 20
+            await client.import_model_code(str(model_folder("qwen3")))
+            await client.import_model_code("/no/such/folder")  # its load will say so
+            before = await client.report()
+            assert before.models == {}
+            loaded = await client.load(load(model_folder("qwen3"), prompt_cache_bytes=1 << 20))
+            heard = Listener()
+            client.submit(job(100_000, prompt=tuple(range(5, 105))), heard)
+            await heard.began.wait()
+            report = await client.report()
+            assert report.active_bytes >= before.active_bytes + loaded.bytes
+            assert report.peak_bytes >= report.active_bytes
+            model = report.models["m"]
+            assert (model["rows"], model["reading"], model["waiting"]) == (1, 0, 0)
+            assert model["prompt_cache_entries"] == 1
+            assert model["prompt_cache_bytes"] > 100
+            assert model["tokens"] >= 1
+            client.unload("m")
+            after = await client.report()
+            assert (after.models, after.cache_bytes) == ({}, 0)
+            assert after.active_bytes - before.active_bytes < 4096
+
+    run(test)
+
+
+@pytest.mark.slow
+def test_free_buffers_are_given_back_once_there_is_no_work(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            await generate(client, job(max_tokens=50))
+            assert (await client.report()).cache_bytes > 0
+            await asyncio.sleep(1)
+            assert (await client.report()).cache_bytes == 0
+            assert len((await generate(client, job(max_tokens=50))).tokens) == 50
+
+    run(test)
+
+
+def test_a_client_that_is_closed_holds_nothing(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as other:
+            before = (await other.report()).active_bytes
+            async with open_client() as client:
+                await client.load(load(model_folder("qwen3")))
+                client.submit(job(100_000), Listener())
+            client.unload("m")  # too late, and harmless
+            after = await other.report()
+            assert after.active_bytes - before < 4096
+            assert after.cache_bytes == 0
+
+    run(test)
+
+
+def test_a_client_that_is_closed_keeps_nobody_waiting(model_folder: ModelFolder) -> None:
+    async def test() -> None:
+        async with open_client() as client:
+            loading = asyncio.create_task(client.load(load(model_folder("qwen3"))))
+            given_up = asyncio.create_task(client.report())
+            await asyncio.sleep(0)
+            given_up.cancel()
+        async with asyncio.timeout(10):
+            with pytest.raises(ShuttingDown):
+                await loading
+
+    run(test)
+
+
+def test_a_closed_loop_does_not_stop_the_thread(model_folder: ModelFolder) -> None:
+    async def leave() -> None:
+        client = EngineClient.open()  # neither closed nor cancelled: the loop just ends
+        await client.load(load(model_folder("qwen3")))
+        client.submit(job(100_000), Listener())
+        await asyncio.sleep(0.05)
+
+    run(leave)
+
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")))
+            assert len((await generate(client, job(5))).tokens) == 5
+
+    run(test)
