@@ -170,6 +170,21 @@ def test_a_model_is_loaded_once_for_all_who_wait(folder: Path, log: Log) -> None
     run(test)
 
 
+def test_those_who_wait_for_a_load_enter_in_their_order(folder: Path) -> None:
+    async def test() -> None:
+        async with opened(folder) as pool:
+            entered: list[int] = []
+
+            async def enter(number: int) -> None:
+                async with using(pool, "a"):
+                    entered.append(number)
+
+            await asyncio.gather(*(enter(number) for number in range(8)))
+            assert entered == [*range(8)]
+
+    run(test)
+
+
 def test_the_first_who_waits_may_leave_and_the_others_still_get_it(folder: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
