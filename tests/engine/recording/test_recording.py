@@ -25,7 +25,6 @@ from mlxsrv.engine.plans import (
     Decode,
     Leave,
     Release,
-    RowGroup,
     UnloadModel,
     Work,
 )
@@ -54,19 +53,22 @@ def prompts(path: Path) -> list[tuple[int, ...]]:
 
 
 def test_a_scheduler_that_decides_otherwise_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_record(tmp_path / "r", job(1, (1, 2, 3)))
-    replay_record(str(tmp_path / "r"), {}, {})
+    path = tmp_path / "r"
+    write_record(path, job(1, (1, 2, 3)))
+    replay_record(str(path), {}, {})
     assert capsys.readouterr().out.endswith("no difference\n")
-    monkeypatch.setattr(Groups, "take_changed", lambda *_: (RowGroup((7,), 1, 256),))
+    record = path.read_text()
+    assert record.count('"groups":[{"rows":[1],') == 1
+    path.write_text(record.replace('"groups":[{"rows":[1],', '"groups":[{"rows":[7],'))
     with pytest.raises(ServeError, match="differs"):
         replay_record(str(tmp_path / "r"), {}, {})
     told = capsys.readouterr().out
     [recorded_step] = re.findall(r"recorded: (Decode.*)", told)
     [planned_step] = re.findall(r"planned: (Decode.*)", told)
-    assert "groups=(RowGroup(rows=(1,), slots=1, columns=256),)" in recorded_step
-    assert "groups=(RowGroup(rows=(7,), slots=1, columns=256),)" in planned_step
+    assert "RowGroup(rows=(7,), slots=1," in recorded_step
+    assert "RowGroup(rows=(1,), slots=1," in planned_step
 
 
 def test_a_scheduler_that_fails_in_a_replay_is_told(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Token
@@ -15,7 +16,8 @@ from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fixtures import ModelFolder
-from tests.support.loading import MIB, make_load, nothing_left
+from tests.support.loading import MIB, make_load
+from tests.support.tiny import write_model
 
 TEXTS = tuple(tuple(range(5, 5 + length)) for length in (90, 91, 92))
 
@@ -96,41 +98,39 @@ def test_an_error_in_a_step_spares_the_texts(
     assert ended == {1: Failed, 3: Embedded}
 
 
-def test_an_error_in_texts_spares_the_rows(
-    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bench = Bench(model_folder)
+POISON = 300
+POISONED = f"""
+import mlx.core as mx
+from mlx_lm.models import qwen3
+from mlx_lm.models.qwen3 import ModelArgs
+
+class Inner(qwen3.Qwen3Model):
+    def __call__(self, tokens, *args, **named):
+        if mx.any(tokens == {POISON}).item():
+            raise RuntimeError("lost")
+        return super().__call__(tokens, *args, **named)
+
+class Model(qwen3.Model):
+    def __init__(self, args):
+        super().__init__(args)
+        self.model = Inner(args)
+"""
+"""The code of a model that reads all tokens but one."""
+
+
+def test_an_error_in_texts_spares_the_rows(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_file": "own.py"}))
+    (folder / "own.py").write_text(POISONED)
+    bench = Bench(lambda _: folder, trust_remote_code=True)
     bench.start_stream()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("lost")
-
-    monkeypatch.setattr("mlxsrv.engine.embedding.embedder.Embedder.embed", fail)
-    bench.schedule.submit(Embed(3, "m", TEXTS))
+    bench.schedule.submit(Embed(3, "m", ((5, 6, POISON), *TEXTS)))
     events = [event for _ in range(4) for event in bench.round()]
     assert [event for event in events if isinstance(event, Failed)] == [
         Failed(3, "RuntimeError: lost")
     ]
     assert sum(isinstance(event, Token) for event in events) >= 3
-
-
-def test_what_the_runner_had_goes_with_the_plan_after_an_error(model_folder: ModelFolder) -> None:
-    bench = Bench(model_folder, prefill_chunk=64)
-    with nothing_left():
-        bench.schedule.submit(msgspec.structs.replace(job(5, tokens=200), max_tokens=3))
-        while not bench.schedule.idle:
-            bench.round()
-        assert bench.schedule.statistics()["prompt_cache_bytes"] > 0
-        bench.start_stream()
-        bench.schedule.submit(job(2, tokens=900))
-        bench.schedule.submit(Embed(3, "m", (tuple(range(5, 205)),)))
-        for _ in range(4):
-            bench.round()
-        events = bench.schedule.begin_anew("wrong")
-        assert sorted(e.job for e in events if isinstance(e, Failed)) == [1, 2, 3]
-        assert bench.round() == []
-        assert bench.schedule.idle
-    bench.start_stream()
 
 
 def test_statistics_begin_with_the_texts(model_folder: ModelFolder) -> None:
