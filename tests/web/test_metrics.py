@@ -303,9 +303,16 @@ def test_what_the_dashboard_draws_is_there(client: httpx.Client) -> None:
     text = client.get("/metrics").text
     named = names | {f"{name}_total" for name in re.findall(r"# TYPE (\S+?)(?:_total)? ", text)}
     assert drawn <= named, drawn - named
-    for part in ("first_token", "inter_token", "generation_tokens", "waiting", "rows"):
+    for part in (
+        "first_token",
+        "inter_token",
+        "generation_tokens",
+        "waiting",
+        "rows",
+        "preemptions",
+    ):
         assert any(part in name for name in drawn), part
-    for part in ("cache_hits", "memory", "http_requests", "queue_time", "evictions"):
+    for part in ("cache_hits", "memory", "http_requests", "queue_time", "evictions", "clients"):
         assert any(part in name for name in drawn), part
 
 
