@@ -88,8 +88,9 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rows: the rows whose text it is. Those after the first share the reading.
         begin, end: the first token to read, and the one behind the last.
-        opens: the reading begins, with a KV cache of its own: a copy of the kept prompt `source`,
-            cut to `begin` tokens, or an empty one.
+        opens: the reading begins, with a KV cache of its own, cut to `begin` tokens: a copy of the
+            kept prompt `source`, or of the row `lender`'s; or an empty one.
+        moves: the kept prompt itself is taken, and is kept no more.
         keep: a copy of the KV cache is kept after the span.
         joins: the text is read to its end but for the last token, so these rows may be decoded.
             None: there is more to read. Rows that draw no token are not among them.
@@ -100,6 +101,8 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     begin: int
     end: int
     source: int | None = None
+    lender: int | None = None
+    moves: bool = False
     opens: bool = False
     keep: Keep | None = None
     joins: tuple[int, ...] | None = None

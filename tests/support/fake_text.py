@@ -73,6 +73,7 @@ class FakeText:
         self._looked: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self._kept: dict[int, FakeEntry] = {}
         self._unkept: set[int] = set()  # entries that could not be kept
+        self._moved: set[int] = set()  # entries that a row has taken
         self._last_entry = 0
         self._draft: tuple[int, Tokens] | None = None  # the row that it follows, and what it read
         self._round = 0
@@ -181,8 +182,9 @@ class FakeText:
     def forget(self, work: Forget) -> None:
         require(work.entries or work.spare, "there is nothing to forget")
         for entry in work.entries:
-            require(entry in self._kept, "entry", entry, "is not there")
-            del self._kept[entry]
+            require(entry in self._kept or entry in self._moved, "entry", entry, "is not there")
+            self._kept.pop(entry, None)
+            self._moved.discard(entry)
 
     def _keep(
         self, keep: Keep, text: Tokens, steering: Steering | None, held: int
@@ -202,8 +204,16 @@ class FakeText:
     # Reading.
 
     def lacks_sources(self, work: Read) -> bool:
-        """Whether a span begins with a prompt that a work before it was to keep, and could not."""
-        return any(span.source in self._unkept for span in work.spans)
+        """Whether a span begins with a prompt that a work before it was to keep, and could not; or
+        with what a row held that has lost it in this round."""
+        return any(
+            span.source in self._unkept or (span.lender is not None and self._has_lost(span.lender))
+            for span in work.spans
+        )
+
+    def _has_lost(self, row_id: int) -> bool:
+        row = self._rows.get(row_id)
+        return row is not None and row.lost and self._count_held(row) is None
 
     def read(self, work: Read, fault: Fault | None) -> PromptsRead | None:
         self._check_slice(work.spans)
@@ -291,12 +301,17 @@ class FakeText:
             require(row is head or row.job.scores is None, "row", row.id, "is not scored")
         again = bool(head.drawn) or head.lost
         require(span.scored == (head.job.scores is not None) or again, "row", head.id, "is scored")
-        if span.source is None:
+        begins = span.source is not None or span.lender is not None
+        if not begins:
             require(span.begin == 0, "a text begins at", span.begin)
         else:
             require(not span.scored, "a prompt that is scored begins with a kept one")
             require(again or not self.watched, "a prompt that is watched begins with a kept one")
+        require(span.source is None or span.lender is None, "two sources")
+        if span.source is not None:
             self._check_source(span, head)
+        elif span.lender is not None:
+            self._check_lender(span, head)
         text = FakePartialText(rows, span.begin)
         self._texts |= {row.id: text for row in rows}
         return text
@@ -310,6 +325,30 @@ class FakeText:
         require(entry.steering == row.job.steering, "the kept prompt is steered in another way")
         same = np.array_equal(entry.tokens[: span.begin], row.text[: span.begin])
         require(same, "the kept prompt is another text")
+        if span.moves:
+            del self._kept[span.source]
+            self._moved.add(span.source)
+
+    def _check_lender(self, span: Span, row: FakeRow) -> None:
+        """A row that runs, or whose text is half read, has what a text begins with."""
+        require(self._facts.cuts, "a row lends what cannot be cut back")
+        lender = None if span.lender is None else self._rows.get(span.lender)
+        if lender is None or lender is row:
+            raise IllegalWork(f"row {span.lender} cannot lend")
+        held = self._count_held(lender)
+        if held is None:
+            raise IllegalWork(f"row {span.lender} has no KV cache to lend")
+        require(LEAST <= span.begin <= held, span.begin, "tokens of", held, "are lent")
+        require(lender.job.steering == row.job.steering, "the row is steered in another way")
+        same = np.array_equal(lender.text[: span.begin], row.text[: span.begin])
+        require(same, "the row has another text")
+
+    def _count_held(self, row: FakeRow) -> int | None:
+        """How many tokens of its text the row's KV cache holds; None if it has none."""
+        if (text := self._texts.get(row.id)) is not None:
+            return text.done
+        groups = (*self._ready, *self._decoders[False])
+        return row.held if any(row in group for group in groups) else None
 
     def _drop_texts(self, texts: Iterable[FakePartialText], *, lost: bool = True) -> None:
         for text in texts:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from mlx_lm.models.cache import CacheList, ChunkedKVCache
+from mlx.utils import tree_map
+from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, QuantizedKVCache
 
 Layers = list[Any]
 """An object of mlx-lm's for each layer of a model."""
@@ -45,9 +46,19 @@ class RowCache:
         """All its arrays, in nested lists and tuples with what else the layers note."""
         return [layer.state for layer in self.layers]
 
-    def copy(self) -> RowCache:
-        """Another one that holds the same. Arrays are shared until one of the two changes them."""
-        return RowCache(copy.deepcopy(self.layers), self.tokens)
+    def copy(self, tokens: int | None = None) -> RowCache:
+        """Another one that holds the same, or the first `tokens` only. Arrays are shared until one
+        of the two changes them: then that one copies what it holds.
+
+        Raises:
+            ValueError: it holds less, or cannot be cut back.
+        """
+        other = RowCache(copy.deepcopy(self.layers), self.tokens)
+        if tokens is not None and tokens != self.tokens:
+            other.cut(tokens)
+            for layer in other.layers:
+                _shrink(layer)
+        return other
 
     def cut(self, tokens: int) -> None:
         """Forget what is behind the first `tokens`.
@@ -61,6 +72,14 @@ class RowCache:
         for layer in self.layers if surplus else ():
             layer.trim(surplus)
         self.tokens = tokens
+
+
+def _shrink(layer: Any) -> None:
+    """Have a layer refer to what it holds only, so that no more is copied when it changes."""
+    if type(layer) in (KVCache, QuantizedKVCache) and layer.offset:
+        layer.keys, layer.values = tree_map(
+            lambda array: array[..., : layer.offset, :], (layer.keys, layer.values)
+        )
 
 
 def _cuts(layer: Any) -> bool:

@@ -269,19 +269,38 @@ class TextRunner:
             if text.done != span.begin:
                 raise RuntimeError(f"{text.done} tokens of the text are read, not {span.begin}")
             return text
-        cache = self._caches.make() if span.source is None else self._copy_kept(span)
+        cache = self._begin(span)
         rows = [self._rows[row_id] for row_id in span.rows if row_id in self._rows]
         scored = span.scored and rows[0].id == span.rows[0]
         text = PartialText(rows, cache, scored=scored)
         self._texts |= {row.id: text for row in rows}
         return text
 
-    def _copy_kept(self, span: Span) -> RowCache:
-        """A copy of the kept KV cache that a span begins with."""
-        assert span.source is not None
-        cache = self._kept[span.source].cache.copy()
+    def _begin(self, span: Span) -> RowCache:
+        """The KV cache that a span begins with."""
+        if span.lender is not None:
+            return self._copy_row(span.lender, span.begin)
+        if span.source is None:
+            return self._caches.make()
+        if not span.moves:
+            return self._kept[span.source].cache.copy(span.begin)
+        cache = self._kept.pop(span.source).cache
         cache.cut(span.begin)
         return cache
+
+    def _copy_row(self, row_id: int, tokens: int) -> RowCache:
+        """A copy of the first tokens of what a row holds.
+
+        Raises:
+            RuntimeError: the row has lost its KV cache since the round was planned.
+        """
+        if (text := self._texts.get(row_id)) is not None:
+            return text.cache.copy(tokens)
+        for sub_batch in (*self._ready, *self._main.sub_batches):
+            for index, row in enumerate(sub_batch.rows):
+                if row.id == row_id:
+                    return sub_batch.extract(index).copy(tokens)
+        raise RuntimeError(f"row {row_id} has lost its KV cache, which another text begins with")
 
     def _drop_texts(self, spans: Iterable[Span]) -> None:
         for span in spans:

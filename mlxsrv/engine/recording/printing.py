@@ -138,6 +138,8 @@ def _describe_work(work: Work) -> str:
 
 def _describe_span(span: Span) -> str:
     source = "" if span.source is None else f" from entry {span.source}"
+    source += " (moved)" if span.moves else ""
+    source += "" if span.lender is None else f" from row {span.lender}"
     end = ", half read" if span.joins is None else ""
     return f"rows {_list(span.rows)}: {span.begin} to {span.end}{source}{end}"
 

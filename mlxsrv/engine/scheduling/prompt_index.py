@@ -35,6 +35,7 @@ _Begins = tuple[bytes, Steering | None]
 
 LEAST = 64
 _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes would not
+_MOST_USES = 4  # of an entry that are remembered for the one that takes its place
 # Tokens at the end of a prompt that open an answer's thoughts. The next turn lacks both.
 _OPENING = 4
 
@@ -57,9 +58,12 @@ class _Entry:
     Args:
         asked: tokens that a client gave. Those behind them are an answer.
         lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
+
+    Attributes:
+        uses: the tokens that each of its last uses saved, or of those whose place it has taken.
     """
 
-    __slots__ = ("asked", "begins", "bytes", "cuts", "lasting", "number", "tokens")
+    __slots__ = ("asked", "begins", "bytes", "cuts", "lasting", "number", "tokens", "uses")
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class _Entry:
         self.begins = _begins(tokens, steering)
         self.bytes = 0
         self.cuts = cuts
+        self.uses: tuple[int, ...] = ()
 
     def covers(self, other: _Entry) -> bool:
         """Whether this entry can be cut back to what `other` holds, which is then superfluous."""
@@ -162,8 +167,23 @@ class PromptIndex:
     def use(self, number: int, tokens: int) -> None:
         """Note that the entry saves reading so many tokens just now."""
         # One that is promised has no worth yet; what goes on from it is there soon, and has.
-        if any(entry.number == number for entry in self._entries):
-            self._worth.use(number, tokens)
+        for entry in self._entries:
+            if entry.number == number:
+                entry.uses = (*entry.uses, tokens)[-_MOST_USES:]
+                self._worth.use(number, tokens)
+
+    def lend(self, number: int, tokens: int) -> tuple[int, ...] | None:
+        """Drop an entry that a row goes on from, if all that it holds behind the first `tokens` is
+        an answer. Then the row may have its KV cache.
+
+        Returns:
+            Its uses, which the row's own text takes over when it is kept; None if it stays.
+        """
+        for entry in self._entries:
+            if entry.number == number and entry.cuts and entry.answers_behind(tokens):
+                self._drop(entry)
+                return entry.uses
+        return None
 
     def wants(self, tokens: int) -> bool:
         """Whether a KV cache of so many tokens is kept, if it is not too large."""
@@ -176,6 +196,7 @@ class PromptIndex:
         *,
         asked: int | None = None,
         lasting: bool = False,
+        uses: tuple[int, ...] = (),
     ) -> int:
         """The number of a new entry, which the runner is to keep.
 
@@ -184,12 +205,14 @@ class PromptIndex:
             steering: of its row.
             asked: how many of them a client gave; all, unless given. The others are an answer.
             lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
+            uses: of the entry whose place it takes.
         """
         self._number += 1
         asked = tokens.size if asked is None else min(asked, tokens.size)
         entry = _Entry(
             self._number, tokens, steering, asked=asked, lasting=lasting, cuts=self._cuts
         )
+        entry.uses = uses
         self._promised[self._number] = entry
         self.changes += 1
         return self._number
@@ -255,6 +278,8 @@ class PromptIndex:
         begun = [old for old in alike if entry.begins_with(old)]
         parent = max(begun, key=_size).number if begun else None
         self._worth.add(entry.number, entry.tokens.size, entry.bytes, parent)
+        for tokens in entry.uses:
+            self._worth.use(entry.number, tokens)
         self._supersede(entry)
         self._entries.append(entry)
         self.bytes += entry.bytes
@@ -265,7 +290,7 @@ class PromptIndex:
     def _supersede(self, entry: _Entry) -> None:
         """Drop entries that are of little use beside this one, which is new."""
         for old in [old for old in self._alike(entry.begins) if entry.covers(old)]:
-            self._drop(old, heir=entry.number)
+            self._drop(old, heir=entry)
         alike = self._alike(entry.begins)
         chain = [old for old in alike if entry.begins_with(old)]
         chain.sort(key=lambda old: old.tokens.size)
@@ -273,20 +298,22 @@ class PromptIndex:
         checkpoints = [old.tokens.size for old in chain if old.lasting]
         for old in [old for old in others if entry.outdates(old, checkpoints)]:
             others.remove(old)
-            self._drop(old, heir=entry.number)
+            self._drop(old, heir=entry)
         if entry.cuts:
             return
         for place in find_superseded([Link(old.tokens.size, old.lasting) for old in chain]):
             # One that another chat goes on from is of use to that.
             if not any(other.begins_with(chain[place]) for other in others):
-                self._drop(chain[place], heir=entry.number)
+                self._drop(chain[place], heir=entry)
 
     def _alike(self, begins: _Begins) -> list[_Entry]:
         return [entry for entry in self._entries if entry.begins == begins]
 
-    def _drop(self, entry: _Entry, heir: int | None = None) -> None:
+    def _drop(self, entry: _Entry, heir: _Entry | None = None) -> None:
         self._entries.remove(entry)
-        self._worth.remove(entry.number, heir)
+        self._worth.remove(entry.number, None if heir is None else heir.number)
+        if heir is not None:
+            heir.uses = (*entry.uses, *heir.uses)[-_MOST_USES:]
         self.bytes -= entry.bytes
         self.changes += 1
         self._dropped.append(entry.number)

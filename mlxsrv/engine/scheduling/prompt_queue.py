@@ -27,8 +27,10 @@ import numpy as np
 
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.checkpoints import WORTH, choose_checkpoints, widest_part
+from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens
-from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.engine.scheduling.row import Row, RowState, Source
+from mlxsrv.engine.scheduling.sources import Sources
 
 _MOST_BEGUN = 16
 
@@ -38,19 +40,18 @@ class Reading:
 
     Args:
         rows: these rows. Those after the first are not scored.
-        source: the kept prompt that is gone on from; None if it is read from its first token.
-        cached: tokens of the text that the kept prompt holds.
+        source: what is gone on from.
+        lent: the source is a kept prompt that is kept no more.
 
     Attributes:
+        cached: tokens of the text that the source holds.
         opened: the runner has begun to read it.
         done: tokens of the text that are read.
         checkpoints: tokens after which a slice ends, so that the KV cache can be kept there.
-        marked: the KV cache cannot be cut back once the answer is there, so it is kept at the end
-            of the text as well.
         began: when its first slice began.
     """
 
-    def __init__(self, rows: Sequence[Row], source: int | None, cached: int) -> None:
+    def __init__(self, rows: Sequence[Row], source: Source, *, lent: bool = False) -> None:
         self.rows = list(rows)
         self.recovering = rows[0].state is RowState.RECOVERING
         self.text = rows[0].text
@@ -58,11 +59,11 @@ class Reading:
         self.number = rows[0].number
         self.steering = rows[0].job.steering
         self.source = source
-        self.cached = cached
-        self.done = cached
+        self.lent = lent
+        self.cached = source.tokens
+        self.done = self.cached
         self.opened = False
         self.checkpoints: tuple[int, ...] = ()
-        self.marked = False
         self.began = 0.0
 
     @property
@@ -89,6 +90,7 @@ class PromptQueue:
     Args:
         facts: of the model.
         index: prompts that were read before.
+        groups: rows that run.
 
     Attributes:
         ready: how many prompts had a row when the last slice was chosen, those that are begun
@@ -97,13 +99,14 @@ class PromptQueue:
             prompts have none, and statistics that lack those of cached tokens are biased.
     """
 
-    def __init__(self, facts: TextFacts, index: PromptIndex) -> None:
+    def __init__(self, facts: TextFacts, index: PromptIndex, groups: Groups) -> None:
         self.waiting: list[Row] = []
         self.begun: list[Reading] = []
         self.ready = 0
         self.watched = False
         self._facts = facts
         self._index = index
+        self._sources = Sources(facts, index, groups)
         self._oldest_is_next = False
         self._most_begun = _MOST_BEGUN
 
@@ -156,7 +159,8 @@ class PromptQueue:
             return None
         self.abandon([reading])
         # A state after exactly `done` tokens is of use even if it cannot be cut back.
-        return reading.text[: reading.done] if reading.done > reading.cached else None
+        changed = reading.done > reading.cached or (reading.lent and reading.opened)
+        return reading.text[: reading.done] if changed else None
 
     # The next slice.
 
@@ -184,7 +188,8 @@ class PromptQueue:
 
     def open(self, row: Row) -> Reading:
         """A reading of the text of a row that is recovering."""
-        return self._make([row], *self._index.find(row.text[:-1], row.job.steering))
+        entry, tokens = self._index.find(row.text[:-1], row.job.steering)
+        return Reading([row], Source(entry=entry, tokens=tokens))
 
     def _choose(self, free: int, limit: int) -> Row | Reading | None:
         for reading in self.begun:
@@ -223,13 +228,9 @@ class PromptQueue:
         return group
 
     def _choose_checkpoints(self, row: Row, cached: int) -> tuple[int, ...]:
-        if not self._marks(row):
-            return ()
+        if self._facts.cuts_at(row.prompt.size + row.job.max_tokens):
+            return ()  # it can be cut back even when its answer is there
         return choose_checkpoints(row.job.checkpoints, cached, row.prompt.size - 1, self._facts)
-
-    def _marks(self, row: Row) -> bool:
-        """Whether the row's KV cache cannot be cut back once its answer is there."""
-        return not self._facts.cuts_at(row.prompt.size + row.job.max_tokens)
 
     def _pads_well(self, left: int, longest: int) -> bool:
         """Whether a prompt with `left` tokens to read may be read beside one with `longest`."""
@@ -238,19 +239,16 @@ class PromptQueue:
     def _take(self, head: Row, free: int) -> Reading:
         """Take a prompt out of the queue, and with it those that have the same text: no more than
         `free` in all."""
-        source, cached = self._find(head)
-        if source is not None:
-            self._index.use(source, cached)
+        source = self._find(head)
+        if source.entry is not None:
+            self._index.use(source.entry, source.tokens)
         rows = [head, *self._find_twins(head, free - 1)]
         for row in rows:
             row.enter(RowState.PREFILLING)
         self.waiting = [row for row in self.waiting if row.state is RowState.WAITING]
-        return self._make(rows, source, cached)
-
-    def _make(self, rows: Sequence[Row], source: int | None, cached: int) -> Reading:
-        reading = Reading(rows, source, cached)
-        reading.marked = any(map(self._marks, rows))
-        return reading
+        uses = self._sources.lend(source, self.waiting)
+        head.uses = uses or ()
+        return Reading(rows, source, lent=uses is not None)
 
     def _find_twins(self, head: Row, most: int) -> list[Row]:
         """At most so many waiting rows that have the same text and are not scored."""
@@ -259,17 +257,13 @@ class PromptQueue:
         twins = (row for row in self.waiting if row is not head and _same_prompt(row, head))
         return [row for row, _ in zip(twins, range(most), strict=False)]
 
-    def _find(self, row: Row) -> tuple[int | None, int]:
-        """The kept prompt of most use to a waiting row; looked up again when there are others."""
-        if self._reads_anew(row):
-            return None, 0
-        if row.found[0] != self._index.changes:
-            row.found = self._index.changes, self._index.find(row.prompt[:-1], row.job.steering)
-        return row.found[1]
+    def _find(self, row: Row) -> Source:
+        """What is of most use to a waiting row."""
+        return Source() if self._reads_anew(row) else self._sources.find(row, self.begun)
 
     def _measure(self, row: Row) -> int:
         """How many tokens of a waiting prompt are to be read: those that are not cached."""
-        return row.prompt.size - 1 - self._find(row)[1]
+        return row.prompt.size - 1 - self._find(row).tokens
 
     def _reads_anew(self, row: Row) -> bool:
         """Whether kept prompts are of no use, since something is told of each of the prompt's

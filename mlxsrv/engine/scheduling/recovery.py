@@ -3,7 +3,8 @@
 An exception does not tell which row caused it, for a step is one pass for all rows. So:
 
 - Prompts of a slice that failed are read again, each alone. One that fails alone ends, unless it
-  began with the copy of a kept prompt: that one may be to blame, and is dropped.
+  began with what a kept prompt or another row holds. That may be to blame, or may have been lost,
+  so the text is read anew, and the kept prompt is dropped.
 - Rows of a step that failed lose their KV caches, since these may already contain part of the
   failed step. Their texts are read anew, one row at a time. Each row is then tried in a decoder of
   its own, beside the others, until it is past the token at which the step failed. A row that fails
@@ -130,7 +131,7 @@ class Recovery:
         for row in rows:
             row.incidents.append(incident)
             row.alone = True
-        copied = any(reading.source is not None and not reading.opened for reading in readings)
+        copied = any(reading.cached and not reading.opened for reading in readings)
         ends = len(readings) == 1 and not copied and not _may_wait(rows, incident)
         if self.reading in readings:
             self.reading = None

@@ -9,6 +9,7 @@ once more. A row may end at any time. `_NEXT` has all that may follow.
 from __future__ import annotations
 
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,6 +54,15 @@ _NEXT = {
 _ENDED, _BROKEN, _DECODING = RowState.ENDED, RowState.BROKEN, RowState.DECODING
 
 
+class Source(NamedTuple):
+    """What a text goes on from: so many tokens of a kept prompt, its `entry`, or of what another
+    `row` holds; or nothing."""
+
+    entry: int | None = None
+    row: int | None = None
+    tokens: int = 0
+
+
 class Incident:
     """A work that failed, as the rows remember it that were in it.
 
@@ -81,6 +91,7 @@ class Row:
         drawn: tokens delivered.
         incidents: works that failed while the row was in them.
         alone: it shares no slice with other prompts: it was in one that failed.
+        uses: of the kept prompt that it was lent, which the row's own text takes over.
         told: the first token whose activations nobody was told.
         lookup: finds proposals in its text; None until it was asked for some.
     """
@@ -97,6 +108,7 @@ class Row:
         "prompt",
         "state",
         "told",
+        "uses",
     )
 
     def __init__(self, job: Job, number: int, prompt: Tokens) -> None:
@@ -109,9 +121,10 @@ class Row:
         self.incidents: list[Incident] = []
         self.alone = False
         self.told = 0
+        self.uses: tuple[int, ...] = ()
         self.lookup: PromptLookup | None = None
-        # The state of the prompt index when the row's prompt was last looked up, and the result.
-        self.found: tuple[int, tuple[int | None, int]] = (-1, (None, 0))
+        # What there was to go on from when the row's text was last looked up, and the result.
+        self.found: tuple[tuple[int, ...], Source] = ((), Source())
 
     def enter(self, state: RowState) -> None:
         """Go on to `state`.

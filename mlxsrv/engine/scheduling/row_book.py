@@ -30,6 +30,7 @@ class _Leaving(NamedTuple):
     row: int
     text: Tokens | None
     asked: int
+    uses: tuple[int, ...]
     steering: Steering | None
 
 
@@ -119,7 +120,7 @@ class RowBook:
         row.enter(state)
         del self._rows[row.id]
         asked, steering = row.prompt.size, row.job.steering
-        self._leaving.append(_Leaving(row.id, text if kept else None, asked, steering))
+        self._leaving.append(_Leaving(row.id, text if kept else None, asked, row.uses, steering))
 
     def fail(self, row: Row, reason: str, clear: str | None = None, *, kept: bool = True) -> None:
         """End a row that cannot go on; `clear` is what a client may be told of the reason."""
@@ -182,7 +183,7 @@ class RowBook:
         text = leaving.text
         if text is None or not self._index.wants(text.size):
             return Leave(leaving.row)
-        entry = self._index.promise(text, leaving.steering, asked=leaving.asked)
+        entry = self._index.promise(text, leaving.steering, asked=leaving.asked, uses=leaving.uses)
         return Leave(leaving.row, Keep(entry, text.size))
 
     def settle_admission(self, work: Admit, outcome: Outcome) -> None:

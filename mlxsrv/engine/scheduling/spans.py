@@ -48,7 +48,7 @@ class SpanMaker:
     def _make_whole(self, reading: Reading) -> Span:
         """All that is left of a prompt, in one pass with others."""
         end = reading.text.size - 1
-        return self._make(reading, end, kept=reading.marked, joins=True)
+        return self._make(reading, end, kept=self._ends_kept(reading), joins=True)
 
     def _make_part(self, reading: Reading, *, decoding: bool, beside: bool) -> Span:
         """The next part of a prompt that is read alone."""
@@ -66,10 +66,8 @@ class SpanMaker:
         # does not join in a gap that reading has filled already.
         later = decoding and begun and end > reading.done
         joins = end == last and not later
-        # If rows are batched, these have a copy, so their own KV cache may stay for prompts that
-        # begin alike.
         lasting = end in reading.checkpoints and end > reading.done
-        kept = lasting or (joins and (reading.marked or self._facts.batched))
+        kept = lasting or (joins and self._ends_kept(reading))
         return self._make(reading, end, kept=kept, joins=joins, lasting=lasting)
 
     def _make(
@@ -84,8 +82,15 @@ class SpanMaker:
             begin=reading.done,
             end=end,
             opens=not reading.opened,
-            source=None if reading.opened else reading.source,
+            source=None if reading.opened else reading.source.entry,
+            moves=reading.lent and not reading.opened,
+            lender=None if reading.opened else reading.source.row,
             keep=keep,
             joins=reading.decoded if joins else None,
             scored=reading.scored,
         )
+
+    def _ends_kept(self, reading: Reading) -> bool:
+        """Whether a text is kept where it ends. If it can always be cut back, its rows hold it for
+        others while they run, and it is kept when they end."""
+        return not (self._facts.cuts and reading.decoded)

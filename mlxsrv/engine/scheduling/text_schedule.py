@@ -76,9 +76,9 @@ class TextSchedule:
         self._pace = pace
         self._max_rows = max_rows if facts.batched else 1
         self._index = PromptIndex(facts.prompt_cache_bytes, cuts=facts.cuts)
-        self._queue = PromptQueue(facts, self._index)
-        self._spans = SpanMaker(facts, pace, self._queue, self._index)
         self._groups = Groups(facts, self._max_rows)
+        self._queue = PromptQueue(facts, self._index, self._groups)
+        self._spans = SpanMaker(facts, pace, self._queue, self._index)
         self._recovery = Recovery(self._max_rows)
         self._drafts = DraftPolicy() if facts.drafts else None
         self._lookups = LookupPolicy() if facts.lookup else None

@@ -405,10 +405,14 @@ def test_a_prompt_is_read_whole_where_what_is_kept_of_it_cannot_be_copied(
     model, first = models("qwen3"), prompt(1, 5 * CHUNK)
     engine = make(model, rows=4, cache_bytes=ENOUGH)
 
-    def copy(span: Any) -> Any:
-        raise error("no room")
+    begin = engine.runner._begin
 
-    monkeypatch.setattr(engine.runner, "_copy_kept", copy)
+    def fail(span: Any) -> Any:
+        if span.source is not None:
+            raise error("no room")
+        return begin(span)
+
+    monkeypatch.setattr(engine.runner, "_begin", fail)
     engine.submit(job(0, first))
     finish(engine)
     asked = [prompt(number, 5) for number in range(beside)] + [first + prompt(2, 9)]
