@@ -18,7 +18,7 @@ trie of nested dicts takes 12 ms to find such a prompt and 61 ms to store it, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -275,8 +275,7 @@ class PromptIndex:
         if entry.bytes > self._most_bytes or any(old.covers(entry) for old in alike):
             self._dropped.append(entry.number)
             return
-        begun = [old for old in alike if entry.begins_with(old)]
-        parent = max(begun, key=_size).number if begun else None
+        parent = self._find_parent(entry, alike)
         self._worth.add(entry.number, entry.tokens.size, entry.bytes, parent)
         for tokens in entry.uses:
             self._worth.use(entry.number, tokens)
@@ -287,13 +286,21 @@ class PromptIndex:
         while self.bytes > self._most_bytes or len(self._entries) > _MOST_ENTRIES:
             self.drop(self._worth.choose())
 
+    def _find_parent(self, entry: _Entry, alike: Iterable[_Entry]) -> int | None:
+        """The number of the entry whose chat this one goes on with. That is not the first
+        checkpoint of a chat, from which others go on as well."""
+        chain = sorted(filter(entry.begins_with, alike), key=_size)
+        if not chain or (chain[-1].lasting and len(chain) == 1):
+            return None
+        return chain[-1].number
+
     def _supersede(self, entry: _Entry) -> None:
         """Drop entries that are of little use beside this one, which is new."""
         for old in [old for old in self._alike(entry.begins) if entry.covers(old)]:
             self._drop(old, heir=entry)
         alike = self._alike(entry.begins)
         chain = [old for old in alike if entry.begins_with(old)]
-        chain.sort(key=lambda old: old.tokens.size)
+        chain.sort(key=_size)
         others = [old for old in alike if old not in chain]
         checkpoints = [old.tokens.size for old in chain if old.lasting]
         for old in [old for old in others if entry.outdates(old, checkpoints)]:

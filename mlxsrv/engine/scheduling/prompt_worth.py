@@ -8,8 +8,8 @@ saved, and half a use of all its tokens is taken for granted. So:
 - Of many prompts that begin with one system prompt, one is found for it, and stays: it saves
   tokens again and again. The others are worth what is asked of their ends.
 - A prompt that goes on from another takes over its uses, for a chat goes on from its last turn. The
-  other one, if it is still there, is worth as much as is read on from it after that: much at the
-  end of a system prompt, nothing within a chat.
+  other one, if it is still there, is worth as much as is read on from it after that: nothing within
+  a chat that only grows.
 
 What was worth much once has to go in the end. So worth is counted from a floor, which rises to the
 worth of each prompt that goes; a prompt stands on the floor of the moment when it was kept or used.

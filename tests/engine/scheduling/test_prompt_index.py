@@ -42,9 +42,10 @@ def keep(
     bytes: int = 100,
     cuts: bool = True,
     steering: Steering | None = None,
+    lasting: bool = False,
 ) -> int:
     """Keep a prompt, as the runner would."""
-    number = index.promise(tokens, steering)
+    number = index.promise(tokens, steering, lasting=lasting)
     index.confirm([number], [KeptPrompt(number, bytes, cuts)])
     return number
 
@@ -127,6 +128,43 @@ def test_an_entry_larger_than_all_that_may_be_kept_drops_no_other() -> None:
     large = keep(index, prompt(200, 1000), bytes=301)
     assert index.take_dropped() == (large,)
     assert index.find(prompt(100)) == (small, 100)
+
+
+def test_of_a_growing_chat_the_newest_and_the_first_checkpoint_stay_longest() -> None:
+    index = PromptIndex(300)
+    system = keep(index, prompt(100), cuts=False, lasting=True)
+    older = keep(index, prompt(150), cuts=False)
+    newest = keep(index, prompt(200), cuts=False)
+    gone = []
+    for number in range(2):
+        keep(index, prompt(100, 1000 * (number + 1)))
+        gone += index.take_dropped()
+    assert gone == [older, system]
+    assert index.find(prompt(200)) == (newest, 200)
+
+
+def test_what_an_entry_can_be_cut_back_to_is_not_kept_beside_it() -> None:
+    index = PromptIndex(BYTES)
+    whole = keep(index, prompt(200))
+    part = keep(index, prompt(100))
+    assert index.take_dropped() == (part,)
+    assert index.find(prompt(100)) == (whole, 100)
+    assert index.bytes == 100
+    uncut = keep(index, prompt(200, 5000), cuts=False)
+    keep(index, prompt(100, 5000), cuts=False)
+    assert index.find(prompt(250, 5000)) == (uncut, 200)
+    assert len(index) == 3
+
+
+def test_of_several_that_share_as_much_the_shortest_is_found() -> None:
+    index = PromptIndex(BYTES)
+    begin = prompt(100)
+    entries = [
+        keep(index, np.concatenate([begin, prompt(size, 1000 * size)])) for size in (70, 30, 50)
+    ]
+    for _ in range(2):
+        assert index.find(np.concatenate([begin, prompt(9, 9000)])) == (entries[1], 100)
+        index.use(entries[1], 100)
 
 
 @pytest.mark.parametrize(
