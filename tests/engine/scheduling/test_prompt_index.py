@@ -135,7 +135,7 @@ def test_of_a_growing_chat_the_newest_and_the_first_checkpoint_stay_longest() ->
     system = keep(index, prompt(100), cuts=False, lasting=True)
     older = keep(index, prompt(150), cuts=False)
     newest = keep(index, prompt(200), cuts=False)
-    gone = []
+    gone: list[int] = []
     for number in range(2):
         keep(index, prompt(100, 1000 * (number + 1)))
         gone += index.take_dropped()
