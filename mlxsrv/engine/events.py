@@ -85,7 +85,8 @@ class Activations(msgspec.Struct, frozen=True):
 
 
 class Finished(msgspec.Struct, frozen=True):
-    """A job that was to draw no tokens is over: its prompt is scored."""
+    """A job is over that was to draw no tokens, since its prompt is scored; or that can draw no
+    more, since there is no memory to read its text anew."""
 
     job: int
 

@@ -140,6 +140,8 @@ class FakeRunner:
 
     Attributes:
         works: that were done, in their order, while `record` is set.
+        budget: bytes that the KV caches of all models may take.
+        most: the most that they have taken.
     """
 
     def __init__(self, device: FakeDevice | None = None, now: float = 1.0) -> None:
@@ -147,6 +149,8 @@ class FakeRunner:
         self.now = now
         self.record = False
         self.works: list[Work] = []
+        self.budget: int | None = None
+        self.most = 0
         self._loading: dict[int, _FakeModel] = {}
         self._models: dict[int, _FakeModel] = {}
         self._attachments: dict[int, tuple[Attach, int]] = {}
@@ -219,8 +223,16 @@ class FakeRunner:
                 self._unload(work.model)
             case AnswerQuestion():
                 done = self._answer(work)
+        self._check_budget(work)
         self.now += self.device.time(work, passes)
         return Outcome(began, self.now, done, fault)
+
+    def _check_budget(self, work: Work) -> None:
+        texts = [model.text for model in self._models.values() if model.text is not None]
+        taken = sum(text.take_peak() for text in texts)
+        self.most = max(self.most, taken)
+        if self.budget is not None:
+            require(taken <= self.budget, taken, "bytes of", self.budget, "after", work)
 
     def _change_rows(
         self,

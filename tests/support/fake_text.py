@@ -34,6 +34,7 @@ from mlxsrv.engine.plans import (
     RowGroup,
     Span,
 )
+from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.prompt_index import LEAST, Tokens, common_prefix
 from mlxsrv.engine.scheduling.speculation_controller import MOST_UNREAD
 from mlxsrv.generation.parameters import Steering
@@ -68,7 +69,8 @@ class FakeText:
         self._texts: dict[int, FakePartialText] = {}  # by each of its rows
         self._ready: list[_Group] = []
         self._decoders: dict[bool, list[_Group]] = {False: [], True: []}  # True: the trial's
-        self._columns: dict[bool, list[int]] = {False: [], True: []}  # of each group
+        self._rooms: dict[bool, Sequence[RowGroup]] = {False: (), True: ()}  # of each group
+        self._peak = 0
         self._changed = {False: False, True: False}  # rows have come or gone since the last step
         self._looked: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
         self._kept: dict[int, FakeEntry] = {}
@@ -88,6 +90,38 @@ class FakeText:
     @property
     def kept_bytes(self) -> int:
         return sum(entry.bytes for entry in self._kept.values())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that all KV caches take."""
+        texts = {id(text): text for text in self._texts.values()}
+        reading = sum(self._measure(text.done) for text in texts.values())
+        return self._array_bytes() + self._ready_bytes() + reading + self.kept_bytes
+
+    def take_peak(self) -> int:
+        """Bytes that were taken while the last work was done."""
+        peak, self._peak = max(self._peak, self.bytes), 0
+        return peak
+
+    def _array_bytes(self) -> int:
+        """Bytes of the arrays that have rows."""
+        found = 0
+        for trial, groups in self._decoders.items():
+            there = {row.id for group in groups for row in group}
+            rooms = [room for room in self._rooms[trial] if not there.isdisjoint(room.rows)]
+            found += sum(map(self._measure_room, rooms))
+        return found
+
+    def _ready_bytes(self) -> int:
+        """Bytes of texts that are read and not in arrays yet; several rows may have one text."""
+        texts = {row.text.tobytes(): row.length - 1 for group in self._ready for row in group}
+        return sum(map(self._measure, texts.values()))
+
+    def _measure(self, tokens: int) -> int:
+        return self._facts.kv_bytes(-(-tokens // STEP) * STEP)
+
+    def _measure_room(self, room: RowGroup) -> int:
+        return room.slots * self._facts.kv_bytes(room.columns)
 
     def end_round(self) -> None:
         """Check what must hold between rounds."""
@@ -419,18 +453,19 @@ class FakeText:
     def _check_room(self, work: Decode) -> None:
         """Check that the groups have room for what the step writes."""
         tokens = max(1 + sum(work.proposals), *map(len, work.guesses), 1)
-        groups, columns = self._decoders[work.trial], self._columns[work.trial]
-        for group, room in zip(groups, columns, strict=True):
+        groups, rooms = self._decoders[work.trial], self._rooms[work.trial]
+        for group, room in zip(groups, rooms, strict=True):
             written = max(row.held for row in group) + tokens
-            require(written <= room, written, "tokens of a row in", room, "columns")
+            require(written <= room.columns, written, "tokens of a row in", room.columns)
 
     def _arrange(self, trial: bool, groups: Sequence[RowGroup]) -> None:
         """Have the rows of a decoder be these."""
         wanted = [row_id for group in groups for row_id in group.rows]
         for each in groups:
             require(len(each.rows) <= each.slots, len(each.rows), "rows in", each.slots, "slots")
-        self._columns[trial] = [group.columns for group in groups]
         self._require_rows(wanted)
+        self._note_peak(trial, groups)
+        self._rooms[trial] = groups
         there = self._decoders[trial]
         other = self._decoders[not trial]
         coming = [g for g in [*self._ready, *other] if not {*wanted}.isdisjoint(_ids(g))]
@@ -444,6 +479,20 @@ class FakeText:
             self._decoders[not trial] = []
             self._looked[trial] += self._looked[not trial]
         self._decoders[trial] = merged
+
+    def _note_peak(self, trial: bool, groups: Sequence[RowGroup]) -> None:
+        """Note what is taken while arrays become these: the first of those whose rows come together
+        grow or shrink, the others go when their rows are copied. The KV caches of rows that were
+        read go layer by layer, as they are copied."""
+        old = [*self._rooms[trial], *self._rooms[not trial]]
+        there = {row.id for group in self._groups() for row in group}
+        taken = 0
+        for group in groups:
+            live = {*group.rows} & there
+            parts = [room for room in old if not live.isdisjoint(room.rows)]
+            taken += self._measure_room(group) + sum(map(self._measure_room, parts[1:]))
+        others = self.bytes - self._array_bytes() - self._ready_bytes()
+        self._peak = max(self._peak, taken + others)
 
     def _step(self, rows: Sequence[FakeRow], *, trial: bool) -> Decoded:
         activations = tuple(Activations(*place, ()) for place in self._looked[trial])

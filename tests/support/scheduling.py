@@ -21,6 +21,7 @@ from mlxsrv.engine.events import (
 )
 from mlxsrv.engine.orders import (
     Ask,
+    Budget,
     Cancel,
     Close,
     Embed,
@@ -111,6 +112,7 @@ class Bench:
         self.jobs: dict[tuple[int, int], JobLog] = {}
         self.answers: dict[tuple[int, int], Any] = {}
         self.shortages: list[tuple[int, int]] = []  # (client, bytes) as they were told
+        self._shrunk: int | None = None  # the budget that holds when a round is over
         self.closed: set[int] = set()  # clients that have sent their last order
         self.plans: list[RoundPlan] = []
         self.checks: list[Callable[[RoundPlan], None]] = []
@@ -167,6 +169,8 @@ class Bench:
             self.scheduler.settle(work, self.runner.run(work))
             self._deliver()
         self.runner.end_round()
+        if self._shrunk is not None:
+            self.runner.budget, self._shrunk = self._shrunk, None
         for job in self.jobs.values():
             if not job.ended:
                 job.rounds += 1
@@ -196,6 +200,10 @@ class Bench:
         client, order = received.client, received.order
         if isinstance(order, Cancel) and (client, order.job) in self.jobs:
             self.jobs[client, order.job].cancelled = True
+        elif isinstance(order, Budget):
+            # What is to go goes in the works of the round.
+            old, self._shrunk = self.runner.budget, order.bytes
+            self.runner.budget = None if old is None else max(old, order.bytes)
         elif isinstance(order, Close):
             self.closed.add(client)
             for (owner, _), log in self.jobs.items():

@@ -7,12 +7,14 @@ the cost of another pass over the weights at each step. So groups are kept apart
 them to one length would take more bytes than the weights have.
 
 Slots and columns grow in steps, since arrays that grow are copied, and shrink when at most half is
-used and rows have changed anyway. So the bytes are known before they are taken.
+used and rows have changed anyway. So the bytes are known before they are taken. Where memory is
+short they grow by less, or shrink: see `Fit`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from itertools import combinations
 from typing import NamedTuple, Protocol
 
@@ -24,17 +26,35 @@ STEP = 256  # columns
 _FEW, _MORE = 8, 4  # slots double up to so many; then they grow by so many
 
 
-class _Sized(Protocol):
-    """A row, or one that may come."""
+class Fit(Enum):
+    """How much room arrays have when they change."""
+
+    AMPLE = "ample"
+    """They grow by more than is needed now, so that they seldom grow."""
+    SPARING = "sparing"
+    """They grow by what is needed now."""
+    EXACT = "exact"
+    """They also shrink to what is needed now, which copies all rows."""
+
+
+class Sized(Protocol):
+    """A row, or one that may come.
+
+    `length` tokens has its text now, and `most_length` when its job allows no more.
+    """
 
     @property
     def length(self) -> int: ...
 
+    @property
+    def most_length(self) -> int: ...
 
-class _Coming(NamedTuple):
+
+class Coming(NamedTuple):
     """A row that may come."""
 
     length: int
+    most_length: int = 1 << 40
 
 
 class _Group:
@@ -47,7 +67,7 @@ class _Group:
 
     __slots__ = ("columns", "places", "slots")
 
-    def __init__(self, places: Iterable[_Sized | None], slots: int = 0, columns: int = 0) -> None:
+    def __init__(self, places: Iterable[Sized | None], slots: int = 0, columns: int = 0) -> None:
         self.places = list(places)
         self.slots = slots
         self.columns = columns
@@ -56,7 +76,7 @@ class _Group:
         return _Group(self.places, self.slots, self.columns)
 
     @property
-    def rows(self) -> list[_Sized]:
+    def rows(self) -> list[Sized]:
         return [row for row in self.places if row is not None]
 
     @property
@@ -76,13 +96,22 @@ class _Group:
             if last is not None:
                 self.places[self.places.index(None)] = last
 
-    def fit(self, tokens: int, most: int, *, changed: bool) -> None:
-        """Choose the room for so many tokens more of each row, and at most so many slots."""
-        slots, columns = len(self.places), self.longest + tokens
+    def reach(self, tokens: int) -> int:
+        """Tokens of the row that is the longest once each has so many more, or all that its job
+        allows."""
+        return max(max(min(row.length + tokens, row.most_length), row.length) for row in self.rows)
+
+    def fit(self, columns: int, most: int, fit: Fit, *, changed: bool) -> None:
+        """Choose the room for rows of so many tokens, and at most so many slots."""
+        slots = len(self.places)
+        if fit is Fit.EXACT:
+            self.slots, self.columns = slots, _round_up(columns)
+            return
         if slots > self.slots or (changed and 2 * slots <= self.slots):
-            self.slots = min(_step_up(slots), max(most, slots))
+            self.slots = slots if fit is Fit.SPARING else min(_step_up(slots), max(most, slots))
         if columns > self.columns:
-            self.columns = _round_up(max(columns, self.columns + self.columns // 8))
+            more = 0 if fit is Fit.SPARING else self.columns + self.columns // 8
+            self.columns = _round_up(max(columns, more))
         elif changed and 2 * columns <= self.columns:
             self.columns = _round_up(columns)
 
@@ -108,11 +137,18 @@ class Groups:
     Args:
         facts: of the model.
         max_rows: rows that are decoded together, at most.
+
+    Attributes:
+        fit: how much room arrays have when they change next.
+        padding: bytes of padding for which two groups are not kept apart.
     """
 
     def __init__(self, facts: TextFacts, max_rows: int) -> None:
+        self.fit = Fit.AMPLE
+        self.padding = facts.padding
         self._facts = facts
         self._max_rows = max_rows
+        self._absorbed = 0  # bytes of arrays whose rows have gone over to others
         self._groups: list[_Group] = []
         self._changed = False  # rows have
 
@@ -126,26 +162,42 @@ class Groups:
     @property
     def bytes(self) -> int:
         """Bytes of the KV caches, as they were planned last."""
-        return sum(map(self._size, self._groups))
+        return sum(map(self._size, self._groups)) + self._absorbed
 
-    def bytes_with(self, lengths: Iterable[int] = (), tokens: int = 1) -> int:
-        """Bytes of the KV caches if rows of these lengths joined, once each row has so many
-        `tokens` more."""
+    def bytes_with(
+        self,
+        rows: Iterable[Sized] = (),
+        tokens: int = 1,
+        fit: Fit = Fit.AMPLE,
+        *,
+        bounded: bool = False,
+    ) -> int:
+        """Bytes of the KV caches if these rows joined, once each row has so many `tokens` more.
+
+        Arrays whose rows go over to others count until the step after.
+
+        Args:
+            rows: that join.
+            tokens: of each row.
+            fit: how much room arrays have when they change.
+            bounded: no row has more tokens than its job allows.
+        """
         groups = [group.copy() for group in self._groups]
-        lengths = tuple(lengths)
-        for length in lengths:
-            groups.append(_Group([_Coming(length)]))
-            self._unite(groups)
-        changed = self._changed or bool(lengths)
+        absorbed, changed = self._absorbed, self._changed
+        for row in rows:
+            groups.append(_Group([row]))
+            absorbed += self._unite(groups)
+            changed = True
         for group in groups:
             group.close_up()
-            group.fit(tokens, self._max_rows, changed=changed)
-        return sum(map(self._size, groups))
+            columns = group.reach(tokens) if bounded else group.longest + tokens
+            group.fit(columns, self._max_rows, fit, changed=changed)
+        return sum(map(self._size, groups)) + absorbed
 
     def add(self, rows: Sequence[Row]) -> None:
         """Take rows that were read together."""
         self._groups.append(_Group(rows))
-        self._unite(self._groups)
+        self._absorbed += self._unite(self._groups)
         self._changed = True
 
     def remove(self, row: Row) -> None:
@@ -154,12 +206,14 @@ class Groups:
             if row in group.places:
                 group.places[group.places.index(row)] = None
                 self._groups = [group for group in self._groups if group.rows]
-                self._unite(self._groups)
+                self._absorbed += self._unite(self._groups)
+                self._absorbed *= bool(self._groups)  # all arrays go with the last row
                 self._changed = True
                 return
 
     def clear(self) -> None:
         self._groups.clear()
+        self._absorbed = 0
         self._changed = True
 
     def take_changed(self, tokens: int = 1) -> tuple[RowGroup, ...] | None:
@@ -168,7 +222,8 @@ class Groups:
         before = [(group.slots, group.columns) for group in self._groups]
         for group in self._groups:
             group.close_up()
-            group.fit(tokens, self._max_rows, changed=self._changed)
+            group.fit(group.longest + tokens, self._max_rows, self.fit, changed=self._changed)
+        self._absorbed = 0
         grown = before != [(group.slots, group.columns) for group in self._groups]
         if not (self._changed or grown):
             return None
@@ -181,17 +236,21 @@ class Groups:
     def _size(self, group: _Group) -> int:
         return group.slots * self._facts.kv_bytes(group.columns)
 
-    def _unite(self, groups: list[_Group]) -> None:
-        """Merge groups that need not be apart, since rows have changed."""
+    def _unite(self, groups: list[_Group]) -> int:
+        """Merge groups that need not be apart, since rows have changed. Returns the bytes of arrays
+        that are left without rows."""
+        absorbed = 0
         while (pair := self._find_close(groups)) is not None:
             one, other = pair
             one.absorb(other)
+            absorbed += self._size(other)
             groups.remove(other)
+        return absorbed
 
     def _find_close(self, groups: list[_Group]) -> tuple[_Group, _Group] | None:
         """The first two groups that need not be apart."""
         pairs = combinations(groups, 2)
-        return next((pair for pair in pairs if self._padding(*pair) <= self._facts.padding), None)
+        return next((pair for pair in pairs if self._padding(*pair) <= self.padding), None)
 
     def _padding(self, one: _Group, other: _Group) -> int:
         """Bytes by which the KV caches would grow if all rows were as long as the longest."""

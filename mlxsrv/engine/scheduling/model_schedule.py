@@ -9,6 +9,7 @@ from mlxsrv.engine.orders import Embed, Job, Load
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextFacts
 from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, Reset, Work
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
+from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 
@@ -24,6 +25,7 @@ class ModelSchedule:
         order: the load's.
         text: of the model; None for an encoder.
         embed: of the model.
+        budget: of the client; without bounds, unless given.
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class ModelSchedule:
         order: Load,
         text: TextFacts | None,
         embed: EmbedFacts,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.number = number
         self.client = client
         self.name = order.model
         self._order = order
         self._facts = text, embed
+        self._budget = MemoryBudget() if budget is None else budget
         self._watched = False
         self._reset = False  # the runner is to forget what it has of jobs that are forgotten here
         self._start()
@@ -55,6 +59,7 @@ class ModelSchedule:
                 max_rows=self._order.max_rows,
                 pace=pace,
                 facts=text,
+                budget=self._budget,
             )
             self._text.watch(active=self._watched)
         self._texts_are_next = False
@@ -81,6 +86,11 @@ class ModelSchedule:
         """Whether a plan would be empty."""
         idle = self._embed.idle and (self._text is None or self._text.idle)
         return idle and not self._reset
+
+    @property
+    def growth(self) -> int:
+        """Bytes by which the KV caches of its rows grow with the next step."""
+        return 0 if self._text is None else self._text.memory.growth
 
     def statistics(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
@@ -143,16 +153,24 @@ class ModelSchedule:
         """Rows come and go, before the steering that they ask for changes."""
         return [*self.plan_reset(), *self.text.plan_rows()]
 
-    def plan(self, *, beside: bool) -> list[Work]:
-        """The works of a round; `beside`: other models have streams."""
+    def plan_changes(self) -> list[Work]:
+        """The works of a round with which rows, texts and kept prompts come and go."""
         works = self.plan_reset()
         if self.idle:  # nothing is decided, so nothing can go wrong again and again
             return works
         works += self._embed.take_changes()
+        if self._text is not None and not self._text.idle:
+            works += self._text.plan_rows()
+        return works
+
+    def plan(self, *, beside: bool) -> list[Work]:
+        """The other works of a round; `beside`: other models have streams."""
+        works: list[Work] = []
+        if self.idle:
+            return works
         text = self._text
         streaming = self.streaming
-        if text is not None and not text.idle:
-            works += text.plan_rows()
+        if text is not None:
             works += text.plan_steps()
         prompts, texts = self._choose(beside=beside)
         if text is not None and prompts and (work := text.plan_slice(beside=beside)) is not None:

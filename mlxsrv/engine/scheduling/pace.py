@@ -31,7 +31,7 @@ class Pace:
     """
 
     def __init__(self, most: int, max_gap: float) -> None:
-        self._most = most
+        self.most = most
         self._max_gap = max_gap
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)  # seconds of each
         self._token: float | None = None  # seconds of one, beyond the two passes of a gap
@@ -50,13 +50,13 @@ class Pace:
             seconds = self._seconds_beside_steps(prompts if long else None)
         elif beside:
             if self._token is None:
-                return min(self._most, LEAST_SLICE)
+                return min(self.most, LEAST_SLICE)
             seconds = self._max_gap
         else:
-            return self._most
+            return self.most
         if self._token is None:
-            return self._most
-        return min(self._most, max(LEAST_SLICE, int(seconds / self._token)))
+            return self.most
+        return min(self.most, max(LEAST_SLICE, int(seconds / self._token)))
 
     def _seconds_beside_steps(self, turns: int | None) -> float:
         """The time that the slice's own tokens may take while this model has streams; at most so

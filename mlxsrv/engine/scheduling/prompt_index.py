@@ -18,7 +18,7 @@ trie of nested dicts takes 12 ms to find such a prompt and 61 ms to store it, an
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -123,6 +123,7 @@ class PromptIndex:
 
     Attributes:
         bytes: of all kept prompts.
+        room: asked before a KV cache of so many tokens is kept: whether there is room for it.
         changes: grows when entries come or go: a lookup is good until then.
     """
 
@@ -130,6 +131,7 @@ class PromptIndex:
         self, most_bytes: int, *, cuts: bool = True, worth: Eviction | None = None
     ) -> None:
         self.bytes = 0
+        self.room: Callable[[int], bool] | None = None
         self.changes = 0
         self._dropped: list[int] = []
         self._most_bytes = most_bytes
@@ -186,8 +188,19 @@ class PromptIndex:
         return None
 
     def wants(self, tokens: int) -> bool:
-        """Whether a KV cache of so many tokens is kept, if it is not too large."""
-        return tokens >= LEAST and self._most_bytes > 0
+        """Whether a KV cache of so many tokens is kept, if it is not too large. Asked once for
+        each that is then promised."""
+        wanted = tokens >= LEAST and self._most_bytes > 0
+        return wanted and (self.room is None or self.room(tokens))
+
+    def bytes_of(self, number: int) -> int:
+        """Bytes of a kept prompt; 0 if the runner has yet to keep it."""
+        return next((entry.bytes for entry in self._entries if entry.number == number), 0)
+
+    @property
+    def promised(self) -> list[int]:
+        """The tokens of each entry that the runner has yet to keep."""
+        return [entry.tokens.size for entry in self._promised.values()]
 
     def promise(
         self,

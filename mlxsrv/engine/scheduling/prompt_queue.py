@@ -27,7 +27,7 @@ import numpy as np
 
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.checkpoints import WORTH, choose_checkpoints, widest_part
-from mlxsrv.engine.scheduling.groups import Groups
+from mlxsrv.engine.scheduling.groups import STEP, Groups
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens
 from mlxsrv.engine.scheduling.row import Row, RowState, Source
 from mlxsrv.engine.scheduling.sources import Sources
@@ -42,6 +42,7 @@ class Reading:
         rows: these rows. Those after the first are not scored.
         source: what is gone on from.
         lent: the source is a kept prompt that is kept no more.
+        source_bytes: of the KV cache that it begins with, if that was a kept prompt's.
 
     Attributes:
         cached: tokens of the text that the source holds.
@@ -51,15 +52,18 @@ class Reading:
         began: when its first slice began.
     """
 
-    def __init__(self, rows: Sequence[Row], source: Source, *, lent: bool = False) -> None:
+    def __init__(
+        self, rows: Sequence[Row], source: Source, *, lent: bool = False, source_bytes: int = 0
+    ) -> None:
         self.rows = list(rows)
         self.recovering = rows[0].state is RowState.RECOVERING
         self.text = rows[0].text
-        self.scored = not self.recovering and rows[0].job.scores is not None
+        self.scored = not rows[0].read and rows[0].job.scores is not None
         self.number = rows[0].number
         self.steering = rows[0].job.steering
         self.source = source
         self.lent = lent
+        self.source_bytes = source_bytes
         self.cached = source.tokens
         self.done = self.cached
         self.opened = False
@@ -95,6 +99,8 @@ class PromptQueue:
     Attributes:
         ready: how many prompts had a row when the last slice was chosen, those that are begun
             included.
+        granted: how many of those that wait may be begun, the first ones: there is memory for them
+            all. None: there is memory for whatever comes.
         watched: activations are looked at, so prompts are read from their first token: kept
             prompts have none, and statistics that lack those of cached tokens are biased.
     """
@@ -103,6 +109,7 @@ class PromptQueue:
         self.waiting: list[Row] = []
         self.begun: list[Reading] = []
         self.ready = 0
+        self.granted: int | None = None
         self.watched = False
         self._facts = facts
         self._index = index
@@ -123,10 +130,11 @@ class PromptQueue:
         return [row for reading in self.begun for row in reading.rows]
 
     def put_back(self, rows: Iterable[Row]) -> None:
-        """Have these rows, whose prompts were being read, wait again in their old places."""
+        """Have these rows wait again in their old places: those whose prompts were being read, or
+        whose KV caches have gone."""
         again = list(rows)
         for row in again:
-            row.enter(RowState.WAITING)
+            row.enter(RowState.PREEMPTED if row.read else RowState.WAITING)
         self.waiting = sorted([*self.waiting, *again], key=attrgetter("number"))
 
     def end(self, reading: Reading) -> None:
@@ -155,7 +163,10 @@ class PromptQueue:
         """Forget a row whose prompt is being read. Returns what is read of the prompt, if that is
         of use and nobody else reads it on."""
         reading = next((reading for reading in self.begun if row in reading.rows), None)
-        if reading is None or not reading.drop(row):
+        if reading is None:
+            return None
+        row.told = max(row.told, reading.done)  # it may be read anew
+        if not reading.drop(row):
             return None
         self.abandon([reading])
         # A state after exactly `done` tokens is of use even if it cannot be cut back.
@@ -171,6 +182,8 @@ class PromptQueue:
             free: rows that are free for prompts that are not begun.
             limit: tokens of a slice. Only so many prompts that take more are begun at once.
         """
+        if self.granted is not None:
+            free = min(free, self.granted)
         self.ready = len(self.begun) + len(self.waiting[: max(free, 0)])
         chosen = self._choose(free, limit)
         if chosen is None or isinstance(chosen, Reading):
@@ -220,7 +233,7 @@ class PromptQueue:
             if free <= 0 or max(left, longest) * (len(group) + 1) > limit:
                 break
             # A twin of a prompt that was taken in this loop does not wait any more.
-            if self._pads_well(left, longest) and row.state is RowState.WAITING:
+            if self._pads_well(row, left, first, longest) and row.waits:
                 reading = self._take(row, free)
                 longest = max(longest, left)
                 group.append(reading)
@@ -232,9 +245,11 @@ class PromptQueue:
             return ()  # it can be cut back even when its answer is there
         return choose_checkpoints(row.job.checkpoints, cached, row.prompt.size - 1, self._facts)
 
-    def _pads_well(self, left: int, longest: int) -> bool:
-        """Whether a prompt with `left` tokens to read may be read beside one with `longest`."""
-        return left > 0 and (left == longest or self._facts.pads)
+    def _pads_well(self, row: Row, left: int, first: Reading, longest: int) -> bool:
+        """Whether a prompt with `left` tokens to read may be read beside one with `longest`. Where
+        memory is counted, the KV caches of both must be about as long, for they are padded."""
+        alike = self.granted is None or abs(row.length - first.text.size) < STEP
+        return alike and left > 0 and (left == longest or self._facts.pads)
 
     def _take(self, head: Row, free: int) -> Reading:
         """Take a prompt out of the queue, and with it those that have the same text: no more than
@@ -245,40 +260,48 @@ class PromptQueue:
         rows = [head, *self._find_twins(head, free - 1)]
         for row in rows:
             row.enter(RowState.PREFILLING)
-        self.waiting = [row for row in self.waiting if row.state is RowState.WAITING]
+        self.waiting = [row for row in self.waiting if row.waits]
+        source_bytes = self.source_bytes(head)
         uses = self._sources.lend(source, self.waiting)
         head.uses = uses or ()
-        return Reading(rows, source, lent=uses is not None)
+        return Reading(rows, source, lent=uses is not None, source_bytes=source_bytes)
 
     def _find_twins(self, head: Row, most: int) -> list[Row]:
         """At most so many waiting rows that have the same text and are not scored."""
         if not self._facts.batched or most <= 0:
             return []
-        twins = (row for row in self.waiting if row is not head and _same_prompt(row, head))
+        among = self.waiting if self.granted is None else self.waiting[: most + 1]
+        twins = (row for row in among if row is not head and same_prompt(row, head))
         return [row for row, _ in zip(twins, range(most), strict=False)]
 
     def _find(self, row: Row) -> Source:
         """What is of most use to a waiting row."""
         return Source() if self._reads_anew(row) else self._sources.find(row, self.begun)
 
+    def source_bytes(self, row: Row) -> int:
+        """Bytes of the kept prompt that a waiting row goes on from; 0 if there is none."""
+        entry = self._find(row).entry
+        return 0 if entry is None else self._index.bytes_of(entry)
+
     def _measure(self, row: Row) -> int:
         """How many tokens of a waiting prompt are to be read: those that are not cached."""
-        return row.prompt.size - 1 - self._find(row).tokens
+        return row.length - 1 - self._find(row).tokens
 
     def _reads_anew(self, row: Row) -> bool:
         """Whether kept prompts are of no use, since something is told of each of the prompt's
         tokens: scores, or activations."""
-        return row.job.scores is not None or self.watched
+        return not row.read and (row.job.scores is not None or self.watched)
 
     def _fits(self, row: Row, limit: int) -> bool:
         """Whether the prompt is read whole in a slice of `limit` tokens. One that is scored is
         not: each of its tokens leaves a row of logits. Nor is one that has a checkpoint worth a
         slice."""
-        if row.job.scores is not None or (left := self._measure(row)) > limit:
+        scored = row.job.scores is not None and not row.read
+        if scored or (left := self._measure(row)) > limit:
             return False
         if left < WORTH:
             return True
-        cached = row.prompt.size - 1 - left
+        cached = row.length - 1 - left
         return widest_part(cached, self._choose_checkpoints(row, cached)) < WORTH
 
     def _shortest(self, free: int, limit: int) -> list[Row]:
@@ -299,7 +322,7 @@ def restart(reading: Reading) -> None:
         row.told = max(row.told, reading.done)
 
 
-def _same_prompt(one: Row, other: Row) -> bool:
+def same_prompt(one: Row, other: Row) -> bool:
     """Whether one reading does for both rows, of which `one` is not scored. Not after a fault: one
     of them may have caused it."""
     # First what tells most pairs apart, for each waiting row is asked. Then as arrays: to compare
@@ -308,6 +331,6 @@ def _same_prompt(one: Row, other: Row) -> bool:
         return False
     if one.prompt is not other.prompt and not np.array_equal(one.prompt, other.prompt):
         return False
-    if one.alone or other.alone or one.job.scores is not None:
+    if one.alone or other.alone or one.drawn or other.drawn or one.job.scores is not None:
         return False
     return one.job.steering == other.job.steering

@@ -40,12 +40,14 @@ class Recovery:
         fitting: rows whose KV caches fit into memory, as far as known.
         reading: the text of the row that is tried next.
         trial: the row that is tried.
+        granted: there is memory for the next row.
     """
 
     def __init__(self, max_rows: int) -> None:
         self.fitting = max_rows
         self.reading: Reading | None = None
         self.trial: Row | None = None
+        self.granted = True
         self._max_rows = max_rows
         self._lost: deque[Row] = deque()  # rows to be read anew and tried, in turn
         # Tokens that the row must have drawn, counted from its beginning, before its trial ends.
@@ -61,6 +63,12 @@ class Recovery:
         if not self._lost or self.trial is not None or decoding >= self.fitting:
             return None
         return self._lost[0]
+
+    def put_back(self, row: Row) -> None:
+        """Have a row that was being read, or tried, be read anew: its KV cache has gone."""
+        if row.state is not RowState.RECOVERING:
+            row.enter(RowState.RECOVERING)
+        self._lost.appendleft(row)
 
     def begin(self, reading: Reading) -> None:
         """Note that the text of the next lost row is being read."""

@@ -3,7 +3,8 @@
     WAITING -> PREFILLING -> FRESH -> DECODING -> ENDED, or BROKEN
 
 A row whose KV cache is lost in a fault is RECOVERING until its text is read anew; then it is FRESH
-once more. A row may end at any time. `_NEXT` has all that may follow.
+once more. One that has to give its memory to older rows is PREEMPTED, and goes through the queue
+again. A row may end at any time. `_NEXT` has all that may follow.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ class RowState(Enum):
     """Its KV cache holds its text. Its next input is a token that is drawn and not delivered."""
     RECOVERING = "recovering"
     """Its KV cache was lost in a fault. Its text is to be read anew."""
+    PREEMPTED = "preempted"
+    """Its KV cache went since memory was short. It is in the queue again, and its text, with the
+    tokens that are drawn, is to be read anew."""
     ENDED = "ended"
     """It has finished or failed, or was cancelled."""
     BROKEN = "broken"
@@ -41,11 +45,28 @@ class RowState(Enum):
 
 _NEXT = {
     RowState.WAITING: {RowState.PREFILLING, RowState.ENDED},
-    # A slice that failed sends its rows back to the queue.
-    RowState.PREFILLING: {RowState.FRESH, RowState.WAITING, RowState.ENDED, RowState.BROKEN},
-    RowState.FRESH: {RowState.DECODING, RowState.RECOVERING, RowState.ENDED},
-    RowState.DECODING: {RowState.RECOVERING, RowState.ENDED, RowState.BROKEN},
+    # A slice that failed sends its rows back to the queue, and so does want of memory.
+    RowState.PREFILLING: {
+        RowState.FRESH,
+        RowState.WAITING,
+        RowState.PREEMPTED,
+        RowState.ENDED,
+        RowState.BROKEN,
+    },
+    RowState.FRESH: {
+        RowState.DECODING,
+        RowState.RECOVERING,
+        RowState.PREEMPTED,
+        RowState.ENDED,
+    },
+    RowState.DECODING: {
+        RowState.RECOVERING,
+        RowState.PREEMPTED,
+        RowState.ENDED,
+        RowState.BROKEN,
+    },
     RowState.RECOVERING: {RowState.FRESH, RowState.ENDED},
+    RowState.PREEMPTED: {RowState.PREFILLING, RowState.ENDED},
     RowState.ENDED: set[RowState](),
     RowState.BROKEN: set[RowState](),
 }
@@ -91,6 +112,8 @@ class Row:
         drawn: tokens delivered.
         incidents: works that failed while the row was in them.
         alone: it shares no slice with other prompts: it was in one that failed.
+        read: its prompt was read, and that was told.
+        full: there is no memory for more of its text, so its next token is its last.
         uses: of the kept prompt that it was lent, which the row's own text takes over.
         told: the first token whose activations nobody was told.
         lookup: finds proposals in its text; None until it was asked for some.
@@ -100,12 +123,14 @@ class Row:
         "alone",
         "drawn",
         "found",
+        "full",
         "id",
         "incidents",
         "job",
         "lookup",
         "number",
         "prompt",
+        "read",
         "state",
         "told",
         "uses",
@@ -120,6 +145,8 @@ class Row:
         self.drawn: list[int] = []
         self.incidents: list[Incident] = []
         self.alone = False
+        self.read = False
+        self.full = False
         self.told = 0
         self.uses: tuple[int, ...] = ()
         self.lookup: PromptLookup | None = None
@@ -148,6 +175,16 @@ class Row:
         return self.prompt.size + len(self.drawn)
 
     @property
+    def most_length(self) -> int:
+        """Tokens of the row's text when its job allows no more."""
+        return self.prompt.size + self.job.max_tokens
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is in the queue."""
+        return self.state is RowState.WAITING or self.state is RowState.PREEMPTED
+
+    @property
     def text(self) -> Tokens:
         """The row's text. A copy, once tokens were delivered."""
         return np.concatenate([self.prompt, as_tokens(self.drawn)]) if self.drawn else self.prompt
@@ -161,4 +198,4 @@ class Row:
         """Why the row ends with `token`, which it has just been given; None if it goes on."""
         if token in self.job.end_tokens:
             return "stop"
-        return "length" if len(self.drawn) >= self.job.max_tokens else None
+        return "length" if self.full or len(self.drawn) >= self.job.max_tokens else None

@@ -6,11 +6,10 @@ begin with it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mlxsrv.engine.events import Event, Failed, Started
+from mlxsrv.engine.events import Event, Failed, Finished, Shortage, Started
 from mlxsrv.engine.faults import NOT_A_NUMBER
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
@@ -42,10 +41,12 @@ class RowBook:
         client: the number of the client that it belongs to.
         index: prompts that are kept.
         queue, groups, recovery: where a row may be.
+        numbers: for rows that come.
 
     Attributes:
         events: what the client is to be told.
         short_of_memory: what is not needed goes with the next plan.
+        index, queue, groups, recovery: as above.
     """
 
     def __init__(
@@ -56,17 +57,18 @@ class RowBook:
         queue: PromptQueue,
         groups: Groups,
         recovery: Recovery,
+        numbers: Iterator[int],
     ) -> None:
         self.events: list[Event] = []
         self.short_of_memory = False
         self._model = model
         self._client = client
-        self._index = index
-        self._queue = queue
-        self._groups = groups
-        self._recovery = recovery
+        self.index = index
+        self.queue = queue
+        self.groups = groups
+        self.recovery = recovery
         self._rows: dict[int, Row] = {}
-        self._numbers = count()
+        self._numbers = numbers
         # For the next plan.
         self._coming: list[Job] = []
         self._leaving: list[_Leaving] = []
@@ -74,15 +76,22 @@ class RowBook:
 
     @property
     def idle(self) -> bool:
-        """Whether there are no rows, and none that the runner is to forget."""
-        return not (
-            self._rows
-            or self._coming
+        """Whether there is nothing that the runner is to take or to forget, and no row that has a
+        KV cache."""
+        coming_or_going = (
+            self._coming
             or self._leaving
             or self._rewound
             or self.short_of_memory
-            or self._index.dropped
+            or self.index.dropped
         )
+        waiting = len(self.queue.waiting) + len(self.recovery.rows)
+        return not coming_or_going and len(self._rows) == waiting and not self.recovery.reading
+
+    @property
+    def waits(self) -> bool:
+        """Whether there are rows that have no KV cache."""
+        return bool(self.queue.waiting or self.recovery.rows)
 
     def find(self, job_id: int) -> Row | None:
         """None if the row has ended."""
@@ -99,18 +108,30 @@ class RowBook:
             raise ValueError("its prompt has no tokens")
         if job.id in self._rows:
             raise ValueError("there is a job of this id")
-        last = self._queue.waiting[-1] if self._queue.waiting else None
+        last = self.queue.waiting[-1] if self.queue.waiting else None
         # The choices of one request share a prompt, so they share the array made of it.
         known = last is not None and last.job.prompt is job.prompt
         prompt = last.prompt if last is not None and known else as_tokens(job.prompt)
         row = Row(job, next(self._numbers), prompt)
         self._rows[row.id] = row
-        self._queue.waiting.append(row)
+        self.queue.waiting.append(row)
         self._coming.append(job)
 
     def rewind(self, rows: Iterable[Row]) -> None:
         """Have the runner drop the KV caches of these rows, which stay."""
         self._rewound += rows
+
+    def preempt(self, row: Row) -> None:
+        """Take a row's KV cache. It stays, and waits again in its old place."""
+        recovery = self.recovery
+        reading = [] if recovery.reading is None else recovery.reading.rows
+        recovering = row is recovery.trial or row in reading
+        self._withdraw(row)
+        self._rewound.append(row)
+        if recovering:
+            recovery.put_back(row)
+        else:
+            self.queue.put_back([row])
 
     # Rows that end.
 
@@ -127,9 +148,22 @@ class RowBook:
         self.events.append(Failed(row.id, reason, clear=clear))
         self.end(row, kept=kept)
 
+    def refuse(self, row: Row, shortage: Shortage) -> None:
+        """End a row whose text does not fit into memory. One that has drawn tokens ends as at its
+        limit."""
+        if row.drawn:
+            self.events.append(Finished(row.id))
+        else:
+            reason = (
+                f"{shortage.tokens} tokens take {shortage.needed} bytes of KV cache, and there are "
+                f"{shortage.available}"
+            )
+            self.events.append(Failed(row.id, reason, shortage=shortage))
+        self.end(row, kept=False)
+
     def fail_broken(self, row: Row) -> None:
         """End a row for which the model computed NaN."""
-        self._index.forget(row.text, row.job.steering)
+        self.index.forget(row.text, row.job.steering)
         self.events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
         self.end(row, RowState.BROKEN, kept=False)
 
@@ -143,16 +177,16 @@ class RowBook:
         """Take the row out of where it is. Returns the tokens that its KV cache holds, if it has
         one to itself that was changed."""
         match row.state:
-            case RowState.WAITING:
-                self._queue.waiting.remove(row)
+            case RowState.WAITING | RowState.PREEMPTED:
+                self.queue.waiting.remove(row)
             case RowState.PREFILLING:
-                return self._queue.stop_reading(row)
+                return self.queue.stop_reading(row)
             case RowState.FRESH | RowState.DECODING:
-                self._recovery.drop(row)
-                self._groups.remove(row)
+                self.recovery.drop(row)
+                self.groups.remove(row)
                 return row.text[: row.held]
             case RowState.RECOVERING:
-                self._recovery.drop(row)
+                self.recovery.drop(row)
         return None
 
     # Works.
@@ -165,25 +199,25 @@ class RowBook:
             self._coming = []
         spare, self.short_of_memory = self.short_of_memory, False
         if spare:
-            self._index.clear()
-            self._rewound += self._queue.shrink()
-        if self._rewound:
-            rows = tuple(row.id for row in self._rewound if not row.ended)
+            self.index.clear()
+            self._rewound += self.queue.shrink()
+        if rows := tuple(row.id for row in self._rewound if not row.ended):
             works.append(Rewind(model=self._model, rows=rows))
-            self._rewound = []
-        if self._leaving:
-            leaves = tuple(map(self._plan_leave, self._leaving))
+        self._rewound = []
+        leaves = tuple(map(self._plan_leave, self._leaving))
+        # First what goes: kept prompts may give way to those that are kept now.
+        if (dropped := self.index.take_dropped()) or spare:
+            works.append(Forget(model=self._model, entries=dropped, spare=spare))
+        if leaves:
             works.append(Release(model=self._model, rows=leaves))
             self._leaving = []
-        if (dropped := self._index.take_dropped()) or spare:
-            works.append(Forget(model=self._model, entries=dropped, spare=spare))
         return works
 
     def _plan_leave(self, leaving: _Leaving) -> Leave:
         text = leaving.text
-        if text is None or not self._index.wants(text.size):
+        if text is None or not self.index.wants(text.size):
             return Leave(leaving.row)
-        entry = self._index.promise(text, leaving.steering, asked=leaving.asked, uses=leaving.uses)
+        entry = self.index.promise(text, leaving.steering, asked=leaving.asked, uses=leaving.uses)
         return Leave(leaving.row, Keep(entry, text.size))
 
     def settle_admission(self, work: Admit, outcome: Outcome) -> None:
@@ -207,4 +241,4 @@ class RowBook:
 
     def confirm(self, keeps: Iterable[Keep | None], kept: Sequence[KeptPrompt]) -> None:
         """Note which KV caches the runner has kept, of those that it was to keep."""
-        self._index.confirm([keep.entry for keep in keeps if keep is not None], kept)
+        self.index.confirm([keep.entry for keep in keeps if keep is not None], kept)

@@ -59,6 +59,7 @@ from mlxsrv.engine.scheduling.load_schedule import (
     FinishedTask,
     LoadSchedule,
 )
+from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
 from mlxsrv.errors import (
     BackendMissing,
@@ -94,12 +95,12 @@ class _Client:
         events: that are to be delivered.
         cancelled: jobs to cancel. All at once, since each row that leaves costs copies of others'
             KV caches.
-        budget: bytes that the KV caches of its models may take; None: as many as they like.
+        budget: of the KV caches of its models.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, int] = {}
-        self.budget: int | None = None
+        self.budget = MemoryBudget()
         self.loading: dict[str, int] = {}
         self.events: list[Event] = []
         self.cancelled: set[int] = set()
@@ -144,14 +145,39 @@ class Scheduler:
             works += self._obey(received.client, received.order)
         if orders:
             self._cancel()
-        works += self._loads.plan()
-        models = self._models.values()
-        streaming = [model.number for model in models if model.streaming]
-        for model in models:
+        exceeded = [self._arrange(client) for client in self._clients.values()]
+        # What goes, goes first, so that there is room for what others of the plan take.
+        for model in self._models.values():
+            with self._contain(model):
+                works += model.plan_changes()
+            works += model.plan_reset()  # if that was an error
+        if not any(exceeded):
+            works += self._loads.plan()
+        streaming = [model.number for model in self._models.values() if model.streaming]
+        for model in self._sort_by_growth():
             with self._contain(model):
                 works += model.plan(beside=any(number != model.number for number in streaming))
-            works += model.plan_reset()  # if that was an error
+            works += model.plan_reset()
         return RoundPlan(tuple(works))
+
+    def _arrange(self, client: _Client) -> bool:
+        """Keep the KV caches of a client's models within its budget. Returns whether they take more
+        until the steps of this plan are done."""
+        try:
+            client.budget.arrange()
+        except Exception as error:  # nobody knows for which model
+            fault = note(error, "deciding about memory failed: all jobs of the client end")
+            for number in client.models.values():
+                client.events += self._models[number].begin_anew(fault.reason)
+        client.events += client.budget.take_events()
+        return client.budget.exceeded
+
+    def _sort_by_growth(self) -> list[ModelSchedule]:
+        """The models in the order of their steps: first those whose KV caches shrink, if any do."""
+        models = list(self._models.values())
+        if any(self._clients[model.client].budget.short for model in models):
+            models.sort(key=lambda model: model.growth)
+        return models
 
     @contextmanager
     def _contain(self, model: ModelSchedule) -> Iterator[None]:
@@ -179,7 +205,7 @@ class Scheduler:
             case Cancel(job_id):
                 client.cancelled.add(job_id)
             case Budget(most):
-                client.budget = most
+                client.budget.set(most)
             case Ask(question_number, question):
                 return self._ask(number, question_number, question)
             case Unload(name):
@@ -339,7 +365,12 @@ class Scheduler:
         assert step.loaded is not None
         assert step.embed is not None
         self._models[task.model] = ModelSchedule(
-            task.model, client, task.order, step.text, step.embed
+            task.model,
+            client,
+            task.order,
+            step.text,
+            step.embed,
+            self._clients[client].budget,
         )
         self._clients[client].models[name] = task.model
         return step.loaded
@@ -360,7 +391,7 @@ class Scheduler:
         """The device's report, with the numbers of the client's models."""
         if client not in self._clients:
             return report
-        models, budget = self._clients[client].models, self._clients[client].budget
+        models, budget = self._clients[client].models, self._clients[client].budget.bytes
         numbers: dict[str, dict[str, int]] = {}
         for name, number in models.items():
             with self._contain(self._models[number]):

@@ -7,6 +7,7 @@ for the prompt of another job longer than it must.
 - Which prompt is read next: `prompt_queue`; how much of it: `pace`.
 - Rows whose lengths differ much have KV caches of their own: see `groups`.
 - After a fault rows are read anew: see `recovery`.
+- What KV caches may take, and which rows go where that is too much: see `memory_budget`.
 - How many tokens a draft model proposes to a row: see `draft_policy`. Which tokens of their own
   texts are proposed to rows: see `lookup_policy`.
 """
@@ -45,12 +46,14 @@ from mlxsrv.engine.plans import (
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups, alone
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
+from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue, Reading
 from mlxsrv.engine.scheduling.recovery import Recovery, blame
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
 from mlxsrv.engine.scheduling.row_book import RowBook
+from mlxsrv.engine.scheduling.row_memory import RowMemory
 from mlxsrv.engine.scheduling.spans import SpanMaker
 
 _log = logging.getLogger("mlxsrv.engine")
@@ -65,10 +68,21 @@ class TextSchedule:
         max_rows: rows decoded together, those being read included.
         pace: decides how many tokens of prompts are read between two steps.
         facts: of the model.
+        budget: of the client; without bounds, unless given.
+
+    Attributes:
+        memory: what the rows take.
     """
 
     def __init__(
-        self, model: int, *, client: int = 0, max_rows: int, pace: Pace, facts: TextFacts
+        self,
+        model: int,
+        *,
+        client: int = 0,
+        max_rows: int,
+        pace: Pace,
+        facts: TextFacts,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self._tokens = 0  # that were delivered
         self._model = model
@@ -82,7 +96,18 @@ class TextSchedule:
         self._recovery = Recovery(self._max_rows)
         self._drafts = DraftPolicy() if facts.drafts else None
         self._lookups = LookupPolicy() if facts.lookup else None
-        self._book = RowBook(model, client, self._index, self._queue, self._groups, self._recovery)
+        self._budget = MemoryBudget() if budget is None else budget
+        self._book = RowBook(
+            model,
+            client,
+            self._index,
+            self._queue,
+            self._groups,
+            self._recovery,
+            self._budget.numbers,
+        )
+        self.memory = RowMemory(facts, pace.most, self._book)
+        self._budget.add(self.memory)
         # Of the plan under way.
         self._slice: list[Reading] = []
         self._slice_beside_steps = False
@@ -102,8 +127,8 @@ class TextSchedule:
 
     @property
     def idle(self) -> bool:
-        """Whether a plan would be empty."""
-        return self._book.idle
+        """Whether a plan would be empty: there are no rows, or all wait for memory."""
+        return self._book.idle and not (self._book.waits and self._budget.admits_more)
 
     @property
     def _decoding(self) -> int:
@@ -118,6 +143,7 @@ class TextSchedule:
             "waiting": len(self._queue.waiting) + len(self._recovery.rows),
             **({} if self._drafts is None else self._drafts.statistics()),
             **({} if self._lookups is None else self._lookups.statistics()),
+            **self.memory.statistics(),
             "prompt_cache_bytes": self._index.bytes,
             "prompt_cache_entries": len(self._index),
             "tokens": self._tokens,
@@ -137,6 +163,7 @@ class TextSchedule:
 
     def fail(self, reason: str) -> list[Failed]:
         """End every job, since the model goes. Nothing is planned for them any more."""
+        self._budget.remove(self.memory)
         return self._book.fail_all(reason)
 
     def take_events(self) -> list[Event]:
@@ -185,8 +212,9 @@ class TextSchedule:
         """Choose the texts of the next slice. Returns whether there are any."""
         self._slice = []
         decoding, recovery = self._decoding, self._recovery
-        if (row := recovery.next_lost(decoding)) is not None and recovery.reading is None:
-            recovery.begin(self._queue.open(row))
+        lost = recovery.next_lost(decoding) if recovery.granted else None
+        if lost is not None and recovery.reading is None:
+            recovery.begin(self._queue.open(lost))
         if recovery.reading is not None:
             self._slice = [recovery.reading]
             return True
@@ -206,7 +234,8 @@ class TextSchedule:
 
     def _may_propose(self) -> bool:
         waited = self._max_rows > 1 and self.pending
-        return not (waited or self._queue.watched or self._recovery.trial is not None)
+        needed = waited or self._queue.watched or self._recovery.trial is not None
+        return self.memory.proposals_fit and not needed
 
     def _guess(self) -> tuple[tuple[int, ...], ...]:
         """Tokens of their texts that are proposed to all rows, if one pass checks them all."""
@@ -290,6 +319,7 @@ class TextSchedule:
         for reading in readings:
             reading.rows = [row for row in reading.rows if not row.ended]
         if work.spans[0].joins is not None:
+            self.memory.note_joining(readings)
             self._join(readings, outcome.ended, done)
         moved = [*self._queue.half_read, *self._recovery.rows]
         self._book.events += [Progress(row.id) for row in moved]
@@ -303,8 +333,7 @@ class TextSchedule:
         """The activations of tokens of which nothing was told before a fault had them read anew."""
         for each in activations:
             row = self._book.find(each.job)
-            known = row is None or row.state is RowState.RECOVERING
-            if row is not None and not known and each.position >= row.told:
+            if row is not None and not row.read and each.position >= row.told:
                 yield each
 
     def _join(self, readings: Sequence[Reading], ended: float, done: PromptsRead) -> None:
@@ -312,12 +341,11 @@ class TextSchedule:
         group: list[Row] = []
         for reading in readings:
             self._queue.end(reading)
-            if not reading.recovering:
-                seconds = ended - reading.began
-                self._book.events += [
-                    PromptRead(row.id, reading.cached, seconds) for row in reading.rows
-                ]
+            seconds = ended - reading.began
             for row in reading.rows:
+                if not row.read:
+                    self._book.events.append(PromptRead(row.id, reading.cached, seconds))
+                row.read = True
                 if row.job.max_tokens > 0:
                     row.enter(RowState.FRESH)
                     group.append(row)
@@ -357,6 +385,7 @@ class TextSchedule:
         find = self._book.find
         self._book.events += [each for each in done.activations if find(each.job) is not None]
         ended = self._take_tokens(done, kept=outcome.fault is None)
+        self.memory.note_step()
         if outcome.fault is None:
             self._start_fresh(work)
         self._fail_broken(done.broken)

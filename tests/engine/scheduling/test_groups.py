@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.groups import STEP, Groups
+from mlxsrv.engine.scheduling.groups import STEP, Coming, Groups
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.generation.parameters import Sampling
 
@@ -136,7 +136,7 @@ def test_bytes_are_known_before_they_are_taken(
             groups.add([make(number, length)])
         if length % 2:
             groups.take_changed()
-    foreseen = groups.bytes_with(joining, tokens)
+    foreseen = groups.bytes_with(map(Coming, joining), tokens)
     for number, length in enumerate(joining):
         groups.add([make(100 + number, length)])
     taken = groups.take_changed(tokens)

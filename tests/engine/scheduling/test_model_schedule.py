@@ -41,11 +41,9 @@ class Bench:
         return step
 
     def round(self, *, beside: bool = False) -> list[Event]:
-        return [
-            event
-            for work in self.schedule.plan(beside=beside)
-            for event in self.schedule.settle(work, self.runner.run(work))
-        ]
+        schedule = self.schedule
+        works = [*schedule.plan_changes(), *schedule.plan(beside=beside)]
+        return [event for work in works for event in schedule.settle(work, self.runner.run(work))]
 
     def start_stream(self) -> None:
         self.schedule.submit(job(1))
@@ -137,5 +135,6 @@ def test_statistics_begin_with_the_texts(model_folder: ModelFolder) -> None:
     """`/health?verbose=1` shows them in this order."""
     assert [*Bench(model_folder).schedule.statistics()] == [
         *("texts", "rows", "lanes", "reading", "waiting"),
+        *("row_bytes", "reading_bytes", "preemptions"),
         *("prompt_cache_bytes", "prompt_cache_entries", "tokens"),
     ]

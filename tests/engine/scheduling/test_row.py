@@ -17,6 +17,7 @@ PATHS = {
     RowState.FRESH: [RowState.PREFILLING, RowState.FRESH],
     RowState.DECODING: [RowState.PREFILLING, RowState.FRESH, RowState.DECODING],
     RowState.RECOVERING: [RowState.PREFILLING, RowState.FRESH, RowState.RECOVERING],
+    RowState.PREEMPTED: [RowState.PREFILLING, RowState.FRESH, RowState.PREEMPTED],
     RowState.ENDED: [RowState.ENDED],
     RowState.BROKEN: [RowState.PREFILLING, RowState.BROKEN],
 }

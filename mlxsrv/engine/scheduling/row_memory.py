@@ -1,0 +1,202 @@
+"""The memory of one model's rows: the bytes that their KV caches take, and would take.
+
+It counts by the facts of the model, before anything is taken:
+
+- the arrays of the groups that are decoded, as large as the next steps need them;
+- of each text that is being read, from its first slice on, the KV cache that it has at its end, and
+  then the places in a group that its rows take instead;
+- kept prompts, also those that the runner has yet to keep.
+
+Arrays change, and rows go over to them, one array of a layer after the other. So what is there
+twice for a moment is one of these, and counts as what a step needs for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlxsrv.engine.outcomes import TextFacts
+from mlxsrv.engine.scheduling.groups import STEP, Fit, Groups, alone
+from mlxsrv.engine.scheduling.prompt_queue import Reading, same_prompt
+from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.engine.scheduling.row_book import RowBook
+
+
+class RowMemory:
+    """The memory of one model's rows and kept prompts.
+
+    Args:
+        facts: of the model.
+        slice: the most tokens of a slice of prompts.
+        book: has the rows, and knows where they may be.
+
+    Attributes:
+        preemptions: how often a row has lost its KV cache for want of memory.
+        proposals_fit: there is room for tokens that are proposed to rows.
+    """
+
+    def __init__(self, facts: TextFacts, slice: int, book: RowBook) -> None:
+        self.preemptions = 0
+        self.proposals_fit = True
+        self.index = book.index
+        self.queue = book.queue
+        self.groups = book.groups
+        self.book = book
+        self._facts = facts
+        self._slice = slice
+        self._recovery = book.recovery
+        self._joining: list[Reading] = []  # texts that were read since the last step
+
+    # Rows.
+
+    @property
+    def rows(self) -> list[Row]:
+        """Rows that have a KV cache, or are getting one."""
+        trial = self._recovery.trial
+        reading = [row for each in self._readings for row in each.rows]
+        return [*self.groups.rows, *reading, *([] if trial is None else [trial])]
+
+    @property
+    def candidates(self) -> list[Row]:
+        """Rows whose texts may be read next, in the order of their numbers: those that wait and
+        have a place beside the others, and the first of those that were lost in a fault."""
+        recovery = self._recovery
+        decoding = len(self.groups.rows) + (recovery.trial is not None)
+        free = recovery.fitting - decoding - len(recovery.rows) - self.queue.rows
+        found = self.queue.waiting[: max(free, 0)]
+        lost = None if recovery.reading is not None else recovery.next_lost(decoding)
+        if lost is not None:
+            found = sorted([lost, *found], key=lambda row: row.number)
+        return found
+
+    def grant(self, rows: Sequence[Row] | None) -> None:
+        """Let the texts of these candidates be read, and of no others; None: of all."""
+        if rows is None:
+            self.queue.granted, self._recovery.granted = None, True
+            return
+        lost = sum(row.state is RowState.RECOVERING for row in rows)
+        self.queue.granted, self._recovery.granted = len(rows) - lost, lost > 0
+
+    def preempt(self, row: Row) -> None:
+        """Take a row's KV cache. It waits again in its old place, and its text is read anew."""
+        self.preemptions += 1
+        self.book.preempt(row)
+
+    def note_joining(self, readings: Sequence[Reading]) -> None:
+        """Note that these texts are read. Their KV caches stay until the next step, in which the
+        arrays of a group take them over. Where rows cannot share arrays, they stay."""
+        self._joining += readings if self._facts.batched else ()
+
+    def note_step(self) -> None:
+        """Note that all rows that were read are in the arrays of a group."""
+        self._joining.clear()
+
+    # Bytes.
+
+    @property
+    def reading_bytes(self) -> int:
+        """Bytes of the KV caches of texts that are being read, as they are at their ends, and of
+        rows that are not decoded yet."""
+        return sum(map(self._measure, self._readings)) + self._joining_bytes
+
+    @property
+    def _joining_bytes(self) -> int:
+        joining = [each for each in self._joining if any(_is_fresh(row) for row in each.rows)]
+        return sum(map(self._measure, joining))
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of kept prompts, with those that the runner has yet to keep."""
+        return self.index.bytes + sum(map(self.measure, self.index.promised))
+
+    def count(
+        self, tokens: int, fit: Fit, granted: Sequence[Row] = (), *, free: bool = False
+    ) -> int:
+        """The most bytes that all KV caches take until each row has so many tokens more, or as many
+        as its job allows.
+
+        Args:
+            tokens: of each row.
+            fit: how arrays grow.
+            granted: rows whose texts are to be read as well.
+            free: rows may have more tokens than their jobs allow: those that are proposed to others
+                of their group.
+        """
+        coming = [row for reading in self._readings for row in reading.rows]
+        own = list(map(self._measure, self._readings))
+        for place, row in enumerate(granted):
+            coming.append(row)
+            if not any(same_prompt(row, other) for other in granted[:place]):
+                own.append(max(self.measure(row.length), self.queue.source_bytes(row)))
+        drawing = [row for row in coming if row.job.max_tokens > 0 and self._facts.batched]
+        texts = sum(own)
+        # A layer's arrays take the rows that were read, whose own caches of the layer then go.
+        before = self.groups.bytes + self._joining_bytes + texts
+        then = self.groups.bytes_with((), tokens, fit, bounded=not free) + texts
+        if drawing:  # of several texts it is not known which is read first
+            last = self.groups.bytes_with(drawing, tokens, fit, bounded=not free)
+            then = max(then, last + texts - min(own))
+        return max(before, then) + self._count_trial() + self.kept_bytes
+
+    def count_alone(self, row: Row, tokens: int) -> int:
+        """Bytes that a row takes that is read, and then decoded alone, until it has so many tokens
+        more."""
+        own = self.measure(row.length)
+        if row.job.max_tokens == 0 or not self._facts.batched:
+            return own
+        return max(own, Groups(self._facts, 1).bytes_with([row], tokens, Fit.EXACT))
+
+    def measure(self, tokens: int) -> int:
+        """Bytes of the KV cache of one row with so many tokens, at most: mlx-lm's grows by STEP,
+        from whatever it has, and one with a window keeps a slice more while a prompt is read."""
+        room = tokens + STEP - 1
+        return sum(
+            cost.fixed
+            + cost.per_token * (min(room, cost.window + self._slice) if cost.window else room)
+            for cost in self._facts.kv_costs
+        )
+
+    def statistics(self) -> dict[str, int]:
+        """In numbers, as `/health` lists them."""
+        return {
+            "row_bytes": self.groups.bytes + self._count_trial(),
+            "reading_bytes": self.reading_bytes,
+            "preemptions": self.preemptions,
+        }
+
+    @property
+    def held(self) -> int:
+        """Bytes that all KV caches take before the next steps, at most."""
+        return self.groups.bytes + self._count_trial() + self.reading_bytes + self.kept_bytes
+
+    @property
+    def growth(self) -> int:
+        """Bytes by which the arrays of the groups grow with the next step."""
+        return self.groups.bytes_with((), 1, self.groups.fit) - self.groups.bytes
+
+    def limit_padding(self, bytes: int) -> None:
+        """Keep groups apart for which so many bytes would be padding."""
+        self.groups.padding = min(self._facts.padding, bytes)
+
+    def _measure(self, reading: Reading) -> int:
+        """Bytes of the KV cache of a text when it is read. One that was cut back is as large as it
+        was."""
+        return max(self.measure(reading.text.size), reading.source_bytes)
+
+    @property
+    def _readings(self) -> list[Reading]:
+        recovering = self._recovery.reading
+        return [*self.queue.begun, *([] if recovering is None else [recovering])]
+
+    def _count_trial(self) -> int:
+        """Bytes of the arrays of the row on trial, or of the one that will be."""
+        row = self._recovery.trial
+        if row is None and self._recovery.reading is not None:
+            [row] = self._recovery.reading.rows
+        if row is None:
+            return 0
+        return self._facts.kv_bytes(alone(row, self._recovery.steps).columns)
+
+
+def _is_fresh(row: Row) -> bool:
+    return row.state is RowState.FRESH
