@@ -166,6 +166,10 @@ class PromptIndex:
                 best, most = entry.number, shared
         return best, most
 
+    def holds(self, tokens: Tokens, steering: Steering | None = None) -> bool:
+        """Whether all of a text is kept, or promised, so that it need not be kept again."""
+        return self.find(tokens, steering)[1] == tokens.size
+
     def use(self, number: int, tokens: int) -> None:
         """Note that the entry saves reading so many tokens just now."""
         # One that is promised has no worth yet; what goes on from it is there soon, and has.

@@ -76,6 +76,12 @@ class Reading:
         return self.text.size - 1 - self.done
 
     @property
+    def read(self) -> Tokens | None:
+        """The tokens that the runner has read; a state after exactly these is of use even if it
+        cannot be cut back."""
+        return self.text[: self.done] if self.opened else None
+
+    @property
     def decoded(self) -> tuple[int, ...]:
         """The rows that are decoded when the text is read."""
         return tuple(row.id for row in self.rows if row.job.max_tokens > 0)
@@ -169,9 +175,7 @@ class PromptQueue:
         if not reading.drop(row):
             return None
         self.abandon([reading])
-        # A state after exactly `done` tokens is of use even if it cannot be cut back.
-        changed = reading.done > reading.cached or (reading.lent and reading.opened)
-        return reading.text[: reading.done] if changed else None
+        return reading.read
 
     # The next slice.
 

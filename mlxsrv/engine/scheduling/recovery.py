@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 
 from mlxsrv.engine.events import Failed
 from mlxsrv.engine.faults import OUT_OF_MEMORY
+from mlxsrv.engine.scheduling.prompt_index import Tokens
 from mlxsrv.engine.scheduling.prompt_queue import Reading, restart
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
 
@@ -95,14 +96,16 @@ class Recovery:
         self.trial = None
         return row
 
-    def drop(self, row: Row) -> None:
-        """Forget a row."""
+    def drop(self, row: Row) -> Tokens | None:
+        """Forget a row. Returns what is read anew of its text."""
         if row is self.trial:
             self.trial = None
-        elif self.reading is not None and row in self.reading.rows:
+        elif (reading := self.reading) is not None and row in reading.rows:
             self.reading = None
+            return reading.read
         elif row in self._lost:
             self._lost.remove(row)
+        return None
 
     # After a fault.
 

@@ -175,7 +175,7 @@ class RowBook:
 
     def _withdraw(self, row: Row) -> Tokens | None:
         """Take the row out of where it is. Returns the tokens that its KV cache holds, if it has
-        one to itself that was changed."""
+        one to itself."""
         match row.state:
             case RowState.WAITING | RowState.PREEMPTED:
                 self.queue.waiting.remove(row)
@@ -186,7 +186,7 @@ class RowBook:
                 self.groups.remove(row)
                 return row.text[: row.held]
             case RowState.RECOVERING:
-                self.recovery.drop(row)
+                return self.recovery.drop(row)
         return None
 
     # Works.
@@ -215,7 +215,9 @@ class RowBook:
 
     def _plan_leave(self, leaving: _Leaving) -> Leave:
         text = leaving.text
-        if text is None or not self.index.wants(text.size):
+        if text is None or self.index.holds(text, leaving.steering):
+            return Leave(leaving.row)
+        if not self.index.wants(text.size):
             return Leave(leaving.row)
         entry = self.index.promise(text, leaving.steering, asked=leaving.asked, uses=leaving.uses)
         return Leave(leaving.row, Keep(entry, text.size))

@@ -73,9 +73,9 @@ class SpanMaker:
     def _make(
         self, reading: Reading, end: int, *, kept: bool, joins: bool, lasting: bool = False
     ) -> Span:
-        keep = None
-        if kept and self._index.wants(end):
-            text = reading.text[:end]
+        keep, text = None, reading.text[:end]
+        held = not lasting and self._index.holds(text, reading.steering)
+        if kept and not held and self._index.wants(end):
             keep = Keep(self._index.promise(text, reading.steering, lasting=lasting), end)
         return Span(
             rows=tuple(row.id for row in reading.rows),
