@@ -30,7 +30,11 @@ from tests.support.tiny import FAMILIES, write_model
 _TURNS = 10
 _HEAD = 4000
 _KEPT_BYTES = 1 << 30
-_SIZES = {"num_hidden_layers": 4, "num_key_value_heads": 4, "head_dim": 64}  # 8 KiB a token
+_SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+}  # 8 KiB a token
 
 Play = Callable[[TextEngine, Tokenizer, int], Iterator[Turn]]
 
@@ -132,9 +136,8 @@ def main() -> None:
     options = parser.parse_args()
     print(format_machine(describe_machine()))
     with tempfile.TemporaryDirectory() as path:
-        print(
-            f"\ncopies of a kept prompt of {_HEAD} tokens\n{format_table(table_bytes(Path(path)))}"
-        )
+        copies = format_table(table_bytes(Path(path)))
+        print(f"\ncopies of a kept prompt of {_HEAD} tokens\n{copies}")
         for title, play in (
             ("tokens read; thoughts left out of the history", play_chat),
             ("tokens read; answers that come back token for token", play_text),

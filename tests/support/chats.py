@@ -14,24 +14,7 @@ from mlxsrv.prompts.messages import Chat, PlainMessage
 from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
 from tests.support.text_engine import TextEngine
 
-_WORDS = [
-    "the",
-    "server",
-    "reads",
-    "what",
-    "is",
-    "new",
-    "and",
-    "keeps",
-    "what",
-    "it",
-    "has",
-    "read",
-    "for",
-    "the",
-    "next",
-    "turn",
-]
+_TEXT = "the server reads what is new and keeps what it has read for the next turn"
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -51,7 +34,7 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 def say(seed: int, words: int) -> str:
-    return " ".join(random.Random(seed).choices(_WORDS, k=words))
+    return " ".join(random.Random(seed).choices(_TEXT.split(), k=words))
 
 
 def play_chat(engine: TextEngine, tokenizer: Tokenizer, turns: int) -> Iterator[Turn]:

@@ -267,7 +267,7 @@ class PromptQueue:
         self.waiting = [row for row in self.waiting if row.waits]
         source_bytes = self.source_bytes(head)
         uses = self._sources.lend(source, self.waiting)
-        head.uses = uses or ()
+        head.uses = head.uses if uses is None else uses
         return Reading(rows, source, lent=uses is not None, source_bytes=source_bytes)
 
     def _find_twins(self, head: Row, most: int) -> list[Row]:
