@@ -1,8 +1,10 @@
 """What prompt lookup is worth: `python -m benchmarks.lookup`.
 
-Tokens per second of the engine with lookup over those without, by processor time, in one process
-and by turns on the same prompts. Each engine keeps what it has found out about rounds from one
-answer to the next, as a server's does; `first` is its first answer.
+Tokens per second of the engine with lookup over those without, by processor time. Both are in one
+process, and give the same answers by turns, `--block` rounds each: so whatever else the machine
+does meanwhile concerns both. Each engine keeps what it has found out about rounds from one answer
+to the next, as a server's does; `first` is its first answer. With OPENBLAS_NUM_THREADS=1 no
+processor time is spent on waiting.
 
 A prompt is a file of 2,000 tokens; its answer is the file again, with a fifth of its tokens
 changed. A random model would say something else: so each token drawn is replaced by the answer's,
@@ -121,26 +123,56 @@ class Speed(NamedTuple):
     busy: float
 
 
-def answer(engine: TextEngine, tasks: Sequence[Task], temperature: float) -> Speed:
-    """Have rows give their answers, until the first of them has."""
+class Side:
+    """One engine, and what it has done of its answers."""
+
+    def __init__(self, engine: TextEngine) -> None:
+        self.engine = engine
+        self.ended = False
+        self._drawn = 0
+        self._wall = self._busy = 0.0
+
+    def begin(self, tasks: Sequence[Task], temperature: float) -> None:
+        tokens = len(tasks[0].answer) - _MARGIN
+        for i, task in enumerate(tasks):
+            sampling = Sampling(temperature=temperature, seed=i)
+            self.engine.submit(Job(i, "", tuple(task.prompt), tokens, frozenset(), sampling))
+        while self.engine.schedule.pending:
+            self.engine.prefill()
+
+    def run(self, rounds: int) -> None:
+        """So many rounds, or fewer until the first row has its answer."""
+        mx.synchronize()  # the step under way was launched before
+        began, busy = time.perf_counter(), time.process_time()
+        for _ in range(rounds):
+            for event in () if self.ended else self.engine.round():
+                assert isinstance(event, Token), event
+                self._drawn += 1
+                self.ended |= event.finish is not None
+        mx.synchronize()
+        self._wall += time.perf_counter() - began
+        self._busy += time.process_time() - busy
+
+    @property
+    def speed(self) -> Speed:
+        return Speed(self._drawn / self._wall, self._drawn / self._busy)
+
+
+def answer(
+    engines: Sequence[TextEngine], tasks: Sequence[Task], temperature: float, block: int
+) -> list[Speed]:
+    """Have rows of each engine give their answers, until the first of them has."""
     Scripted.answers = [task.answer for task in tasks]
-    tokens = len(tasks[0].answer) - _MARGIN
-    for i, task in enumerate(tasks):
-        sampling = Sampling(temperature=temperature, seed=i)
-        engine.submit(Job(i, "", tuple(task.prompt), tokens, frozenset(), sampling))
-    while engine.schedule.pending:
-        engine.prefill()
-    drawn = 0
-    ended = False
-    started, busy = time.perf_counter(), time.process_time()
-    while not ended:
-        for event in engine.round():
-            assert isinstance(event, Token), event
-            drawn += 1
-            ended |= event.finish is not None
-    speed = Speed(drawn / (time.perf_counter() - started), drawn / (time.process_time() - busy))
-    engine.cancel(range(len(tasks)))
-    return speed
+    sides = [Side(engine) for engine in engines]
+    for side in sides:
+        side.begin(tasks, temperature)
+    while not all(side.ended for side in sides):
+        for side in sides:
+            side.run(block)
+        sides.reverse()
+    for side in sides:
+        side.engine.cancel(range(len(tasks)))
+    return [side.speed for side in sorted(sides, key=lambda side: engines.index(side.engine))]
 
 
 def make_engine(model: Any, *, lookup: bool) -> TextEngine:
@@ -162,17 +194,14 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def measure(name: str, model: Any, kind: str, count: int, arguments: Any) -> Measured:
-    """Both ways by turns, a few answers each; what runs first in one pair is last in the next."""
+    """Both ways, a few answers each."""
     vocabulary = model.args.vocab_size
     tasks = make_tasks(kind, count, arguments.max_tokens + _MARGIN, vocabulary)
     plain, other = make_engine(model, lookup=False), make_engine(model, lookup=True)
-    pairs: list[tuple[Speed, Speed]] = []
-    for pair in range(arguments.pairs + 1):
-        speeds = {
-            engine: answer(engine, tasks, arguments.temperature)
-            for engine in ((plain, other) if pair % 2 == 0 else (other, plain))
-        }
-        pairs.append((speeds[other], speeds[plain]))
+    pairs = [
+        answer((other, plain), tasks, arguments.temperature, arguments.block)
+        for _ in range(arguments.pairs + 1)
+    ]
     busy = [a.busy / b.busy for a, b in pairs]
     wall = [a.wall / b.wall for a, b in pairs]
     seen = other.statistics()
@@ -230,6 +259,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--tasks", nargs="+", default=["edit", "random", "mirage"])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--block", type=int, default=10, metavar="ROUNDS")
     parser.add_argument("--max-tokens", type=int, default=250)
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all ratios here")

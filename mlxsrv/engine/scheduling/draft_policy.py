@@ -49,7 +49,7 @@ class DraftPolicy:
         unread = row.length - self._read
         if unread > MOST_UNREAD or not self.controller.affords(unread):
             return 0
-        return self.controller.choose(most)
+        return self.controller.choose([most])
 
     def plan_reading(self, row: Row, limit: int) -> tuple[int, int] | None:
         """The tokens of the only row's text that the draft is to read: the first, and how many, at
@@ -90,7 +90,7 @@ class DraftPolicy:
         self._drafted += proposed
         self._accepted += accepted
         begun = done.waited if self._ended is None else self._ended
-        self.controller.saw_round(proposed, accepted, outcome.ended - begun)
+        self.controller.saw_round([proposed], [accepted], 1, outcome.ended - begun)
         self._bound = frozenset(done.bound)
         self._following = done.following.get(row.id)
         self._ended = outcome.ended

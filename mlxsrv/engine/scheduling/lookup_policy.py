@@ -2,7 +2,8 @@
 
 A plan guesses the next input of a row, which is drawn already and not delivered, and what follows
 it: see `prompt_lookup`. To know whether a guess is right, the runner waits for the step under way
-instead of launching the next one meanwhile. So also a wrong guess costs time, and counts as such.
+instead of launching the next one meanwhile. So also a wrong guess may cost time: what the step
+behind it takes longer than others.
 
 One pass checks the proposals of all rows, so rounds are judged for the batch as a whole, and apart
 for each number of rows: a pass over several tokens of many rows may be dear where that of one row
@@ -43,9 +44,11 @@ class LookupPolicy:
         self._allowed = False  # each of the rows may be proposed to
         self._rows = 0
         self._most = 0  # proposals to a row
+        self._known = False  # the rows' inputs are not guessed
         self._asked: dict[int, int] = {}  # proposals, by row
         self._following: dict[int, int] = {}  # next inputs, known after a round
-        self._ended: float | None = None  # when the last step ended, if it was a round
+        self._ended: float | None = None  # when the last step ended, or the last round
+        self._round = False  # it was a round
         self._bound: frozenset[int] = frozenset()  # rows whose constraint binds the next token
 
     def statistics(self) -> dict[str, int]:
@@ -69,10 +72,13 @@ class LookupPolicy:
         for row in rows:
             left -= self._look(row, left)
             found.append(self._continue(row))
-        longest = max(map(len, found)) - 1
-        if longest < 1:
+        counts = [max(len(each) - 1, 0) for each in found]
+        if not any(counts):
             return ()
-        self._rows, self._most = len(rows), controller.choose(MOST)
+        self._rows, self._known = len(rows), bool(self._following)
+        self._most = controller.choose(counts, known=self._known)
+        if not self._most:
+            return ()
         guesses = tuple(tuple(each[: self._most + 1]) for each in found)
         self._asked = {
             row.id: len(guess) - 1 for row, guess in zip(rows, guesses, strict=True) if guess
@@ -111,35 +117,40 @@ class LookupPolicy:
             found = row.lookup.propose(most + 1)
         return found if len(found) > 1 and found[0] not in row.job.end_tokens else ()
 
-    def saw_step(self, done: Decoded, seconds: float | None) -> None:
+    def saw_step(self, outcome: Outcome, seconds: float | None) -> None:
         """Learn from a plain step; `seconds` if it is known what it took."""
-        self._bound = frozenset(done.bound)
-        self._following, self._ended = {}, None
+        assert isinstance(outcome.done, Decoded)
+        self._note(outcome, outcome.done, {}, round=False)
         if self._allowed and seconds is not None and self._last is not None:
             self._last.saw_step(seconds)
 
     def saw_round(self, outcome: Outcome) -> None:
         """Learn from a step with guesses."""
-        done, controller = outcome.done, self._last
+        done, controller, ended = outcome.done, self._last, self._ended
         assert isinstance(done, Decoded)
         assert controller is not None
-        self._bound = frozenset(done.bound)
+        if not self._known:
+            controller.saw_inputs(len(done.accepted), len(self._asked))
         if not done.accepted:  # no input was guessed rightly, so it was a plain step
-            controller.saw_delay(outcome.ended - done.waited)
-            self._following, self._ended = {}, None
+            if ended is not None and not self._round:
+                controller.saw_delay(outcome.ended - ended)
+            self._note(outcome, done, {}, round=False)
             return
-        begun = done.waited if self._ended is None else self._ended
-        accepted = sum(done.accepted.values())
-        self._drafted += sum(self._asked[row_id] for row_id in done.accepted)
-        self._accepted += accepted
-        whole = sum(held == self._asked[row_id] for row_id, held in done.accepted.items())
-        controller.saw_round(
-            self._most,
-            accepted / self._rows,
-            outcome.ended - begun,
-            held=2 * whole >= len(done.accepted),
-        )
-        self._following, self._ended = done.following, outcome.ended
+        proposed = [self._asked[row_id] for row_id in done.accepted]
+        accepted = [*done.accepted.values()]
+        self._drafted += sum(proposed)
+        self._accepted += sum(accepted)
+        # What is left of a step under way is that step's own time.
+        begun = ended if self._round and ended is not None else done.waited
+        controller.saw_round(proposed, accepted, self._rows, outcome.ended - begun)
+        self._note(outcome, done, done.following, round=True)
+
+    def _note(
+        self, outcome: Outcome, done: Decoded, following: dict[int, int], *, round: bool
+    ) -> None:
+        """Note what the next plan is to know of this step."""
+        self._bound = frozenset(done.bound)
+        self._following, self._ended, self._round = following, outcome.ended, round
 
     def saw_fault(self, *, guessed: bool) -> None:
         """Note that a step has failed; `guessed`: one with guesses."""

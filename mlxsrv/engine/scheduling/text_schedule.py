@@ -454,7 +454,7 @@ class TextSchedule:
         if self._drafts is not None:
             self._drafts.saw_step(lone, outcome.done, seconds)
         if self._lookups is not None:
-            self._lookups.saw_step(outcome.done, seconds)
+            self._lookups.saw_step(outcome, seconds)
 
     def _lose_step(self, work: Decode, fault: Fault) -> None:
         """Have the rows of a step that failed read anew."""

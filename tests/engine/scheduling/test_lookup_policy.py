@@ -37,14 +37,17 @@ class Eager(SpeculationController):
     def affords(self, unread: int) -> bool:
         return True
 
-    def choose(self, most: int) -> int:
-        return min(3, most)
+    def choose(self, found: Sequence[int], *, known: bool = True) -> int:
+        return min(3, max(found))
 
     def saw_round(self, *args: Any, **more: Any) -> None:
-        self.rounds.append((*args, *more.values()))
+        self.rounds.append(args)
+
+    def saw_inputs(self, *args: Any) -> None:
+        self.rounds.append(("inputs", *args))
 
     def saw_delay(self, seconds: float) -> None:
-        self.rounds.append((seconds,))
+        self.rounds.append(("delay", seconds))
 
 
 def make_row(number: int, *tail: int, max_tokens: int = 99, **more: Any) -> Row:
@@ -85,13 +88,13 @@ def test_behind_a_round_the_next_input_is_known() -> None:
     assert policy.guess(rows) == (), "it goes another way than before"
     rows[0].drawn.append(40)
     rows[1].drawn.append(11)
-    policy.saw_step(Decoded(), None)
+    policy.saw_step(told(), None)
     assert policy.guess(rows) == ()
     rows[0].drawn.append(41)
     rows[1].drawn.append(12)
-    policy.saw_step(Decoded(), None)
+    policy.saw_step(told(), None)
     rows[0].drawn.append(42)
-    policy.saw_step(Decoded(), None)
+    policy.saw_step(told(), None)
     assert policy.guess(rows) == ((43, 44, 45), ())
 
 
@@ -108,13 +111,22 @@ def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
     policy.saw_round(told(accepted={1: 3, 3: 0}, following={}))
     policy.guess(rows)
     policy.saw_round(told(accepted={}))
+    policy.guess(rows)
+    policy.saw_round(Outcome(3.0, 4.5, Decoded(waited=3.2)))
     policy.guess(rows[:1])
     policy.saw_round(told(accepted={1: 1}))
-    # Proposals to a row, those that held on average, seconds, and whether half of the rows took
-    # all; a wrong guess costs the time of the step that began late.
+    # Inputs that were right, and those that were guessed; what was proposed to rows whose input was
+    # right and what held, rows, seconds. Behind a round a plain step has no time of its own. A
+    # wrong guess costs what the step takes longer than others, so all of its time is told.
     assert [each.rounds for each in controllers] == [
-        [(3, 1.0, 2.0, True), (2.0,)],
-        [(3, 1.0, 2.0, False)],
+        [
+            ("inputs", 2, 2),
+            ([3, 3], [3, 0], 3, 2.0),
+            ("inputs", 0, 2),
+            ("inputs", 0, 2),
+            ("delay", 1.5),
+        ],
+        [("inputs", 1, 1), ([3], [1], 1, 2.0)],
     ]
     assert policy.statistics() == {"speculating": 0, "drafted": 9, "accepted": 4}
 
@@ -138,9 +150,9 @@ def test_plain_steps_while_a_row_needs_a_look_at_each_token(more: dict[str, Any]
 def test_plain_steps_while_a_constraint_binds_the_next_token() -> None:
     rows = [make_row(1, 1, 12, 13, 14), make_row(2, 99)]
     policy = LookupPolicy(Eager)
-    policy.saw_step(Decoded(bound=(2,)), None)
+    policy.saw_step(told(bound=(2,)), None)
     assert policy.guess(rows) == ()
-    policy.saw_step(Decoded(), None)
+    policy.saw_step(told(), None)
     assert policy.guess(rows) == ((15, 16, 17), ())
 
 

@@ -26,23 +26,26 @@ def simulate(
     dice = np.random.default_rng(seed)
     seconds, drawn = 0.0, 0
     while drawn < tokens:
-        if not controller.affords(unread):
+        count = 0
+        if controller.affords(unread):
+            if unread > 16:
+                read = controller.bound(min(unread, 64))
+                controller.saw_reading(read, reading * read)
+                unread -= read
+                seconds += reading * read
+                continue
+            count = controller.choose([tokens])
+        if not count:
             taken = pass_of(1) * dice.uniform(0.9, 1.1)
             controller.saw_step(taken)
             drawn += 1
-        elif unread > 16:
-            read = controller.bound(min(unread, 64))
-            taken = reading * read
-            controller.saw_reading(read, taken)
-            unread -= read
         else:
-            count = controller.choose(tokens)
             accepted = 0
             while accepted < count and dice.random() < chance:
                 accepted += 1
             taken = (pass_of(count + 1) + proposal * count) * dice.uniform(0.9, 1.1)
             held_up = 20.0 if dice.random() < 0.02 else 0.0  # something else had the machine
-            controller.saw_round(count, accepted, taken + held_up)
+            controller.saw_round([count], [accepted], 1, taken + held_up)
             drawn += accepted + 1
         seconds += taken
     return seconds
@@ -74,20 +77,67 @@ def test_what_does_not_help_costs_little(
     assert taken < 2000 / 0.96
 
 
-def test_rounds_get_longer_while_all_proposals_hold() -> None:
-    """Although the first are no faster than plain steps: only long ones may be worth it."""
+def play(
+    controller: SpeculationController, rounds: int, second: float = 1.0, proposal: float = 0.1
+) -> list[int]:
+    """Do so many rounds in which all proposals hold. Returns their sizes."""
+    sizes: list[int] = []
+    for _ in range(rounds):
+        assert controller.affords(0)
+        sizes.append(controller.choose([100]))
+        controller.saw_round([sizes[-1]], [sizes[-1]], 1, second + proposal * sizes[-1])
+    return sizes
+
+
+def make_timed() -> SpeculationController:
+    """A controller that knows what a plain step takes: 1 s."""
     controller = SpeculationController()
     for _ in range(4):
         controller.saw_step(1.0)
-    sizes: list[int] = []
-    for _ in range(9):
-        assert controller.affords(0)
-        sizes.append(controller.choose(100))
-        controller.saw_round(sizes[-1], sizes[-1], 3.0 + 0.1 * sizes[-1])
-    assert sizes == [2, 3, 4, 5, 6, 7, 8, 8, 8]
+    return controller
+
+
+def test_longer_rounds_are_tried_although_the_first_are_no_faster_than_plain_steps() -> None:
+    controller = make_timed()
+    assert play(controller, 5, second=3.0) == [2, 4, 8, 8, 8]
     assert controller.on
-    controller.saw_round(8, 7, 3.8)
-    assert controller.choose(100) == 7
+
+
+def test_rounds_are_as_long_as_their_times_make_worth_while() -> None:
+    """A proposal to each of 4 rows takes as long as a step. Where they hold mostly, a few are best;
+    where only one row has any, none are."""
+    controller = make_timed()
+    dice, sizes = np.random.default_rng(0), []
+    for _ in range(60):
+        sizes.append(controller.choose([9, 9, 9, 9]))
+        if not sizes[-1]:
+            controller.saw_step(1.0)
+            continue
+        held = [min(int(dice.geometric(0.3)) - 1, sizes[-1]) for _ in range(4)]
+        taken = 1.2 + 0.25 * sizes[-1]
+        controller.saw_round([sizes[-1]] * 4, held, 4, taken * dice.uniform(0.9, 1.1))
+    assert sizes[:2] == [2, 4]
+    assert set(sizes[30:]) <= {2, 3, 4}
+    assert controller.choose([8, 0, 0, 0]) == 0
+    assert controller.choose([2, 2, 2, 2]) == 2
+
+
+def test_a_proposal_behind_an_input_that_is_guessed_is_worth_less() -> None:
+    controller = make_timed()
+    play(controller, 20, second=1.2, proposal=0.05)
+    assert controller.choose([1], known=False) == 1
+    for _ in range(10):
+        controller.saw_inputs(0, 1)
+    assert controller.choose([1], known=True) == 1
+    assert controller.choose([1], known=False) == 0
+
+
+def test_times_of_rounds_that_promise_too_little_are_forgotten_after_a_while() -> None:
+    """They may have been those of a machine that something else had."""
+    controller = make_timed()
+    assert play(controller, 1, second=4.0) == [2]
+    sizes = [controller.choose([2]) for _ in range(65)]
+    assert sizes == [0] * 64 + [2]
 
 
 def test_plain_steps_are_timed_anew_now_and_then() -> None:
@@ -99,8 +149,8 @@ def test_plain_steps_are_timed_anew_now_and_then() -> None:
     for _ in range(400):
         second *= 1.01
         if controller.affords(0):
-            count = controller.choose(100)
-            controller.saw_round(count, count, 2 * second)
+            count = controller.choose([100])
+            controller.saw_round([count], [count], 1, 2 * second)
         else:
             plain_steps += 1
             controller.saw_step(second)
@@ -156,9 +206,9 @@ def test_rounds_that_come_to_nothing_cost_little(delay: float) -> None:
     controller = SpeculationController()
     tokens, seconds = 20_000, 0.0
     for _ in range(tokens):
-        if controller.affords(0):
-            controller.choose(8)
-            controller.saw_delay(delay)
+        if controller.affords(0) and controller.choose([8], known=False):
+            controller.saw_inputs(0, 1)
+            controller.saw_delay(1.0 + delay)
             seconds += delay
         else:
             controller.saw_step(1.0)
@@ -167,12 +217,21 @@ def test_rounds_that_come_to_nothing_cost_little(delay: float) -> None:
     assert seconds > tokens, "some were tried"
 
 
+def test_a_wrong_guess_that_costs_no_time_is_no_loss() -> None:
+    controller = make_timed()
+    controller.choose([8], known=False)
+    for _ in range(200):
+        controller.saw_delay(1.0)
+    assert controller.on
+    assert controller.affords(0)
+
+
 def test_a_round_that_fails_ends_rounds_for_a_while() -> None:
     controller = SpeculationController()
     for _ in range(10):
         controller.saw_step(1.0)
     assert controller.affords(0)
-    controller.choose(8)
+    controller.choose([8])
     controller.saw_fault()
     assert not controller.on
     assert not controller.affords(0)

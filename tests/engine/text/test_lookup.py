@@ -53,8 +53,8 @@ class Eager(SpeculationController):
     def affords(self, unread: int) -> bool:
         return self._dice.random() < 0.8
 
-    def choose(self, most: int) -> int:
-        return self._dice.randint(1, most)
+    def choose(self, found: Sequence[int], *, known: bool = True) -> int:
+        return self._dice.randint(1, max(found))
 
     def saw_round(self, *args: Any, **more: Any) -> None:
         """Nothing to find out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any, ClassVar, cast
 
@@ -69,8 +69,8 @@ class Always(SpeculationController):
     def affords(self, unread: int) -> bool:
         return self._fixed is not None or unread > 16 or self._dice.random() < 0.8
 
-    def choose(self, most: int) -> int:
-        return min(self._fixed or self._dice.randint(1, 5), most)
+    def choose(self, found: Sequence[int], *, known: bool = True) -> int:
+        return min(self._fixed or self._dice.randint(1, 5), max(found))
 
     def saw_round(self, *args: Any, **more: Any) -> None:
         """Nothing to find out."""
@@ -306,7 +306,7 @@ def test_plain_steps_while_other_prompts_are_read(models: Any) -> None:
     model = models("qwen3")
     [short, long] = (*prompts(1, seed=6), *prompts(1, seed=7, low=300, high=300))
     engine = make(model, models("qwen3"), chunk=32)
-    engine.submit(job(0, short, 60))
+    engine.submit(job(0, short, 120))
     drawn: list[int] = []
     while (drafted := engine.statistics()["drafted"]) == 0:
         drawn += [event.id for event in tokens_of(step(engine))]
@@ -315,7 +315,7 @@ def test_plain_steps_while_other_prompts_are_read(models: Any) -> None:
         drawn += [event.id for event in tokens_of(step(engine))]
         assert engine.statistics()["drafted"] == drafted
     rest = run(engine)
-    assert_greedy(model, short, drawn + rest[0], 60)
+    assert_greedy(model, short, drawn + rest[0], 120)
     assert_greedy(model, long, rest[1], 5)
     assert engine.statistics()["drafted"] > drafted
 
