@@ -12,8 +12,9 @@ import httpx
 from tests.support.client import CHAT, Body, answer, chat
 from tests.support.tiny import write_model
 
-_LAYERS, _HEADS, _WIDTH = 4, 16, 64
-PER_TOKEN = 2 * _LAYERS * _HEADS * _WIDTH * 4
+LAYERS = 4
+_HEADS, _WIDTH = 4, 64
+PER_TOKEN = 2 * LAYERS * _HEADS * _WIDTH * 4
 """Bytes of a row's KV cache for each token: keys and values in float32."""
 
 _WORDS = ("sea", "ship", "sail", "wind", "wave", "rope", "deck", "mast", "crew", "port", "star")
@@ -21,29 +22,29 @@ _PATIENCE = 300.0
 
 
 def write_heavy(folder: Path, *, seed: int = 0) -> Path:
-    """Write a model whose weights are as large as the KV cache of 150 tokens. It says whole words
+    """Write a model whose weights are as large as the KV cache of 200 tokens. It says whole words
     for ever."""
     return write_model(
         folder,
         "qwen3",
         seed=seed,
         plain=True,
-        num_hidden_layers=_LAYERS,
+        num_hidden_layers=LAYERS,
         num_attention_heads=_HEADS,
         num_key_value_heads=_HEADS,
         head_dim=_WIDTH,
     )
 
 
-def make_work(requests: int, *, model: str, seed: int = 0, most: int = 600) -> list[Body]:
-    """Greedy chats, each with its own prompt; prompt and answer have at most `most` tokens."""
+def make_work(requests: int, *, model: str, answer: int, seed: int = 0) -> list[Body]:
+    """Greedy chats, each with its own prompt. The answers have at most `answer` tokens, and at
+    least half as many; the prompts are shorter."""
     dice = random.Random(seed)
     bodies = []
     for number in range(requests):
-        words = " ".join(dice.choices(_WORDS, k=dice.randrange(most // 16, most // 4)))
-        bodies.append(
-            chat(f"{number}. {words}", model=model, max_tokens=dice.randrange(8, most // 4))
-        )
+        words = dice.choices(_WORDS, k=dice.randrange(answer // 32, answer // 8))
+        limit = dice.randrange(answer // 2, answer)
+        bodies.append(chat(" ".join([f"{number}.", *words]), model=model, max_tokens=limit))
     return bodies
 
 

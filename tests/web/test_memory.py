@@ -2,19 +2,82 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import pytest
 
-from tests.support.client import ask, chat
+from tests.support.client import Body, ask, chat
 from tests.support.fixtures import ModelFolder
-from tests.support.serving import serving
+from tests.support.heavy import LAYERS, PER_TOKEN, ask_all, make_work, write_heavy
+from tests.support.saes import write_sae
+from tests.support.serving import Server, serving
 
 Memory = dict[str, int]
 
+REQUESTS = 36
+ANSWER = 420
+"""Tokens that an answer has at most: more than the step by which KV caches grow."""
+SHORT_ROW = 2 * 512 * PER_TOKEN
+TOKENS = 1600
+ROOM = TOKENS * PER_TOKEN
+"""Bytes for KV caches. A row has its own twice while it joins others."""
+
+
+def health(client: httpx.Client) -> Body:
+    return dict(client.get("/health?verbose=1").json())
+
 
 def memory(client: httpx.Client) -> Memory:
-    return dict(client.get("/health?verbose=1").json()["memory"])
+    return dict(health(client)["memory"])
+
+
+def preemptions(client: httpx.Client) -> int:
+    return sum(model["engine"].get("preemptions", 0) for model in health(client)["models"])
+
+
+class Heavy:
+    """Two models that are mostly KV cache, work for them, and the texts that are right."""
+
+    def __init__(self, folder: Path) -> None:
+        self.models = [
+            f"--model={name}={write_heavy(folder / name, seed=seed)}"
+            for seed, name in enumerate("xy")
+        ]
+        self.weights = (folder / "x" / "model.safetensors").stat().st_size
+        numbers = {"x": REQUESTS, "y": REQUESTS // 3}
+        self.work = {
+            name: make_work(number, model=name, answer=ANSWER) for name, number in numbers.items()
+        }
+        with serving(folder, *self.models, "--no-hf-cache") as server:
+            self.right = {name: asyncio.run(ask_all(server.url, self.work[name])) for name in "xy"}
+
+    @contextmanager
+    def served(self, folder: Path, limit: int, *options: str) -> Iterator[Server]:
+        """A server with so much memory. In the end MLX had never more in use than that and what one
+        step works with."""
+        arguments = (*self.models, "--no-hf-cache", f"--memory-limit={limit}", *options)
+        with serving(folder, *arguments) as server, server.client() as client:
+            server.logged("model loaded")
+            begun = memory(client)
+            yield server
+            told = memory(client)
+            # The warm-up is a step of short rows. Attention on a CPU copies the keys and values of
+            # a layer, and of each model two steps are under way at a time.
+            steps = 2 * len({line["model"] for line in server.log("model loaded")})
+            step = begun["peak"] - begun["weights"] + steps * told["budget"] // LAYERS
+            assert told["peak"] <= limit + step
+            assert told["rows"] == told["reading"] == 0
+            assert told["kept"] <= told["budget"]
+
+
+@pytest.fixture(scope="module")
+def heavy(tmp_path_factory: pytest.TempPathFactory) -> Heavy:
+    return Heavy(tmp_path_factory.mktemp("heavy"))
 
 
 def test_what_a_row_takes_is_told_by_kind_of_layer(
@@ -63,3 +126,68 @@ def test_the_log_says_how_memory_is_divided(model_folder: ModelFolder, tmp_path:
         ask(client, chat(model="gemma3_text"))
         _, second = server.log("memory divided")
         assert second["left"] == memory(client)["budget"] < first["left"]
+
+
+@pytest.mark.slow
+def test_ten_times_more_work_than_fits_is_all_answered(heavy: Heavy, tmp_path: Path) -> None:
+    """And right, with prompts kept beside it as far as there is room."""
+    limit = heavy.weights + ROOM
+    with heavy.served(tmp_path, limit) as server, server.client() as client:
+        assert memory(client)["budget"] < ROOM * 1.01
+        assert asyncio.run(ask_all(server.url, heavy.work["x"])) == heavy.right["x"]
+        tokens = sum(
+            model["engine"].get("tokens", 0) for model in health(client)["models"]
+        )  # that were generated
+        assert tokens * PER_TOKEN > 7 * ROOM
+        assert preemptions(client) > 0, "some rows had to give way"
+        assert memory(client)["kept"] > 0
+
+
+@pytest.mark.slow
+def test_the_limit_holds_beside_swaps_embeddings_and_an_sae(heavy: Heavy, tmp_path: Path) -> None:
+    """Both models fit with a little for rows; first one has nobody's attention, then an SAE."""
+    write_sae(tmp_path / "saes" / "one")
+    limit = 2 * heavy.weights + 2 * ROOM
+    sae_dir = f"--sae-dir={tmp_path / 'saes'}"
+    with heavy.served(tmp_path, limit, sae_dir) as server, server.client() as client:
+        with embedding(server):
+            for part in (slice(0, 6), slice(6, 12)):
+                work = [*heavy.work["x"][part], *heavy.work["y"][part]]
+                right = [*heavy.right["x"][part], *heavy.right["y"][part]]
+                assert asyncio.run(ask_all(server.url, work)) == right
+                attached = client.post("/api/saes/one/attach", json={"model": "x"})
+                assert attached.json()["success"] == (part.start == 0)
+        assert len(server.log("memory divided")) >= 3
+
+
+@contextmanager
+def embedding(server: Server) -> Iterator[None]:
+    """Texts are embedded all the time."""
+    over = threading.Event()
+    statuses: set[int] = set()
+
+    def embed() -> None:
+        with server.client() as client:
+            while not over.wait(0.1):
+                body = {"model": "x", "input": ["ship " * 50, "sea"]}
+                statuses.add(client.post("/v1/embeddings", json=body).status_code)
+
+    thread = threading.Thread(target=embed)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert statuses == {200}
+
+
+def test_idle_models_go_for_requests_that_need_their_memory(heavy: Heavy, tmp_path: Path) -> None:
+    limit = 2 * heavy.weights + 2 * SHORT_ROW
+    with heavy.served(tmp_path, limit) as server, server.client() as client:
+        ask(client, heavy.work["y"][0] | {"max_tokens": 1})
+        assert len(server.log("model loaded")) == 2
+        work, right = heavy.work["x"][:8], heavy.right["x"][:8]
+        assert asyncio.run(ask_all(server.url, work)) == right
+        gone = server.logged("model unloaded", model="y")
+        assert gone["reason"] == "room for requests"

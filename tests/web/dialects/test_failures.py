@@ -4,6 +4,7 @@ line within one, and what is sent while a client waits."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ from tests.wire.responses.asking import read_events as read_responses
 FOR_EVER = 900_000
 LONG = "word " * 16_000
 """A prompt that takes longer to read than a test may wait."""
+PER_TOKEN = 2 * 2 * 2 * 16 * 4
+"""Bytes of a row's KV cache: keys and values, layers, heads, their width, and of a number."""
 
 
 @pytest.fixture(params=DIALECTS.values(), ids=[*DIALECTS])
@@ -197,6 +200,23 @@ def test_keys_and_rates(folders: Folders, spoken: Spoken, stream: bool) -> None:
 def test_a_model_that_does_not_fit(folders: Folders, spoken: Spoken, stream: bool) -> None:
     with served(f"t={folders.plain}", memory_limit=1000) as client:
         told(spoken, spoken.post(client, short(), stream=stream), errors.InsufficientMemory)
+
+
+def test_a_prompt_that_does_not_fit_into_memory(
+    folders: Folders, spoken: Spoken, stream: bool
+) -> None:
+    """The engine finds out, and asks for more memory first; the stream has not begun by then."""
+    weights = sum(file.stat().st_size for file in folders.plain.glob("*.safetensors"))
+    row = 2 * 512 * PER_TOKEN
+    with served(f"t={folders.plain}", memory_limit=weights + 2 * row) as client:
+        assert spoken.post(client, short(), stream=stream).status_code == 200
+        refused = spoken.post(client, asking("word " * 600, model="t"), stream=stream)
+        message = told(spoken, refused, errors.InsufficientMemory)
+        numbers = [int(number) for number in re.findall(r"\d+", message)]
+        tokens, needed, available = numbers
+        assert tokens > 1500
+        assert needed > tokens * PER_TOKEN > available > row
+        assert spoken.post(client, short(), stream=stream).status_code == 200
 
 
 # Waiting.
