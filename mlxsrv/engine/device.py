@@ -30,7 +30,15 @@ from mlxsrv.engine.backend import import_engine
 from mlxsrv.engine.events import EngineStopped
 from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.mailbox import Mailbox
-from mlxsrv.engine.orders import Close, Open, Order, Submit
+from mlxsrv.engine.orders import (
+    Close,
+    Fetched,
+    Open,
+    Order,
+    StorageTold,
+    Submit,
+    Written,
+)
 from mlxsrv.engine.recording.recorder import RecordedScheduler, Recorder, Recording
 from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
@@ -46,9 +54,10 @@ _PARK_SECONDS = 10.0  # the longest work that the end of the process waits for
 class _Parcel(NamedTuple):
     """An order on its way down."""
 
-    mailbox: Mailbox
+    mailbox: Mailbox | None
+    """None: it comes from the storage thread."""
     order: Order
-    constraint: Constraint | None
+    constraint: Constraint | None = None
 
 
 class DeviceThread:
@@ -70,7 +79,7 @@ class DeviceThread:
         self._parked = threading.Event()
         # The device thread's own, from here on.
         self._scheduler = _make_scheduler(recording)
-        self._runner = Runner()
+        self._runner = Runner(self._send_told)
         self._clients: dict[Mailbox, int] = {}
         self._opened = 0
         self._worked = False  # since memory was released
@@ -97,6 +106,11 @@ class DeviceThread:
         """
         self._inbox.put(_Parcel(mailbox, order, constraint))
 
+    def _send_told(self, order: StorageTold) -> None:
+        """Queue what the storage thread tells. Called on that thread, which has let go of all that
+        the order is about."""
+        self._inbox.put(_Parcel(None, order))
+
     def _park(self) -> None:
         """At exit: have the thread leave MLX and stay out of it, or the exit may crash."""
         self._inbox.put(None)
@@ -108,6 +122,7 @@ class DeviceThread:
         try:
             while (orders := self._drain()) is not None:
                 self._work(orders)
+            self._runner.storage.close()
         except BaseException as error:
             _log.critical("the device thread died", exc_info=True)
             self._answer_dead(EngineStopped(f"the device thread died: {type(error).__name__}"))
@@ -120,7 +135,8 @@ class DeviceThread:
         for mailbox in self._clients:
             mailbox.post([stopped])
         while (parcel := self._inbox.get()) is not None:
-            parcel.mailbox.post([stopped])
+            if parcel.mailbox is not None:
+                parcel.mailbox.post([stopped])
 
     def _drain(self) -> list[Received] | None:
         """All orders that are there, at least one if there is no work; None to park."""
@@ -131,24 +147,33 @@ class DeviceThread:
         try:
             parcel = self._wait() if idle else self._inbox.get_nowait()
             while parcel is not None:
-                orders.append(self._unpack(parcel))
+                orders += self._unpack(parcel)
                 parcel = self._inbox.get_nowait()
             return None
         except Empty:
-            return orders
+            late = self._runner.storage.give_up()
+            return [*orders, *(Received(0, order) for order in late)]
 
     def _wait(self) -> _Parcel | None:
         """The next order. If none comes for a moment after work, free memory goes back to the
-        system before the thread waits on."""
-        if self._worked:
+        system before the thread waits on.
+
+        Raises Empty when a read from disk has taken too long.
+        """
+        left = self._runner.storage.seconds_left
+        if self._worked and (left is None or left > _REST_SECONDS):
             with suppress(Empty):
                 return self._inbox.get(timeout=_REST_SECONDS)
             release_memory()
             self._worked = False
-        return self._inbox.get()
+            left = self._runner.storage.seconds_left
+        return self._inbox.get(timeout=None if left is None else max(left, 0.0))
 
-    def _unpack(self, parcel: _Parcel) -> Received:
+    def _unpack(self, parcel: _Parcel) -> Sequence[Received]:
         mailbox, order, constraint = parcel
+        if isinstance(order, (Fetched, Written)):
+            return [Received(0, order)] if self._runner.storage.accept(order) else []
+        assert mailbox is not None
         if isinstance(order, Open):
             self._opened += 1
             self._clients[mailbox] = self._opened
@@ -161,7 +186,7 @@ class DeviceThread:
             self._clients.pop(mailbox, None)
         elif isinstance(order, Submit) and constraint is not None:
             self._runner.constraints[client, order.job.id] = constraint
-        return Received(client, order)
+        return [Received(client, order)]
 
     # A method of its own: a local variable that lives on between rounds would keep the models of a
     # closed client in memory.

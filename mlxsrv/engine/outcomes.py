@@ -40,11 +40,19 @@ class RowFailure(msgspec.Struct, frozen=True):
     clear: str | None = None
 
 
+class StoredBeginning(msgspec.Struct, frozen=True):
+    """So many of the first tokens of a row's prompt are on disk."""
+
+    row: int
+    tokens: int
+
+
 class Admitted(msgspec.Struct, frozen=True, tag=True):
     """Rows that could not be taken. Other works of the same plan may name them all the same: those
-    pass over them."""
+    pass over them. And rows of whose prompts something is stored."""
 
     failures: tuple[RowFailure, ...] = ()
+    stored: tuple[StoredBeginning, ...] = ()
 
 
 class KeptPrompt(msgspec.Struct, frozen=True):
@@ -106,6 +114,20 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
     waited: float = 0.0
 
 
+class HandedOver(msgspec.Struct, frozen=True, tag=True):
+    """Kept prompts that the storage thread writes: the order Written tells of each."""
+
+    entries: tuple[int, ...] = ()
+
+
+class Restored(msgspec.Struct, frozen=True, tag=True):
+    """A slice of what was read from disk is in the device's memory; if it was the last, it is
+    `over`, and `prompt` is kept unless it cannot be used."""
+
+    over: bool = False
+    prompt: KeptPrompt | None = None
+
+
 class DraftRead(msgspec.Struct, frozen=True, tag=True):
     """The draft model has read; `waited` is when the step before was complete, by the clock of
     `Outcome.began`."""
@@ -121,6 +143,13 @@ class TextsRead(msgspec.Struct, frozen=True, tag=True):
     vectors: dict[int, Vectors] = {}
 
 
+class StoreFacts(msgspec.Struct, frozen=True):
+    """Kept prompts are written to disk; so many files are there already."""
+
+    files: int = 0
+    bytes: int = 0
+
+
 class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a model that generates text, as far as the scheduler needs them.
 
@@ -133,6 +162,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
         padding: bytes of padding that cost as much as another pass of the model.
         vocabulary: entries of the logits.
         prompt_cache_bytes: the most bytes of kept prompts.
+        store: kept prompts are written to disk; None: they are not.
         kv_costs: of a row.
     """
 
@@ -144,6 +174,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     padding: int
     vocabulary: int
     prompt_cache_bytes: int
+    store: StoreFacts | None = None
     kv_costs: tuple[KVCost, ...] = ()
 
     def cuts_at(self, tokens: int) -> bool:
@@ -211,6 +242,8 @@ Done = (
     | PromptsRead
     | Decoded
     | DraftRead
+    | HandedOver
+    | Restored
     | TextsRead
     | LoadStep
     | AttachStep

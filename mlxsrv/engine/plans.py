@@ -166,6 +166,40 @@ class ReadDraft(_Work, frozen=True):
     tokens: int
 
 
+# Kept prompts on disk.
+
+
+class StorePrompts(_Work, frozen=True):
+    """Hand these kept prompts to the storage thread, which writes them. Done: HandedOver."""
+
+    title = "storing prompts"
+
+    entries: tuple[int, ...]
+
+
+class FetchPrompt(_Work, frozen=True):
+    """Have the storage thread read what is stored of the first `tokens` of a row's prompt, to be
+    the kept prompt `entry`. Done: None; the order Fetched tells what was read, after so many
+    seconds at the latest."""
+
+    title = "fetching prompts"
+
+    entry: int
+    row: int
+    tokens: int
+    seconds: float
+
+
+class RestorePrompt(_Work, frozen=True):
+    """Bring what was read of `entry` into the device's memory: about `limit` bytes of it. Done:
+    Restored."""
+
+    title = "restoring prompts"
+
+    entry: int
+    limit: int
+
+
 # Texts to embed.
 
 
@@ -283,6 +317,9 @@ Work = (
     | Read
     | Decode
     | ReadDraft
+    | StorePrompts
+    | FetchPrompt
+    | RestorePrompt
     | AdmitTexts
     | EmbedSlice
     | ReleaseTexts

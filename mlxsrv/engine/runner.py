@@ -9,13 +9,14 @@ Used on the device thread only.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import TYPE_CHECKING, assert_never
 
 from mlxsrv.engine.backend import require_backend
 from mlxsrv.engine.faults import note, survivable
 from mlxsrv.engine.free_memory import release_memory
-from mlxsrv.engine.orders import GetMemory, ImportModelCode, MakeReport, Question
+from mlxsrv.engine.orders import GetMemory, ImportModelCode, MakeReport, Question, StorageTold
 from mlxsrv.engine.outcomes import (
     AttachStep,
     DeviceAnswer,
@@ -24,6 +25,7 @@ from mlxsrv.engine.outcomes import (
     LoadStep,
     Outcome,
     Refusal,
+    Restored,
     Watched,
 )
 from mlxsrv.engine.plans import (
@@ -34,6 +36,7 @@ from mlxsrv.engine.plans import (
     Decode,
     DetachSAE,
     EmbedSlice,
+    FetchPrompt,
     Forget,
     LoadSlice,
     Read,
@@ -41,11 +44,14 @@ from mlxsrv.engine.plans import (
     Release,
     ReleaseTexts,
     Reset,
+    RestorePrompt,
     Rewind,
+    StorePrompts,
     UnloadModel,
     WatchFeatures,
     Work,
 )
+from mlxsrv.engine.storage.storage import Storage
 from mlxsrv.errors import BackendMissing
 from mlxsrv.generation.parameters import Constraint
 
@@ -61,9 +67,14 @@ class Runner:
 
     Attributes:
         constraints: live constraints of jobs that the next plan admits, by (client, job).
+        storage: prompts on disk.
+
+    Args:
+        post: puts an order of the storage thread into the queue of orders.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, post: Callable[[StorageTold], None] = lambda _: None) -> None:
+        self.storage = Storage(post)
         self.constraints: dict[tuple[int, int], Constraint] = {}
         self._models: dict[int, ResidentModel] = {}
         self._loader: Loader | None = None
@@ -80,6 +91,13 @@ class Runner:
                 raise
             fault = note(error, f"{type(work).__name__} failed")
         return Outcome(began, perf_counter(), done, fault)
+
+    def read_kept(self, model: int, entry: int, tokens: Sequence[int]) -> Outcome:
+        """Read these tokens and keep their KV cache as `entry`: what a replay does in place of
+        reading it from disk."""
+        began = perf_counter()
+        prompt = self._find(model)[0].read_kept(entry, tokens)
+        return Outcome(began, perf_counter(), Restored(over=True, prompt=prompt))
 
     def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
         match work:
@@ -104,7 +122,17 @@ class Runner:
 
     def _change_rows(
         self,
-        work: Admit | Release | Rewind | Forget | Read | ReadDraft | DetachSAE | WatchFeatures,
+        work: Admit
+        | Release
+        | Rewind
+        | Forget
+        | Read
+        | StorePrompts
+        | FetchPrompt
+        | RestorePrompt
+        | ReadDraft
+        | DetachSAE
+        | WatchFeatures,
     ) -> Done | None:
         text, steerer = self._find(work.model)
         match work:
@@ -118,6 +146,12 @@ class Runner:
                 text.forget(work.entries, spare=work.spare)
             case Read():
                 return text.read(work.spans)
+            case StorePrompts():
+                return text.store(work.entries)
+            case FetchPrompt():
+                text.fetch(work)
+            case RestorePrompt():
+                return text.restore(work)
             case ReadDraft():
                 return text.read_draft(work.row, work.begin, work.tokens)
             case DetachSAE():
@@ -160,7 +194,7 @@ class Runner:
         if self._loader is None:
             from mlxsrv.engine.loading.loader import Loader
 
-            self._loader = Loader(self._models)
+            self._loader = Loader(self._models, self.storage)
         return self._loader.load(work)
 
     def _attach(self, work: AttachSlice) -> AttachStep:
@@ -169,6 +203,7 @@ class Runner:
 
     def _unload(self, model: int) -> None:
         self._models.pop(model, None)
+        self.storage.forget(model)
         if self._loader is not None:
             self._loader.abandon(model)
         release_memory()

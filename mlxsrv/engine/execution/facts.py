@@ -16,7 +16,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory, merge
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.execution.read import read_together
-from mlxsrv.engine.outcomes import TextFacts
+from mlxsrv.engine.outcomes import StoreFacts, TextFacts
 
 _LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass of the smallest model costs as much in calls
 _ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
@@ -30,6 +30,7 @@ def find_facts(
     drafts: bool = False,
     lookup: bool = False,
     padding: int | None = None,
+    store: StoreFacts | None = None,
 ) -> TextFacts:
     """Find the facts of `model` that the scheduler needs.
 
@@ -42,6 +43,7 @@ def find_facts(
         lookup: tokens may be proposed to all rows.
         padding: bytes of padding that cost as much as another pass; as many as the weights have,
             unless given.
+        store: kept prompts are written to disk; None: they are not.
     """
     if caches.pads is None:
         caches.pads = caches.batched and masks_padding(model)
@@ -57,6 +59,7 @@ def find_facts(
         padding=most_padding(model) if padding is None else padding,
         vocabulary=int(logits.shape[-1]),
         prompt_cache_bytes=prompt_cache_bytes,
+        store=store,
         kv_costs=sum_costs(cache),
     )
 

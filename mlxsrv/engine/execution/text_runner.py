@@ -15,11 +15,12 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.row_cache import RowCache
@@ -34,6 +35,7 @@ from mlxsrv.engine.execution.speculation import (
     find_lookup_obstacle,
     find_obstacle,
 )
+from mlxsrv.engine.execution.stored import StoredPrompts
 from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
 from mlxsrv.engine.execution.told import Told
 from mlxsrv.engine.faults import describe, note
@@ -44,12 +46,16 @@ from mlxsrv.engine.outcomes import (
     Decoded,
     DraftRead,
     Fault,
+    HandedOver,
     Kept,
     KeptPrompt,
     PromptsRead,
+    Restored,
     RowFailure,
+    StoredBeginning,
 )
-from mlxsrv.engine.plans import Decode, Keep, Leave, RowGroup, Span
+from mlxsrv.engine.plans import Decode, FetchPrompt, Keep, Leave, RestorePrompt, RowGroup, Span
+from mlxsrv.engine.steering.plan import forward
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint
 
@@ -67,6 +73,7 @@ class TextRunner:
         lookup: tokens may be looked up for rows. They are not where KV caches cannot be cut back.
         padding: bytes of padding that cost as much as another pass of the model; as many as the
             weights have, unless given.
+        stored: its prompts on disk, if they are stored.
 
     Attributes:
         facts: what the scheduler knows of the model.
@@ -85,6 +92,7 @@ class TextRunner:
         draft: Any | None = None,
         lookup: bool = False,
         padding: int | None = None,
+        stored: StoredPrompts | None = None,
     ) -> None:
         self._model = model
         self._caches = caches
@@ -97,7 +105,9 @@ class TextRunner:
             drafts=self._draft is not None,
             lookup=lookup and find_lookup_obstacle(caches) is None,
             padding=padding,
+            store=None if stored is None else stored.facts,
         )
+        self._stored = stored
         self._rows: dict[int, LiveRow] = {}
         self._texts: dict[int, PartialText] = {}  # half read, by each of their rows
         self._ready: list[SubBatch] = []
@@ -112,7 +122,7 @@ class TextRunner:
 
     # Rows come and go.
 
-    def admit(self, jobs: Iterable[Job], constraints: Mapping[int, Constraint]) -> Admitted:
+    def admit(self, jobs: Sequence[Job], constraints: Mapping[int, Constraint]) -> Admitted:
         """Take these jobs; `constraints` by their ids."""
         failures: list[RowFailure] = []
         for job in jobs:
@@ -125,7 +135,17 @@ class TextRunner:
                 failures.append(RowFailure(job.id, describe(error)))
             else:
                 self._rows[job.id] = LiveRow(job, constraints.get(job.id), steering)
-        return Admitted(tuple(failures))
+        return Admitted(tuple(failures), tuple(self._find_stored(jobs)))
+
+    def _find_stored(self, jobs: Sequence[Job]) -> Iterator[StoredBeginning]:
+        """Which beginnings of these jobs' prompts are stored. Choices of one request share a
+        prompt."""
+        last, tokens = None, 0
+        for job in jobs if self._stored is not None else ():
+            if job.prompt is not last and self._stored is not None:
+                last, tokens = job.prompt, self._stored.find(job)
+            if tokens:
+                yield StoredBeginning(job.id, tokens)
 
     def release(self, rows: Sequence[Leave]) -> Kept:
         """Free these rows, wherever they are, and keep the KV caches that are to be kept.
@@ -135,6 +155,8 @@ class TextRunner:
                 could not be copied. They are dropped, and nothing is kept. The rows are free.
         """
         keeps = {leave.row: leave.keep for leave in rows if leave.keep is not None}
+        for row, keep in keeps.items():
+            self._note_text(keep, row)
         try:
             return Kept(self._keep(self._take_out({leave.row for leave in rows}, keeps)))
         finally:
@@ -155,6 +177,8 @@ class TextRunner:
         self._texts.clear()
         self._ready.clear()
         self._kept.clear()
+        if self._stored is not None:
+            self._stored.reset()
 
     def _take_out(self, row_ids: set[int], keeps: Mapping[int, Keep]) -> list[KeptCache]:
         """Take rows out of the places that they are in. Returns the KV caches that are to be kept.
@@ -226,8 +250,51 @@ class TextRunner:
         """Drop these kept prompts. `spare`: free buffers go back to the system."""
         for entry in entries:
             self._kept.pop(entry, None)
+            if self._stored is not None:
+                self._stored.forget(entry)
         if spare:
             mx.clear_cache()
+
+    # Kept prompts on disk.
+
+    def store(self, entries: Iterable[int]) -> HandedOver:
+        """Have these kept prompts written, those that are there and can be."""
+        handed: list[int] = []
+        for entry in entries if self._stored is not None else ():
+            kept = self._kept.get(entry)
+            if kept is not None and self._stored is not None:
+                handed += [entry] if self._stored.hand_over(entry, kept.cache) else []
+        return HandedOver(tuple(handed))
+
+    def fetch(self, work: FetchPrompt) -> None:
+        """Have what is stored of a row's prompt read from disk."""
+        if self._stored is not None:
+            text = np.array(self._rows[work.row].job.prompt[: work.tokens], dtype=np.uint32)
+            self._stored.fetch(work.entry, text, work.seconds)
+
+    def restore(self, work: RestorePrompt) -> Restored:
+        """Bring what was read from disk into the device's memory, and keep it."""
+        if self._stored is None:
+            return Restored(over=True)
+        over, cache = self._stored.restore(work.entry, work.limit)
+        if cache is None:
+            return Restored(over=over)
+        [prompt] = self._keep([KeptCache(work.entry, cache)])
+        return Restored(over=over, prompt=prompt)
+
+    def read_kept(self, entry: int, tokens: Sequence[int]) -> KeptPrompt:
+        """Read these tokens, and keep their KV cache as `entry`."""
+        cache = self._caches.make()
+        forward(self._model, None, mx.array(list(tokens))[None], cache.layers)
+        cache.tokens = len(tokens)
+        mx.eval(cache.state)
+        [prompt] = self._keep([KeptCache(entry, cache)])
+        return prompt
+
+    def _note_text(self, keep: Keep | None, row: int) -> None:
+        """Note what a KV cache is of that is to be kept."""
+        if self._stored is not None and keep is not None:
+            self._stored.note(keep.entry, self._rows.get(row), keep.tokens)
 
     # Reading.
 
@@ -252,6 +319,8 @@ class TextRunner:
         if not spans:
             return SpansRead()
         texts = [self._find_text(span) for span in spans]
+        for text, span in zip(texts, spans, strict=True):
+            self._note_text(span.keep, text.rows[0].id)
         plan = self._steerer.plan([text.steering for text in texts])
         if len(spans) == 1:
             [text], [span] = texts, spans

@@ -20,6 +20,7 @@ from mlxsrv.engine.execution.speculation import (
     find_lookup_obstacle,
     find_obstacle,
 )
+from mlxsrv.engine.execution.stored import open_stored
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.loading.device_memory import set_limits, working_memory
 from mlxsrv.engine.loading.resident import ResidentModel
@@ -28,6 +29,7 @@ from mlxsrv.engine.loading.weights import ByteBudget, FileArrays, WeightReader
 from mlxsrv.engine.orders import Load
 from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.engine.storage.storage import Storage
 from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.json_files import read_object
 
@@ -36,7 +38,7 @@ Residents = Callable[[], Iterable[ResidentModel]]
 
 
 def load(
-    order: Load, budget: ByteBudget, residents: Residents
+    order: Load, budget: ByteBudget, residents: Residents, storage: Storage | None, number: int
 ) -> Generator[None, None, ResidentModel]:
     """Load a model, yielding between slices.
 
@@ -44,6 +46,8 @@ def load(
         order: what to load.
         budget: how much of the weights a slice reads.
         residents: the models in memory; those of the same files share their arrays.
+        storage: prompts on disk; None: none are stored.
+        number: the model's.
 
     Raises what mlx-lm raises on files that it cannot use.
     """
@@ -55,10 +59,12 @@ def load(
     reader = WeightReader(budget, resident_files, trust_remote_code=order.trust_remote_code)
     if is_encoder(read_object(Path(order.path) / "config.json")):
         return (yield from _load_encoder(order, reader))
-    return (yield from _load_decoder(order, reader))
+    return (yield from _load_decoder(order, reader, storage, number))
 
 
-def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, ResidentModel]:
+def _load_decoder(
+    order: Load, reader: WeightReader, storage: Storage | None, number: int
+) -> Generator[None, None, ResidentModel]:
     mapped = yield from reader.map(order.path, order.adapter)
     yield from reader.read(mapped)
     model = mapped.model
@@ -68,6 +74,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
     lookup, lookup_notes = _check_lookup(order, caches)
     vectors, vector_notes = fit_vectors(model, order.vectors)
     steerer = Steerer(model, vectors)
+    stored, stored_notes = yield from open_stored(storage, number, order, caches)
     text = TextRunner(
         model,
         caches=caches,
@@ -75,6 +82,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
         prompt_cache_bytes=_prompt_cache_bytes(order),
         draft=draft,
         lookup=lookup,
+        stored=stored,
     )
     loaded = Loaded(
         order.model,
@@ -82,7 +90,7 @@ def _load_decoder(order: Load, reader: WeightReader) -> Generator[None, None, Re
         text.facts.cuts,
         bytes=reader.bytes,
         shared=reader.shared,
-        notes=caches.notes + draft_notes + lookup_notes + vector_notes,
+        notes=caches.notes + draft_notes + lookup_notes + vector_notes + stored_notes,
         vectors=tuple(vectors),
         kv_costs=text.facts.kv_costs,
     )

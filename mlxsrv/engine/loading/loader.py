@@ -18,6 +18,7 @@ from mlxsrv.engine.loading.weights import ByteBudget
 from mlxsrv.engine.orders import Attach
 from mlxsrv.engine.outcomes import AttachStep, LoadStep, Refusal
 from mlxsrv.engine.plans import AttachSlice, LoadSlice
+from mlxsrv.engine.storage.storage import Storage
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -37,10 +38,14 @@ class Loader:
 
     Args:
         models: those in memory, by number. A model is put there when its load is done.
+        storage: prompts on disk; none are stored, unless given.
     """
 
-    def __init__(self, models: MutableMapping[int, ResidentModel]) -> None:
+    def __init__(
+        self, models: MutableMapping[int, ResidentModel], storage: Storage | None = None
+    ) -> None:
         self._models = models
+        self._storage = storage
         self._loads: dict[int, _Load] = {}  # by model
         self._attachments: dict[int, _Attachment] = {}  # by their own numbers
 
@@ -48,7 +53,7 @@ class Loader:
         """Do one slice of a load. One that fails is over, and its step says why."""
         if work.order is not None:
             budget = ByteBudget()
-            slices = load(work.order, budget, self._models.values)
+            slices = load(work.order, budget, self._models.values, self._storage, work.model)
             self._loads[work.model] = _Load(slices, budget)
         slices, budget = self._loads[work.model]
         budget.begin(work.limit)

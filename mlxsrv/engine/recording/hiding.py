@@ -92,6 +92,8 @@ class PathNames:
                     path=self.name(question.path),
                     adapter=None if question.adapter is None else self.name(question.adapter),
                     draft=None if question.draft is None else self.name(question.draft),
+                    prompt_cache_dir=question.prompt_cache_dir
+                    and self.name(question.prompt_cache_dir),
                     vectors=tuple((name, self.name(path)) for name, path in question.vectors),
                 )
             case Attach() | ImportModelCode():

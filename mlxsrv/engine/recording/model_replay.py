@@ -15,13 +15,17 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from mlxsrv.engine.orders import Attach, Load, Submit
-from mlxsrv.engine.outcomes import AttachStep, Decoded, LoadStep, Outcome, TextFacts
+from mlxsrv.engine.orders import Attach, Fetched, Load, Submit
+from mlxsrv.engine.outcomes import AttachStep, Decoded, LoadStep, Outcome, Restored, TextFacts
 from mlxsrv.engine.plans import (
     Admit,
     AnswerQuestion,
     AttachSlice,
+    FetchPrompt,
     LoadSlice,
+    Release,
+    RestorePrompt,
+    StorePrompts,
     UnloadModel,
     Work,
 )
@@ -88,11 +92,18 @@ class ModelReplay:
         self._attachments: dict[int, Attach] = {}  # by their own numbers
         self._clients: dict[int, int] = {}  # by model
         self._drawn: dict[JobKey, int] = {}  # tokens
+        # What was read from disk is read by the model here.
+        self._prompts: dict[tuple[int, int], tuple[int, ...]] = {}  # by model and row
+        self._fetching: dict[tuple[int, int], tuple[int, ...]] = {}  # by model and entry
+        self._fetched: dict[tuple[int, int], int] = {}  # tokens, by model and entry
 
     def take_orders(self, orders: Sequence[Received]) -> None:
         """Make the constraints of jobs that had one."""
         self._runner.constraints.clear()
         for received in orders:
+            if isinstance(received.order, Fetched):
+                key = received.order.model, received.order.entry
+                self._fetched[key] = received.order.tokens
             if isinstance(received.order, Submit) and received.order.constrained:
                 key = received.client, received.order.job.id
                 self._runner.constraints[key] = HeldToRecord(self._constrained[key])
@@ -112,12 +123,21 @@ class ModelReplay:
                 return None
             case Admit():
                 self._clients[work.model] = work.client
+                self._prompts |= {(work.model, job.id): job.prompt for job in work.jobs}
+            case Release():
+                for leave in work.rows:
+                    self._prompts.pop((work.model, leave.row), None)
+            case FetchPrompt():
+                self._fetching[work.model, work.entry] = self._prompts[work.model, work.row]
+                return None
+            case StorePrompts():
+                return None
         if work.model not in self._loads:
             return None
         told = isinstance(outcome.done, Decoded) and outcome.done.tokens
         if outcome.fault is not None and not told:
             return None
-        here = self._runner.run(work)
+        here = self._restore(work, outcome) or self._runner.run(work)
         if here.fault is not None and outcome.fault is None:
             return f"{type(work).__name__} failed here: {here.fault.reason}"
         if isinstance(outcome.done, Decoded) and isinstance(here.done, Decoded):
@@ -125,6 +145,16 @@ class ModelReplay:
         elif isinstance(work, UnloadModel):
             del self._loads[work.model]
         return None
+
+    def _restore(self, work: Work, outcome: Outcome) -> Outcome | None:
+        """Read a prompt that was on disk, and is not here; None if the work is another."""
+        if not isinstance(work, RestorePrompt):
+            return None
+        if not isinstance(outcome.done, Restored) or outcome.done.prompt is None:
+            return outcome
+        key = work.model, work.entry
+        text = self._fetching.pop(key)[: self._fetched.pop(key)]
+        return self._runner.read_kept(work.model, work.entry, text)
 
     # Models.
 
@@ -183,6 +213,7 @@ class ModelReplay:
             path=self._models[order.model],
             adapter=None if order.adapter is None else self._find_file(order.adapter),
             draft=None if order.draft is None else self._find_file(order.draft),
+            prompt_cache_dir=None,
             vectors=tuple((name, self._find_file(file)) for name, file in order.vectors),
         )
 

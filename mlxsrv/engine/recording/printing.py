@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mlxsrv.engine.orders import Ask, Attach, Budget, Cancel, Embed, Load, Order, Submit, Unload
+from mlxsrv.engine.orders import (
+    Ask,
+    Attach,
+    Budget,
+    Cancel,
+    Embed,
+    Fetched,
+    Load,
+    Order,
+    Submit,
+    Unload,
+    Written,
+)
 from mlxsrv.engine.outcomes import (
     Admitted,
     AttachStep,
     Decoded,
     DeviceAnswer,
     Done,
+    HandedOver,
     Kept,
     LoadStep,
     Outcome,
     PromptsRead,
+    Restored,
     TextsRead,
 )
 from mlxsrv.engine.plans import (
@@ -24,14 +38,17 @@ from mlxsrv.engine.plans import (
     AttachSlice,
     Decode,
     EmbedSlice,
+    FetchPrompt,
     Forget,
     LoadSlice,
     Read,
     ReadDraft,
     Release,
     ReleaseTexts,
+    RestorePrompt,
     Rewind,
     Span,
+    StorePrompts,
     WatchFeatures,
     Work,
 )
@@ -95,6 +112,10 @@ def _describe_order(order: Order) -> str:
             return f"Attach {attach.path} to {attach.model} (question {number})"
         case Ask(number, question):
             return f"{type(question).__name__} (question {number})"
+        case Written():
+            return f"{name} entry {order.entry} of model {order.model}: {order.files} files"
+        case Fetched():
+            return f"{name} entry {order.entry} of model {order.model}: {order.tokens} tokens"
         case Unload(model):
             return f"{name} {model}"
     return f"{name} {getattr(order, 'model', '')}".rstrip()
@@ -117,6 +138,12 @@ def _describe_work(work: Work) -> str:
             return _describe_step(work)
         case ReadDraft():
             return f"row {work.row}: {work.begin} to {work.begin + work.tokens}"
+        case StorePrompts():
+            return f"entries {_list(work.entries)}"
+        case FetchPrompt():
+            return f"{work.tokens} tokens of row {work.row} for entry {work.entry}"
+        case RestorePrompt():
+            return f"entry {work.entry}, {work.limit} bytes"
         case AdmitTexts():
             return f"job {work.order.id}"
         case EmbedSlice():
@@ -178,6 +205,10 @@ def _describe_done(done: Done) -> list[str]:
         case Kept():
             size = sum(prompt.bytes for prompt in done.prompts)
             return [f"{len(done.prompts)} kept, {size} bytes" if done.prompts else ""]
+        case HandedOver():
+            return [f"entries {_list(done.entries)} handed over"]
+        case Restored():
+            return ["kept" if done.prompt else "", "" if done.over else "not over"]
         case TextsRead():
             return [f"{done.tokens} tokens with padding"]
         case LoadStep():

@@ -117,6 +117,13 @@ class ModelSchedule:
         texts = [Failed(job, reason) for job in self._embed.fail()]
         return [*(() if self._text is None else self._text.fail(reason)), *texts]
 
+    def end_all(self, reason: str) -> tuple[list[Failed], list[Work]]:
+        """End all jobs, since the model goes. Returns what is told of them, and the last works."""
+        if self._text is None or self._reset:  # what the runner has is of no use any more
+            return self.fail(reason), []
+        events, works = self._text.end_all(reason)
+        return [*events, *(Failed(job, reason) for job in self._embed.fail())], works
+
     def begin_anew(self, reason: str) -> list[Event]:
         """End all jobs and forget all that was decided, after an error in deciding.
 

@@ -58,6 +58,12 @@ class Pace:
             return self.most
         return min(self.most, max(LEAST_SLICE, int(seconds / self._token)))
 
+    def estimate(self, tokens: int) -> float | None:
+        """About how many seconds it takes to read so many tokens; None if that is not known."""
+        if self._token is None:
+            return None
+        return tokens * self._token + -(-tokens // self.most) * self._step
+
     def _seconds_beside_steps(self, turns: int | None) -> float:
         """The time that the slice's own tokens may take while this model has streams; at most so
         many steps' time, where `turns` are taken with them."""

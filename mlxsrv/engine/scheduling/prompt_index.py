@@ -137,6 +137,7 @@ class PromptIndex:
         self._most_bytes = most_bytes
         self._cuts = cuts
         self._promised: dict[int, _Entry] = {}
+        self._reserved: dict[int, int] = {}  # tokens of entries that come from disk
         self._entries: list[_Entry] = []
         self._worth = PromptWorth() if worth is None else worth
         self._number = 0
@@ -204,7 +205,8 @@ class PromptIndex:
     @property
     def promised(self) -> list[int]:
         """The tokens of each entry that the runner has yet to keep."""
-        return [entry.tokens.size for entry in self._promised.values()]
+        kept = [entry.tokens.size for entry in self._promised.values()]
+        return [*kept, *self._reserved.values()]
 
     def promise(
         self,
@@ -243,6 +245,30 @@ class PromptIndex:
                 if prompt.entry == number:
                     entry.bytes, entry.cuts = prompt.bytes, prompt.cuts
                     self._put(entry)
+
+    def reserve(self, tokens: int) -> int:
+        """The number of an entry of so many tokens that comes from disk; `add` or `cancel`
+        follows."""
+        self._number += 1
+        self._reserved[self._number] = tokens
+        return self._number
+
+    def cancel(self, number: int) -> None:
+        """Note that an entry does not come from disk."""
+        self._reserved.pop(number, None)
+
+    def add(self, tokens: Tokens, prompt: KeptPrompt) -> None:
+        """Take in an entry that has come from disk, of rows without steering."""
+        self.cancel(prompt.entry)
+        entry = _Entry(
+            prompt.entry, tokens, None, asked=tokens.size, lasting=False, cuts=prompt.cuts
+        )
+        entry.bytes = prompt.bytes
+        self._put(entry)
+
+    def has(self, number: int) -> bool:
+        """Whether there is an entry of this number, and not only a promise."""
+        return any(entry.number == number for entry in self._entries)
 
     def forget(self, tokens: Tokens, steering: Steering | None = None) -> None:
         """Drop the entries that a row with these tokens may have left, or begun from."""

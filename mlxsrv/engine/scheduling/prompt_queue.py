@@ -136,8 +136,8 @@ class PromptQueue:
         return [row for reading in self.begun for row in reading.rows]
 
     def put_back(self, rows: Iterable[Row]) -> None:
-        """Have these rows wait again in their old places: those whose prompts were being read, or
-        whose KV caches have gone."""
+        """Have these rows wait again in their old places: those whose prompts were being read or
+        fetched, or whose KV caches have gone."""
         again = list(rows)
         for row in again:
             row.enter(RowState.PREEMPTED if row.read else RowState.WAITING)
@@ -280,7 +280,7 @@ class PromptQueue:
 
     def _find(self, row: Row) -> Source:
         """What is of most use to a waiting row."""
-        return Source() if self._reads_anew(row) else self._sources.find(row, self.begun)
+        return Source() if self.reads_anew(row) else self._sources.find(row, self.begun)
 
     def source_bytes(self, row: Row) -> int:
         """Bytes of the kept prompt that a waiting row goes on from; 0 if there is none."""
@@ -291,7 +291,7 @@ class PromptQueue:
         """How many tokens of a waiting prompt are to be read: those that are not cached."""
         return row.length - 1 - self._find(row).tokens
 
-    def _reads_anew(self, row: Row) -> bool:
+    def reads_anew(self, row: Row) -> bool:
         """Whether kept prompts are of no use, since something is told of each of the prompt's
         tokens: scores, or activations."""
         return not row.read and (row.job.scores is not None or self.watched)

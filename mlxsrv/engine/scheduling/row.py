@@ -26,6 +26,8 @@ class RowState(Enum):
 
     WAITING = "waiting"
     """It is in the queue, and its prompt is not read."""
+    FETCHING = "fetching"
+    """It is not in the queue: what is on disk of its prompt is looked for, and fetched."""
     PREFILLING = "prefilling"
     """Its prompt is being read."""
     FRESH = "fresh"
@@ -44,7 +46,8 @@ class RowState(Enum):
 
 
 _NEXT = {
-    RowState.WAITING: {RowState.PREFILLING, RowState.ENDED},
+    RowState.WAITING: {RowState.FETCHING, RowState.PREFILLING, RowState.ENDED},
+    RowState.FETCHING: {RowState.WAITING, RowState.ENDED},
     # A slice that failed sends its rows back to the queue, and so does want of memory.
     RowState.PREFILLING: {
         RowState.FRESH,

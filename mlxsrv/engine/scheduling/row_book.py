@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from mlxsrv.engine.events import Event, Failed, Finished, Shortage, Started
+from mlxsrv.engine.events import Activations, Event, Failed, Finished, Shortage, Started
 from mlxsrv.engine.faults import NOT_A_NUMBER
-from mlxsrv.engine.orders import Job
+from mlxsrv.engine.orders import Job, StorageTold
 from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
 from mlxsrv.engine.plans import Admit, Forget, Keep, Leave, Release, Rewind, Work
 from mlxsrv.engine.scheduling.groups import Groups
@@ -19,6 +19,7 @@ from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
 from mlxsrv.engine.scheduling.recovery import Recovery
 from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 from mlxsrv.generation.parameters import Steering
 
 
@@ -42,6 +43,7 @@ class RowBook:
         index: prompts that are kept.
         queue, groups, recovery: where a row may be.
         numbers: for rows that come.
+        store: prompts on disk; None: there are none.
 
     Attributes:
         events: what the client is to be told.
@@ -58,11 +60,13 @@ class RowBook:
         groups: Groups,
         recovery: Recovery,
         numbers: Iterator[int],
+        store: StoreSchedule | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.short_of_memory = False
         self._model = model
         self._client = client
+        self._store = store
         self.index = index
         self.queue = queue
         self.groups = groups
@@ -79,13 +83,15 @@ class RowBook:
         """Whether there is nothing that the runner is to take or to forget, and no row that has a
         KV cache."""
         coming_or_going = (
-            self._coming
+            (self._store is not None and not self._store.idle)
+            or self._coming
             or self._leaving
             or self._rewound
             or self.short_of_memory
             or self.index.dropped
         )
-        waiting = len(self.queue.waiting) + len(self.recovery.rows)
+        fetching = sum(row.state is RowState.FETCHING for row in self._rows.values())
+        waiting = len(self.queue.waiting) + len(self.recovery.rows) + fetching
         return not coming_or_going and len(self._rows) == waiting and not self.recovery.reading
 
     @property
@@ -108,13 +114,16 @@ class RowBook:
             raise ValueError("its prompt has no tokens")
         if job.id in self._rows:
             raise ValueError("there is a job of this id")
-        last = self.queue.waiting[-1] if self.queue.waiting else None
+        last = self._rows.get(self._coming[-1].id) if self._coming else None
         # The choices of one request share a prompt, so they share the array made of it.
         known = last is not None and last.job.prompt is job.prompt
         prompt = last.prompt if last is not None and known else as_tokens(job.prompt)
         row = Row(job, next(self._numbers), prompt)
         self._rows[row.id] = row
-        self.queue.waiting.append(row)
+        if self._store is not None:
+            row.enter(RowState.FETCHING)
+        else:
+            self.queue.waiting.append(row)
         self._coming.append(job)
 
     def rewind(self, rows: Iterable[Row]) -> None:
@@ -167,6 +176,38 @@ class RowBook:
         self.events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
         self.end(row, RowState.BROKEN, kept=False)
 
+    def fail_all_broken(self, job_ids: Iterable[int]) -> None:
+        """End these rows, for which the model computed NaN."""
+        for job_id in job_ids:
+            if (row := self._rows.get(job_id)) is not None:
+                self.fail_broken(row)
+
+    def cancel(self, job_ids: Iterable[int]) -> None:
+        """End the rows of these jobs, at whatever stage they are."""
+        for job_id in job_ids:
+            if (row := self._rows.get(job_id)) is not None:
+                self.end(row)
+
+    def end_all(self, reason: str) -> tuple[list[Failed], list[Work]]:
+        """End all rows, since the model goes. Where prompts are stored, all that is kept is, and
+        what these rows have read.
+
+        Returns:
+            What their clients are told, and the last works of the model.
+        """
+        events = self.fail_all(reason) if self._store is None else self._cancel_all(reason)
+        if self._store is None:
+            return events, []
+        works = self._plan_rows()
+        leaves = [leave for work in works if isinstance(work, Release) for leave in work.rows]
+        promised = [leave.keep.entry for leave in leaves if leave.keep is not None]
+        return events, [*works, *self._store.plan_all(promised)]
+
+    def _cancel_all(self, reason: str) -> list[Failed]:
+        events = [Failed(job_id, reason) for job_id in self._rows]
+        self.cancel(list(self._rows))
+        return events
+
     def fail_all(self, reason: str) -> list[Failed]:
         """Forget all rows, since the model goes. Nothing is planned for them any more."""
         events = [Failed(job_id, reason) for job_id in self._rows]
@@ -192,7 +233,15 @@ class RowBook:
     # Works.
 
     def plan(self) -> list[Work]:
-        """Rows come and go, and kept prompts go."""
+        """Rows come and go, and kept prompts go; and what is stored and fetched."""
+        works = self._plan_rows()
+        if self._store is not None:
+            streaming = bool(self.groups) or self.recovery.trial is not None
+            busy = streaming or bool(self.queue) or bool(self.recovery.rows)
+            works += self._store.plan(streaming=streaming, busy=busy)
+        return works
+
+    def _plan_rows(self) -> list[Work]:
         works: list[Work] = []
         if self._coming:
             works.append(Admit(model=self._model, client=self._client, jobs=tuple(self._coming)))
@@ -236,6 +285,9 @@ class RowBook:
                 self.fail(row, failure.reason, failure.clear)
             else:
                 self.events.append(Started(job.id))
+        if self._store is not None:
+            found = (self._rows.get(job.id) for job in work.jobs)
+            self._store.note_admitted([row for row in found if row is not None], done)
 
     def settle_release(self, work: Release, outcome: Outcome) -> None:
         kept = outcome.done.prompts if isinstance(outcome.done, Kept) else ()
@@ -244,3 +296,28 @@ class RowBook:
     def confirm(self, keeps: Iterable[Keep | None], kept: Sequence[KeptPrompt]) -> None:
         """Note which KV caches the runner has kept, of those that it was to keep."""
         self.index.confirm([keep.entry for keep in keeps if keep is not None], kept)
+        if self._store is not None:
+            self._store.note_kept(kept)
+
+    def find_untold(self, activations: Iterable[Activations]) -> Iterator[Activations]:
+        """The activations of tokens of which nothing was told before a fault had them read anew."""
+        for each in activations:
+            row = self._rows.get(each.job)
+            if row is not None and not row.read and each.position >= row.told:
+                yield each
+
+    # Prompts on disk.
+
+    def take(self, order: StorageTold) -> None:
+        """Take in what the storage thread tells."""
+        if self._store is not None:
+            self._store.take(order)
+
+    def settle(self, work: Work, outcome: Outcome) -> None:
+        """Learn what came of a work that stores prompts, or fetches them."""
+        if self._store is not None:
+            self._store.settle(work, outcome)
+
+    def statistics(self) -> dict[str, int]:
+        """In numbers, as `/health` lists them."""
+        return {} if self._store is None else self._store.statistics()

@@ -30,6 +30,7 @@ from mlxsrv.engine.orders import (
     Close,
     Detach,
     Embed,
+    Fetched,
     GetMemory,
     ImportModelCode,
     Job,
@@ -41,6 +42,7 @@ from mlxsrv.engine.orders import (
     Submit,
     Unload,
     Watch,
+    Written,
 )
 from mlxsrv.engine.outcomes import DeviceAnswer, Outcome, Refusal, Watched
 from mlxsrv.engine.plans import (
@@ -193,6 +195,11 @@ class Scheduler:
         if isinstance(order, Open):
             self._clients[number] = _Client()
             return ()
+        if isinstance(order, (Written, Fetched)):
+            if order.model in self._models:
+                with self._contain(self._models[order.model]):
+                    self._models[order.model].text.take(order)
+            return ()
         client = self._clients.get(number)
         if client is None:
             _log.debug("an order of a client that is closed")
@@ -273,17 +280,22 @@ class Scheduler:
 
     def _unload(self, client: _Client, name: str) -> Sequence[Work]:
         number = client.loading.pop(name, 0) or client.models.pop(name, 0)
-        return [self._drop(number, "its model was unloaded")] if number else ()
+        return self._drop(number, "its model was unloaded") if number else ()
 
-    def _drop(self, number: int, reason: str) -> Work:
-        """Forget a model, loaded or not, with its jobs and what is under way of it."""
+    def _drop(self, number: int, reason: str) -> Sequence[Work]:
+        """Forget a model, loaded or not, with its jobs and what is under way of it. What is to be
+        written to disk is handed over before."""
         client = self._clients[self._owners[number]]
         for task in self._loads.abandon(number):
             self._finish(task)
         self._owners.pop(number, None)
-        if (model := self._models.pop(number, None)) is not None:
-            client.events += model.fail(reason)
-        return UnloadModel(model=number)
+        works: list[Work] = []
+        if (model := self._models.get(number)) is not None:
+            with self._contain(model):
+                events, works = model.end_all(reason)
+                client.events += events
+            del self._models[number]
+        return [*works, UnloadModel(model=number)]
 
     def _steer(self, client: _Client, order: Detach | Watch) -> Sequence[Work]:
         if order.model not in client.models:
@@ -309,7 +321,7 @@ class Scheduler:
         """Forget the client, its models and its loads."""
         client = self._clients[number]
         gone = [*client.models.values(), *client.loading.values()]
-        works = [self._drop(model, "its client is gone") for model in gone]
+        works = [work for model in gone for work in self._drop(model, "its client is gone")]
         del self._clients[number]
         return works
 

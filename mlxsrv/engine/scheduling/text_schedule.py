@@ -15,10 +15,9 @@ for the prompt of another job longer than it must.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 
 from mlxsrv.engine.events import (
-    Activations,
     Event,
     Failed,
     Finished,
@@ -26,7 +25,7 @@ from mlxsrv.engine.events import (
     PromptRead,
     Token,
 )
-from mlxsrv.engine.orders import Job
+from mlxsrv.engine.orders import Job, StorageTold
 from mlxsrv.engine.outcomes import (
     Decoded,
     DraftRead,
@@ -55,6 +54,7 @@ from mlxsrv.engine.scheduling.row import Incident, Row, RowState
 from mlxsrv.engine.scheduling.row_book import RowBook
 from mlxsrv.engine.scheduling.row_memory import RowMemory
 from mlxsrv.engine.scheduling.spans import SpanMaker
+from mlxsrv.engine.scheduling.store_schedule import make_store
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -105,6 +105,7 @@ class TextSchedule:
             self._groups,
             self._recovery,
             self._budget.numbers,
+            make_store(model, facts, pace, self._index, self._queue),
         )
         self.memory = RowMemory(facts, pace.most, self._book)
         self._budget.add(self.memory)
@@ -144,6 +145,7 @@ class TextSchedule:
             **({} if self._drafts is None else self._drafts.statistics()),
             **({} if self._lookups is None else self._lookups.statistics()),
             **self.memory.statistics(),
+            **self._book.statistics(),
             "prompt_cache_bytes": self._index.bytes,
             "prompt_cache_entries": len(self._index),
             "tokens": self._tokens,
@@ -157,9 +159,17 @@ class TextSchedule:
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Free the rows of these jobs, at whatever stage they are."""
-        for job_id in job_ids:
-            if (row := self._book.find(job_id)) is not None:
-                self._book.end(row)
+        self._book.cancel(job_ids)
+
+    def end_all(self, reason: str) -> tuple[list[Failed], list[Work]]:
+        """End every job, since the model goes, and have what is kept written to disk, if it is.
+        Returns what their clients are told, and the last works of the model."""
+        self._budget.remove(self.memory)
+        return self._book.end_all(reason)
+
+    def take(self, order: StorageTold) -> None:
+        """Take in what the storage thread tells."""
+        self._book.take(order)
 
     def fail(self, reason: str) -> list[Failed]:
         """End every job, since the model goes. Nothing is planned for them any more."""
@@ -275,6 +285,8 @@ class TextSchedule:
                 self._settle_step(work, outcome)
             case ReadDraft():
                 self._settle_draft(work, outcome)
+            case _:
+                self._book.settle(work, outcome)
 
     def _settle_release(self, work: Release, outcome: Outcome) -> None:
         self._book.settle_release(work, outcome)
@@ -314,8 +326,8 @@ class TextSchedule:
             reading.began = reading.began if reading.opened else outcome.began
             reading.done, reading.opened = span.end, True
         self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)
-        self._book.events += self._find_untold(done.activations)
-        self._fail_broken(done.broken)
+        self._book.events += self._book.find_untold(done.activations)
+        self._book.fail_all_broken(done.broken)
         for reading in readings:
             reading.rows = [row for row in reading.rows if not row.ended]
         if work.spans[0].joins is not None:
@@ -323,18 +335,6 @@ class TextSchedule:
             self._join(readings, outcome.ended, done)
         moved = [*self._queue.half_read, *self._recovery.rows]
         self._book.events += [Progress(row.id) for row in moved]
-
-    def _fail_broken(self, job_ids: Iterable[int]) -> None:
-        for job_id in job_ids:
-            if (row := self._book.find(job_id)) is not None:
-                self._book.fail_broken(row)
-
-    def _find_untold(self, activations: Sequence[Activations]) -> Iterator[Activations]:
-        """The activations of tokens of which nothing was told before a fault had them read anew."""
-        for each in activations:
-            row = self._book.find(each.job)
-            if row is not None and not row.read and each.position >= row.told:
-                yield each
 
     def _join(self, readings: Sequence[Reading], ended: float, done: PromptsRead) -> None:
         """Have the rows of these prompts decoded from the next step on."""
@@ -388,7 +388,7 @@ class TextSchedule:
         self.memory.note_step()
         if outcome.fault is None:
             self._start_fresh(work)
-        self._fail_broken(done.broken)
+        self._book.fail_all_broken(done.broken)
         for failure in done.failures:
             if (row := self._book.find(failure.row)) is not None:
                 self._book.fail(row, failure.reason, failure.clear, kept=outcome.fault is None)

@@ -72,7 +72,8 @@ class Storage:
         self._folders: dict[str, StoreFolder] = {}
         self._fetches: dict[PromptKey, _Fetch] = {}
         self._fetched: dict[PromptKey, FetchedCache] = {}
-        self._handed: dict[PromptKey, _Handed] = {}
+        # In the order of writes. The numbers of a model's entries may begin anew meanwhile.
+        self._handed: dict[PromptKey, list[_Handed]] = {}
 
     # Stores.
 
@@ -106,7 +107,7 @@ class Storage:
             cache: views of `arrays`; the storage thread's from now on.
             arrays: kept until it is over, so that nobody changes them.
         """
-        self._handed[key] = _Handed(arrays)
+        self._handed.setdefault(key, []).append(_Handed(arrays))
 
         def told(counts: StoreCounts) -> None:
             shelf = store.shelf
@@ -141,6 +142,11 @@ class Storage:
         return self._fetched.pop(key, None)
 
     @property
+    def busy(self) -> bool:
+        """Whether the storage thread is yet to tell something."""
+        return bool(self._fetches or self._handed)
+
+    @property
     def seconds_left(self) -> float | None:
         """How long the next read may still take; None if none is under way."""
         if not self._fetches:
@@ -159,7 +165,9 @@ class Storage:
         """Take in what the storage thread tells. Returns whether anybody waits for it."""
         key = order.model, order.entry
         if isinstance(order, Written):
-            self._handed.pop(key, None)
+            self._handed[key].pop(0)
+            if not self._handed[key]:
+                del self._handed[key]
             return True
         fetch = self._fetches.pop(key, None)
         if fetch is None:

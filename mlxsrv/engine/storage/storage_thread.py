@@ -3,20 +3,18 @@
 It never calls MLX. What it reads of memory are arrays that the device thread has computed and holds
 until it is told that they are written. Reads go before writes, and interrupt them between two
 pieces: a client waits for a read, and nobody for a write. Between the pieces of a write the thread
-rests for as long as the piece took, so that it never has more than half of a processor, and on
-Linux it has the lowest priority.
+rests for as long as the piece took, so that it never has more than half of a processor. It has the
+priority of all others: with a lower one it would be interrupted while it holds Python's lock, and
+the device thread would wait for it.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import suppress
 
 from mlxsrv.logs import log
 
@@ -81,7 +79,6 @@ class StorageThread:
     # From here on: the storage thread.
 
     def _run(self) -> None:
-        _lower_priority()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._reads or self._writes)
@@ -110,10 +107,3 @@ class StorageThread:
         except Exception:
             log(_log, logging.ERROR, "a stored prompt failed", traceback=True)
         return None
-
-
-def _lower_priority() -> None:
-    """Let others have the processor first. On Linux a thread has a priority of its own."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

@@ -68,5 +68,7 @@ def load_order(
         trust_remote_code=settings.trust_remote_code,
         wire_memory=settings.wire_memory,
         mlx_cache_limit=settings.mlx_cache_limit,
+        prompt_cache_dir=settings.prompt_cache_dir,
+        prompt_cache_disk_bytes=settings.prompt_cache_disk_bytes,
         vectors=tuple((each.name, str(each.file.path)) for each in vectors),
     )

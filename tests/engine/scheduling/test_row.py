@@ -13,6 +13,7 @@ from mlxsrv.generation.parameters import Sampling
 
 PATHS = {
     RowState.WAITING: [],
+    RowState.FETCHING: [RowState.FETCHING],
     RowState.PREFILLING: [RowState.PREFILLING],
     RowState.FRESH: [RowState.PREFILLING, RowState.FRESH],
     RowState.DECODING: [RowState.PREFILLING, RowState.FRESH, RowState.DECODING],

@@ -1,0 +1,246 @@
+"""Kept prompts on disk: which are written when, and which are fetched for whom.
+
+All that is kept is written, one prompt at a time: at once while no row is there, and beside rows
+after a while. A prompt whose beginning is on disk, and not in memory, waits at its place until that
+is fetched; others go on. What is fetched is a kept prompt like others. It is given up where reading
+the prompt would have been faster.
+
+What there is on disk is not known here: the runner tells it with each row that it admits. So a row
+is not in the queue before that.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+
+import numpy as np
+
+from mlxsrv.engine.orders import Fetched, StorageTold, Written
+from mlxsrv.engine.outcomes import (
+    Admitted,
+    HandedOver,
+    KeptPrompt,
+    Outcome,
+    Restored,
+    TextFacts,
+)
+from mlxsrv.engine.plans import FetchPrompt, RestorePrompt, StorePrompts, Work
+from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.prompt_index import LEAST, PromptIndex
+from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
+from mlxsrv.engine.scheduling.row import Row
+
+_PATIENCE = 64  # rounds that a prompt waits to be written while rows are there
+_LONGEST_FETCH = 10.0  # seconds, while it is not known how fast prompts are read
+_LEAST_FETCH = 0.1  # seconds; the first look at a disk that sleeps takes as long
+_SLICE = 256 * 1024 * 1024  # bytes that are brought into the device's memory in a round
+_SLICE_BESIDE_STEPS = 8 * 1024 * 1024
+
+
+class _Fetch:
+    """The beginning of a prompt that is to be fetched.
+
+    Args:
+        row: the first that waits for it.
+        tokens: of the prompt, that are on disk.
+
+    Attributes:
+        rows: all that wait for it.
+        entry: the kept prompt that it becomes; 0: not begun.
+        read: tokens that were read, and are brought into the device's memory; 0: none yet.
+    """
+
+    def __init__(self, row: Row, tokens: int) -> None:
+        self.rows = [row]
+        self.tokens = tokens
+        self.text = row.prompt[:tokens]
+        self.entry = 0
+        self.read = 0
+
+    def serves(self, row: Row, tokens: int) -> bool:
+        return tokens == self.tokens and np.array_equal(row.prompt[:tokens], self.text)
+
+
+def make_store(
+    model: int, facts: TextFacts, pace: Pace, index: PromptIndex, queue: PromptQueue
+) -> StoreSchedule | None:
+    """The schedule of a model's stored prompts; None if they are not stored."""
+    return None if facts.store is None else StoreSchedule(model, facts, pace, index, queue)
+
+
+class StoreSchedule:
+    """The stored prompts of one model.
+
+    Args:
+        model: the model's number.
+        facts: of the model.
+        pace: tells how fast prompts are read.
+        index: prompts that are kept.
+        queue: prompts that wait.
+    """
+
+    def __init__(
+        self, model: int, facts: TextFacts, pace: Pace, index: PromptIndex, queue: PromptQueue
+    ) -> None:
+        self._model = model
+        self._facts = facts
+        self._pace = pace
+        self._index = index
+        self._queue = queue
+        self._unwritten: deque[int] = deque()  # entries
+        self._writing: int | None = None
+        self._patience = _PATIENCE
+        self._fetches: deque[_Fetch] = deque()  # the first may be under way
+        self._counts = {"files": 0, "bytes": 0, "hits": 0, "hit_tokens": 0, "writes": 0}
+        if facts.store is not None:
+            self._counts |= {"files": facts.store.files, "bytes": facts.store.bytes}
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to plan until the storage thread tells something."""
+        fetches = bool(self._fetches) and (not self._fetches[0].entry or self._fetches[0].read)
+        return not fetches and (self._writing is not None or not self._unwritten)
+
+    @property
+    def waiting(self) -> int:
+        """Rows that wait for a fetch."""
+        return sum(not row.ended for fetch in self._fetches for row in fetch.rows)
+
+    def statistics(self) -> dict[str, int]:
+        counts = {f"prompt_cache_disk_{name}": number for name, number in self._counts.items()}
+        return {"fetching": self.waiting, **counts}
+
+    # What happens.
+
+    def note_kept(self, prompts: Iterable[KeptPrompt]) -> None:
+        """Note that these prompts are kept from now on, unless the index did not take them."""
+        self._unwritten += [prompt.entry for prompt in prompts]
+
+    def note_admitted(self, rows: Iterable[Row], admitted: Admitted) -> None:
+        """Have rows that were admitted wait for the disk, where that helps, else in the queue."""
+        tokens = {stored.row: stored.tokens for stored in admitted.stored}
+        for row in rows:
+            stored = tokens.get(row.id, 0)
+            if not stored or not self._helps(row, stored):
+                self._queue.put_back([row])
+            elif (fetch := self._find(row, stored)) is not None:
+                fetch.rows.append(row)
+            else:
+                self._fetches.append(_Fetch(row, stored))
+
+    def take(self, order: StorageTold) -> None:
+        """Take in what the storage thread tells."""
+        match order:
+            case Written():
+                self._writing = None
+                self._counts["writes"] += order.files
+                self._counts["files"] = order.held_files
+                self._counts["bytes"] = order.held_bytes
+            case Fetched() if self._fetches and self._fetches[0].entry == order.entry:
+                self._fetches[0].read = order.tokens
+                if not order.tokens:
+                    self._end_fetch()
+
+    # Planning.
+
+    def plan(self, *, streaming: bool, busy: bool) -> list[Work]:
+        """What is written, fetched and restored in this round.
+
+        Args:
+            streaming: rows are being decoded.
+            busy: there are rows to read or to decode.
+        """
+        return [*self._plan_fetch(streaming=streaming), *self._plan_write(busy=busy)]
+
+    def plan_all(self, promised: Iterable[int]) -> list[Work]:
+        """Write all that is not written, and what is promised, since the model goes."""
+        entries = (*self._unwritten, *promised)
+        self._unwritten.clear()
+        return [StorePrompts(model=self._model, entries=entries)] if entries else []
+
+    def _plan_fetch(self, *, streaming: bool) -> list[Work]:
+        while self._fetches:
+            fetch = self._fetches[0]
+            if fetch.read:
+                limit = _SLICE_BESIDE_STEPS if streaming else _SLICE
+                return [RestorePrompt(model=self._model, entry=fetch.entry, limit=limit)]
+            if fetch.entry:
+                return []
+            fetch.rows = [row for row in fetch.rows if not row.ended]
+            # Meanwhile another fetch may have brought as much, and memory may be short.
+            saves = bool(fetch.rows) and self._saves(fetch.rows[0], fetch.tokens)
+            if saves and self._index.wants(fetch.tokens):
+                return [self._begin(fetch)]
+            self._end_fetch()
+        return []
+
+    def _begin(self, fetch: _Fetch) -> Work:
+        row = fetch.rows[0]
+        fetch.entry = self._index.reserve(fetch.tokens)
+        known = self._index.find(row.prompt[:-1], row.job.steering)[1]
+        estimate = self._pace.estimate(fetch.tokens - known)
+        seconds = _LONGEST_FETCH if estimate is None else max(estimate, _LEAST_FETCH)
+        return FetchPrompt(
+            model=self._model, entry=fetch.entry, row=row.id, tokens=fetch.tokens, seconds=seconds
+        )
+
+    def _plan_write(self, *, busy: bool) -> list[Work]:
+        while self._unwritten and not self._index.has(self._unwritten[0]):
+            self._unwritten.popleft()
+        if not self._unwritten or self._writing is not None:
+            self._patience = _PATIENCE
+            return []
+        if busy and self._patience:
+            self._patience -= 1
+            return []
+        self._patience = _PATIENCE
+        self._writing = self._unwritten.popleft()
+        return [StorePrompts(model=self._model, entries=(self._writing,))]
+
+    # What came of it.
+
+    def settle(self, work: Work, outcome: Outcome) -> None:
+        """Learn what came of a work."""
+        match work:
+            case StorePrompts():
+                done = outcome.done if isinstance(outcome.done, HandedOver) else HandedOver()
+                if self._writing is not None and self._writing not in done.entries:
+                    self._writing = None
+            case FetchPrompt():
+                if outcome.fault is not None and self._fetches:
+                    self._end_fetch()
+            case RestorePrompt():
+                self._settle_restore(outcome)
+
+    def _settle_restore(self, outcome: Outcome) -> None:
+        done = outcome.done if isinstance(outcome.done, Restored) else Restored(over=True)
+        if not done.over or not self._fetches:
+            return
+        fetch = self._fetches[0]
+        if done.prompt is not None:
+            self._index.add(fetch.text[: fetch.read], done.prompt)
+            self._counts["hits"] += 1
+            self._counts["hit_tokens"] += fetch.read
+        self._end_fetch()
+
+    def _end_fetch(self) -> None:
+        """Have the rows of the first fetch wait to be read, from what there is."""
+        fetch = self._fetches.popleft()
+        self._index.cancel(fetch.entry)
+        self._queue.put_back(row for row in fetch.rows if not row.ended)
+
+    def _find(self, row: Row, tokens: int) -> _Fetch | None:
+        """The fetch that serves a row as well."""
+        return next((each for each in self._fetches if each.serves(row, tokens)), None)
+
+    def _helps(self, row: Row, tokens: int) -> bool:
+        """Whether a row is better off with so many tokens of its prompt, which are stored."""
+        if self._queue.reads_anew(row):
+            return False
+        fits = self._facts.kv_bytes(tokens) <= self._facts.prompt_cache_bytes
+        return fits and self._saves(row, tokens)
+
+    def _saves(self, row: Row, tokens: int) -> bool:
+        """Whether so many tokens are many more than memory has of a row's prompt."""
+        return tokens - self._index.find(row.prompt[:-1], row.job.steering)[1] >= LEAST

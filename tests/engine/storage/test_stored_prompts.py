@@ -1,0 +1,248 @@
+"""Prompts on disk, from one process to the next: real models, real files, all kinds of caches."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlxsrv.engine.orders import Cancel, Submit
+from mlxsrv.engine.plans import FetchPrompt, Read
+from mlxsrv.engine.recording.model_replay import ModelReplay
+from mlxsrv.engine.recording.record_file import RecordReader
+from mlxsrv.engine.recording.replay import Replay, look_ahead
+from mlxsrv.engine.scheduling.scheduler import Received
+from mlxsrv.generation.parameters import Steering
+from tests.engine.loading.test_adapters import write_adapter
+from tests.engine.steering.test_control_vectors import write_safetensors
+from tests.support.fixtures import ModelFolder
+from tests.support.recording import replay
+from tests.support.stored import StoringEngine, make_job
+from tests.support.tiny import write_model
+
+PROMPT = tuple(20 + i * 7 % 300 for i in range(700))
+MORE = tuple(range(40, 60))
+CHUNKS = 512
+"""Tokens of the prompt's whole chunks: what another answer to it than the stored one saves."""
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "full": ("qwen3", {}),
+    "quantized": ("wide", {"kv_bits": 8}),
+    "bounded": ("qwen3", {"max_kv_size": 64}),
+    "sliding": ("gemma3_text", {}),
+    "recurrent": ("qwen3_next", {}),
+    "states": ("mamba", {}),
+    "lists": ("falcon_h1", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose heads are wide enough for a quantized KV cache."""
+    return write_model(tmp_path_factory.mktemp("wide"), "qwen3", plain=True, head_dim=32)
+
+
+def find_folder(model_folder: ModelFolder, wide: Path, family: str) -> Path:
+    return wide if family == "wide" else model_folder(family, plain=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_process_goes_on_from_the_answer(
+    model_folder: ModelFolder, wide: Path, tmp_path: Path, kind: str
+) -> None:
+    family, more = KINDS[kind]
+    folder = find_folder(model_folder, wide, family)
+    first = StoringEngine(folder, tmp_path, **more)
+    answer, _ = first.ask(make_job(1, PROMPT))
+    first.end()
+    asked = make_job(2, (*PROMPT, *answer, *MORE))
+
+    second = StoringEngine(folder, tmp_path, **more)
+    drawn, cached = second.ask(asked)
+    assert cached >= len(PROMPT) - 1, second.numbers
+    assert second.numbers["prompt_cache_disk_hits"] == 1
+    second.end()
+    assert drawn == StoringEngine(folder, None, **more).ask(asked)[0]
+
+
+def test_what_a_client_left_half_read_is_kept(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder = model_folder("qwen3", plain=True)
+    first = StoringEngine(folder, tmp_path)
+    first.round([Received(1, Submit(make_job(1, PROMPT)))])
+    while sum(span.end - span.begin for work in first.find(Read) for span in work.spans) < 400:
+        first.round([])
+    first.send(Cancel(1))
+    first.end()
+    second = StoringEngine(folder, tmp_path)
+    assert second.ask(make_job(2, PROMPT))[1] >= 400
+
+
+def test_rows_under_way_at_the_end_are_kept(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder = model_folder("qwen3", plain=True)
+    first = StoringEngine(folder, tmp_path)
+    first.round([Received(1, Submit(make_job(1, PROMPT, 1000)))])
+    while not first.scheduler._models[1].streaming:
+        first.round([])
+    first.end()
+    assert StoringEngine(folder, tmp_path).ask(make_job(2, (*PROMPT, 5)))[1] >= len(PROMPT) - 1
+
+
+def test_a_model_that_is_unloaded_finds_its_prompts_again(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    folder = model_folder("qwen3", plain=True)
+    engine = StoringEngine(folder, tmp_path)
+    engine.ask(make_job(1, PROMPT))
+    engine.unload()
+    assert StoringEngine(folder, tmp_path).ask(make_job(2, PROMPT))[1] == CHUNKS
+
+
+def test_others_go_on_while_a_prompt_is_fetched(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder = model_folder("qwen3", plain=True)
+    first = StoringEngine(folder, tmp_path)
+    first.ask(make_job(1, PROMPT))
+    first.end()
+    second = StoringEngine(folder, tmp_path)
+    jobs = [make_job(2, PROMPT), make_job(3, PROMPT), make_job(4, tuple(range(50, 90)))]
+    second.send(*map(Submit, jobs))
+    assert len(second.find(FetchPrompt)) == 1, "twins share a fetch"
+    reads = [row for work in second.find(Read) for span in work.spans for row in span.rows]
+    assert reads[0] == 4
+    cached = {event.job: event.cached for event in second.events if hasattr(event, "cached")}
+    assert cached == {2: CHUNKS, 3: CHUNKS, 4: 0}
+
+
+def test_a_client_that_leaves_while_its_prompt_is_fetched_is_gone(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    folder = model_folder("qwen3", plain=True)
+    first = StoringEngine(folder, tmp_path)
+    first.ask(make_job(1, PROMPT))
+    first.end()
+    second = StoringEngine(folder, tmp_path)
+    second.round([Received(1, Submit(make_job(2, PROMPT)))])
+    second.round([])
+    assert second.find(FetchPrompt)
+    second.send(Cancel(2))
+    assert second.ask(make_job(3, PROMPT))[1] == CHUNKS
+
+
+# Misses.
+
+
+def stored(folder: Path, disk: Path, **more: Any) -> None:
+    engine = StoringEngine(folder, disk, **more)
+    engine.ask(make_job(1, PROMPT))
+    engine.end()
+
+
+def test_other_weights_under_the_same_path_are_a_miss(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "m", "qwen3", plain=True)
+    stored(folder, tmp_path / "kv")
+    write_model(folder, "qwen3", plain=True, seed=1)
+    engine = StoringEngine(folder, tmp_path / "kv")
+    drawn, cached = engine.ask(make_job(2, PROMPT))
+    assert cached == 0
+    assert drawn == StoringEngine(folder, None).ask(make_job(2, PROMPT))[0]
+
+
+def test_another_kind_of_cache_is_a_miss(wide: Path, tmp_path: Path) -> None:
+    stored(wide, tmp_path)
+    kinds: list[dict[str, Any]] = [{"kv_bits": 8}, {"kv_bits": 4}, {"max_kv_size": 64}]
+    for more in kinds:
+        assert StoringEngine(wide, tmp_path, **more).ask(make_job(2, PROMPT))[1] == 0
+
+
+def test_a_row_that_is_steered_has_no_part_in_it(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder, disk = model_folder("qwen3", plain=True), tmp_path / "kv"
+    file = tmp_path / "v.safetensors"
+    direction = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    write_safetensors(file, [("direction.0", 3 * direction)])
+    stored(folder, disk)
+    engine = StoringEngine(folder, disk, vectors=(("v", str(file)),))
+    steered = Steering(vectors=(("v", 2.0),))
+    assert engine.ask(make_job(2, PROMPT, steering=steered))[1] == 0
+    assert engine.numbers["prompt_cache_disk_writes"] == 0
+    engine.end()
+    other = StoringEngine(folder, disk)
+    assert other.ask(make_job(3, PROMPT)) == (plain_text(folder), CHUNKS)
+
+
+def test_an_adapter_is_a_miss(model_folder: ModelFolder, tmp_path: Path) -> None:
+    """And so is another one of the same name."""
+    folder, disk, adapter = model_folder("qwen3", plain=True), tmp_path / "kv", tmp_path / "a"
+    stored(folder, disk)
+    for seed in (0, 1):
+        shutil.rmtree(adapter, ignore_errors=True)
+        write_adapter(adapter, folder, seed=seed)
+        engine = StoringEngine(folder, disk, adapter=str(adapter))
+        assert engine.ask(make_job(2, PROMPT))[1] == 0
+        engine.end()
+    again = StoringEngine(folder, disk, adapter=str(adapter))
+    assert again.ask(make_job(2, PROMPT))[1] == CHUNKS
+
+
+def plain_text(folder: Path) -> list[int]:
+    return StoringEngine(folder, None).ask(make_job(3, PROMPT))[0]
+
+
+def test_a_prompt_that_is_scored_is_read(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder = model_folder("qwen3", plain=True)
+    stored(folder, tmp_path)
+    assert StoringEngine(folder, tmp_path).ask(make_job(2, PROMPT, scores=1))[1] == 0
+
+
+def test_what_would_not_fit_in_memory_is_not_fetched(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    folder = model_folder("qwen3", plain=True)
+    stored(folder, tmp_path)
+    engine = StoringEngine(folder, tmp_path, prompt_cache_bytes=10_000)
+    assert engine.ask(make_job(2, PROMPT))[1] == 0
+    assert not engine.find(FetchPrompt)
+
+
+def test_a_read_that_takes_too_long_is_given_up(model_folder: ModelFolder, tmp_path: Path) -> None:
+    folder = model_folder("qwen3", plain=True)
+    stored(folder, tmp_path)
+    engine = StoringEngine(folder, tmp_path)
+    engine.round([Received(1, Submit(make_job(2, PROMPT)))])
+    engine.round([])
+    [fetch] = engine.find(FetchPrompt)
+    storage = engine.runner.storage
+    for each in storage._fetches.values():
+        each.deadline = 0.0
+    late = storage.give_up()
+    assert [(order.entry, order.tokens) for order in late] == [(fetch.entry, 0)]
+    engine.round([Received(0, order) for order in late])
+    engine.send()
+    cached = [event.cached for event in engine.events if hasattr(event, "cached")]
+    assert cached == [0]
+
+
+# Records.
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_a_record_is_replayed_without_the_disk(
+    model_folder: ModelFolder, tmp_path: Path, tokens: bool
+) -> None:
+    folder = model_folder("qwen3", plain=True)
+    stored(folder, tmp_path / "kv")
+    path = tmp_path / "r"
+    engine = StoringEngine(folder, tmp_path / "kv", record=path, tokens=tokens)
+    assert engine.ask(make_job(2, (*PROMPT, *MORE)))[1] == CHUNKS
+    engine.ask(make_job(3, (*PROMPT, 7)))
+    engine.end()
+    assert replay(path).difference is None
+    assert str(tmp_path) not in path.read_text()
+    if tokens:
+        reader = RecordReader(str(path))
+        foresight = look_ahead(reader)
+        live = ModelReplay({"m": str(folder)}, {}, foresight)
+        assert Replay(reader, foresight, live).run().difference is None
+        assert live.compared == 24
+        assert live.differing == {}

@@ -1,0 +1,133 @@
+"""A scheduler and a runner with prompts on disk, driven by hand, and ended like a process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from mlxsrv.engine.events import Failed, PromptRead, Token
+from mlxsrv.engine.orders import (
+    Ask,
+    Cancel,
+    Close,
+    Fetched,
+    Job,
+    Load,
+    Open,
+    Order,
+    StorageTold,
+    Submit,
+    Unload,
+    Written,
+)
+from mlxsrv.engine.outcomes import Outcome
+from mlxsrv.engine.plans import Work
+from mlxsrv.engine.recording.recorder import RecordedScheduler, Recorder, Recording
+from mlxsrv.engine.runner import Runner
+from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
+from mlxsrv.generation.parameters import Sampling
+from tests.support.recording import BYTES
+from tests.support.serving import PATIENCE
+
+
+class StoringEngine:
+    """One process's engine, as the device thread drives it.
+
+    Args:
+        folder: the model's.
+        disk: the directory of prompts.
+        record: the path of a record.
+        change: makes other outcomes of those that works have.
+        more: of the load's order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        disk: Path | None,
+        *,
+        record: Path | None = None,
+        tokens: bool = True,
+        change: Callable[[Work, Outcome], Outcome] = lambda _, outcome: outcome,
+        **more: Any,
+    ) -> None:
+        recording = Recording(path=str(record), tokens=tokens, most_bytes=BYTES)
+        self.scheduler = Scheduler() if record is None else RecordedScheduler(Recorder(recording))
+        self._told: SimpleQueue[StorageTold] = SimpleQueue()
+        self.runner = Runner(self._told.put)
+        self._change = change
+        self.events: list[Any] = []
+        self.works: list[Work] = []
+        asked: dict[str, Any] = {
+            "max_rows": 4,
+            "prefill_chunk": 64,
+            "max_gap": 0.2,
+            "prompt_cache_bytes": 1 << 30,
+            "prompt_cache_dir": None if disk is None else str(disk),
+            "prompt_cache_disk_bytes": 1 << 30,
+        }
+        self.send(Open(), Ask(1, Load(model="m", path=str(folder), **(asked | more))))
+
+    def send(self, *orders: Order) -> None:
+        """Send orders, and do all that comes of them, writes to disk included."""
+        received = [Received(1, order) for order in orders]
+        while received or not self._at_rest:
+            self.round(received)
+            received = self._wait() if self.scheduler.idle and not self._at_rest else []
+
+    def round(self, received: list[Received]) -> None:
+        plan = self.scheduler.plan(received)
+        for work in plan.works:
+            self.works.append(work)
+            outcome = self._change(work, self.runner.run(work))
+            self.scheduler.settle(work, outcome)
+            for _, events in self.scheduler.take_events():
+                self.events += events
+
+    @property
+    def _at_rest(self) -> bool:
+        storage = self.runner.storage
+        return self.scheduler.idle and not storage.busy and self._told.empty()
+
+    def _wait(self) -> list[Received]:
+        try:
+            order = self._told.get(timeout=PATIENCE)
+        except Empty:
+            raise AssertionError("the storage thread tells nothing") from None
+        assert isinstance(order, (Fetched, Written))
+        return [Received(0, order)] if self.runner.storage.accept(order) else []
+
+    def ask(self, job: Job) -> tuple[list[int], int]:
+        """Have a job done: the tokens that it draws, and how many of its prompt were cached."""
+        self.events.clear()
+        self.send(Submit(job))
+        assert not any(isinstance(event, Failed) for event in self.events), self.events
+        [cached] = [event.cached for event in self.events if isinstance(event, PromptRead)]
+        return [event.id for event in self.events if isinstance(event, Token)], cached
+
+    def cancel(self, job: int) -> None:
+        self.send(Cancel(job))
+
+    def unload(self) -> None:
+        self.send(Unload("m"))
+
+    def end(self) -> None:
+        """End as a process does that is asked to."""
+        self.send(Close())
+        self.runner.storage.close()
+
+    def find(self, kind: type[Work]) -> list[Any]:
+        return [work for work in self.works if isinstance(work, kind)]
+
+    @property
+    def numbers(self) -> dict[str, int]:
+        [model] = self.scheduler._models.values()
+        return model.statistics()
+
+
+def make_job(number: int, prompt: tuple[int, ...], count: int = 12, **more: Any) -> Job:
+    """Greedy, unless sampling is given."""
+    asked: dict[str, Any] = {"sampling": Sampling(temperature=0.0), "end_tokens": frozenset()}
+    return Job(number, "m", prompt, count, **(asked | more))
