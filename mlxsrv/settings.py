@@ -130,7 +130,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     kv_bits: Annotated[
         Literal[2, 3, 4, 5, 6, 8] | None,
         Meta(
-            description="Quantize KV caches to this many bits. Such requests run one at a time.",
+            description="Quantize KV caches to this many bits.",
             extra={"metavar": "BITS"},
         ),
     ] = None

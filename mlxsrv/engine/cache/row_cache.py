@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache
 
 Layers = list[Any]
 """An object of mlx-lm's for each layer of a model."""
@@ -21,16 +22,18 @@ class RowCache:
     Args:
         layers: mlx-lm's object of each layer.
         tokens: how many tokens they have seen.
+        lent: their arrays may be views of larger ones.
 
     Attributes:
         tokens: how many tokens of a text it holds. Who feeds it to a model counts them here.
     """
 
-    __slots__ = ("layers", "tokens")
+    __slots__ = ("_lent", "layers", "tokens")
 
-    def __init__(self, layers: Layers, tokens: int = 0) -> None:
+    def __init__(self, layers: Layers, tokens: int = 0, *, lent: bool = False) -> None:
         self.layers = layers
         self.tokens = tokens
+        self._lent = lent
 
     @property
     def nbytes(self) -> int:
@@ -53,12 +56,21 @@ class RowCache:
         Raises:
             ValueError: it holds less, or cannot be cut back.
         """
-        other = RowCache(copy.deepcopy(self.layers), self.tokens)
+        other = RowCache(copy.deepcopy(self.layers), self.tokens, lent=self._lent)
         if tokens is not None and tokens != self.tokens:
             other.cut(tokens)
             for layer in other.layers:
                 _shrink(layer)
         return other
+
+    def settle(self) -> None:
+        """Have arrays of its own, and wait until they are computed. So it holds no memory but its
+        own, and is in nobody's way."""
+        if self._lent:
+            for layer in self.layers:
+                _own(layer)
+            self._lent = False
+        mx.eval(self.state)
 
     def cut(self, tokens: int) -> None:
         """Forget what is behind the first `tokens`.
@@ -77,9 +89,22 @@ class RowCache:
 def _shrink(layer: Any) -> None:
     """Have a layer refer to what it holds only, so that no more is copied when it changes."""
     if type(layer) in (KVCache, QuantizedKVCache) and layer.offset:
-        layer.keys, layer.values = tree_map(
-            lambda array: array[..., : layer.offset, :], (layer.keys, layer.values)
-        )
+        layer.keys, layer.values = layer.keys_and_values()
+
+
+def _own(layer: Any) -> None:
+    """Replace a layer's arrays, which are views, by copies."""
+    if isinstance(layer, CacheList):
+        for member in layer.caches:
+            _own(member)
+    elif isinstance(layer, ArraysCache):
+        layer.cache = tree_map(_copy, layer.cache)
+    elif not layer.empty():
+        layer.keys, layer.values = tree_map(_copy, layer.keys_and_values())
+
+
+def _copy(array: mx.array | None) -> mx.array | None:
+    return None if array is None else array * 1
 
 
 def _cuts(layer: Any) -> bool:

@@ -26,16 +26,17 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 from time import perf_counter
 from typing import Any, cast
 
 import mlx.core as mx
 
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.execution.launch import Launched, launch
 from mlxsrv.engine.execution.speculation import Proposer, check_proposals
-from mlxsrv.engine.execution.sub_batches import SubBatch
+from mlxsrv.engine.execution.sub_batches import ReadyRow, SubBatch
 from mlxsrv.engine.execution.told import Told, accept, binds, tell_constraints, tell_tokens
 from mlxsrv.engine.live_row import LiveRow, Place
 from mlxsrv.engine.plans import RowGroup
@@ -46,6 +47,10 @@ from mlxsrv.engine.sampling.sampler import Sampler
 from mlxsrv.engine.steering.plan import PassActivations
 from mlxsrv.engine.steering.steerer import Steerer
 
+# Bytes of KV caches. MLX writes into an array in place only if no work under way reads it, as the
+# step under way does: one that is launched meanwhile copies the KV caches. While these are small,
+# that takes less than the device would idle. Else the next step is made ready, and then waits.
+_MOST_COPIED = 8 << 20
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
 
 
@@ -105,14 +110,23 @@ class Decoder:
 
     Args:
         model: a model of mlx-lm's.
+        caches: makes the KV caches of rows.
         steerer: what rows are steered with.
         proposer: proposes tokens to a row that is alone.
     """
 
-    def __init__(self, model: Any, *, steerer: Steerer, proposer: Proposer | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        caches: KVCacheFactory,
+        *,
+        steerer: Steerer,
+        proposer: Proposer | None = None,
+    ) -> None:
         self.sub_batches: list[SubBatch] = []
         self.rows: list[LiveRow] = []  # of all sub-batches, in the order of the inputs
         self._model = model
+        self._caches = caches
         self._steerer = steerer
         self._proposer = proposer
         # (rows,), the token that each row is fed next, sub-batch by sub-batch
@@ -121,6 +135,7 @@ class Decoder:
         self._step: Step | None = None  # None: rows have changed
         self._row_ids: list[int] = []
         self._fresh = False  # some row is
+        self._nbytes = 0  # of the KV caches, as they were arranged last
         self._steps = 0
 
     def replan(self) -> None:
@@ -140,6 +155,8 @@ class Decoder:
         inputs, last, rows = self._inputs, self._launched, self.rows
         logits = self._forward(inputs)
         step = self._step or self._prepare(rows, logits.shape[-1])
+        if self._nbytes > _MOST_COPIED:
+            mx.eval(inputs)
         if step.masks is None:
             self._inputs, proofs, scores = step.draw(logits, inputs)
             self._launched = Launched(proofs, scores, self._look())
@@ -295,7 +312,7 @@ class Decoder:
             if count:
                 told.accepted[row.id] = len(each.seen) - 1
             taken.append(tell_tokens(row, each.seen, told))
-        sub_batch.cut([proposals.shape[1] + 1 - each for each in taken])
+        sub_batch.caches.cut([proposals.shape[1] + 1 - each for each in taken])
         woken = [i for i, row in enumerate(rows) if binds(row, told)]
         for i, row in enumerate(rows):
             if i not in woken and taken[i] == len(checked[i].seen):
@@ -319,41 +336,69 @@ class Decoder:
 
     # Rows come and go.
 
-    def join(self, sub_batch: SubBatch) -> None:
-        """Take fresh rows, whose texts are in the KV cache."""
-        inputs = mx.array([row.last for row in sub_batch.rows], dtype=mx.uint32)
-        self._take([sub_batch], inputs)
-
     def absorb(self, other: Decoder) -> None:
-        """Take the rows of another decoder as they are. It keeps them, too, and is to be
-        abandoned."""
+        """Take the rows of another decoder, for the next `arrange`. It keeps them, too, and is to
+        be abandoned."""
         if other._inputs is not None:
             launched = self._launched.beside(other._launched)
-            self._take(other.sub_batches, other._inputs)
+            self._feed([*self.sub_batches, *other.sub_batches], other._inputs)
             self._launched = launched
 
-    def _take(self, sub_batches: Sequence[SubBatch], inputs: mx.array) -> None:
-        if self._inputs is not None:
-            inputs = mx.concatenate([self._inputs, inputs])
-        self._inputs = inputs
-        self._arrange([*self.sub_batches, *sub_batches])
-
-    def regroup(self, groups: Sequence[RowGroup]) -> None:
-        """Merge sub-batches, and order their rows, so that the groups are these.
+    def arrange(self, groups: Sequence[RowGroup], ready: Mapping[int, ReadyRow]) -> None:
+        """Have the groups be these, of the rows that there are and of those that are ready, by id.
 
         Raises:
             RuntimeError: that cannot be done, or leaves rows out.
         """
-        places = {row.id: place for place, row in enumerate(self.rows)}
-        there = list(self.sub_batches)
-        merged = [_merge(group.rows, there) for group in groups]
-        if there:
-            raise RuntimeError(f"no group has the rows {[row.id for row in there[0].rows]}")
-        self._arrange(merged)
-        order = [places[row.id] for row in self.rows]
+        there = {row.id for row in self.rows}
+        joining = {
+            row_id: ready[row_id]
+            for group in groups
+            for row_id in group.rows
+            if row_id not in there and row_id in ready
+        }
+        places = {row_id: place for place, row_id in enumerate([*self._row_ids, *joining])}
+        wanted = [row_id for group in groups for row_id in group.rows]
+        if sorted(wanted) != sorted(places):
+            raise RuntimeError(f"the rows are {[*places]}, so they cannot be {wanted}")
+        if joining:
+            last = [each.row.last for each in joining.values()]
+            self._feed(self.sub_batches, mx.array(last, dtype=mx.uint32))
+        left = self.sub_batches
+        self._set([self._form(group, left, joining) for group in groups])
+        order = [places[row_id] for row_id in wanted]
         if order != [*range(len(order))]:
             assert self._inputs is not None
             self._inputs = self._inputs[mx.array(order)]
+
+    def _form(
+        self, group: RowGroup, left: list[SubBatch], joining: dict[int, ReadyRow]
+    ) -> SubBatch:
+        """The sub-batch of a group: the first that is `left` of those with its rows, which the
+        others join. They are taken out of what is left.
+
+        Raises:
+            RuntimeError: one of them has rows of another group.
+        """
+        ids = {*group.rows}
+        parts = [each for each in left if not ids.isdisjoint(row.id for row in each.rows)]
+        if not ids.issuperset(row.id for part in parts for row in part.rows):
+            raise RuntimeError(f"the rows {[*group.rows]} are not whole sub-batches")
+        left[:] = [each for each in left if each not in parts]
+        formed = parts[0] if parts else SubBatch(self._caches.make_rows())
+        joining |= {row_id: row for part in parts[1:] for row_id, row in part.lend(ids).items()}
+        # From here on only what is lent of their arrays is held, each layer's until it has joined.
+        del parts
+        formed.arrange(group, joining)
+        for row_id in ids & joining.keys():
+            del joining[row_id]
+        return formed
+
+    def _feed(self, sub_batches: Sequence[SubBatch], inputs: mx.array) -> None:
+        """Have these sub-batches, and inputs of more rows behind those that there are."""
+        self.sub_batches = [*sub_batches]
+        self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
+        self._row_ids = [row.id for each in self.sub_batches for row in each.rows]
 
     def remove(self, row_ids: Collection[int]) -> None:
         """Drop these rows."""
@@ -365,32 +410,17 @@ class Decoder:
             return
         assert self._inputs is not None
         self._inputs = self._inputs[mx.array(left)]
-        self._arrange([each for each in self.sub_batches if each.remove(row_ids)])
+        self._set([each for each in self.sub_batches if each.remove(row_ids)])
 
-    def _arrange(self, sub_batches: list[SubBatch]) -> None:
+    def _set(self, sub_batches: list[SubBatch]) -> None:
         self._step = None
         self.sub_batches = sub_batches
         self.rows = [row for sub_batch in sub_batches for row in sub_batch.rows]
         self._row_ids = [row.id for row in self.rows]
         self._fresh = any(row.fresh for row in self.rows)
+        self._nbytes = sum(each.caches.nbytes for each in sub_batches)
 
     def abandon(self) -> None:
         """Forget all rows."""
-        self._arrange([])
+        self._set([])
         self._inputs, self._launched = None, Launched()
-
-
-def _merge(group: Sequence[int], there: list[SubBatch]) -> SubBatch:
-    """The sub-batches that have the rows of a group, as one with the rows in its order. They are
-    taken out of those that are `there`."""
-    parts = [each for each in there if each.rows[0].id in group]
-    found = [row.id for part in parts for row in part.rows]
-    if not parts or sorted(found) != sorted(group):
-        raise RuntimeError(f"the rows {[*group]} are not whole sub-batches")
-    for part in parts:
-        there.remove(part)
-    for part in parts[1:]:
-        parts[0].absorb(part)
-    if found != [*group]:
-        parts[0].keep([found.index(row_id) for row_id in group])
-    return parts[0]

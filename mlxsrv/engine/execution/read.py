@@ -18,10 +18,11 @@ from typing import Any, cast
 import mlx.core as mx
 import msgspec
 
-from mlxsrv.engine.cache.kv_caches import merge
-from mlxsrv.engine.cache.row_cache import Layers, RowCache
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.row_cache import RowCache
+from mlxsrv.engine.cache.row_caches import RowCaches
 from mlxsrv.engine.events import Activations, Likelihood, PromptScored
-from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
+from mlxsrv.engine.execution.sub_batches import KeptCache, ReadyRow, keep_cache
 from mlxsrv.engine.live_row import LiveRow, Place
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.plans import Span
@@ -72,7 +73,7 @@ class PartialText:
             logits = forward(model, plan, mx.array(part)[None], self.cache.layers)
             if self.scorer is not None:
                 self.scorer.score(self.done, logits[0])
-            mx.eval(self.cache.state)
+            self.cache.settle()
         self.cache.tokens = end
 
 
@@ -125,16 +126,14 @@ class SpansRead(msgspec.Struct):
         activations: those that were watched.
     """
 
-    ready: SubBatch | None = None
+    ready: list[ReadyRow] = []
     kept: list[KeptCache] = []
     scores: PromptScored | None = None
     broken: tuple[int, ...] = ()
     activations: list[Activations] = []
 
 
-def read_alone(
-    model: Any, text: PartialText, span: Span, plan: SteeringPlan | None, *, batched: bool
-) -> SpansRead:
+def read_alone(model: Any, text: PartialText, span: Span, plan: SteeringPlan | None) -> SpansRead:
     """Read a part of one text.
 
     Args:
@@ -142,7 +141,6 @@ def read_alone(
         text: as far as it was read.
         span: the part.
         plan: the steering of its rows.
-        batched: the model's KV caches can be merged.
     """
     text.read(model, span.end, plan)
     done = SpansRead(activations=_look([span], plan))
@@ -150,13 +148,10 @@ def read_alone(
         done.broken = span.rows
         return done
     rows = text.find(span.joins or ())
-    if rows:
-        cache = merge([text.cache] * len(rows)) if batched else text.cache.layers
-        done.ready = SubBatch(rows, cache, batched=batched)
+    # Each has layers of its own; arrays are shared until a row joins others.
+    done.ready = [ReadyRow(row, text.cache.copy()) for row in rows]
     if span.keep is not None:
-        # Where the rows have a copy of their own, or nobody goes on from here, this may be kept.
-        used = span.joins is None or (bool(rows) and not batched)
-        kept = keep_cache(text.cache.copy() if used else text.cache, span.keep)
+        kept = keep_cache(text.cache.copy(), span.keep)
         done.kept += [] if kept is None else [kept]
     if text.scorer is not None and span.joins is not None:
         done.scores = text.scorer.event
@@ -164,46 +159,44 @@ def read_alone(
 
 
 def read_whole(
-    model: Any, texts: Sequence[PartialText], spans: Sequence[Span], plan: SteeringPlan | None
+    model: Any,
+    caches: KVCacheFactory,
+    texts: Sequence[PartialText],
+    spans: Sequence[Span],
+    plan: SteeringPlan | None,
 ) -> SpansRead:
-    """Read several texts to their ends, in one pass. Their KV caches can be merged."""
-    cache = merge([text.cache for text in texts])
+    """Read several texts to their ends, in one pass. `caches` makes their KV caches, which can be
+    shared."""
     parts = [text.part(span.end) for text, span in zip(texts, spans, strict=True)]
-    read_together(model, cache, parts, plan)
+    together = read_together(model, caches, [text.cache for text in texts], parts, plan)
     done = SpansRead(activations=_look(spans, plan))
-    rows: list[LiveRow] = []
-    owners: list[int] = []  # the text of each row: several rows may have one, or none is decoded
-    for i, (text, span) in enumerate(zip(texts, spans, strict=True)):
-        text.cache.tokens = span.end
+    for number, (text, span) in enumerate(zip(texts, spans, strict=True)):
         if span.keep is not None:
-            alone = RowCache([layer.extract(i) for layer in cache], span.end)
-            kept = keep_cache(alone, span.keep)
+            kept = keep_cache(together.lend(number), span.keep)
             done.kept += [] if kept is None else [kept]
         joining = text.find(span.joins or ())
-        rows += joining
-        owners += [i] * len(joining)
-    if owners and owners != [*range(len(texts))]:
-        for layer in cache:
-            layer.filter(mx.array(owners))
-    done.ready = SubBatch(rows, cache, batched=True) if rows else None
+        done.ready += [ReadyRow(row, together.lend(number)) for row in joining]
     return done
 
 
 def read_together(
-    model: Any, cache: Layers, parts: Sequence[tuple[int, ...]], plan: SteeringPlan | None = None
-) -> None:
-    """Read one part into each row of a batch's KV cache, in one pass, right-padded, and wait."""
+    model: Any,
+    caches: KVCacheFactory,
+    rows: Sequence[RowCache],
+    parts: Sequence[tuple[int, ...]],
+    plan: SteeringPlan | None = None,
+) -> RowCaches:
+    """Read one part into each row's KV cache, in one pass, right-padded, and wait. Returns what the
+    rows have then; they lose what they had."""
     lengths = [len(part) for part in parts]
-    padding = [max(lengths) - length for length in lengths]
-    if any(padding):
-        for layer in cache:
-            layer.prepare(lengths=lengths, right_padding=padding)
-    tokens = [part + (0,) * pad for part, pad in zip(parts, padding, strict=True)]
-    forward(model, plan, mx.array(tokens), cache)
-    if any(padding):
-        for layer in cache:
-            layer.finalize()
-    mx.eval([layer.state for layer in cache])
+    together = caches.make_rows(reading=True)
+    room = max(row.tokens for row in rows) + max(lengths)
+    together.arrange(rows, len(rows), room)
+    together.prepare(lengths)
+    tokens = [part + (0,) * (max(lengths) - len(part)) for part in parts]
+    forward(model, plan, mx.array(tokens), together.layers)
+    together.finish(lengths)
+    return together
 
 
 def _look(spans: Sequence[Span], plan: SteeringPlan | None) -> list[Activations]:

@@ -36,7 +36,7 @@ from mlxsrv.engine.execution.speculation import (
     find_obstacle,
 )
 from mlxsrv.engine.execution.stored import StoredPrompts
-from mlxsrv.engine.execution.sub_batches import KeptCache, SubBatch, keep_cache
+from mlxsrv.engine.execution.sub_batches import KeptCache, ReadyRow, keep_cache
 from mlxsrv.engine.execution.told import Told
 from mlxsrv.engine.faults import describe, note
 from mlxsrv.engine.live_row import LiveRow
@@ -110,9 +110,9 @@ class TextRunner:
         self._stored = stored
         self._rows: dict[int, LiveRow] = {}
         self._texts: dict[int, PartialText] = {}  # half read, by each of their rows
-        self._ready: list[SubBatch] = []
-        self._main = Decoder(model, steerer=steerer, proposer=self._draft)
-        self._trial = Decoder(model, steerer=steerer)
+        self._ready: dict[int, ReadyRow] = {}  # by id
+        self._main = Decoder(model, caches, steerer=steerer, proposer=self._draft)
+        self._trial = Decoder(model, caches, steerer=steerer)
         self._kept: dict[int, KeptCache] = {}
 
     def replan(self) -> None:
@@ -187,9 +187,11 @@ class TextRunner:
         """
         kept = self._take_out_of_texts(row_ids, keeps)
         errors: list[Exception] = []
-        for sub_batch in list(self._ready):
+        for row_id in row_ids & self._ready.keys():
+            cache = self._ready.pop(row_id).cache
             try:
-                kept += self._take_out_of_ready(sub_batch, row_ids, keeps)
+                found = keep_cache(cache, keeps[row_id]) if row_id in keeps else None
+                kept += [] if found is None else [found]
             except Exception as error:
                 errors.append(error)
         for decoder in (self._main, self._trial):
@@ -224,17 +226,6 @@ class TextRunner:
                 # Others may still read on in it.
                 found = keep_cache(text.cache.copy() if text.rows else text.cache, keep)
                 kept += [] if found is None else [found]
-        return kept
-
-    def _take_out_of_ready(
-        self, sub_batch: SubBatch, row_ids: Collection[int], keeps: Mapping[int, Keep]
-    ) -> list[KeptCache]:
-        if not any(row.id in row_ids for row in sub_batch.rows):
-            return []
-        self._ready.remove(sub_batch)
-        kept = sub_batch.snapshot(keeps)
-        if sub_batch.remove(row_ids):
-            self._ready.append(sub_batch)
         return kept
 
     # Kept prompts.
@@ -309,8 +300,7 @@ class TextRunner:
         except Exception:
             self._drop_texts(spans)
             raise
-        if done.ready is not None:
-            self._ready.append(done.ready)
+        self._ready |= {each.row.id: each for each in done.ready}
         return PromptsRead(self._keep(done.kept), done.scores, done.broken, tuple(done.activations))
 
     def _read_spans(self, spans: Sequence[Span]) -> SpansRead:
@@ -324,9 +314,9 @@ class TextRunner:
         plan = self._steerer.plan([text.steering for text in texts])
         if len(spans) == 1:
             [text], [span] = texts, spans
-            done = read_alone(self._model, text, span, plan, batched=self.facts.batched)
+            done = read_alone(self._model, text, span, plan)
         else:
-            done = read_whole(self._model, texts, spans, plan)
+            done = read_whole(self._model, self._caches, texts, spans, plan)
         over = [span for span in spans if span.joins is not None or done.broken]
         self._drop_texts(over)
         return done
@@ -365,10 +355,11 @@ class TextRunner:
         """
         if (text := self._texts.get(row_id)) is not None:
             return text.cache.copy(tokens)
-        for sub_batch in (*self._ready, *self._main.sub_batches):
-            for index, row in enumerate(sub_batch.rows):
-                if row.id == row_id:
-                    return sub_batch.extract(index).copy(tokens)
+        for rows in (self._ready, *(each.lend({row_id}) for each in self._main.sub_batches)):
+            if row_id in rows:
+                cache = rows[row_id].cache.copy(tokens)
+                cache.settle()
+                return cache
         raise RuntimeError(f"row {row_id} has lost its KV cache, which another text begins with")
 
     def _drop_texts(self, spans: Iterable[Span]) -> None:
@@ -407,15 +398,13 @@ class TextRunner:
     def _arrange(self, decoder: Decoder, groups: Sequence[RowGroup]) -> None:
         """Have the decoder's rows be these."""
         wanted = {row_id for group in groups for row_id in group.rows}
-        for sub_batch in list(self._ready):
-            if sub_batch.rows[0].id in wanted:
-                self._ready.remove(sub_batch)
-                decoder.join(sub_batch)
         other = self._main if decoder is self._trial else self._trial
         if other.rows and other.rows[0].id in wanted:
             decoder.absorb(other)
             other.abandon()
-        decoder.regroup(groups)
+        decoder.arrange(groups, self._ready)
+        for row_id in wanted & self._ready.keys():
+            del self._ready[row_id]
 
     def _give_up(self, decoder: Decoder, work: Decode) -> None:
         """Drop the KV caches of a decoder, and of rows that were to join it."""
@@ -424,9 +413,8 @@ class TextRunner:
             if each is decoder or not wanted.isdisjoint(row.id for row in each.rows):
                 _refresh(each.rows)
                 each.abandon()
-        self._ready = [
-            each for each in self._ready if wanted.isdisjoint(row.id for row in each.rows)
-        ]
+        for row_id in wanted & self._ready.keys():
+            del self._ready[row_id]
         if any(work.proposals) and self._draft is not None:
             self._draft.forget()
 

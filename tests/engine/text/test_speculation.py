@@ -124,7 +124,7 @@ def assert_in_order(engine: TextEngine) -> None:
         return
     for sub_batch in engine.runner._main.sub_batches:
         for i, row in enumerate(sub_batch.rows):
-            assert sub_batch.cache[0].extract(i).size() == len(row.seen) - row.fresh
+            assert sub_batch.caches.lengths[i] == len(row.seen) - row.fresh
     assert draft._cache[0].size() == draft._read
     assert draft._row is None or draft._read <= len(draft._row.seen)
 

@@ -1,0 +1,264 @@
+"""The KV caches of the rows of a sub-batch, behind one interface: nobody else calls their layers.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlxsrv.engine.cache.attention_sinks import SinkCache
+from mlxsrv.engine.cache.row_cache import Layers, RowCache
+from mlxsrv.engine.cache.slots import QuantizedSlots, RingSlots, Room, Rows, Slots
+
+
+class _RowsOfLayer(Protocol):
+    """One layer's KV caches of the rows of a sub-batch."""
+
+    @property
+    def view(self) -> Any:
+        """The object that a model is called with."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
+        """Have these rows: each a slot that there is, or mlx-lm's KV cache of a row, which must not
+        be used any more; and how many tokens each has seen."""
+
+    def lend(self, slot: int, tokens: int) -> Any:
+        """mlx-lm's KV cache of a row that has seen so many tokens. Its arrays may be views."""
+
+
+class _States:
+    """The states of a recurrent layer. Each pass makes them anew, so they have no slots."""
+
+    def __init__(self, empty: ArraysCache) -> None:
+        self.view = ArraysCache(len(empty.cache))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.view.nbytes)
+
+    def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
+        if list(sources) != [*range(self.view.batch_size)]:
+            parts = zip(*[self._states(source) for source in sources], strict=True)
+            self.view.cache = list(map(_stack, parts))
+
+    def lend(self, slot: int, tokens: int) -> ArraysCache:
+        row = ArraysCache(len(self.view.cache))
+        row.cache = self._states(slot)
+        return row
+
+    def _states(self, source: Any) -> list[mx.array | None]:
+        """Those of a row."""
+        if not isinstance(source, int):
+            return list(source.cache)
+        return [None if state is None else state[source : source + 1] for state in self.view.cache]
+
+
+def _stack(states: Sequence[mx.array | None]) -> mx.array | None:
+    """The states of all rows; zeros for those that have none yet."""
+    like = next((state for state in states if state is not None), None)
+    if like is None:
+        return None
+    return mx.concatenate([mx.zeros_like(like) if s is None else s for s in states])
+
+
+class _Several:
+    """Several KV caches that a layer has."""
+
+    def __init__(self, members: Sequence[_RowsOfLayer]) -> None:
+        self.members = members
+
+    @property
+    def view(self) -> CacheList:
+        return CacheList(*[member.view for member in self.members])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(member.nbytes for member in self.members)
+
+    def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
+        for number, member in enumerate(self.members):
+            each = [s if isinstance(s, int) else s.caches[number] for s in sources]
+            member.arrange(each, lengths, room)
+
+    def lend(self, slot: int, tokens: int) -> CacheList:
+        return CacheList(*[member.lend(slot, tokens) for member in self.members])
+
+
+class _Merged:
+    """mlx-lm's cache of a left-padded batch: texts are read into it in one pass."""
+
+    def __init__(self) -> None:
+        self.view: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.view is None else int(self.view.nbytes)
+
+    def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
+        self.view = sources[0].merge(sources)
+
+    def lend(self, slot: int, tokens: int) -> Any:
+        return self.view.extract(slot)
+
+
+class _Lone:
+    """The KV cache of the only row, of a kind that has no slots."""
+
+    def __init__(self) -> None:
+        self.view: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.view is None else int(self.view.nbytes)
+
+    def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
+        [source] = sources
+        if not isinstance(source, int):
+            self.view = source
+
+    def lend(self, slot: int, tokens: int) -> Any:
+        return self.view
+
+
+def _make(rows: Rows, empty: Any, *, reading: bool) -> _RowsOfLayer:
+    """The rows' KV caches of a layer, of which a row without tokens has the `empty` one."""
+    kind = type(empty)
+    if kind is CacheList:
+        return _Several([_make(rows, member, reading=reading) for member in empty.caches])
+    if kind is KVCache:
+        return Slots(rows, empty)
+    if kind is QuantizedKVCache:
+        return QuantizedSlots(rows, empty)
+    if kind in (RotatingKVCache, SinkCache):
+        return _Merged() if reading else RingSlots(rows, empty)
+    if kind is ArraysCache:
+        return _Merged() if reading else _States(empty)
+    return _Lone()
+
+
+def _flatten(kinds: Iterable[_RowsOfLayer]) -> Iterator[_RowsOfLayer]:
+    for kind in kinds:
+        if isinstance(kind, _Several):
+            yield from _flatten(kind.members)
+        else:
+            yield kind
+
+
+def can_share(layers: Layers) -> bool:
+    """Whether rows can be decoded together whose KV caches have these layers."""
+    kinds = (KVCache, QuantizedKVCache, RotatingKVCache, SinkCache, ArraysCache)
+    return all(
+        can_share(list(layer.caches)) if type(layer) is CacheList else type(layer) in kinds
+        for layer in layers
+    )
+
+
+class RowCaches:
+    """The KV caches of the rows of a sub-batch.
+
+    Args:
+        empty: the layers of a row without tokens.
+        reading: texts are read into them in one pass, and no row is decoded.
+
+    Attributes:
+        layers: what the model is called with, after `arrange`. The caller counts what it feeds.
+    """
+
+    def __init__(self, empty: Layers, *, reading: bool = False) -> None:
+        self.layers: Layers = []
+        self._rows = Rows()
+        # Where one layer has no slots, nobody shares it, so the row keeps all of its own.
+        shared = can_share(empty)
+        self._kinds = [
+            _make(self._rows, layer, reading=reading) if shared else _Lone() for layer in empty
+        ]
+        self._slots: list[int] = []  # of each row
+
+    @property
+    def nbytes(self) -> int:
+        return sum(kind.nbytes for kind in self._kinds)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each row has seen."""
+        return [self._rows.lengths[slot] for slot in self._slots]
+
+    def arrange(self, sources: Sequence[int | RowCache], slots: int, columns: int) -> None:
+        """Have these rows, in this order.
+
+        Args:
+            sources: each is the number of a row that there is, or one that joins. That one is
+                empty afterwards.
+            slots: rows that there is room for.
+            columns: tokens of each that there is room for.
+        """
+        known = self.lengths
+        lengths = [known[each] if isinstance(each, int) else each.tokens for each in sources]
+        joining = [each for each in sources if isinstance(each, RowCache)]
+        for number, kind in enumerate(self._kinds):
+            kind.arrange(
+                [
+                    self._slots[each] if isinstance(each, int) else each.layers[number]
+                    for each in sources
+                ],
+                lengths,
+                Room(slots, columns),
+            )
+            for row in joining:
+                row.layers[number] = None  # so that no more than a layer is there twice
+        self._rows.begin(lengths)
+        self._slots = [*range(len(sources))]
+        self.layers = [kind.view for kind in self._kinds]
+
+    def drop(self, numbers: Collection[int]) -> None:
+        """Forget these rows. The others are to be arranged before the next pass."""
+        self._slots = [slot for number, slot in enumerate(self._slots) if number not in numbers]
+        self.layers = []
+
+    def advance(self, tokens: int) -> None:
+        """Note that a pass has fed so many tokens to each row."""
+        self._rows.advance(tokens)
+
+    def cut(self, surplus: Sequence[int]) -> None:
+        """Forget the last tokens of each row, so many of each `(rows,)`."""
+        self._rows.cut(surplus)
+        for kind in _flatten(self._kinds):
+            if isinstance(kind, _Lone):
+                kind.view.trim(surplus[0])
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Get ready for a right-padded pass over so many tokens of each row."""
+        padding = [max(tokens) - own for own in tokens]
+        for kind in _flatten(self._kinds) if any(padding) else ():
+            if isinstance(kind, _Merged):
+                kind.view.prepare(lengths=tokens, right_padding=padding)
+
+    def finish(self, tokens: Sequence[int]) -> None:
+        """Note that the pass is done: forget the padding, and wait for the rest."""
+        padding = [max(tokens) - own for own in tokens]
+        for kind in _flatten(self._kinds) if any(padding) else ():
+            if isinstance(kind, _Merged):
+                kind.view.finalize()
+        self._rows.advance(max(tokens))
+        self._rows.cut(padding)
+        mx.eval([kind.view.state for kind in self._kinds])
+
+    def lend(self, number: int) -> RowCache:
+        """The KV cache of one row. Its arrays are views, and in the way of writes while they are
+        there."""
+        slot, tokens = self._slots[number], self._rows.lengths[self._slots[number]]
+        return RowCache([kind.lend(slot, tokens) for kind in self._kinds], tokens, lent=True)

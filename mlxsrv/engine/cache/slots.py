@@ -1,0 +1,481 @@
+"""Slots: the keys and values of the rows of a sub-batch, written in place.
+
+One layer has an array `(slots, heads, columns, head size)` of keys and one of values. A row has a
+slot, and its tokens are in the columns that they have in mlx-lm's cache of one row: token i in
+column i, or in a ring of columns where a layer has a window. So a row joins by a write into its
+slot, it leaves without a copy of the others, rows may be cut by different numbers of tokens, and a
+slot's contents are a KV cache of mlx-lm's. A mask says which columns a row has.
+
+A write is in place only if nobody else holds the array's buffer: no view of it, and no work that
+the device has yet to do. So who takes a part of it out copies it, and waits for the copy.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from itertools import starmap, zip_longest
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx.utils import tree_map
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+
+_Pieces = list[tuple[int, int, mx.array]]
+"""Keys or values `(1, heads, tokens, size)` of a row: the first column of each piece, the column
+behind the last, and an array that begins with it."""
+
+
+class Room(NamedTuple):
+    """The slots and columns of arrays."""
+
+    slots: int
+    columns: int
+
+
+class Rows:
+    """The rows of a sub-batch: what is the same for all layers.
+
+    Attributes:
+        lengths: how many tokens each row has seen.
+        reached: the most that each had seen before tokens were cut off.
+        changes: how many times the lengths have changed.
+        fed: tokens of each row that the pass under way feeds; 0 before its first layer.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.reached: list[int] = []
+        self.changes = 0
+        self.fed = 0
+        self._made: dict[tuple[object, ...], mx.array] = {}  # once for all layers of a pass
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def shortest(self) -> int:
+        return min(self.lengths)
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Have other rows."""
+        self.reached = list(lengths)
+        self._change(lengths)
+
+    def advance(self, tokens: int) -> None:
+        """Note that a pass has fed so many tokens to each row."""
+        self._change([length + tokens for length in self.lengths])
+        self.reached = list(map(max, self.reached, self.lengths))
+
+    def cut(self, surplus: Sequence[int]) -> None:
+        """Forget the last tokens of each row, so many of each."""
+        self._change([length - less for length, less in zip(self.lengths, surplus, strict=True)])
+
+    def _change(self, lengths: Sequence[int]) -> None:
+        self.lengths, self.fed = list(lengths), 0
+        self.changes += 1
+        self._made.clear()
+
+    # Arrays for the layers of a pass.
+
+    def offset(self, more: int = 0) -> mx.array:
+        """`(rows,)`: how many tokens each row has seen, and so many `more`."""
+        return self._once(("offset", more), lambda: mx.array([n + more for n in self.lengths]))
+
+    def numbers(self) -> mx.array:
+        """`(rows, 1)`: 0, 1, 2 and so on."""
+        return self._once(("numbers",), lambda: mx.arange(len(self.lengths))[:, None])
+
+    def places(self, tokens: int) -> mx.array:
+        """`(rows, tokens)`: the places of each row's next tokens in its text."""
+        return self._once(("places", tokens), lambda: self.offset()[:, None] + mx.arange(tokens))
+
+    def ring(self, first: int, size: int) -> mx.array:
+        """`(rows, 1)`: the column of each row's next token, if all from the `first` on are a
+        ring, and there are `size`."""
+
+        def make() -> mx.array:
+            places = self.places(1)
+            return mx.where(places < size, places, first + (places - first) % (size - first))
+
+        return self._once(("ring", first, size), make)
+
+    def mask(self, tokens: int, window: int | None) -> mx.array:
+        """`(rows, 1, tokens, columns)`: which columns each of a row's next tokens may attend to."""
+
+        def make() -> mx.array:
+            queries = self.places(tokens)[:, None, :, None]
+            keys = mx.arange(self.longest + tokens)
+            mask = keys <= queries
+            return mask if window is None else mask & (queries < keys + window)
+
+        return self._once(("mask", tokens, window), make)
+
+    def ring_mask(self, columns: int, first: int, size: int, window: int | None) -> mx.array:
+        """`(rows, 1, 1, columns)`: which columns of a ring each row's next token may attend to."""
+
+        def make() -> mx.array:
+            keys = mx.arange(columns)
+            mask = keys <= self.places(1)[:, None, :, None]
+            if window is None:
+                return mask
+            age = (self.ring(first, size)[:, None, :, None] - keys) % (size - first)
+            return mask & ((age < window) | (keys < first))
+
+        return self._once(("ring mask", columns, first, size, window), make)
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], mx.array]) -> mx.array:
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make()
+        return found
+
+
+class Slots:
+    """The keys and values of one layer with full attention. mlx-lm's models call it as they call
+    its KVCache.
+
+    Args:
+        rows: those of the sub-batch, in the order of their slots.
+        empty: mlx-lm's KV cache of this layer, of a row without tokens.
+
+    Attributes:
+        keys, values: None before any row has a token.
+    """
+
+    def __init__(self, rows: Rows, empty: Any) -> None:
+        self.keys: Any = None
+        self.values: Any = None
+        self._rows = rows
+        self._empty = empty
+        self._room = Room(0, 0)
+        self._reach: list[int] = []  # columns of each slot that held something at the last change
+        self._written = -1  # the state of the rows in which this layer was written last
+
+    # Models call these.
+
+    @property
+    def offset(self) -> mx.array:
+        """`(rows,)`: how many tokens each has seen."""
+        return self._rows.offset(self._fed)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Add keys and values `(rows, heads, tokens, head size)`. Returns all that there are.
+
+        Raises:
+            RuntimeError: there is no room for them.
+        """
+        self._require_room(keys.shape[2])
+        self._rows.fed, self._written = keys.shape[2], self._rows.changes
+        new = [*self._encode(keys), *self._encode(values)]
+        arrays = self._arrays or [_make(part, self._room) for part in new]
+        self._set([self._write(array, part) for array, part in zip(arrays, new, strict=True)])
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        slots, columns = len(self._rows), self._held(self._rows.longest + self._fed)
+
+        def cut(array: mx.array) -> mx.array:
+            return array[:slots, :, :columns]
+
+        return tree_map(cut, self.keys), tree_map(cut, self.values)
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """The columns that each of a row's next N tokens may attend to; None: all."""
+        rows = self._rows
+        if rows.shortest == rows.longest and window_size is None and not return_array:
+            return None if N == 1 else "causal"
+        return rows.mask(N, window_size)
+
+    def empty(self) -> bool:
+        return self.keys is None
+
+    def size(self) -> int:
+        return self._rows.longest
+
+    @property
+    def state(self) -> tuple[Any, Any]:
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self._arrays)
+
+    # Rows come and go.
+
+    @property
+    def view(self) -> Any:
+        """The object that a model is called with."""
+        return self
+
+    def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
+        """Have the slots be those of these rows. One array is done after the other, so that no more
+        than one is there twice.
+
+        Args:
+            sources: for each row, the slot that it has had, or mlx-lm's KV cache of the row, which
+                loses its arrays.
+            lengths: how many tokens each has seen.
+            room: of the arrays from now on.
+        """
+        room = Room(room.slots, self._held(room.columns))
+        held = list(map(self._held, lengths))
+        joining = self._take_over(sources, lengths)
+        stay = {slot: source for slot, source in enumerate(sources) if isinstance(source, int)}
+        moves = {slot: source for slot, source in stay.items() if slot != source}
+        old: list[Any] = self._arrays
+        self.keys = self.values = None
+        fresh = not old or room != self._room or not moves.keys().isdisjoint(stay.values())
+        reach = self._find_reach()
+        arrays: list[mx.array] = []
+        for number in range(len(old) or max(map(len, joining.values()), default=0)):
+            pieces = {slot: parts[number] for slot, parts in joining.items()}
+            array: Any = None
+            if old:
+                array, old[number] = old[number], None
+            if fresh:
+                array = _rebuild(array, room, stay, pieces, held)
+            elif moves or pieces:
+                _refill(array, moves, pieces, held, reach)
+            if fresh or moves or pieces:
+                mx.eval(array)
+            arrays.append(array)
+            for parts in joining.values():
+                parts[number] = []
+        self._set(arrays)
+        self._room = room
+        if fresh:  # rows that stay are copied as one block, with what is behind the shorter ones
+            self._reach = [room.columns if room.slots == 1 else max(held)] * room.slots
+        else:
+            self._reach = [
+                held[slot] if slot in moves or slot in joining else reached
+                for slot, reached in enumerate(reach)
+            ]
+
+    def lend(self, slot: int, tokens: int) -> Any:
+        """mlx-lm's KV cache of a row that has seen so many tokens. Its arrays are views."""
+        row = copy.deepcopy(self._empty)
+        if tokens and self.keys is not None:
+            held = self._held(tokens)
+
+            def view(array: mx.array) -> mx.array:
+                return array[slot : slot + 1, :, :held]
+
+            row.keys, row.values = tree_map(view, self.keys), tree_map(view, self.values)
+            self._tell(row, tokens)
+        return row
+
+    # Inside.
+
+    @property
+    def _fed(self) -> int:
+        """Tokens of each row that the pass under way has fed to this layer."""
+        return self._rows.fed if self._written == self._rows.changes else 0
+
+    @property
+    def _arrays(self) -> list[mx.array]:
+        return [*_flatten(self.keys), *_flatten(self.values)]
+
+    def _set(self, arrays: Sequence[mx.array]) -> None:
+        half = len(arrays) // 2
+        if half:
+            self.keys, self.values = (
+                part[0] if half == 1 else tuple(part) for part in (arrays[:half], arrays[half:])
+            )
+
+    def _find_reach(self) -> list[int]:
+        """How many columns of each slot may hold something."""
+        reached = map(self._held, self._rows.reached)
+        return list(starmap(max, zip_longest(self._reach, reached, fillvalue=0)))
+
+    def _take_over(
+        self, sources: Sequence[Any], lengths: Sequence[int]
+    ) -> dict[int, list[_Pieces]]:
+        """What each of the joining rows has, for each array; by slot."""
+        joining = {
+            slot: self._split(source, lengths[slot])
+            for slot, source in enumerate(sources)
+            if not isinstance(source, int) and lengths[slot]
+        }
+        for source in sources:
+            if not isinstance(source, int):
+                source.keys = source.values = None
+        return joining
+
+    # Other kinds do these otherwise.
+
+    def _held(self, tokens: int) -> int:
+        """The columns of a row that has seen so many tokens."""
+        return tokens
+
+    def _require_room(self, tokens: int) -> None:
+        columns = self._held(self._rows.longest + tokens)
+        if columns > self._room.columns:
+            raise RuntimeError(f"{columns} tokens of a row in {self._room.columns} columns")
+
+    def _encode(self, new: mx.array) -> Sequence[mx.array]:
+        """Keys or values as the arrays have them."""
+        return (new,)
+
+    def _write(self, array: mx.array, new: mx.array) -> mx.array:
+        """Write the rows' next tokens `(rows, heads, tokens, size)` into the array, in place."""
+        rows, tokens = self._rows, new.shape[2]
+        if rows.shortest == rows.longest:
+            first = self._place(rows.longest)
+            array[: len(rows), :, first : first + tokens] = new
+        else:
+            array[rows.numbers(), :, self._places(tokens)] = new.swapaxes(1, 2)
+        return array
+
+    def _place(self, token: int) -> int:
+        """The column of a token."""
+        return token
+
+    def _places(self, tokens: int) -> mx.array:
+        """`(rows, tokens)`: the columns of each row's next tokens."""
+        return self._rows.places(tokens)
+
+    def _split(self, row: Any, tokens: int) -> list[_Pieces]:
+        """What mlx-lm's KV cache of a row has, for each array."""
+        return [[(0, tokens, part)] for part in (*_flatten(row.keys), *_flatten(row.values))]
+
+    def _tell(self, row: Any, tokens: int) -> None:
+        """Tell mlx-lm's KV cache of a row how many tokens it has seen."""
+        row.offset = tokens
+
+
+class QuantizedSlots(Slots):
+    """The same, quantized. Each array is three: weights, scales and biases."""
+
+    def __init__(self, rows: Rows, empty: QuantizedKVCache) -> None:
+        super().__init__(rows, empty)
+        self.bits = empty.bits  # mlx-lm's attention looks whether there are any
+        self.group_size = empty.group_size
+
+    def _encode(self, new: mx.array) -> Sequence[mx.array]:
+        return mx.quantize(new, group_size=self.group_size, bits=self.bits)
+
+
+class RingSlots(Slots):
+    """The keys and values of one layer with a window: of each row's last tokens, and perhaps of the
+    first ones. Decode steps write it; longer passes are mlx-lm's own cache's."""
+
+    def __init__(self, rows: Rows, empty: RotatingKVCache) -> None:
+        super().__init__(rows, empty)
+        self._size = int(empty.max_size)
+        self._first = int(empty.keep)  # columns in front of the ring
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:
+        """The columns that each row's next token may attend to; None: all."""
+        rows, columns = self._rows, self._held(self._rows.longest + 1)
+        window = None if window_size is None or window_size >= self._size else window_size
+        if window is None and not return_array and self._held(rows.shortest + 1) == columns:
+            return None
+        return rows.ring_mask(columns, self._first, self._size, window)
+
+    def _held(self, tokens: int) -> int:
+        return min(tokens, self._size)
+
+    def _require_room(self, tokens: int) -> None:
+        if tokens > 1:
+            raise RuntimeError(f"{tokens} tokens at once for a layer with a window")
+        super()._require_room(tokens)
+
+    def _place(self, token: int) -> int:
+        first, size = self._first, self._size
+        return token if token < size else first + (token - first) % (size - first)
+
+    def _places(self, tokens: int) -> mx.array:
+        return self._rows.ring(self._first, self._size)
+
+    def _split(self, row: Any, tokens: int) -> list[_Pieces]:
+        first, ring = min(tokens, self._first), self._held(tokens) - min(tokens, self._first)
+        begin = self._place(tokens - ring)
+        fit = min(ring, self._size - begin)
+        parts: list[_Pieces] = []
+        for array in (row.keys, row.values):
+            ordered = row._temporal_order(array)
+            last = ordered[:, :, ordered.shape[2] - ring :]
+            pieces = [
+                (0, first, ordered[:, :, :first]),
+                (begin, begin + fit, last[:, :, :fit]),
+                (first, first + ring - fit, last[:, :, fit:]),
+            ]
+            parts.append([piece for piece in pieces if piece[0] < piece[1]])
+        return parts
+
+    def _tell(self, row: Any, tokens: int) -> None:
+        row.offset = tokens
+        # mlx-lm's begins anew when the next token comes.
+        row._idx = tokens if tokens <= self._size else self._place(tokens - 1) + 1
+
+
+def _flatten(arrays: Any) -> list[mx.array]:
+    """The arrays of keys or values: three if they are quantized."""
+    if arrays is None:
+        return []
+    return list(arrays) if isinstance(arrays, (tuple, list)) else [arrays]
+
+
+def _make(like: mx.array, room: Room) -> mx.array:
+    return mx.zeros((room.slots, like.shape[1], room.columns, like.shape[3]), like.dtype)
+
+
+def _rebuild(
+    old: mx.array | None,
+    room: Room,
+    stay: Mapping[int, int],
+    joining: Mapping[int, _Pieces],
+    held: Sequence[int],
+) -> mx.array:
+    """A new array of this room."""
+    like = old if old is not None else next(iter(joining.values()))[0][2]
+    if old is None and room.slots == 1 and like.shape[2] == room.columns:
+        return like  # of the only row: it needs no copy
+    array = _make(like, room)
+    if old is not None:
+        block = next((n for n in range(len(held) + 1) if stay.get(n) != n), len(held))
+        columns = max(held[:block], default=0)
+        array[:block, :, :columns] = old[:block, :, :columns]
+        for slot, source in stay.items():
+            if slot >= block:
+                array[slot : slot + 1, :, : held[slot]] = old[source : source + 1, :, : held[slot]]
+    _put(array, joining)
+    return array
+
+
+def _refill(
+    array: mx.array,
+    moves: Mapping[int, int],
+    joining: Mapping[int, _Pieces],
+    held: Sequence[int],
+    reach: Sequence[int],
+) -> None:
+    """Change some slots of an array, in place."""
+    # Copies, for a view would hold the array's buffer.
+    moved = {
+        slot: array[source : source + 1, :, : held[slot]] * 1 for slot, source in moves.items()
+    }
+    mx.eval(moved)
+    _put(array, joining)
+    _put(array, {slot: [(0, held[slot], copy)] for slot, copy in moved.items()})
+    for slot in (*joining, *moves):
+        # A column that is masked counts nothing, unless it is not a number.
+        if held[slot] < reach[slot]:
+            array[slot : slot + 1, :, held[slot] : reach[slot]] = 0
+
+
+def _put(array: mx.array, rows: Mapping[int, _Pieces]) -> None:
+    for slot, pieces in rows.items():
+        for begin, end, piece in pieces:
+            array[slot : slot + 1, :, begin:end] = piece[:, :, : end - begin]

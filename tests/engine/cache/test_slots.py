@@ -1,0 +1,302 @@
+"""Slots: whatever rows do, each layer shows each row its own tokens, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlxsrv.engine.cache.attention_sinks import KEPT, SinkCache
+from mlxsrv.engine.cache.row_cache import Layers, RowCache
+from mlxsrv.engine.cache.row_caches import RowCaches, can_share
+from mlxsrv.engine.cache.slots import Slots
+
+HEADS, SIZE = 2, 32
+WINDOW, BOUND = 7, 11
+
+
+def cuttable() -> Layers:
+    return [KVCache(), QuantizedKVCache(32, 8), CacheList(KVCache(), KVCache())]
+
+
+def windowed() -> Layers:
+    return [RotatingKVCache(WINDOW), SinkCache(BOUND), KVCache(), ArraysCache(1)]
+
+
+def flat(layers: Layers) -> Layers:
+    return [each for layer in layers for each in getattr(layer, "caches", [layer])]
+
+
+def arrays(numbers: Sequence[Sequence[int]]) -> mx.array:
+    """`(rows, heads, tokens, size)`: all elements of a token are its number."""
+    found = mx.array([list(row) for row in numbers], dtype=mx.float32)[:, None, :, None]
+    return mx.broadcast_to(found, (len(numbers), HEADS, len(numbers[0]), SIZE))
+
+
+def numbers(kept: Any) -> list[int]:
+    """The numbers of the tokens `(heads, tokens, size)`, or of quantized ones."""
+    if isinstance(kept, (tuple, list)):
+        weights, scales, biases = kept
+        kept = mx.dequantize(weights, scales, biases, group_size=32, bits=8)
+    found = kept[-1, :, -1].tolist()
+    return [round(number) for number in found]
+
+
+def seen(layer: Any, text: Sequence[int]) -> list[int]:
+    """The tokens that a row with this text sees in this layer, its last one included."""
+    if isinstance(layer, SinkCache):
+        return [*text[:KEPT], *text[KEPT:][-(BOUND - KEPT) :]]
+    return [*text[-WINDOW:]] if isinstance(layer, RotatingKVCache) else [*text]
+
+
+class Texts:
+    """Rows of RowCaches, and the numbers that are their texts."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+        self._empty = flat(make())
+        self.caches = RowCaches(make())
+        self.texts: list[list[int]] = []
+        self.room = (0, 0)
+        self._next = 1
+
+    def count(self, tokens: int) -> list[int]:
+        self._next += tokens
+        return [*range(self._next - tokens, self._next)]
+
+    def row(self, tokens: int, parts: int = 1) -> tuple[RowCache, list[int]]:
+        """A row that was read alone, in so many parts."""
+        text = self.count(tokens)
+        layers = self._make()
+        for part in range(parts):
+            read = text[part * tokens // parts : (part + 1) * tokens // parts]
+            for layer in flat(layers) if read else ():
+                if isinstance(layer, ArraysCache):
+                    layer[0] = mx.full((1, 3), read[-1])
+                else:
+                    layer.update_and_fetch(arrays([read]), arrays([read]))
+        return RowCache(layers, tokens), text
+
+    def arrange(
+        self, order: Sequence[int], joining: Sequence[int], more: tuple[int, int], parts: int = 1
+    ) -> None:
+        """Keep these rows in this order, behind them rows of these lengths; with room for more."""
+        rows = [self.row(tokens, parts) for tokens in joining]
+        texts = [*(self.texts[each] for each in order), *(text for _, text in rows)]
+        self.room = len(texts) + more[0], max(map(len, texts)) + more[1]
+        self.caches.arrange([*order, *(cache for cache, _ in rows)], *self.room)
+        self.texts = texts
+        assert all(cache.layers == [None] * len(cache.layers) for cache, _ in rows)
+
+    def feed(self, tokens: int = 1, window: int | None = None) -> None:
+        """One pass of so many tokens of each row, as a model does it."""
+        if max(map(len, self.texts)) + tokens > self.room[1]:
+            self.arrange(range(len(self.texts)), [], (0, tokens + 3))
+        new = [self.count(tokens) for _ in self.texts]
+        before = [len(text) for text in self.texts]
+        for text, more in zip(self.texts, new, strict=True):
+            text += more
+        for layer, kind in zip(flat(self.caches.layers), self._empty, strict=True):
+            if isinstance(layer, ArraysCache):
+                layer[0] = mx.array(new) * mx.ones((1, 3))
+                continue
+            assert layer.offset.tolist() == before
+            mask = layer.make_mask(tokens, window_size=window)
+            found = layer.update_and_fetch(arrays(new), arrays(new))
+            assert layer.offset.tolist() == [length + tokens for length in before]
+            for each in found:
+                self._check_visible(kind, mask, each, tokens, window)
+        self.caches.advance(tokens)
+
+    def _check_visible(
+        self, kind: Any, mask: Any, found: Any, tokens: int, window: int | None
+    ) -> None:
+        for row, text in enumerate(self.texts):
+            own = [part[row] for part in found] if isinstance(found, tuple) else found[row]
+            columns = numbers(own)
+            for query in range(tokens):
+                whole = text[: len(text) - tokens + query + 1]
+                expected = seen(kind, whole)
+                if window is not None:
+                    sinks = KEPT if isinstance(kind, SinkCache) else 0
+                    expected = [n for n in expected if n in whole[:sinks] + whole[-window:]]
+                if mask is None:
+                    visible = columns
+                elif isinstance(mask, str):
+                    visible = columns[: len(columns) - tokens + query + 1]
+                else:
+                    mask = mx.broadcast_to(mask, (len(self.texts), 1, tokens, len(columns)))
+                    sees = mask[row, 0, query].tolist()
+                    visible = [n for n, see in zip(columns, sees, strict=True) if see]
+                assert sorted(visible) == expected
+
+    def cut(self, surplus: Sequence[int]) -> None:
+        self.caches.cut(surplus)
+        self.texts = [
+            text[: len(text) - less] for text, less in zip(self.texts, surplus, strict=True)
+        ]
+
+    def check(self) -> None:
+        """What is taken out of a slot is mlx-lm's KV cache of the row, and goes on as such."""
+        assert self.caches.lengths == [len(text) for text in self.texts]
+        for number, text in enumerate(self.texts):
+            row = self.caches.lend(number)
+            row.settle()
+            assert row.tokens == len(text)
+            for layer in flat(row.layers):
+                if isinstance(layer, ArraysCache):
+                    last = text[-1] if text else 0
+                    assert layer[0] is None or layer[0].tolist() == [[last] * 3]
+                    continue
+                assert layer.offset == len(text)
+                keys, values = layer.update_and_fetch(arrays([[0]]), arrays([[0]]))
+                for kept in (keys, values):
+                    own = [part[0] for part in kept] if isinstance(kept, (tuple, list)) else kept[0]
+                    assert sorted(numbers(own)) == sorted(seen(layer, [*text, 0]))
+
+
+LENGTHS = st.integers(0, 16)
+ROOM = st.tuples(st.integers(0, 2), st.integers(0, 9))
+
+
+def drive(data: st.DataObject, texts: Texts, *, cuts: bool) -> None:
+    texts.arrange([], data.draw(st.lists(LENGTHS, min_size=1, max_size=3)), data.draw(ROOM))
+    for _ in range(data.draw(st.integers(1, 12))):
+        rows = range(len(texts.texts))
+        match data.draw(st.sampled_from(["feed", "feed", "round", "leave", "join"])):
+            case "round" if cuts:
+                tokens = data.draw(st.integers(1, 6))
+                texts.feed(tokens, data.draw(st.sampled_from([None, None, 3])))
+                texts.cut(data.draw(st.tuples(*[st.integers(0, tokens)] * len(rows))))
+            case "leave":
+                gone = data.draw(st.sets(st.sampled_from(rows), max_size=len(rows) - 1))
+                texts.caches.drop(gone)
+                texts.texts = [texts.texts[row] for row in rows if row not in gone]
+                order = data.draw(st.permutations(range(len(texts.texts))))
+                same = data.draw(st.booleans())
+                more = texts.room[0] - len(order), texts.room[1] - max(map(len, texts.texts))
+                texts.arrange(order, [], more if same else data.draw(ROOM))
+            case "join":
+                joining = data.draw(st.lists(LENGTHS, min_size=1, max_size=2))
+                order = data.draw(st.permutations(rows))
+                texts.arrange(order, joining, data.draw(ROOM), data.draw(st.integers(1, 3)))
+            case _:
+                texts.feed(1, data.draw(st.sampled_from([None, 3])))
+        texts.check()
+    texts.feed()
+
+
+@given(st.data())
+def test_each_row_sees_its_own_tokens_whatever_rows_do(data: st.DataObject) -> None:
+    drive(data, Texts(cuttable), cuts=True)
+
+
+@given(st.data())
+def test_each_row_sees_its_own_window_whatever_rows_do(data: st.DataObject) -> None:
+    drive(data, Texts(windowed), cuts=False)
+
+
+def test_a_window_goes_round_many_times() -> None:
+    texts = Texts(windowed)
+    texts.arrange([], [3, 0, 25], (1, 70))
+    for step in range(60):
+        texts.feed()
+        if step % 9 == 0:
+            texts.check()
+    texts.arrange([2, 0], [9], (0, 9))
+    texts.feed()
+    texts.check()
+
+
+def test_rows_join_and_leave_without_a_copy_of_the_others() -> None:
+    texts = Texts(cuttable)
+    texts.arrange([], [5, 9, 4], (1, 30))
+    texts.feed()
+    [layer] = [layer for layer in texts.caches.layers if type(layer) is Slots]
+    kept = [address_of(part) for part in (layer.keys, layer.values)]
+    texts.arrange([0, 1, 2], [6], (0, 29))
+    texts.feed()
+    texts.caches.drop([1])
+    del texts.texts[1]
+    texts.arrange([0, 2, 1], [], (1, texts.room[1] - max(map(len, texts.texts))))
+    texts.feed(3)
+    texts.cut([0, 3, 1])
+    texts.feed()
+    assert [address_of(part) for part in (layer.keys, layer.values)] == kept
+    texts.check()
+
+
+def address_of(array: mx.array) -> int:
+    mx.eval(array)
+    return int(np.asarray(memoryview(array)).ctypes.data)  # type: ignore[arg-type]
+
+
+def test_numbers_that_are_none_stay_with_their_row() -> None:
+    """A masked column counts nothing, unless it holds NaN: zero times NaN is NaN."""
+    caches = RowCaches([KVCache()])
+    nan = RowCache([KVCache()], 9)
+    nan.layers[0].update_and_fetch(mx.full((1, 1, 9, 4), mx.nan), mx.full((1, 1, 9, 4), mx.nan))
+    fine = RowCache([KVCache()], 9)
+    fine.layers[0].update_and_fetch(mx.ones((1, 1, 9, 4)), mx.ones((1, 1, 9, 4)))
+    other = fine.copy()
+    other.cut(3)
+    caches.arrange([fine, nan], 2, 20)
+    [layer] = caches.layers
+    layer.update_and_fetch(mx.full((2, 1, 1, 4), mx.nan), mx.full((2, 1, 1, 4), mx.nan))
+    caches.advance(1)
+    caches.cut([1, 0])
+    caches.drop([1])
+    caches.arrange([0, other], 2, 20)
+    keys, values = layer.update_and_fetch(mx.ones((2, 1, 1, 4)), mx.ones((2, 1, 1, 4)))
+    assert not mx.isnan(keys).any().item()
+    assert not mx.isnan(values).any().item()
+
+
+def test_a_pass_that_has_no_room_is_refused() -> None:
+    texts = Texts(cuttable)
+    texts.arrange([], [5, 9], (0, 1))
+    texts.feed()
+    texts.room = (2, 99)
+    with pytest.raises(RuntimeError, match="11 tokens of a row in 10 columns"):
+        texts.feed()
+
+
+def test_the_only_row_needs_no_copy() -> None:
+    row = RowCache([KVCache()], 5)
+    row.layers[0].update_and_fetch(arrays([range(5)]), arrays([range(5)]))
+    keys = row.layers[0].keys
+    caches = RowCaches([KVCache()])
+    caches.arrange([row], 1, 256)
+    assert caches.layers[0].keys is keys
+    assert caches.nbytes == 2 * HEADS * 256 * SIZE * 4
+
+
+def test_a_taken_row_does_not_change_with_its_slot() -> None:
+    texts = Texts(cuttable)
+    texts.arrange([], [6, 4], (0, 20))
+    row = texts.caches.lend(0)
+    row.cut(4)
+    row.settle()
+    text = texts.texts[0][:4]
+    texts.cut([3, 0])
+    texts.feed()
+    assert numbers(row.layers[0].keys_and_values()[0][0]) == text
+    assert row.nbytes < texts.caches.nbytes / 8
+
+
+def test_which_kinds_of_layers_share() -> None:
+    assert can_share(cuttable())
+    assert can_share(windowed())
+    assert not can_share([KVCache(), CacheList(KVCache(), object())])
