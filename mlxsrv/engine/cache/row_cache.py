@@ -110,5 +110,7 @@ def _copy(array: mx.array | None) -> mx.array | None:
 def _cuts(layer: Any) -> bool:
     if isinstance(layer, CacheList):
         return all(map(_cuts, layer.caches))
-    # mlx-lm calls a chunked cache trimmable, but tokens that it has dropped do not come back.
-    return bool(layer.is_trimmable()) and not isinstance(layer, ChunkedKVCache)
+    if isinstance(layer, ChunkedKVCache):
+        # mlx-lm calls it trimmable, but tokens that it has dropped do not come back.
+        return bool(layer.start_position == 0)
+    return bool(layer.is_trimmable())

@@ -74,8 +74,8 @@ class SpanMaker:
         self, reading: Reading, end: int, *, kept: bool, joins: bool, lasting: bool = False
     ) -> Span:
         keep, text = None, reading.text[:end]
-        held = not lasting and self._index.holds(text, reading.steering)
-        if kept and not held and self._index.wants(end):
+        kept = kept and self._index.wants(end)
+        if kept and (lasting or not self._index.holds(text, reading.steering)):
             keep = Keep(self._index.promise(text, reading.steering, lasting=lasting), end)
         return Span(
             rows=tuple(row.id for row in reading.rows),

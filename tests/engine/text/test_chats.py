@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+from mlx_lm.utils import load_model
 
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.orders import Job
@@ -18,7 +19,7 @@ from tests.support.effort import often, per_cache
 from tests.support.fixtures import ModelFolder
 from tests.support.greedy import assert_greedy
 from tests.support.text_engine import TextEngine
-from tests.support.tiny import FAMILIES
+from tests.support.tiny import FAMILIES, write_model
 
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
 DRAWN = 8
@@ -41,6 +42,31 @@ def test_a_turn_reads_what_is_new(
     tokenizer.marks_checkpoints = not engine.runner.facts.cuts
     first, *turns = play(engine, tokenizer, 10)
     assert first.read == len(first.prompt)
+    assert [turn.read for turn in turns] == [turn.new for turn in turns]
+
+
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("gemma3_text", "sliding_window"),
+        ("gpt_oss", "sliding_window"),
+        ("llama4", "attention_chunk_size"),
+    ],
+)
+@pytest.mark.parametrize("play", [play_chat, play_text])
+@pytest.mark.slow
+def test_a_turn_reads_what_is_new_while_windows_fill(
+    tmp_path: Path, family: str, size: str, play: Any
+) -> None:
+    """They can be cut back until then, and not any more behind it."""
+    sizes: dict[str, Any] = {size: 700}
+    folder = write_model(tmp_path, family, **sizes)
+    engine = make(load_model(folder)[0], rows=4)
+    tokenizer = Tokenizer(folder)
+    tokenizer.marks_checkpoints = True
+    _, *turns = play(engine, tokenizer, 10)
+    assert len(turns[0].prompt) < 600
+    assert len(turns[-1].prompt) > 1200
     assert [turn.read for turn in turns] == [turn.new for turn in turns]
 
 
