@@ -1,4 +1,5 @@
-"""`mlxsrv models`, `mlxsrv pull`, `mlxsrv connect` and `mlxsrv replay`, as processes."""
+"""`mlxsrv models`, `mlxsrv pull`, `mlxsrv connect` and `mlxsrv replay`: called, and as processes
+where the process matters."""
 
 from __future__ import annotations
 
@@ -10,16 +11,28 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+from huggingface_hub import constants
 
+from mlxsrv.cli import main
 from tests.support.effort import often
 from tests.support.serving import environment
 from tests.support.tiny import write_model
 
 
-def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+class Done(NamedTuple):
+    """As subprocess.run tells it."""
+
+    returncode: int | str | None
+    stdout: str
+    stderr: str
+
+
+def run_process(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mlxsrv", *arguments],
         env=environment() | variables,
@@ -27,6 +40,27 @@ def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=60,
     )
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs a command in this process."""
+    for name in os.environ.keys() - environment().keys():
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", environment()["HF_HUB_CACHE"])
+
+    def run(*arguments: str, **variables: str) -> Done:
+        with monkeypatch.context() as patched:
+            for name, value in variables.items():
+                patched.setenv(name, value)
+            with pytest.raises(SystemExit) as end:
+                main(arguments)
+        return Done(end.value.code, *capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_models_are_listed_with_what_their_files_say(folder: Path) -> None:
+def test_models_are_listed_with_what_their_files_say(run: Run, folder: Path) -> None:
     listed = run("models", "--models-dir", str(folder), "--model", f"x={folder / 'org/good'}")
     assert listed.returncode == 0, listed.stderr
     head, *lines = listed.stdout.splitlines()
@@ -52,7 +86,7 @@ def test_models_are_listed_with_what_their_files_say(folder: Path) -> None:
     assert "safetensors" in lines[2]
 
 
-def test_models_are_listed_as_json(folder: Path) -> None:
+def test_models_are_listed_as_json(run: Run, folder: Path) -> None:
     listed = run("models", "--json", MLXSRV_MODELS_DIR=str(folder))
     models = {model["id"]: model for model in json.loads(listed.stdout)}
     assert models.keys() == {"demo", "org/good", "broken"}
@@ -75,7 +109,6 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
     [
         (("models", "--pin", "nobody"), 2, "'nobody' is not served here"),
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
-        (("pull", "org/name"), 1, "org/name"),
         (("replay", "/no/record"), 2, "/no/record: No such file"),
         (("replay", __file__), 2, "is no record"),
         (("replay", "x", "--model", "x"), 2, "--model x: it is NAME=PATH"),
@@ -91,10 +124,18 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_one_line(
-    arguments: tuple[str, ...], status: int, told: str, tmp_path: Path
+    run: Run, arguments: tuple[str, ...], status: int, told: str
 ) -> None:
-    # Nothing listens on port 9: a hub that cannot be reached.
-    done = run(*arguments, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_CACHE=str(tmp_path))
+    check_one_line(run(*arguments), status, told)
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
+    # Nothing listens on port 9.
+    variables = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
+    check_one_line(run_process("pull", "org/name", **variables), 1, "org/name")
+
+
+def check_one_line(done: Done | subprocess.CompletedProcess[str], status: int, told: str) -> None:
     assert done.returncode == status, done.stderr
     assert told in done.stderr
     assert len(done.stderr.splitlines()) == 1
@@ -103,12 +144,14 @@ def test_what_is_wrong_is_one_line(
 
 @pytest.mark.parametrize("command", often(["models", "pull", "connect", "replay"], ["pull"]))
 def test_each_command_has_help(command: str) -> None:
-    shown = run(command, "--help")
+    shown = run_process(command, "--help")
     assert shown.returncode == 0
     assert shown.stdout.startswith(f"usage: mlxsrv {command}")
 
 
-def test_a_client_is_connected_after_its_user_has_seen_the_difference(tmp_path: Path) -> None:
+def test_a_client_is_connected_after_its_user_has_seen_the_difference(
+    run: Run, tmp_path: Path
+) -> None:
     file = tmp_path / ".codex" / "config.toml"
     variables = {"HOME": str(tmp_path), "MLXSRV_API_KEY": "sesame"}
     shown = run("connect", "codex", "--port", "9000", **variables)
@@ -211,7 +254,7 @@ def test_a_reader_of_the_output_may_go(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (1, b"")
 
 
-def test_a_client_without_a_file_is_not_written(tmp_path: Path) -> None:
+def test_a_client_without_a_file_is_not_written(run: Run, tmp_path: Path) -> None:
     done = run("connect", "open-webui", "--write", "--yes", HOME=str(tmp_path))
     assert done.returncode == 2
     assert "OPENAI_API_BASE_URL=http://127.0.0.1:8000/v1" in done.stdout
