@@ -193,12 +193,19 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("data", REFUSED)
-def test_what_is_in_doubt_is_refused(data: bytes) -> None:
-    for parts in ([data], bytewise(data), [GET + data], [*bytewise(GET), data + NEXT]):
-        with pytest.raises(InvalidHTTP) as refusal:
-            read(*parts)
-        assert refusal.value.message
+def test_what_is_in_doubt_is_refused() -> None:
+    for data in REFUSED:
+        for parts in ([data], bytewise(data), [GET + data], [*bytewise(GET), data + NEXT]):
+            assert refusal(*parts), parts
+
+
+def refusal(*parts: bytes) -> str:
+    """What the refusal says; empty if there is none."""
+    try:
+        read(*parts)
+    except InvalidHTTP as error:
+        return error.message
+    return ""
 
 
 @pytest.mark.parametrize("method", [b"FOO", b"get", b"PROPFIND", b"X" * 300])

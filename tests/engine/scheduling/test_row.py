@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
 from mlxsrv.engine.orders import Job
@@ -34,16 +32,17 @@ def reach(state: RowState) -> Row:
     return row
 
 
-@pytest.mark.parametrize(("state", "following"), [*product(RowState, RowState)])
-def test_a_state_follows_another_only_by_the_table(state: RowState, following: RowState) -> None:
-    row = reach(state)
-    if following in _NEXT[state]:
-        row.enter(following)
-        assert row.state is following
-    else:
-        with pytest.raises(RuntimeError, match=f"row 7 is {state.value}"):
+@pytest.mark.parametrize("state", RowState)
+def test_a_state_follows_another_only_by_the_table(state: RowState) -> None:
+    for following in RowState:
+        row = reach(state)
+        if following in _NEXT[state]:
             row.enter(following)
-        assert row.state is state
+            assert row.state is following
+        else:
+            with pytest.raises(RuntimeError, match=f"row 7 is {state.value}"):
+                row.enter(following)
+            assert row.state is state
 
 
 def test_the_table_has_every_state_and_each_can_be_reached_and_left_for_an_end() -> None:

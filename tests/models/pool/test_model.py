@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -31,18 +30,17 @@ def in_state(state: LoadState) -> Model:
     return model
 
 
-@pytest.mark.parametrize(("before", "after"), list(product(LoadState, repeat=2)))
-def test_a_model_enters_what_the_table_allows_and_nothing_else(
-    before: LoadState, after: LoadState
-) -> None:
-    model = in_state(before)
-    if after in FOLLOWING[before]:
-        model.enter(after)
-        assert model.state is after
-        return
-    with pytest.raises(RuntimeError, match=f"m cannot be {after.name} after {before.name}"):
-        model.enter(after)
-    assert model.state is before
+@pytest.mark.parametrize("before", LoadState)
+def test_a_model_enters_what_the_table_allows_and_nothing_else(before: LoadState) -> None:
+    for after in LoadState:
+        model = in_state(before)
+        if after in FOLLOWING[before]:
+            model.enter(after)
+            assert model.state is after
+        else:
+            with pytest.raises(RuntimeError, match=f"m cannot be {after.name} after {before.name}"):
+                model.enter(after)
+            assert model.state is before
 
 
 def test_every_state_is_reached_and_left() -> None:

@@ -60,31 +60,13 @@ def holds(read: Any, given: Any) -> bool:
     return bool(read == given)
 
 
-def _each(group: str) -> list[Any]:
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+def fields(kind: Kind, *, optional: bool) -> list[str]:
+    """Every field of a kind, so that a new one is tried, too."""
     return [
-        pytest.param(kind, *(case if isinstance(case, tuple) else (case,)), id=f"{name}-{i}")
-        for name, kind in KINDS.items()
-        for i, case in enumerate(getattr(kind, group))
-    ]
-
-
-def _by_field(*groups: str) -> list[Any]:
-    """The cases of these groups that are told of the same field, together."""
-    found: dict[tuple[str, str], list[Body]] = {}
-    for name, kind in KINDS.items():
-        for body, param in (case for group in groups for case in getattr(kind, group)):
-            found.setdefault((name, param), []).append(body)
-    return [
-        pytest.param(KINDS[name], param, bodies, id=f"{name}-{param}")
-        for (name, param), bodies in found.items()
-    ]
-
-
-def _fields(*, optional: bool) -> list[Any]:
-    """Every field of every kind, so that a new one is tried, too."""
-    return [
-        pytest.param(kind, field.encode_name, id=f"{name}-{field.encode_name}")
-        for name, kind in KINDS.items()
+        field.encode_name
         for field in msgspec.structs.fields(kind.struct)
         if not (optional and (field.required or field.encode_name in kind.base))
     ]
@@ -93,68 +75,74 @@ def _fields(*, optional: bool) -> list[Any]:
 # Values.
 
 
-@pytest.mark.parametrize(("kind", "param", "bodies"), _by_field("wrong", "unsaid"))
+@each_kind
 @pytest.mark.slow
-def test_a_wrong_value_is_refused_by_path(kind: Kind, param: str, bodies: list[Body]) -> None:
-    for body in bodies:
+def test_a_wrong_value_is_refused_by_path(kind: Kind) -> None:
+    for body, param in (*kind.wrong, *kind.unsaid):
         error = refusal(kind, body)
         assert (error.code, error.param) == ("invalid_value", param), (body, error.message)
         assert error.message.startswith(f"{param}: "), body
 
 
-@pytest.mark.parametrize(("kind", "body", "param"), _each("missing"))
-def test_what_is_missing_is_named(kind: Kind, body: Body, param: str) -> None:
-    error = refusal(kind, body)
-    assert isinstance(error, MissingParameter)
-    assert (error.param, error.message) == (param, f"missing required parameter: {param}")
+@each_kind
+def test_what_is_missing_is_named(kind: Kind) -> None:
+    for body, param in kind.missing:
+        error = refusal(kind, body)
+        assert isinstance(error, MissingParameter), body
+        assert (error.param, error.message) == (param, f"missing required parameter: {param}"), body
 
 
-@pytest.mark.parametrize(("kind", "body", "param"), _each("unsupported"))
-def test_what_would_change_the_output_is_not_dropped(kind: Kind, body: Body, param: str) -> None:
-    error = refusal(kind, body)
-    assert isinstance(error, Unsupported)
-    assert error.param == param
-    assert param in error.message
+@each_kind
+def test_what_would_change_the_output_is_not_dropped(kind: Kind) -> None:
+    for body, param in kind.unsupported:
+        error = refusal(kind, body)
+        assert isinstance(error, Unsupported), body
+        assert error.param == param, body
+        assert param in error.message, body
 
 
-@pytest.mark.parametrize(("kind", "body"), _each("fine"))
-def test_what_is_fine_is_read_and_named_nowhere(kind: Kind, body: Body) -> None:
-    request, ignored = kind.decode(json.dumps(body).encode())
-    idle = body.get("stream_options") is not None and not body.get("stream")
-    assert ignored == (["stream_options"] if idle else [])
-    read = json.loads(msgspec.json.encode(request))
-    assert holds(read, {name: value for name, value in body.items() if name in read})
+@each_kind
+def test_what_is_fine_is_read_and_named_nowhere(kind: Kind) -> None:
+    for body in kind.fine:
+        request, ignored = kind.decode(json.dumps(body).encode())
+        idle = body.get("stream_options") is not None and not body.get("stream")
+        assert ignored == (["stream_options"] if idle else []), body
+        read = json.loads(msgspec.json.encode(request))
+        assert holds(read, {name: value for name, value in body.items() if name in read}), body
 
 
-@pytest.mark.parametrize(("kind", "field"), _fields(optional=True))
-def test_null_is_the_default(kind: Kind, field: str) -> None:
+@each_kind
+def test_null_is_the_default(kind: Kind) -> None:
     absent = kind.decode(json.dumps(kind.base).encode())
-    assert kind.decode(json.dumps(kind.base | {field: None}).encode()) == absent
+    for field in fields(kind, optional=True):
+        assert kind.decode(json.dumps(kind.base | {field: None}).encode()) == absent, field
 
 
-@pytest.mark.parametrize(("kind", "field"), _fields(optional=False))
-def test_what_json_cannot_say_is_not_json(kind: Kind, field: str) -> None:
-    for raw in ("NaN", "Infinity", "-Infinity", "nan", "+1", "'a'"):
-        error = refusal(kind, with_raw(kind.base, field, raw))
-        assert isinstance(error, InvalidJSON), raw
-        assert error.param is None
+@each_kind
+def test_what_json_cannot_say_is_not_json(kind: Kind) -> None:
+    for field in fields(kind, optional=False):
+        for raw in ("NaN", "Infinity", "-Infinity", "nan", "+1", "'a'"):
+            error = refusal(kind, with_raw(kind.base, field, raw))
+            assert isinstance(error, InvalidJSON), (field, raw)
+            assert error.param is None, (field, raw)
 
 
-@pytest.mark.parametrize(("kind", "field"), _fields(optional=False))
-def test_a_value_beyond_all_bounds_is_the_clients_fault(kind: Kind, field: str) -> None:
-    for raw in ("1e999", "-1e999", "9" * 5000, "[" * 5000 + "]" * 5000):
-        error = refusal(kind, with_raw(kind.base, field, raw))
-        assert error.code in {"invalid_value", "invalid_json"}, raw[:9]
-        if raw[0] != "[":
-            assert error.param == field, raw[:9]
+@each_kind
+def test_a_value_beyond_all_bounds_is_the_clients_fault(kind: Kind) -> None:
+    for field in fields(kind, optional=False):
+        for raw in ("1e999", "-1e999", "9" * 5000, "[" * 5000 + "]" * 5000):
+            error = refusal(kind, with_raw(kind.base, field, raw))
+            assert error.code in {"invalid_value", "invalid_json"}, (field, raw[:9])
+            if raw[0] != "[":
+                assert error.param == field, (field, raw[:9])
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("body", ["[]", "5", "null", '"hi"', "true", "[{}]"])
-def test_a_body_that_is_no_object_is_refused(kind: Kind, body: str) -> None:
-    error = refusal(kind, body)
-    assert (error.code, error.param) == ("invalid_value", None)
-    assert "object" in error.message
+@each_kind
+def test_a_body_that_is_no_object_is_refused(kind: Kind) -> None:
+    for body in ("[]", "5", "null", '"hi"', "true", "[{}]"):
+        error = refusal(kind, body)
+        assert (error.code, error.param) == ("invalid_value", None), body
+        assert "object" in error.message, body
 
 
 # Messages of errors.
@@ -241,7 +229,7 @@ def test_best_of_is_n(fields: Body, fine: bool) -> None:
 # Fields that mean nothing here.
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@each_kind
 def test_unknown_fields_are_named_in_order(kind: Kind) -> None:
     body = kind.base | {"store": True, "notes": {"a": [1]}, "": 1, "ключ": 5, "gone": None}
     assert kind.decode(json.dumps(body).encode())[1] == ["", "notes", "store", "ключ"]
