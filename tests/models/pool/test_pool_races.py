@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-import selectors
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import anyio.to_thread
 import pytest
@@ -34,51 +33,16 @@ from mlxsrv.models.pool.model_files import ModelFiles
 from mlxsrv.models.pool.pool import Pool
 from mlxsrv.settings import Settings
 from tests.support.effort import often
+from tests.support.jumping_clock import run
 
 SIZES = {"a": 10, "b": 20, "c": 30, "broken": 10, "unhealthy": 10}
 """Bytes of the models that there are. The last two can never be loaded, one of them because of its
 files."""
 
-T = TypeVar("T")
 How = Literal["cancel", "end"]
 Move = tuple[LoadState, LoadState]
 
 TABLE = {(state, after) for state, states in FOLLOWING.items() for after in states}
-
-# A clock that jumps.
-
-
-class _Nothing(selectors.SelectSelector):
-    """No I/O: instead of waiting for some, the time passes at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-
-    def select(self, timeout: float | None = None) -> list[Any]:
-        if timeout is None:
-            raise RuntimeError("somebody waits for what will never happen")
-        self.now += max(timeout, 0)
-        return []
-
-
-class Loop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self._nothing = _Nothing()
-        super().__init__(self._nothing)
-
-    def time(self) -> float:
-        return self._nothing.now
-
-
-def run(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    wrong: list[dict[str, Any]] = []
-    with asyncio.Runner(loop_factory=Loop) as runner:
-        # Where an error in a callback goes.
-        runner.get_loop().set_exception_handler(lambda _, context: wrong.append(context))
-        result = runner.run(main())
-    assert wrong == []
-    return result
 
 
 async def turns(number: int) -> None:
