@@ -14,7 +14,7 @@ import pytest
 EFFORT = os.environ.get("MLXSRV_TESTS", "usual")
 T = TypeVar("T")
 
-_SHARES = {"quick": 0.1, "usual": 0.4, "long": 4.0}
+_SHARES = {"quick": 0.1, "usual": 0.25, "long": 4.0}
 
 _REPEATED = frozenset(
     ("llama", "gemma3_text", "olmo3", "qwen3_moe", "lfm2", "granitemoehybrid", "mamba")

@@ -35,6 +35,10 @@ MAX_QUEUE = 3
 """Requests of one client that may wait at the narrow server, which answers one at a time."""
 
 
+KEEPALIVE = 0.3
+"""Seconds between comments at the narrow server."""
+
+
 class Folders(msgspec.Struct, frozen=True):
     """Models on disk.
 
@@ -78,7 +82,7 @@ def narrow(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         "--max-concurrency": "1",
         "--max-queue": str(MAX_QUEUE + 1),  # of which one is for other clients
         "--prefill-chunk": "16",
-        "--keepalive": "0.3",
+        "--keepalive": f"{KEEPALIVE}",
         "--log-level": "debug",
     }
     flat = [part for pair in arguments.items() for part in pair]

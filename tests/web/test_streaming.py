@@ -27,8 +27,8 @@ from tests.support.client import (
     stream_async,
 )
 from tests.support.effort import often
-from tests.support.fixtures import Folders
-from tests.support.serving import Server, serving
+from tests.support.fixtures import KEEPALIVE, Folders
+from tests.support.serving import Server, serving, wait_for
 
 DEADLINE = 1.2
 FOR_EVER = 500_000
@@ -44,8 +44,9 @@ def hurried(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Itera
     options += ["--prefill-chunk", "16"]
     folder = tmp_path_factory.mktemp("hurried")
     with serving(folder, "--model", f"t={folders.endless}", *options) as server:
-        with server.client() as client:
-            ask(client, chat())  # loaded: from here on time is the tests' own
+        server.logged("model loaded")
+        with server.client() as client:  # from here on time is the tests' own
+            wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="it answers in time")
         yield server
 
 
@@ -61,7 +62,8 @@ def test_a_queued_stream_is_opened_and_kept_alive_by_comments(narrow: Server) ->
             assert head.startswith(b"HTTP/1.1 200 ")
             assert b"data:" not in head
             queued.until(rb"(: keep-alive\n\n[^:]*){4}")
-            assert time.monotonic() - begun > 1.0, "comments come by the clock: 0.3 s apart"
+            spent = time.monotonic() - begun
+            assert spent > 3 * KEEPALIVE, f"comments come by the clock: {KEEPALIVE} s apart"
             assert b"data:" not in queued.data
             running.hang_up()
             queued.until(rb"\[DONE\]")
@@ -72,7 +74,7 @@ def test_nothing_is_kept_alive_while_tokens_flow(narrow: Server) -> None:
     with RawClient(narrow, chat(max_tokens=FOR_EVER, stream=True)) as client:
         client.until(FIRST_CONTENT)
         before = time.monotonic()
-        while time.monotonic() - before < 0.9:  # three times the keep-alive
+        while time.monotonic() - before < 3 * KEEPALIVE:
             seen = len(client.data)
             client.until(rb"(?s).{%d}" % (seen + 1))
         assert b": keep-alive" not in client.data
@@ -129,9 +131,8 @@ def test_text_at_the_deadline_is_given(hurried: Server, streaming: bool) -> None
 def test_a_deadline_frees_the_row(hurried: Server) -> None:
     with hurried.client() as client:
         assert client.post(CHAT, json=chat(SLOW)).status_code == 504
-        begun = time.monotonic()
-        assert answer(ask(client, chat()))
-        assert time.monotonic() - begun < DEADLINE
+        # On a busy machine this one may be late, too; it has no chance if the row is not free.
+        wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="the row is free")
 
 
 # Tokens.
