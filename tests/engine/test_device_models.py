@@ -117,16 +117,20 @@ def test_a_client_tells_what_the_device_is_and_holds(model_folder: ModelFolder) 
             assert before.models == {}
             loaded = await client.load(load(model_folder("qwen3"), prompt_cache_bytes=1 << 20))
             heard = Listener()
-            client.submit(job(100_000, prompt=tuple(range(5, 105))), heard)
+            asked = job(100_000, prompt=tuple(range(5, 105)))
+            client.submit(asked, heard)
             await heard.began.wait()
             report = await client.report()
             assert report.active_bytes >= before.active_bytes + loaded.bytes
             assert report.peak_bytes >= report.active_bytes
             model = report.models["m"]
             assert (model["rows"], model["reading"], model["waiting"]) == (1, 0, 0)
+            assert model["tokens"] >= 1
+            client.cancel(asked.id)  # what was read for it is kept
+            await generate(client, job(1))
+            model = (await client.report()).models["m"]
             assert model["prompt_cache_entries"] == 1
             assert model["prompt_cache_bytes"] > 100
-            assert model["tokens"] >= 1
             client.unload("m")
             after = await client.report()
             assert (after.models, after.cache_bytes) == ({}, 0)

