@@ -181,7 +181,10 @@ def test_a_model_whose_caches_cannot_be_merged_runs_one_row_at_a_time(models: An
         for i, prompt in enumerate(prompts(3, seed=7)):
             engine.submit(job(i, prompt))
         engine.prefill()
-        assert engine.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 2}
+        assert (
+            engine.statistics().items()
+            >= {"rows": 1, "lanes": 1, "reading": 0, "waiting": 2}.items()
+        )
         assert len(run(engine)) == 3
 
 
@@ -212,9 +215,13 @@ def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
     for _ in range(4):
         drawn += [e.id for e in engine.decode() if isinstance(e, Token) and e.job == 0]
         engine.prefill()
-    assert engine.statistics() == {"rows": 2, "lanes": 1, "reading": 1, "waiting": 1}
+    assert (
+        engine.statistics().items() >= {"rows": 2, "lanes": 1, "reading": 1, "waiting": 1}.items()
+    )
     engine.cancel([1, 2, 3])
-    assert engine.statistics() == {"rows": 1, "lanes": 1, "reading": 0, "waiting": 0}
+    assert (
+        engine.statistics().items() >= {"rows": 1, "lanes": 1, "reading": 0, "waiting": 0}.items()
+    )
     assert_greedy(model, kept, drawn + run(engine)[0], 30)
 
 
