@@ -2,7 +2,8 @@
 
 A device works off what is launched, in order. A step is launched, and then the tokens of the step
 before are awaited; a slice of prompts is awaited itself. So the time of one work is partly that of
-another, and costs are fitted to whole rounds.
+another, and costs are fitted to whole rounds. On CPUs a launch takes as long as the step: see
+`CostDevice`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
 Matrix = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 _ITERATIONS = 4
+_WINDOW = 0.1  # seconds for which a machine is taken to be equally fast
 
 
 class Costs(msgspec.Struct, frozen=True):
@@ -122,6 +124,31 @@ def scale(costs: Costs, factor: float) -> Costs:
     return Costs(*(factor * each for each in msgspec.structs.astuple(costs)))
 
 
+class Speed:
+    """How many times as long as expected rounds have taken on a machine, at each time of a run:
+    other programs slow it down, for a while at a time.
+
+    Args:
+        began: seconds from the beginning of the run, of each round.
+        seconds: that it took.
+        expected: by the costs.
+    """
+
+    def __init__(
+        self, began: Sequence[float], seconds: Sequence[float], expected: Sequence[float]
+    ) -> None:
+        places = (np.array(began) / _WINDOW).astype(int)
+        taken, wanted = np.bincount(places, seconds), np.bincount(places, expected)
+        self.mean = float(taken.sum() / wanted.sum())
+        known = wanted > 0
+        self._factors = np.full(len(taken), self.mean)
+        self._factors[known] = taken[known] / wanted[known]
+
+    def at(self, now: float) -> float:
+        place = int(now / _WINDOW)
+        return float(self._factors[place]) if place < len(self._factors) else self.mean
+
+
 def _solve(matrix: Matrix, wanted: Vector) -> Vector:
     """Least squares where no part of the solution is negative: those that would be are left out."""
     used = list(range(matrix.shape[1]))
@@ -138,26 +165,37 @@ def _solve(matrix: Matrix, wanted: Vector) -> Vector:
 class CostDevice(FakeDevice):
     """A device on which works take what they cost, and steps run while the host goes on.
 
+    Args:
+        speed: of the machine; what the costs say at all times, unless given.
+        blocks: launching a step takes as long as the step, as with MLX's CPU back end, which has
+            ten operations under way at most. So a step's tokens are told behind the next step.
+
     Attributes:
         now: seconds, as the runner's clock.
     """
 
-    def __init__(self, costs: Costs, facts: TextFacts) -> None:
+    def __init__(
+        self, costs: Costs, facts: TextFacts, speed: Speed | None = None, *, blocks: bool = False
+    ) -> None:
         super().__init__(facts)
+        self._blocks = blocks
         self.now = 0.0
+        self._speed = speed
         self._costs = costs.values
         self._free = 0.0  # when the device has done what was launched
 
     def time(self, work: Work, passes: Sequence[Pass]) -> float:
         began = self.now
         taken = describe(work, passes)
-        host, launched = taken[0] * self._costs[0], float(np.dot(taken[1:], self._costs[1:]))
+        costs = self._costs if self._speed is None else self._costs * self._speed.at(began)
+        host, launched = taken[0] * costs[0], float(np.dot(taken[1:], costs[1:]))
         self.now += host
         before = max(self._free, self.now)
         if launched:
             self._free = before + launched
         if isinstance(work, Decode):
-            self.now = before  # when the step before was complete
+            # Or when the step before was complete.
+            self.now = self._free if self._blocks else before
         elif isinstance(work, (Read, Release)):
             self.now = max(self._free, self.now)
         return self.now - began

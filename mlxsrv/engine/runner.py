@@ -71,9 +71,15 @@ class Runner:
 
     Args:
         post: puts an order of the storage thread into the queue of orders.
+        clock: tells when works begin and end, in seconds, and never goes back.
     """
 
-    def __init__(self, post: Callable[[StorageTold], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        post: Callable[[StorageTold], None] = lambda _: None,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self._clock = clock
         self.storage = Storage(post)
         self.constraints: dict[tuple[int, int], Constraint] = {}
         self._models: dict[int, ResidentModel] = {}
@@ -81,7 +87,7 @@ class Runner:
 
     def run(self, work: Work) -> Outcome:
         """Do one work. An error that does not end the thread is its outcome's fault."""
-        began = perf_counter()
+        began = self._clock()
         done: Done | None = None
         fault: Fault | None = None
         try:
@@ -90,14 +96,14 @@ class Runner:
             if not survivable(error):
                 raise
             fault = note(error, f"{type(work).__name__} failed")
-        return Outcome(began, perf_counter(), done, fault)
+        return Outcome(began, self._clock(), done, fault)
 
     def read_kept(self, model: int, entry: int, tokens: Sequence[int]) -> Outcome:
         """Read these tokens and keep their KV cache as `entry`: what a replay does in place of
         reading it from disk."""
-        began = perf_counter()
+        began = self._clock()
         prompt = self._find(model)[0].read_kept(entry, tokens)
-        return Outcome(began, perf_counter(), Restored(over=True, prompt=prompt))
+        return Outcome(began, self._clock(), Restored(over=True, prompt=prompt))
 
     def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
         match work:
