@@ -7,7 +7,8 @@ enters: from there until its release the model stays.
 Models that are to be loaded queue for memory. Idle models are unloaded for them at once, the least
 recently used first. If that is not enough, models in use close: their users finish, new requests
 queue for the model's next load, and it goes when its last user has left. So no request takes a
-model away from another, and none waits for ever while others keep coming.
+model away from another, and none waits for ever while others keep coming. They close as well
+where the new weights would leave less memory than their requests have taken by then.
 
 Everything here is owned by the event loop and used there only; the device thread only does what it
 is sent. Its inbox is first in, first out, so an unload is done before the load that follows it.
@@ -84,6 +85,7 @@ class Pool:
         self._queue = MemoryQueue()
         self._engine: EngineClient | None = None
         self._budget: int | None = None  # the last that was sent
+        self._taken: dict[str, int] = {}  # bytes of rows, by model, when a load was last asked for
         self._closed = False
 
     def __iter__(self) -> Iterator[Model]:
@@ -264,6 +266,9 @@ class Pool:
             if any(model.busy for model in victims):
                 closing = victims
                 break
+            if crowded := self._find_crowded(head, victims):
+                closing = crowded
+                break
             for model in victims:
                 self._evict(model, f"room for {head.name}")
             self._queue.give(head, victims)
@@ -292,6 +297,14 @@ class Pool:
             self._evict(model, "room for requests")
         # Nobody waits for an idle model, and for one in use there is no more room than before.
         self._divide(answer=True)
+
+    def _find_crowded(self, head: Model, victims: Sequence[Model]) -> list[Model]:
+        """The models in use, if what their rows have taken does not fit beside `head`: else their
+        answers would be interrupted, or cut where one has most of it."""
+        stay = [model for model in self._with_memory() if model not in victims]
+        used = [model for model in stay if model.users > 0]
+        taken = sum(self._taken.get(model.name, 0) for model in used)
+        return used if taken > self._limits.left([*stay, head]) else []
 
     def _close_only(self, closing: Sequence[Model]) -> None:
         """Close these of the loaded models, and reopen the others."""
@@ -408,7 +421,14 @@ class Pool:
         Raises:
             InsufficientMemory: it cannot fit.
             Unwanted: it is loaded after all, or nobody waits for it any more.
+            EngineFailed: the device thread is dead.
         """
+        if any(other.users for other in self):
+            report = await self.engine.report()
+            self._taken = {
+                name: numbers.get("row_bytes", 0) + numbers.get("reading_bytes", 0)
+                for name, numbers in report.models.items()
+            }
         wait = self._queue.join(model)
         self._arrange()
         return await wait

@@ -5,6 +5,8 @@ test_pool_races.py checks with every load that rows never may have what weights 
 
 from __future__ import annotations
 
+import random
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,6 +14,7 @@ import pytest
 
 from mlxsrv.errors import InsufficientMemory
 from mlxsrv.models.pool.attachments import Attachments
+from mlxsrv.models.pool.model import LoadState
 from mlxsrv.models.pool.pool import Pool
 from tests.models.pool.test_pool import (
     Log,
@@ -26,8 +29,11 @@ from tests.models.pool.test_pool import (
     using,
 )
 from tests.models.pool.test_pool_attach import attach, sae
+from tests.models.pool.test_pool_races import World, entered, states, turns
+from tests.models.pool.test_pool_races import folder as places
+from tests.models.pool.test_pool_races import run as play_out
 
-__all__ = ["folder", "log", "sae"]  # fixtures
+__all__ = ["folder", "log", "places", "sae"]  # fixtures
 
 ROOM = 2 * 10**6
 
@@ -153,3 +159,33 @@ def test_a_model_that_leaves_no_room_for_a_row_is_unloaded_again(folder: Path, l
             assert (await pool.engine.report()).models == {}
 
     run(test)
+
+
+# Where the device thread is played.
+
+
+def test_a_load_that_would_take_memory_of_running_rows_waits_for_them(places: Path) -> None:
+    """Weights alone would fit. Who comes later waits behind it, and nothing is unloaded."""
+
+    async def play(rows: int) -> list[str]:
+        world = World(places, random.Random(0), calm=True, memory_limit=50, pin=("a",))
+        world.engine.rows = {"a": rows}
+        used = await entered(world.pool, "a")
+        new, later = world.request("b"), None
+        await turns(50)
+        if not new.task.done():
+            assert states(world.pool) == {"a": LoadState.CLOSING, "b": LoadState.WAITING}
+            later = world.request("a")
+            await turns(50)
+            assert not later.task.done()
+        before = [*world.engine.loads]
+        used.release()
+        world.engine.rows = {}
+        await world.finish()
+        assert new.outcome == "answered"
+        assert later is None or later.outcome == "answered"
+        assert world.engine.loads == ["a", "b"]
+        return before
+
+    assert play_out(partial(play, 20)) == ["a", "b"]
+    assert play_out(partial(play, 21)) == ["a"], "a and b leave 20"
