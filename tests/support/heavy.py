@@ -12,9 +12,9 @@ import httpx
 from tests.support.client import CHAT, Body, answer, chat
 from tests.support.tiny import write_model
 
-LAYERS = 4
+_LAYERS = 4
 _HEADS, _WIDTH = 4, 64
-PER_TOKEN = 2 * LAYERS * _HEADS * _WIDTH * 4
+PER_TOKEN = 2 * _LAYERS * _HEADS * _WIDTH * 4
 """Bytes of a row's KV cache for each token: keys and values in float32."""
 
 _WORDS = ("sea", "ship", "sail", "wind", "wave", "rope", "deck", "mast", "crew", "port", "star")
@@ -29,7 +29,7 @@ def write_heavy(folder: Path, *, seed: int = 0) -> Path:
         "qwen3",
         seed=seed,
         plain=True,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=_LAYERS,
         num_attention_heads=_HEADS,
         num_key_value_heads=_HEADS,
         head_dim=_WIDTH,

@@ -13,15 +13,16 @@ import pytest
 
 from tests.support.client import Body, ask, chat
 from tests.support.fixtures import ModelFolder
-from tests.support.heavy import LAYERS, PER_TOKEN, ask_all, make_work, write_heavy
+from tests.support.heavy import PER_TOKEN, ask_all, make_work, write_heavy
 from tests.support.saes import write_sae
 from tests.support.serving import Server, serving
 
 Memory = dict[str, int]
 
-REQUESTS = 36
+REQUESTS = 27
 ANSWER = 420
 """Tokens that an answer has at most: more than the step by which KV caches grow."""
+OPTIONS = ("--no-hf-cache", "--prefill-chunk=64")
 SHORT_ROW = 2 * 512 * PER_TOKEN
 TOKENS = 1600
 ROOM = TOKENS * PER_TOKEN
@@ -53,24 +54,24 @@ class Heavy:
         self.work = {
             name: make_work(number, model=name, answer=ANSWER) for name, number in numbers.items()
         }
-        with serving(folder, *self.models, "--no-hf-cache") as server:
+        with serving(folder, *self.models, *OPTIONS) as server:
             self.right = {name: asyncio.run(ask_all(server.url, self.work[name])) for name in "xy"}
 
     @contextmanager
     def served(self, folder: Path, limit: int, *options: str) -> Iterator[Server]:
         """A server with so much memory. In the end MLX had never more in use than that and what one
         step works with."""
-        arguments = (*self.models, "--no-hf-cache", f"--memory-limit={limit}", *options)
+        arguments = (*self.models, *OPTIONS, f"--memory-limit={limit}", *options)
         with serving(folder, *arguments) as server, server.client() as client:
             server.logged("model loaded")
             begun = memory(client)
             yield server
             told = memory(client)
-            # The warm-up is a step of short rows. Attention on a CPU copies the keys and values of
-            # a layer, and of each model two steps are under way at a time.
-            steps = 2 * len({line["model"] for line in server.log("model loaded")})
-            step = begun["peak"] - begun["weights"] + steps * told["budget"] // LAYERS
+            # The warm-up reads and decodes as well, a few tokens only; each model makes steps.
+            models = {line["model"] for line in server.log("model loaded")}
+            step = len(models) * (begun["peak"] - begun["weights"])
             assert told["peak"] <= limit + step
+            assert step < limit / 2
             assert told["rows"] == told["reading"] == 0
             assert told["kept"] <= told["budget"]
 
@@ -135,10 +136,8 @@ def test_ten_times_more_work_than_fits_is_all_answered(heavy: Heavy, tmp_path: P
     with heavy.served(tmp_path, limit) as server, server.client() as client:
         assert memory(client)["budget"] < ROOM * 1.01
         assert asyncio.run(ask_all(server.url, heavy.work["x"])) == heavy.right["x"]
-        tokens = sum(
-            model["engine"].get("tokens", 0) for model in health(client)["models"]
-        )  # that were generated
-        assert tokens * PER_TOKEN > 7 * ROOM
+        [generated] = [model["engine"]["tokens"] for model in health(client)["models"]]
+        assert generated * PER_TOKEN > 5 * ROOM, "the prompts are about as long"
         assert preemptions(client) > 0, "some rows had to give way"
         assert memory(client)["kept"] > 0
 

@@ -31,7 +31,7 @@ from tests.models.pool.test_pool import (
 from tests.models.pool.test_pool_attach import attach, sae
 from tests.models.pool.test_pool_races import World, entered, states, turns
 from tests.models.pool.test_pool_races import folder as places
-from tests.models.pool.test_pool_races import run as play_out
+from tests.support.jumping_clock import run as play_out
 
 __all__ = ["folder", "log", "places", "sae"]  # fixtures
 
