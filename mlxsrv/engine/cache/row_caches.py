@@ -19,7 +19,8 @@ from mlx_lm.models.cache import (
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
 from mlxsrv.engine.cache.row_cache import Layers, RowCache
-from mlxsrv.engine.cache.slots import QuantizedSlots, RingSlots, Room, Rows, Slots
+from mlxsrv.engine.cache.rows import Room, Rows
+from mlxsrv.engine.cache.slots import QuantizedSlots, RingSlots, Slots
 
 
 class _RowsOfLayer(Protocol):

@@ -350,6 +350,7 @@ class Decoder:
         Raises:
             RuntimeError: that cannot be done, or leaves rows out.
         """
+        self.wait()  # so that slots are written in place, and nobody reads them meanwhile
         there = {row.id for row in self.rows}
         joining = {
             row_id: ready[row_id]

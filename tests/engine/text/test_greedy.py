@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.generate import generate_step
+from mlx_lm.utils import load_model
 
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.events import Failed, PromptRead, Token
 from mlxsrv.engine.execution import read
 from mlxsrv.engine.execution.facts import masks_padding
@@ -20,7 +23,7 @@ from mlxsrv.generation.parameters import Sampling
 from tests.support.effort import often, per_cache
 from tests.support.greedy import assert_greedy
 from tests.support.text_engine import TextEngine
-from tests.support.tiny import FAMILIES
+from tests.support.tiny import FAMILIES, write_model
 
 GREEDY = Sampling(temperature=0)
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
@@ -137,6 +140,25 @@ def test_a_row_much_longer_than_the_others_has_a_sub_batch_while_that_pays(model
         step()
     assert_greedy(model, short[0], drawn[0], 100)
     assert_greedy(model, long, drawn[4], 100)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_rows_with_quantized_caches_equal_mlx_lm(tmp_path: Path, family: str) -> None:
+    model, _ = load_model(write_model(tmp_path / "wide", family, head_dim=32))
+    asked = prompts(8, seed=16)
+    caches = KVCacheFactory(model, group=32, bits=8)
+    engine = TextEngine(model, max_rows=4, pace=Pace(64, 10.0), caches=caches)
+    assert engine.runner.facts.batched
+    jobs = [job(i, prompt, 6 + 3 * i) for i, prompt in enumerate(asked)]
+    for early in jobs[:3]:
+        engine.submit(early)
+    drawn = run(engine, jobs[3:])
+    for each in jobs:
+        cache = caches.make().layers
+        steps = generate_step(
+            mx.array(each.prompt), model, max_tokens=each.max_tokens, prompt_cache=cache
+        )
+        assert drawn[each.id] == [int(token) for token, _ in steps]
 
 
 @pytest.mark.parametrize("family", per_cache(SMALL))

@@ -1,0 +1,122 @@
+"""The rows of a sub-batch, and what their lengths make the same for all layers of a pass.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+
+
+class Room(NamedTuple):
+    """The slots and columns of arrays."""
+
+    slots: int
+    columns: int
+
+
+class Rows:
+    """The rows of a sub-batch: what is the same for all layers.
+
+    Attributes:
+        lengths: how many tokens each row has seen.
+        reached: the most that each had seen before tokens were cut off.
+        changes: how many times the lengths have changed.
+        fed: tokens of each row that the pass under way feeds; 0 before its first layer.
+    """
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+        self.reached: list[int] = []
+        self.changes = 0
+        self.fed = 0
+        self._made: dict[tuple[object, ...], mx.array] = {}  # once for all layers of a pass
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def shortest(self) -> int:
+        return min(self.lengths)
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """Have other rows."""
+        self.reached = list(lengths)
+        self._change(lengths)
+
+    def advance(self, tokens: int) -> None:
+        """Note that a pass has fed so many tokens to each row."""
+        self._change([length + tokens for length in self.lengths])
+        self.reached = list(map(max, self.reached, self.lengths))
+
+    def cut(self, surplus: Sequence[int]) -> None:
+        """Forget the last tokens of each row, so many of each."""
+        self._change([length - less for length, less in zip(self.lengths, surplus, strict=True)])
+
+    def _change(self, lengths: Sequence[int]) -> None:
+        self.lengths, self.fed = list(lengths), 0
+        self.changes += 1
+        self._made.clear()
+
+    # Arrays for the layers of a pass.
+
+    def offset(self, more: int = 0) -> mx.array:
+        """`(rows,)`: how many tokens each row has seen, and so many `more`."""
+        return self._once(("offset", more), lambda: mx.array([n + more for n in self.lengths]))
+
+    def columns(self, tokens: int, free: int) -> mx.array:
+        """`(rows + free, 1, tokens, 1)`: the columns of each row's next tokens, and of so many
+        slots more."""
+
+        def make() -> mx.array:
+            begins = mx.array([*self.lengths, *[0] * free])
+            return begins[:, None, None, None] + mx.arange(tokens)[:, None]
+
+        return self._once(("columns", tokens, free), make)
+
+    def ring_columns(self, first: int, size: int, free: int) -> mx.array:
+        """`(rows + free, 1, 1, 1)`: the column of each row's next token, if all from the `first` on
+        are a ring, and there are `size`; and of so many slots more."""
+
+        def make() -> mx.array:
+            places = self.columns(1, free)
+            return mx.where(places < size, places, first + (places - first) % (size - first))
+
+        return self._once(("ring", first, size, free), make)
+
+    def mask(self, tokens: int, window: int | None) -> mx.array:
+        """`(rows, 1, tokens, columns)`: which columns each of a row's next tokens may attend to."""
+
+        def make() -> mx.array:
+            queries = self.columns(tokens, 0)
+            keys = mx.arange(self.longest + tokens)
+            mask = keys <= queries
+            return mask if window is None else mask & (queries < keys + window)
+
+        return self._once(("mask", tokens, window), make)
+
+    def ring_mask(self, columns: int, first: int, size: int, window: int | None) -> mx.array:
+        """`(rows, 1, 1, columns)`: which columns of a ring each row's next token may attend to."""
+
+        def make() -> mx.array:
+            keys = mx.arange(columns)
+            mask = keys <= self.columns(1, 0)
+            if window is None:
+                return mask
+            age = (self.ring_columns(first, size, 0) - keys) % (size - first)
+            return mask & ((age < window) | (keys < first))
+
+        return self._once(("ring mask", columns, first, size, window), make)
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], mx.array]) -> mx.array:
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = make()
+        return found
