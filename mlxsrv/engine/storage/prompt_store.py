@@ -169,7 +169,9 @@ class PromptStore:
             for i, name in enumerate(names):
                 if self.shelf.holds(name):
                     self.folder.touch(self.shelf, name)
-                elif not self._full:
+                elif self._full or self._find_nan(name, caches[0]):
+                    break
+                else:
                     parent = names[i - 1].digest.hex() if i else ""
                     yield from self._write_file(name, parent, text, caches[0], counts)
         except FileNotFoundError:  # another process was faster, or emptied the folder
@@ -187,6 +189,19 @@ class PromptStore:
             # Before it is told: the device thread then drops the arrays, and must be the last.
             caches.clear()
             told(counts)
+
+    def _find_nan(self, name: StoredName, cache: HandedCache) -> bool:
+        """Whether the model has computed NaN: nobody knows it before a token is drawn from it, and
+        no other process is to go on from there."""
+        for array, kind in zip(cache.arrays, cache.types, strict=True):
+            part = array[..., name.begin : name.end, :] if self._cuts else array
+            if kind == "bfloat16":
+                found = bool(((part & 0x7FFF) > 0x7F80).any())
+            else:
+                found = kind.startswith("float") and bool(np.isnan(part).any())
+            if found:
+                return True
+        return False
 
     def _write_file(
         self, name: StoredName, parent: str, text: Text, cache: HandedCache, counts: StoreCounts

@@ -315,7 +315,27 @@ def _engine_gauges(health: Health) -> list[Metric]:
         if "prompt_cache_bytes" in told:
             cache_bytes.add_metric([model.id], told["prompt_cache_bytes"])
             entries.add_metric([model.id], told["prompt_cache_entries"])
-    return [rows, cache_bytes, entries, *_memory_gauges(health)]
+    return [rows, cache_bytes, entries, *_disk_metrics(health), *_memory_gauges(health)]
+
+
+def _disk_metrics(health: Health) -> list[Metric]:
+    """Prompts on disk, of the models that have some."""
+    told = {
+        "bytes": _gauge("prompt_cache_disk_bytes", "Bytes of a model's files.", "model_name"),
+        "files": _gauge("prompt_cache_disk_files", "Files of a model's.", "model_name"),
+        "hits": _count("prompt_cache_disk_hits", "Prompts that began with what was on disk."),
+        "hit_tokens": _count("prompt_cache_disk_hit_tokens", "Tokens that were read from disk."),
+        "writes": _count("prompt_cache_disk_writes", "Files that were written."),
+    }
+    for model in health.models or ():
+        for name, metric in told.items():
+            if (number := model.engine.get(f"prompt_cache_disk_{name}")) is not None:
+                metric.add_metric([model.id], number)
+    return list(told.values())
+
+
+def _count(name: str, help: str) -> CounterMetricFamily:
+    return CounterMetricFamily(_name(name), help, labels=["model_name"])
 
 
 def _memory_gauges(health: Health) -> list[Metric]:

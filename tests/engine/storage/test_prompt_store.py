@@ -295,6 +295,18 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert all(path.exists() for path in others)
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_nan_is_not_stored(tmp_path: Path, dtype: mx.Dtype) -> None:
+    tokens = text()
+    cache = read("qwen3", tokens)
+    for layer in cache.layers:
+        layer.keys, layer.values = layer.keys.astype(dtype), layer.values.astype(dtype)
+    cache.layers[1].values[0, 1, CHUNK + 7, 3] = float("nan")
+    place = Place(tmp_path)
+    assert place.write(tokens, cache).files == 1
+    assert place.store.find(tokens) == CHUNK
+
+
 # The bound.
 
 
