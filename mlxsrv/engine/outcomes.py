@@ -41,7 +41,7 @@ class RowFailure(msgspec.Struct, frozen=True):
 
 
 class StoredBeginning(msgspec.Struct, frozen=True):
-    """So many of the first tokens of a row's prompt are on disk."""
+    """So many of the first tokens of a row's prompt are on disk, or more."""
 
     row: int
     tokens: int

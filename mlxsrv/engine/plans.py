@@ -178,15 +178,14 @@ class StorePrompts(_Work, frozen=True):
 
 
 class FetchPrompt(_Work, frozen=True):
-    """Have the storage thread read what is stored of the first `tokens` of a row's prompt, to be
-    the kept prompt `entry`. Done: None; the order Fetched tells what was read, after so many
+    """Have the storage thread read what is stored of a row's prompt, to be the kept prompt
+    `entry`. Done: None; the order Fetched tells what was read, after so many
     seconds at the latest."""
 
     title = "fetching prompts"
 
     entry: int
     row: int
-    tokens: int
     seconds: float
 
 

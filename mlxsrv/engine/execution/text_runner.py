@@ -260,7 +260,7 @@ class TextRunner:
     def fetch(self, work: FetchPrompt) -> None:
         """Have what is stored of a row's prompt read from disk."""
         if self._stored is not None:
-            text = np.array(self._rows[work.row].job.prompt[: work.tokens], dtype=np.uint32)
+            text = np.array(self._rows[work.row].job.prompt[:-1], dtype=np.uint32)
             self._stored.fetch(work.entry, text, work.seconds)
 
     def restore(self, work: RestorePrompt) -> Restored:

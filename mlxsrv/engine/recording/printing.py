@@ -141,7 +141,7 @@ def _describe_work(work: Work) -> str:
         case StorePrompts():
             return f"entries {_list(work.entries)}"
         case FetchPrompt():
-            return f"{work.tokens} tokens of row {work.row} for entry {work.entry}"
+            return f"row {work.row} for entry {work.entry}"
         case RestorePrompt():
             return f"entry {work.entry}, {work.limit} bytes"
         case AdmitTexts():

@@ -54,12 +54,13 @@ class _Fetch:
     def __init__(self, row: Row, tokens: int) -> None:
         self.rows = [row]
         self.tokens = tokens
-        self.text = row.prompt[:tokens]
+        self.text = row.prompt[:-1]
         self.entry = 0
         self.read = 0
 
     def serves(self, row: Row, tokens: int) -> bool:
-        return tokens == self.tokens and np.array_equal(row.prompt[:tokens], self.text)
+        same = np.array_equal(row.prompt[:tokens], self.text[:tokens])
+        return same and tokens == self.tokens
 
 
 def make_store(
@@ -170,20 +171,18 @@ class StoreSchedule:
             fetch.rows = [row for row in fetch.rows if not row.ended]
             # Meanwhile another fetch may have brought as much, and memory may be short.
             saves = bool(fetch.rows) and self._saves(fetch.rows[0], fetch.tokens)
-            if saves and self._index.wants(fetch.tokens):
+            if saves and self._index.wants(fetch.text.size):
                 return [self._begin(fetch)]
             self._end_fetch()
         return []
 
     def _begin(self, fetch: _Fetch) -> Work:
         row = fetch.rows[0]
-        fetch.entry = self._index.reserve(fetch.tokens)
+        fetch.entry = self._index.reserve(fetch.text.size)
         known = self._index.find(row.prompt[:-1], row.job.steering)[1]
         estimate = self._pace.estimate(fetch.tokens - known)
         seconds = _LONGEST_FETCH if estimate is None else max(estimate, _LEAST_FETCH)
-        return FetchPrompt(
-            model=self._model, entry=fetch.entry, row=row.id, tokens=fetch.tokens, seconds=seconds
-        )
+        return FetchPrompt(model=self._model, entry=fetch.entry, row=row.id, seconds=seconds)
 
     def _plan_write(self, *, busy: bool) -> list[Work]:
         while self._unwritten and not self._index.has(self._unwritten[0]):

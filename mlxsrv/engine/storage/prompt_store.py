@@ -27,17 +27,28 @@ from mlxsrv.engine.storage.stored_file import (
     VERSION,
     ArrayKind,
     DamagedFile,
+    NotANumber,
     Stored,
     StoredHeader,
     decode,
     encode,
+    peek,
 )
-from mlxsrv.engine.storage.stored_names import CHUNK, StoredName, Text, digests, split, whole
+from mlxsrv.engine.storage.stored_names import (
+    CHUNK,
+    LEAST_TAIL,
+    StoredName,
+    Text,
+    digests,
+    split,
+    whole,
+)
 from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.engine")
 
-_HEADER_ROOM = 16 * 1024  # bytes that a header takes, at most, or about
+_HEADER_ROOM = 64 * 1024  # bytes that a header takes, at most, or about
+_MOST_LOOKS = 16  # files whose tokens are looked at, where several go on from the same text
 
 HostArray = np.ndarray[Any, Any]
 
@@ -133,25 +144,29 @@ class PromptStore:
         """The files that together hold the longest beginning of `text`."""
         if not self.shelf.files:
             return []
-        ends = sorted(end for end in list(self.shelf.ends) if end <= text.size)
         if not self._cuts:
+            ends = sorted(end for end in list(self.shelf.ends) if end <= text.size)
             found = zip(digests(text, ends), ends, strict=True)
-            names = [StoredName(digest, 0, end) for digest, end in found]
+            names = [StoredName(digest, b"", 0, end) for digest, end in found]
             return [name for name in names if self.shelf.holds(name)][-1:]
         chain = self._follow(text)
-        last = chain[-1].end if chain else 0
-        tails = [end for end in ends if last < end < last + CHUNK]
-        for digest, end in reversed([*zip(digests(text, tails), tails, strict=True)]):
-            if self.shelf.holds(tail := StoredName(digest, last, end)):
-                return [*chain, tail]
-        return chain
+        tails = [name for name in self._children(chain) if name.end <= text.size]
+        ends = sorted({name.end for name in tails})
+        own = dict(zip(ends, digests(text, ends), strict=True))
+        same = [name for name in tails if name.digest == own[name.end]]
+        return [*chain, *sorted(same, key=lambda name: name.end)[-1:]]
+
+    def _children(self, chain: Sequence[StoredName]) -> tuple[StoredName, ...]:
+        """The files that go on from a chain."""
+        return self.shelf.children.get(chain[-1].digest if chain else b"", ())
 
     def _follow(self, text: Text) -> list[StoredName]:
         """The chunks that are there, from the first on."""
         ends = range(CHUNK, text.size + 1, CHUNK)
         chain: list[StoredName] = []
         for digest, end in zip(digests(text, ends), ends, strict=True):
-            name = StoredName(digest, end - CHUNK, end)
+            parent = chain[-1].digest if chain else b""
+            name = StoredName(digest, parent, end - CHUNK, end)
             if not self.shelf.holds(name):
                 break
             chain.append(name)
@@ -166,15 +181,14 @@ class PromptStore:
         try:
             self.folder.refresh()
             names = split(text) if self._cuts else [whole(text)]
-            for i, name in enumerate(names):
+            for name in names:
                 if self.shelf.holds(name):
                     self.folder.touch(self.shelf, name)
-                elif self._full or self._find_nan(name, caches[0]):
+                elif self._full:
                     break
                 else:
-                    parent = names[i - 1].digest.hex() if i else ""
-                    yield from self._write_file(name, parent, text, caches[0], counts)
-        except FileNotFoundError:  # another process was faster, or emptied the folder
+                    yield from self._write_file(name, text, caches[0], counts)
+        except (FileNotFoundError, NotANumber):  # another process may have emptied the folder
             _log.debug("a prompt was not stored", exc_info=True)
         except OSError as error:
             self._full = counts.failed = True
@@ -190,21 +204,8 @@ class PromptStore:
             caches.clear()
             told(counts)
 
-    def _find_nan(self, name: StoredName, cache: HandedCache) -> bool:
-        """Whether the model has computed NaN: nobody knows it before a token is drawn from it, and
-        no other process is to go on from there."""
-        for array, kind in zip(cache.arrays, cache.types, strict=True):
-            part = array[..., name.begin : name.end, :] if self._cuts else array
-            if kind == "bfloat16":
-                found = bool(((part & 0x7FFF) > 0x7F80).any())
-            else:
-                found = kind.startswith("float") and bool(np.isnan(part).any())
-            if found:
-                return True
-        return False
-
     def _write_file(
-        self, name: StoredName, parent: str, text: Text, cache: HandedCache, counts: StoreCounts
+        self, name: StoredName, text: Text, cache: HandedCache, counts: StoreCounts
     ) -> Generator[None, None, None]:
         arrays: Sequence[HostArray] = cache.arrays
         if self._cuts:
@@ -217,7 +218,7 @@ class PromptStore:
             fingerprint=self._fingerprint,
             begin=name.begin,
             end=name.end,
-            parent=parent,
+            parent=name.parent.hex(),
             arrays=kinds,
             layers=cache.layers,
         )
@@ -236,17 +237,17 @@ class PromptStore:
         found: FetchedCache | None = None
         try:
             names = self._chain(text)
-            for i, name in enumerate(names):
+            names += self._find_partial(names, text)
+            for name in names:
                 if abandoned.now:
                     break
-                parent = names[i - 1].digest.hex() if i else ""
-                stored = self._read(name, parent, text)
+                stored = self._read(name, text)
                 if stored is None or (found is not None and not _continues(found, stored)):
                     break
                 if found is None:
                     found = _begin(stored, names[-1].end, chunks=self._cuts)
                 if self._cuts:
-                    _put(found, stored)
+                    _put(found, stored, _count_shared(stored, text))
                 yield
         except (OSError, MemoryError) as error:
             _log.debug("a stored prompt cannot be read: %s", error)
@@ -255,8 +256,21 @@ class PromptStore:
                 found.arrays = [array[..., : found.tokens, :] for array in found.arrays]
             told(found if found is not None and found.tokens else None)
 
-    def _read(self, name: StoredName, parent: str, text: Text) -> Stored | None:
-        """A file, if it is sound and holds these tokens. One that is not sound is removed."""
+    def _find_partial(self, chain: Sequence[StoredName], text: Text) -> list[StoredName]:
+        """The file that goes on from a chain, and shares most with what follows in `text`, if not
+        all: another answer to the same question."""
+        if not self._cuts or not chain or chain[-1].end % CHUNK or chain[-1].end == text.size:
+            return []
+        best, most = [], LEAST_TAIL - 1
+        for name in self._children(chain)[-_MOST_LOOKS:]:
+            head = self.folder.read(self.shelf, name, _HEADER_ROOM + 4 * CHUNK)
+            shared = 0 if head is None else _match(peek(head), text[name.begin :])
+            if shared > most:
+                best, most = [name], shared
+        return best
+
+    def _read(self, name: StoredName, text: Text) -> Stored | None:
+        """A file, if it is sound and holds tokens of `text`. One that is not sound is removed."""
         data = self.folder.read(self.shelf, name)
         if data is None:
             return None
@@ -273,9 +287,9 @@ class PromptStore:
             log(_log, logging.WARNING, "a stored prompt is removed", file=file, reason=reason)
             self.folder.remove(self.shelf, name)
             return None
-        same = (header.fingerprint, header.parent) == (self._fingerprint, parent)
-        same &= np.array_equal(stored.tokens, text[name.begin : name.end])
-        return stored if same else None
+        same = (header.fingerprint, header.parent) == (self._fingerprint, name.parent.hex())
+        shared = _count_shared(stored, text)
+        return stored if same and shared >= (1 if self._cuts else name.end) else None
 
 
 def _begin(stored: Stored, tokens: int, *, chunks: bool) -> FetchedCache:
@@ -295,8 +309,21 @@ def _continues(found: FetchedCache, stored: Stored) -> bool:
     return wanted == [(a.type, a.shape[:-2], a.shape[-1]) for a in stored.header.arrays]
 
 
-def _put(found: FetchedCache, stored: Stored) -> None:
-    header = stored.header
+def _put(found: FetchedCache, stored: Stored, shared: int) -> None:
+    """Add the first tokens of a file, so many of them."""
+    begin = stored.header.begin
     for into, array in zip(found.arrays, stored.arrays, strict=True):
-        into[..., header.begin : header.end, :] = array
-    found.tokens = header.end
+        into[..., begin : begin + shared, :] = array[..., :shared, :]
+    found.tokens = begin + shared
+
+
+def _count_shared(stored: Stored, text: Text) -> int:
+    """How many of a file's tokens are those of `text`, from the first on."""
+    return _match(stored.tokens, text[stored.header.begin :])
+
+
+def _match(one: Text, other: Text) -> int:
+    """The length of the longest common prefix."""
+    size = min(one.size, other.size)
+    differs = np.flatnonzero(one[:size] != other[:size])
+    return int(differs[0]) if differs.size else size

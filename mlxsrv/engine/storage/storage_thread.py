@@ -3,7 +3,7 @@
 It never calls MLX. What it reads of memory are arrays that the device thread has computed and holds
 until it is told that they are written. Reads go before writes, and interrupt them between two
 pieces: a client waits for a read, and nobody for a write. Between the pieces of a write the thread
-rests for as long as the piece took, so that it never has more than half of a processor. It has the
+rests for nine times as long as the piece took, so that streams have the processor. It has the
 priority of all others: with a lower one it would be interrupted while it holds Python's lock, and
 the device thread would wait for it.
 """
@@ -20,7 +20,8 @@ from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.engine")
 
-_LONGEST_REST = 0.1  # seconds
+_REST = 9  # times as long as a piece of a write takes
+_LONGEST_REST = 0.2  # seconds
 
 Task = Iterator[None]
 """A read or a write, a piece at a time. It deals with its own errors."""
@@ -93,7 +94,7 @@ class StorageThread:
                 self._changed.notify_all()
                 if seconds is not None:
                     self._changed.wait_for(
-                        lambda: self._reads or self._hurries, min(seconds, _LONGEST_REST)
+                        lambda: self._reads or self._hurries, min(_REST * seconds, _LONGEST_REST)
                     )
 
     def _step(self, task: Task, *, whole: bool) -> float | None:

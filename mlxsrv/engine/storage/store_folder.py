@@ -1,6 +1,6 @@
 """The folder of stored prompts: files by name, their bound, and which of them go.
 
-    DIR/kv-<fingerprint>/<digest>-<begin>-<end>.mlxkv
+    DIR/kv-<fingerprint>/<digest>-<digest before>-<begin>-<end>.mlxkv
 
 Several processes may use one folder, and each may end at any moment:
 
@@ -54,6 +54,7 @@ class Shelf:
     Attributes:
         files: by their names; those of others with our suffix, too.
         ends: how many files end at each place of a text.
+        children: files by the digest of the tokens before theirs.
         bytes: of all files.
         changed: the folder's time of change when it was last looked at.
     """
@@ -62,6 +63,7 @@ class Shelf:
         self.path = path
         self.files: dict[str, _File] = {}
         self.ends: dict[int, int] = {}
+        self.children: dict[bytes, tuple[StoredName, ...]] = {}
         self.bytes = 0
         self.changed = -1
         self.scanned = 0.0
@@ -73,6 +75,7 @@ class Shelf:
         self.bytes += size
         if (parsed := parse_name(name)) is not None:
             self.ends[parsed.end] = self.ends.get(parsed.end, 0) + 1
+            self.children[parsed.parent] = (*self.children.get(parsed.parent, ()), parsed)
 
     def take(self, name: str) -> None:
         """Note that a file is gone."""
@@ -84,6 +87,10 @@ class Shelf:
             self.ends[parsed.end] -= 1
             if not self.ends[parsed.end]:
                 del self.ends[parsed.end]
+            left = tuple(each for each in self.children[parsed.parent] if each != parsed)
+            self.children[parsed.parent] = left
+            if not left:
+                del self.children[parsed.parent]
 
     def holds(self, name: StoredName) -> bool:
         return name.file in self.files
@@ -173,8 +180,8 @@ class StoreFolder:
 
     # Reading.
 
-    def read(self, shelf: Shelf, name: StoredName) -> bytearray | None:
-        """All bytes of a file, which counts as used now; None if it is gone.
+    def read(self, shelf: Shelf, name: StoredName, most: int | None = None) -> bytearray | None:
+        """All bytes of a file, which counts as used now, or the first `most`; None if it is gone.
 
         Raises OSError.
         """
@@ -188,7 +195,7 @@ class StoreFolder:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 return bytearray()
-            data = bytearray(status.st_size)
+            data = bytearray(status.st_size if most is None else min(most, status.st_size))
             view, place = memoryview(data), 0
             while place < len(data):
                 got = os.readv(descriptor, [view[place:]])
@@ -197,7 +204,8 @@ class StoreFolder:
                 place += got
         finally:
             os.close(descriptor)
-        self.touch(shelf, name)
+        if most is None:
+            self.touch(shelf, name)
         return data
 
     def touch(self, shelf: Shelf, name: StoredName) -> None:

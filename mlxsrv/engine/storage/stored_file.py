@@ -27,6 +27,7 @@ VERSION = 1
 _MOST_HEADER = 4 * 1024 * 1024
 _FIXED = len(MAGIC) + 4
 _CHECKSUM = 4
+_PIECE = 128 * 1024  # elements
 
 _Size = Annotated[int, Meta(ge=0)]
 
@@ -42,6 +43,11 @@ CARRIERS = {
     "bool": "|b1",
 }
 """The types of arrays, and what NumPy, which has not all of them, holds them as."""
+
+
+class NotANumber(ValueError):
+    """The model has computed NaN: nobody knows it before a token is drawn from it, and no other
+    process is to go on from there."""
 
 
 class DamagedFile(ValueError):
@@ -94,12 +100,15 @@ class Stored(msgspec.Struct, frozen=True):
 def encode(
     header: StoredHeader, tokens: Text, arrays: Sequence[np.ndarray[Any, Any]]
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of a file, an array at a time.
+    """Yield the bytes of a file, piece by piece.
 
     Args:
         header: describes the arrays.
         tokens: those of the file: from `begin` to `end`, or all of the text.
         arrays: of any strides. Each is copied when its turn comes.
+
+    Raises:
+        NotANumber: an array has one.
     """
     text = msgspec.json.encode(header)
     text += b" " * (-(_FIXED + len(text)) % 64)
@@ -107,12 +116,33 @@ def encode(
     head += np.ascontiguousarray(tokens, dtype="<u4").tobytes()
     checksum = zlib.crc32(head)
     yield head
-    for array in arrays:
-        if array.size:
-            piece = np.ascontiguousarray(array).data.cast("B")
+    for array, kind in zip(arrays, header.arrays, strict=True):
+        flat = np.ascontiguousarray(array).reshape(-1)
+        for place in range(0, flat.size, _PIECE):
+            part = flat[place : place + _PIECE]
+            if _has_nan(part, kind.type):
+                raise NotANumber
+            piece = part.data.cast("B")
             checksum = zlib.crc32(piece, checksum)
             yield piece
     yield checksum.to_bytes(_CHECKSUM, "little")
+
+
+def _has_nan(array: np.ndarray[Any, Any], kind: str) -> bool:
+    if kind == "bfloat16":
+        return bool(((array & 0x7FFF) > 0x7F80).any())
+    return kind.startswith("float") and bool(np.isnan(array).any())
+
+
+def peek(head: bytearray) -> Text:
+    """The tokens of a file, of its first bytes; none if these are damaged, or too few."""
+    length = int.from_bytes(head[len(MAGIC) : _FIXED], "little")
+    try:
+        header = _HEADERS.decode(memoryview(head)[_FIXED : _FIXED + length])
+        count, place = header.end - header.begin, _FIXED + length
+        return np.frombuffer(head, "<u4", max(count, 0), place).astype(np.uint32)
+    except (msgspec.MsgspecError, ValueError):
+        return np.zeros(0, np.uint32)
 
 
 def decode(data: bytearray) -> Stored:

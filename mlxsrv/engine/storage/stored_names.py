@@ -25,21 +25,23 @@ LEAST_TAIL = 16
 
 SUFFIX = ".mlxkv"
 
-_NAME = re.compile(r"([0-9a-f]{32})-([0-9]{1,9})-([0-9]{1,9})\.mlxkv")
+_NAME = re.compile(r"([0-9a-f]{32})-([0-9a-f]{32}|0)-([0-9]{1,9})-([0-9]{1,9})\.mlxkv")
 
 
 class StoredName(msgspec.Struct, frozen=True):
     """One file: `digest` is that of all tokens of a text up to `end`, of which it holds the KV
-    cache from `begin` on."""
+    cache from `begin` on; `parent` is that of the tokens before, empty if there are none."""
 
     digest: bytes
+    parent: bytes
     begin: int
     end: int
 
     @property
     def file(self) -> str:
         """The name in the file system."""
-        return f"{self.digest.hex()}-{self.begin}-{self.end}{SUFFIX}"
+        parent = self.parent.hex() or "0"
+        return f"{self.digest.hex()}-{parent}-{self.begin}-{self.end}{SUFFIX}"
 
 
 def parse_name(file: str) -> StoredName | None:
@@ -47,7 +49,8 @@ def parse_name(file: str) -> StoredName | None:
     found = _NAME.fullmatch(file)
     if found is None:
         return None
-    return StoredName(bytes.fromhex(found[1]), int(found[2]), int(found[3]))
+    parent = b"" if found[2] == "0" else bytes.fromhex(found[2])
+    return StoredName(bytes.fromhex(found[1]), parent, int(found[3]), int(found[4]))
 
 
 def digests(text: Text, ends: Iterable[int]) -> list[bytes]:
@@ -67,13 +70,11 @@ def split(text: Text) -> list[StoredName]:
     last = ends[-1] if ends else 0
     if text.size - last >= LEAST_TAIL:
         ends.append(text.size)
-    begins = [0, *ends]
-    return [
-        StoredName(digest, begin, end)
-        for digest, begin, end in zip(digests(text, ends), begins, ends, strict=False)
-    ]
+    made = digests(text, ends)
+    parts = zip(made, [b"", *made], [0, *ends], ends, strict=False)
+    return [StoredName(*part) for part in parts]
 
 
 def whole(text: Text) -> StoredName:
     """The file of a text whose KV cache cannot be cut."""
-    return StoredName(digests(text, [text.size])[0], 0, text.size)
+    return StoredName(digests(text, [text.size])[0], b"", 0, text.size)

@@ -320,7 +320,7 @@ def _engine_gauges(health: Health) -> list[Metric]:
 
 def _disk_metrics(health: Health) -> list[Metric]:
     """Prompts on disk, of the models that have some."""
-    told = {
+    told: dict[str, GaugeMetricFamily | CounterMetricFamily] = {
         "bytes": _gauge("prompt_cache_disk_bytes", "Bytes of a model's files.", "model_name"),
         "files": _gauge("prompt_cache_disk_files", "Files of a model's.", "model_name"),
         "hits": _count("prompt_cache_disk_hits", "Prompts that began with what was on disk."),

@@ -181,6 +181,20 @@ def test_texts_share_the_chunks_that_they_begin_with(tmp_path: Path) -> None:
     assert place.store.find(text(seed=9)) == 0
 
 
+def test_another_answer_goes_on_from_the_middle_of_a_file(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    one = text()
+    place.write(one)
+    place.write(np.concatenate([one[: 2 * CHUNK + 20], text(60, seed=4)]))
+    for shared in (CHUNK + 100, 2 * CHUNK + 50):
+        other = np.concatenate([one[:shared], text(300, seed=3)])
+        found = place.fetch(other)
+        assert found is not None
+        assert found.tokens == shared
+        expected = read("qwen3", other[:shared])
+        assert mx.allclose(following("qwen3", found), following("qwen3", expected), atol=1e-4)
+
+
 def test_a_state_that_cannot_be_cut_serves_texts_that_begin_with_all_of_it(tmp_path: Path) -> None:
     place = Place(tmp_path, "mamba")
     tokens = text()

@@ -25,8 +25,8 @@ from tests.support.tiny import write_model
 
 PROMPT = tuple(20 + i * 7 % 300 for i in range(700))
 MORE = tuple(range(40, 60))
-CHUNKS = 512
-"""Tokens of the prompt's whole chunks: what another answer to it than the stored one saves."""
+READ = len(PROMPT) - 1
+"""Tokens of the prompt that need not be read again, whatever the answer."""
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("qwen3", {}),
@@ -97,7 +97,7 @@ def test_a_model_that_is_unloaded_finds_its_prompts_again(
     engine = StoringEngine(folder, tmp_path)
     engine.ask(make_job(1, PROMPT))
     engine.unload()
-    assert StoringEngine(folder, tmp_path).ask(make_job(2, PROMPT))[1] == CHUNKS
+    assert StoringEngine(folder, tmp_path).ask(make_job(2, PROMPT))[1] == READ
 
 
 def test_others_go_on_while_a_prompt_is_fetched(model_folder: ModelFolder, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_others_go_on_while_a_prompt_is_fetched(model_folder: ModelFolder, tmp_p
     reads = [row for work in second.find(Read) for span in work.spans for row in span.rows]
     assert reads[0] == 4
     cached = {event.job: event.cached for event in second.events if hasattr(event, "cached")}
-    assert cached == {2: CHUNKS, 3: CHUNKS, 4: 0}
+    assert cached == {2: READ, 3: READ, 4: 0}
 
 
 def test_a_client_that_leaves_while_its_prompt_is_fetched_is_gone(
@@ -127,7 +127,7 @@ def test_a_client_that_leaves_while_its_prompt_is_fetched_is_gone(
     second.round([])
     assert second.find(FetchPrompt)
     second.send(Cancel(2))
-    assert second.ask(make_job(3, PROMPT))[1] == CHUNKS
+    assert second.ask(make_job(3, PROMPT))[1] == READ
 
 
 # Misses.
@@ -168,7 +168,7 @@ def test_a_row_that_is_steered_has_no_part_in_it(model_folder: ModelFolder, tmp_
     assert engine.numbers["prompt_cache_disk_writes"] == 0
     engine.end()
     other = StoringEngine(folder, disk)
-    assert other.ask(make_job(3, PROMPT)) == (plain_text(folder), CHUNKS)
+    assert other.ask(make_job(3, PROMPT)) == (plain_text(folder), READ)
 
 
 def test_an_adapter_is_a_miss(model_folder: ModelFolder, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_an_adapter_is_a_miss(model_folder: ModelFolder, tmp_path: Path) -> None
         assert engine.ask(make_job(2, PROMPT))[1] == 0
         engine.end()
     again = StoringEngine(folder, disk, adapter=str(adapter))
-    assert again.ask(make_job(2, PROMPT))[1] == CHUNKS
+    assert again.ask(make_job(2, PROMPT))[1] == READ
 
 
 def plain_text(folder: Path) -> list[int]:
@@ -234,7 +234,7 @@ def test_a_record_is_replayed_without_the_disk(
     stored(folder, tmp_path / "kv")
     path = tmp_path / "r"
     engine = StoringEngine(folder, tmp_path / "kv", record=path, tokens=tokens)
-    assert engine.ask(make_job(2, (*PROMPT, *MORE)))[1] == CHUNKS
+    assert engine.ask(make_job(2, (*PROMPT, *MORE)))[1] == len(PROMPT)
     engine.ask(make_job(3, (*PROMPT, 7)))
     engine.end()
     assert replay(path).difference is None
