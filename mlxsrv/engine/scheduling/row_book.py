@@ -82,17 +82,21 @@ class RowBook:
     def idle(self) -> bool:
         """Whether there is nothing that the runner is to take or to forget, and no row that has a
         KV cache."""
-        coming_or_going = (
-            (self._store is not None and not self._store.idle)
+        # First what is seen at once, for this is asked several times a round.
+        if (
+            self.groups
+            or self.recovery.reading
+            or (self._store is not None and not self._store.idle)
             or self._coming
             or self._leaving
             or self._rewound
             or self.short_of_memory
             or self.index.dropped
-        )
+        ):
+            return False
         fetching = sum(row.state is RowState.FETCHING for row in self._rows.values())
         waiting = len(self.queue.waiting) + len(self.recovery.rows) + fetching
-        return not coming_or_going and len(self._rows) == waiting and not self.recovery.reading
+        return len(self._rows) == waiting
 
     @property
     def waits(self) -> bool:
