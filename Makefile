@@ -39,7 +39,7 @@ test: lint  ## lint, types and every test that is not long (ARGS="-k stream")
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tests=$$?; wait $$types || { echo 'make test: mypy has found errors, told above'; exit 1; }; exit $$tests
 
-test-long: $(VENV)/.test  ## what takes long, and ten times the examples of hypothesis
+test-long: $(VENV)/.test  ## what takes long, and sixteen times the examples of hypothesis
 	MLXSRV_TESTS=long $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1200 -m 'long or hypothesis' $(ARGS)
 
 CLIENTS     := .venv-clients

@@ -298,7 +298,7 @@ def test_health_is_ok_once_the_model_is_there(client: httpx.Client) -> None:
 
 def test_health_is_loading_while_the_default_model_loads(folders: Folders, tmp_path: Path) -> None:
     with (
-        serving(tmp_path, "--model", f"t={folders.plain}") as server,
+        serving(tmp_path, "--model", f"t={folders.plain}", cold=True) as server,
         server.client() as client,
     ):
         seen = []

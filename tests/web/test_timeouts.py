@@ -28,7 +28,7 @@ from tests.support.fixtures import Folders
 from tests.support.serving import Server, serving, serving_faulty, wait_for
 
 FOR_EVER = 500_000
-QUEUE = 1.5
+QUEUE = 1.0
 STALL = 1.0
 CHUNK = 16
 
@@ -44,7 +44,7 @@ READING = 30  # slices: three times as long as a standstill may be
 @pytest.fixture(scope="module")
 def busy(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One row, and little patience in its queue."""
-    options = ["--max-concurrency", "1", "--queue-timeout", f"{QUEUE}", "--keepalive", "0.4"]
+    options = ["--max-concurrency", "1", "--queue-timeout", f"{QUEUE}", "--keepalive", "0.3"]
     folder = tmp_path_factory.mktemp("busy")
     with serving(folder, "--model", f"t={folders.endless}", *options) as server:
         with server.client() as client:
@@ -113,7 +113,7 @@ def test_a_load_is_no_queue(folders: Folders, tmp_path: Path) -> None:
     """The first request waits for the load of its model, however long that takes."""
     model = f"t={folders.endless}"
     with (
-        serving(tmp_path, "--model", model, "--queue-timeout", "0.2") as server,
+        serving(tmp_path, "--model", model, "--queue-timeout", "0.2", cold=True) as server,
         server.client() as client,
     ):
         begun = time.monotonic()
@@ -181,7 +181,7 @@ def test_there_is_no_limit_to_the_whole_unless_one_is_set(folders: Folders, tmp_
     ):
         running.until(FIRST_CONTENT)
         begun = time.monotonic()
-        while time.monotonic() - begun < 2.5:
+        while time.monotonic() - begun < 1.5:
             running.until(rb"(?s).{%d}" % (len(running.data) + 1))
         assert b'finish_reason":"' not in running.data
 
@@ -234,7 +234,7 @@ def test_what_was_read_for_one_who_hung_up_is_there_for_the_next(
     with patient.client() as client:
         with RawClient(patient, body | {"stream": streaming}, COMPLETIONS) as leaver:
             patient.logged("stream start", request=leaver.request)
-            time.sleep(1)
+            time.sleep(READING / 3 * faulty.SLUGGISH_SECONDS)
             leaver.hang_up()
         patient.logged("stream end", request=leaver.request)
         usage = ask(client, body, COMPLETIONS)["usage"]

@@ -122,6 +122,17 @@ def test_a_full_disk_costs_no_answer(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert replay(tmp_path / "r").difference is None
 
 
+def test_a_line_that_is_written_in_parts_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a system may do it with any write, and hardly ever does."""
+    write = os.write
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", lambda file, data: write(file, data[:100]))
+        write_record(tmp_path / "r", job(1, (1, 2, 3)))
+    assert replay(tmp_path / "r").tokens == 5
+
+
 def test_a_round_is_in_the_file_before_its_works_are_done(tmp_path: Path) -> None:
     seen: list[str | None] = []
 
