@@ -89,6 +89,7 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.speculative
 	$(BIN)/python -m benchmarks.steer
 	$(BIN)/python -m benchmarks.swap
+	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.observe
 	$(BIN)/python -m benchmarks.ratios $(ARGS)
