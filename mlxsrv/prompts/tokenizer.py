@@ -80,8 +80,8 @@ class Tokenizer:
             template ends turns with.
         vocabulary: the width of the model's logits.
         context: tokens of prompt and answer together, or None; set by the pool.
-        marks_checkpoints: prompts tell their `checkpoints`; set by the pool, for models whose KV
-            caches cannot be cut back.
+        marks_checkpoints: prompts tell their `checkpoints`. The pool turns it off for models whose
+            KV caches can be cut back, which is known once they are loaded.
         enforces_calls: each call that the model makes is held to its tool's schema; set by the
             pool.
 
@@ -105,7 +105,7 @@ class Tokenizer:
         self.defaults = sampling_defaults(generation)
         self.vocabulary = vocabulary_size(config) or len(self._wrapper)
         self.thinks: bool = self._wrapper.has_thinking
-        self.marks_checkpoints = False
+        self.marks_checkpoints = True
         self.context: int | None = None
         self.enforces_calls = False
         self._logged: set[str] = set()
