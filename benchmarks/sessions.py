@@ -53,7 +53,7 @@ class Script(msgspec.Struct, frozen=True):
     turns: tuple[Turn, ...]
 
 
-def write_session(seed: int = 0, turns: int = TURNS, *, hangs_up: float = 0.4) -> Script:
+def write_session(seed: int = 0, turns: int = TURNS, *, hangs_up: float = 1.0) -> Script:
     """The script of a session.
 
     Args:

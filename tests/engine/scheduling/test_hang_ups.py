@@ -8,8 +8,10 @@ import msgspec
 import pytest
 
 from mlxsrv.engine.events import KVCost
+from mlxsrv.engine.orders import Budget
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.plans import Decode, Read, Span, Work
+from mlxsrv.engine.plans import Decode, Read, Rewind, Span, Work
+from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.scheduling import Bench
@@ -40,7 +42,7 @@ class Situation:
 
 
 def rounds_until(bench: Bench, holds: Callable[[], bool]) -> None:
-    for _ in range(200):
+    for _ in range(1000):
         if holds():
             return
         bench.round()
@@ -231,6 +233,26 @@ def test_a_prompt_that_waits_goes_on_from_what_another_client_left(facts: TextFa
     read = bench.job(AGAIN).read
     assert read is not None
     assert read.cached == 3 * CHUNK
+
+
+def test_what_was_read_again_after_a_preemption_stays() -> None:
+    bench = make()
+    bench.send(Budget(FACTS.kv_bytes(4 * STEP + 30)))
+    bench.submit(job(2, 100, 700), job(LEAVES, 100, 700))
+    rounds_until(bench, lambda: any(LEAVES in work.rows for work in bench.works(Rewind)))
+    text = (*prompt(100), *bench.job(LEAVES).tokens)
+    bench.cancel(2)  # so that there is room again
+    begun = len(spans_of(bench, LEAVES))
+    rounds_until(bench, lambda: len(spans_of(bench, LEAVES)) == begun + 2)
+    read = spans_of(bench, LEAVES)[-1].end
+    assert 0 < read < len(text) - 1, "it is half read"
+    bench.cancel(LEAVES)
+    bench.round()
+    bench.submit(job(AGAIN, 0, prompt=text))
+    bench.finish()
+    again = bench.job(AGAIN).read
+    assert again is not None
+    assert again.cached == read
 
 
 def test_what_is_kept_already_is_not_kept_again() -> None:
