@@ -190,3 +190,16 @@ def test_idle_models_go_for_requests_that_need_their_memory(heavy: Heavy, tmp_pa
         assert asyncio.run(ask_all(server.url, work)) == right
         gone = server.logged("model unloaded", model="y")
         assert gone["reason"] == "room for requests"
+
+
+@pytest.mark.slow
+def test_the_limit_holds_where_one_model_makes_room_for_the_other(
+    heavy: Heavy, tmp_path: Path
+) -> None:
+    limit = 2 * heavy.weights + 2 * SHORT_ROW * 9 // 10
+    with heavy.served(tmp_path, limit) as server, server.client() as client:
+        work = [heavy.work[name][number] for number in range(4) for name in "xy"]
+        right = [heavy.right[name][number] for number in range(4) for name in "xy"]
+        assert asyncio.run(ask_all(server.url, work)) == right
+        assert len(server.log("models switched")) >= 1
+        assert memory(client)["weights"] <= heavy.weights, "the other one has gone"
