@@ -56,8 +56,9 @@ class Lru:
     def use(self, number: int, tokens: int) -> None:
         self._order.move_to_end(number)
 
-    def remove(self, number: int, heir: int | None) -> None:
+    def remove(self, number: int, heir: int | None) -> tuple[int, ...]:
         del self._order[number]
+        return ()
 
     def choose(self) -> int:
         return next(iter(self._order))
@@ -85,10 +86,11 @@ class S3Fifo:
     def use(self, number: int, tokens: int) -> None:
         self._uses[number] = min(self._uses[number] + 1, 3)
 
-    def remove(self, number: int, heir: int | None) -> None:
+    def remove(self, number: int, heir: int | None) -> tuple[int, ...]:
         self._small.pop(number, None)
         self._main.pop(number, None)
         self._uses.pop(number, None)
+        return ()
 
     def choose(self) -> int:
         small, main = sum(self._small.values()), sum(self._main.values())
@@ -140,10 +142,11 @@ class TinyLfu:
             for number in self._uses:
                 self._uses[number] //= 2
 
-    def remove(self, number: int, heir: int | None) -> None:
+    def remove(self, number: int, heir: int | None) -> tuple[int, ...]:
         self._window.pop(number, None)
         self._main.pop(number, None)
         self._uses.pop(number, None)
+        return ()
 
     def choose(self) -> int:
         window, main = sum(self._window.values()), sum(self._main.values())

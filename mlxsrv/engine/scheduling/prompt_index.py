@@ -35,7 +35,6 @@ _Begins = tuple[bytes, Steering | None]
 
 LEAST = 64
 _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes would not
-_MOST_USES = 4  # of an entry that are remembered for the one that takes its place
 # Tokens at the end of a prompt that open an answer's thoughts. The next turn lacks both.
 _OPENING = 4
 
@@ -47,7 +46,7 @@ class Eviction(Protocol):
 
     def use(self, number: int, tokens: int) -> None: ...
 
-    def remove(self, number: int, heir: int | None) -> None: ...
+    def remove(self, number: int, heir: int | None) -> tuple[int, ...]: ...
 
     def choose(self) -> int: ...
 
@@ -60,7 +59,7 @@ class _Entry:
         lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
 
     Attributes:
-        uses: the tokens that each of its last uses saved, or of those whose place it has taken.
+        uses: of the entry that was lent to its row: the tokens that each of them saved.
     """
 
     __slots__ = ("asked", "begins", "bytes", "cuts", "lasting", "number", "tokens", "uses")
@@ -176,7 +175,6 @@ class PromptIndex:
         # One that is promised has no worth yet; what goes on from it is there soon, and has.
         for entry in self._entries:
             if entry.number == number:
-                entry.uses = (*entry.uses, tokens)[-_MOST_USES:]
                 self._worth.use(number, tokens)
 
     def lend(self, number: int, tokens: int) -> tuple[int, ...] | None:
@@ -188,8 +186,7 @@ class PromptIndex:
         """
         for entry in self._entries:
             if entry.number == number and entry.cuts and entry.answers_behind(tokens):
-                self._drop(entry)
-                return entry.uses
+                return self._drop(entry)
         return None
 
     def wants(self, tokens: int) -> bool:
@@ -359,14 +356,13 @@ class PromptIndex:
     def _alike(self, begins: _Begins) -> list[_Entry]:
         return [entry for entry in self._entries if entry.begins == begins]
 
-    def _drop(self, entry: _Entry, heir: _Entry | None = None) -> None:
+    def _drop(self, entry: _Entry, heir: _Entry | None = None) -> tuple[int, ...]:
+        """Drop an entry. Returns its uses, which `heir` has from now on."""
         self._entries.remove(entry)
-        self._worth.remove(entry.number, None if heir is None else heir.number)
-        if heir is not None:
-            heir.uses = (*entry.uses, *heir.uses)[-_MOST_USES:]
         self.bytes -= entry.bytes
         self.changes += 1
         self._dropped.append(entry.number)
+        return self._worth.remove(entry.number, None if heir is None else heir.number)
 
 
 def _size(entry: _Entry) -> int:

@@ -76,11 +76,16 @@ class PromptWorth:
         record.uses.append(tokens)
         record.floor = self._floor
 
-    def remove(self, number: int, heir: int | None = None) -> None:
-        """Forget a prompt. `heir` holds all of its tokens, and takes its place."""
-        gone = self._records.pop(number)
+    def remove(self, number: int, heir: int | None = None) -> tuple[int, ...]:
+        """Forget a prompt. `heir` takes its place, and its uses.
+
+        Returns:
+            The tokens that each of its last uses saved.
+        """
+        uses = tuple(self._records.pop(number).uses)
         if heir is not None:
-            self._records[heir].uses.extend(gone.uses)
+            self._records[heir].uses.extend(uses)
+        return uses
 
     def choose(self) -> int:
         """The number of the prompt that goes: the one of least worth, of several the one that was

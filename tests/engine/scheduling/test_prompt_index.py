@@ -156,6 +156,22 @@ def test_what_an_entry_can_be_cut_back_to_is_not_kept_beside_it() -> None:
     assert len(index) == 3
 
 
+def test_what_a_row_was_lent_comes_back_with_its_uses() -> None:
+    index = PromptIndex(300)
+    lent = keep(index, prompt(100))
+    for _ in range(2):
+        index.use(lent, 100)
+    uses = index.lend(lent, 100)
+    assert uses == (100, 100)
+    assert index.lend(lent, 100) is None, "it is there no more"
+    grown = index.promise(prompt(150), asked=100, uses=uses)
+    index.confirm([grown], [KeptPrompt(grown, 100, True)])
+    index.take_dropped()
+    others = [keep(index, prompt(100, 1000 * n)) for n in range(1, 4)]
+    assert index.take_dropped() == (others[0],)
+    assert index.find(prompt(150)) == (grown, 150)
+
+
 def test_of_several_that_share_as_much_the_shortest_is_found() -> None:
     index = PromptIndex(BYTES)
     begin = prompt(100)
