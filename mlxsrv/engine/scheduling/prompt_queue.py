@@ -258,7 +258,7 @@ class PromptQueue:
     def _take(self, head: Row, free: int) -> Reading:
         """Take a prompt out of the queue, and with it those that have the same text: no more than
         `free` in all."""
-        source = self._find(head)
+        source = self.find(head)
         if source.entry is not None:
             self._index.use(source.entry, source.tokens)
         rows = [head, *self._find_twins(head, free - 1)]
@@ -278,18 +278,18 @@ class PromptQueue:
         twins = (row for row in among if row is not head and same_prompt(row, head))
         return [row for row, _ in zip(twins, range(most), strict=False)]
 
-    def _find(self, row: Row) -> Source:
-        """What is of most use to a waiting row."""
+    def find(self, row: Row) -> Source:
+        """What is of most use to a row whose text is to be read."""
         return Source() if self.reads_anew(row) else self._sources.find(row, self.begun)
 
     def source_bytes(self, row: Row) -> int:
         """Bytes of the kept prompt that a waiting row goes on from; 0 if there is none."""
-        entry = self._find(row).entry
+        entry = self.find(row).entry
         return 0 if entry is None else self._index.bytes_of(entry)
 
     def _measure(self, row: Row) -> int:
         """How many tokens of a waiting prompt are to be read: those that are not cached."""
-        return row.length - 1 - self._find(row).tokens
+        return row.length - 1 - self.find(row).tokens
 
     def reads_anew(self, row: Row) -> bool:
         """Whether kept prompts are of no use, since something is told of each of the prompt's

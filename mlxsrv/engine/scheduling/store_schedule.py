@@ -179,7 +179,7 @@ class StoreSchedule:
     def _begin(self, fetch: _Fetch) -> Work:
         row = fetch.rows[0]
         fetch.entry = self._index.reserve(fetch.text.size)
-        known = self._index.find(row.prompt[:-1], row.job.steering)[1]
+        known = self._queue.find(row).tokens
         estimate = self._pace.estimate(fetch.tokens - known)
         seconds = _LONGEST_FETCH if estimate is None else max(estimate, _LEAST_FETCH)
         return FetchPrompt(model=self._model, entry=fetch.entry, row=row.id, seconds=seconds)
@@ -242,4 +242,4 @@ class StoreSchedule:
 
     def _saves(self, row: Row, tokens: int) -> bool:
         """Whether so many tokens are many more than memory has of a row's prompt."""
-        return tokens - self._index.find(row.prompt[:-1], row.job.steering)[1] >= LEAST
+        return tokens - self._queue.find(row).tokens >= LEAST

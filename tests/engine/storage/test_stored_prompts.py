@@ -115,6 +115,24 @@ def test_others_go_on_while_a_prompt_is_fetched(model_folder: ModelFolder, tmp_p
     assert cached == {2: READ, 3: READ, 4: 0}
 
 
+def test_what_a_row_that_runs_holds_is_not_fetched(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    engine = StoringEngine(model_folder("qwen3", plain=True), tmp_path)
+    engine.ask(make_job(1, PROMPT))
+    engine.round([Received(1, Submit(make_job(2, PROMPT, 1000)))])
+    while not engine.scheduler._models[1].streaming:
+        engine.round([])
+    engine.round([Received(1, Submit(make_job(3, (*PROMPT, *MORE))))])
+    for _ in range(20):
+        engine.round([])
+    spans = {row: span for work in engine.find(Read) for span in work.spans for row in span.rows}
+    assert spans[2].moves, "nothing is kept in memory meanwhile"
+    assert (spans[3].lender, spans[3].begin) == (2, READ)
+    assert not engine.find(FetchPrompt)
+    engine.end()
+
+
 def test_a_client_that_leaves_while_its_prompt_is_fetched_is_gone(
     model_folder: ModelFolder, tmp_path: Path
 ) -> None:
