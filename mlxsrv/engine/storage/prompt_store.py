@@ -14,6 +14,8 @@ here. Who owns what:
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -86,10 +88,18 @@ class StoreCounts(msgspec.Struct):
 
 
 class Abandoned:
-    """Set by the device thread when nobody waits for a read any more."""
+    """When a task is to end whether it is done or not. The device thread sets it, once."""
 
     def __init__(self) -> None:
-        self.now = False
+        self._at = math.inf  # by time.monotonic
+
+    def within(self, seconds: float) -> None:
+        """Have the task end in so many seconds, or soon after."""
+        self._at = time.monotonic() + seconds
+
+    @property
+    def now(self) -> bool:
+        return time.monotonic() >= self._at
 
 
 class PromptStore:
@@ -116,15 +126,22 @@ class PromptStore:
         names = self._chain(text)
         return names[-1].end if names else 0
 
-    def write(self, text: Text, cache: HandedCache, told: Callable[[StoreCounts], None]) -> Task:
+    def write(
+        self,
+        text: Text,
+        cache: HandedCache,
+        abandoned: Abandoned,
+        told: Callable[[StoreCounts], None],
+    ) -> Task:
         """Make the task that stores a KV cache.
 
         Args:
             text: the tokens that it has seen.
             cache: belongs to the task from now on.
+            abandoned: the task ends early once the memory is wanted.
             told: called by the storage thread at the end, whatever came of it.
         """
-        return self._write(text, [cache], told)
+        return self._write(text, [cache], abandoned, told)
 
     def fetch(
         self, text: Text, abandoned: Abandoned, told: Callable[[FetchedCache | None], None]
@@ -175,7 +192,11 @@ class PromptStore:
     # On the storage thread: writing.
 
     def _write(
-        self, text: Text, caches: list[HandedCache], told: Callable[[StoreCounts], None]
+        self,
+        text: Text,
+        caches: list[HandedCache],
+        abandoned: Abandoned,
+        told: Callable[[StoreCounts], None],
     ) -> Iterator[None]:
         counts = StoreCounts()
         try:
@@ -184,7 +205,7 @@ class PromptStore:
             for name in names:
                 if self.shelf.holds(name):
                     self.folder.touch(self.shelf, name)
-                elif self._full:
+                elif self._full or abandoned.now:
                     break
                 else:
                     yield from self._write_file(name, text, caches[0], counts)

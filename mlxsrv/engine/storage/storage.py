@@ -29,7 +29,7 @@ from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.engine")
 
-_FLUSH_SECONDS = 5.0  # that the end of the process waits for writes, at most
+_FLUSH_SECONDS = 5.0  # that writes may take at the end of a model, or of the process
 
 PromptKey = tuple[int, int]
 """A model's number, and that of the entry of a kept prompt."""
@@ -57,6 +57,7 @@ class _Handed(NamedTuple):
     """What must live until a write is over: arrays of MLX's, which nothing here looks into."""
 
     arrays: Any
+    abandoned: Abandoned
 
 
 class Storage:
@@ -107,7 +108,8 @@ class Storage:
             cache: views of `arrays`; the storage thread's from now on.
             arrays: kept until it is over, so that nobody changes them.
         """
-        self._handed.setdefault(key, []).append(_Handed(arrays))
+        abandoned = Abandoned()
+        self._handed.setdefault(key, []).append(_Handed(arrays, abandoned))
 
         def told(counts: StoreCounts) -> None:
             shelf = store.shelf
@@ -122,7 +124,7 @@ class Storage:
                 )
             )
 
-        self._thread.add_write(store.write(text, cache, told))
+        self._thread.add_write(store.write(text, cache, abandoned, told))
 
     # Reading.
 
@@ -158,7 +160,7 @@ class Storage:
         now = time.monotonic()
         late = [key for key, fetch in self._fetches.items() if fetch.deadline <= now]
         for key in late:
-            self._fetches.pop(key).abandoned.now = True
+            self._fetches.pop(key).abandoned.within(0.0)
         return [Fetched(*key, tokens=0) for key in late]
 
     def accept(self, order: Fetched | Written) -> bool:
@@ -179,9 +181,15 @@ class Storage:
     # The end.
 
     def forget(self, model: int) -> None:
-        """Drop what was read for a model that goes. What is to be written is written."""
+        """Drop what was read for a model that goes. What is to be written is written at once, for
+        some seconds: others want the memory."""
         for key in [key for key in self._fetches if key[0] == model]:
-            self._fetches.pop(key).abandoned.now = True
+            self._fetches.pop(key).abandoned.within(0.0)
+        handed = [each for key, many in self._handed.items() if key[0] == model for each in many]
+        for each in handed:
+            each.abandoned.within(_FLUSH_SECONDS)
+        if handed:
+            self._thread.hurry(_FLUSH_SECONDS)
         for key in [key for key in self._fetched if key[0] == model]:
             del self._fetched[key]
 

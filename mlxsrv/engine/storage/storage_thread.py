@@ -30,7 +30,7 @@ Task = Iterator[None]
 class StorageThread:
     """The thread, which is started by the first task.
 
-    `add_read`, `add_write`, `flush` are called on the device thread.
+    `add_read`, `add_write`, `flush` and `hurry` are called on the device thread.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StorageThread:
         self._reads: deque[Task] = deque()
         self._writes: deque[Task] = deque()
         self._working = False
-        self._hurries = False
+        self._hurries_until = 0.0  # by time.monotonic
         self._thread: threading.Thread | None = None
 
     def add_read(self, task: Task) -> None:
@@ -50,18 +50,26 @@ class StorageThread:
         self._add(self._writes, task)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until all is written, without rests, at most so long. What is left is given up.
+        """Wait until all is written, at most so long, without rests. What is left is given up.
 
         Returns:
             Whether all was done.
         """
+        self.hurry(seconds)
         with self._changed:
-            self._hurries = True
-            self._changed.notify_all()
             done = self._changed.wait_for(lambda: not self._busy, seconds)
-            self._hurries = False
             self._writes.clear()
             return done
+
+    def hurry(self, seconds: float) -> None:
+        """Write without rests for so many seconds."""
+        with self._changed:
+            self._hurries_until = time.monotonic() + seconds
+            self._changed.notify_all()
+
+    @property
+    def _hurries(self) -> bool:
+        return time.monotonic() < self._hurries_until
 
     @property
     def _busy(self) -> bool:

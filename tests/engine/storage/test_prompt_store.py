@@ -93,7 +93,7 @@ class Place:
     def write(self, tokens: Text, cache: RowCache | None = None) -> StoreCounts:
         shared = share(cache or read(self.kind, tokens), cuts=self.caches.cuts)
         told: list[StoreCounts] = []
-        for _ in self.store.write(tokens, shared.cache, told.append):
+        for _ in self.store.write(tokens, shared.cache, Abandoned(), told.append):
             pass
         [counts] = told
         return counts
@@ -215,7 +215,7 @@ def test_what_is_handed_over_stays_as_it_is(tmp_path: Path) -> None:
     cache.cut(10)
     model("qwen3")(mx.array(text(300, seed=4)[None]), cache=cache.layers)
     mx.eval(cache.state)
-    for _ in place.store.write(tokens, shared.cache, lambda counts: None):
+    for _ in place.store.write(tokens, shared.cache, Abandoned(), lambda counts: None):
         pass
     found = place.fetch(tokens)
     assert found is not None
@@ -364,6 +364,19 @@ def size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
+def test_a_write_ends_when_its_memory_is_wanted(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    tokens = text()
+    shared = share(read("qwen3", tokens), cuts=True)
+    abandoned, told = Abandoned(), list[StoreCounts]()
+    writing = place.store.write(tokens, shared.cache, abandoned, told.append)
+    next(writing)
+    abandoned.within(0.0)
+    for _ in writing:
+        pass
+    assert [counts.files for counts in told] == [1], "the file that was begun"
+
+
 # Unfinished files.
 
 
@@ -371,7 +384,7 @@ def test_what_a_dead_writer_has_left_goes(tmp_path: Path) -> None:
     place = Place(tmp_path)
     tokens = text()
     shared = share(read("qwen3", tokens), cuts=True)
-    writing = place.store.write(tokens, shared.cache, lambda counts: None)
+    writing = place.store.write(tokens, shared.cache, Abandoned(), lambda counts: None)
     next(writing)
     [unfinished] = place.shelf.path.iterdir()
     Place(tmp_path)
