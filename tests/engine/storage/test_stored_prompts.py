@@ -148,6 +148,18 @@ def test_a_client_that_leaves_while_its_prompt_is_fetched_is_gone(
     assert second.ask(make_job(3, PROMPT))[1] == READ
 
 
+def test_what_chats_share_is_there_for_another_chat(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    """Also where a KV cache cannot be cut: it is kept at checkpoints, and each is stored."""
+    folder = model_folder("qwen3_next", plain=True)
+    first = StoringEngine(folder, tmp_path)
+    first.ask(make_job(1, PROMPT, checkpoints=(300,)))
+    first.end()
+    second = StoringEngine(folder, tmp_path)
+    assert second.ask(make_job(2, (*PROMPT[:300], *MORE)))[1] == 300
+
+
 # Misses.
 
 
@@ -183,6 +195,7 @@ def test_a_row_that_is_steered_has_no_part_in_it(model_folder: ModelFolder, tmp_
     engine = StoringEngine(folder, disk, vectors=(("v", str(file)),))
     steered = Steering(vectors=(("v", 2.0),))
     assert engine.ask(make_job(2, PROMPT, steering=steered))[1] == 0
+    assert not engine.find(FetchPrompt)
     assert engine.numbers["prompt_cache_disk_writes"] == 0
     engine.end()
     other = StoringEngine(folder, disk)
