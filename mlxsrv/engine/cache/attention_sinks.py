@@ -1,9 +1,10 @@
-"""Attention sinks: bounded KV caches that keep the first tokens, for rows that decode together.
+"""Attention sinks: bounded KV caches that keep the first tokens.
 
 A model attends to the first tokens of a text whatever they say, and writes nonsense when they are
 gone (Xiao et al. 2023, "attention sinks"). mlx-lm's cache of one row keeps four of them, but
-that of a batch drops them. So here a batch keeps them apart, in front of its window of
-the last tokens. A row attends to those that have left the window.
+that of a batch drops them. So where prompts are read together, they are kept apart, in front of the
+window of the last tokens. A row attends to those that have left the window. Rows that decode have
+slots.
 
 A token attends to the first tokens and to the last before it, whether it was read or drawn. In
 mlx-lm, what a token of a long prompt attends to depends on the slices in which it is read.
@@ -46,8 +47,8 @@ class SinkCache(RotatingKVCache):  # type: ignore[misc]  # mlx-lm has no types
 
 
 class BatchSinkCache:
-    """The KV cache of one layer for the rows of a batch. Its methods are those of mlx-lm's batch
-    caches."""
+    """The KV cache of one layer for rows whose prompts are read together. Its methods are those of
+    mlx-lm's batch caches."""
 
     def __init__(self, caches: Sequence[SinkCache]) -> None:
         self._window = BatchRotatingKVCache.merge(list(map(_window, caches)))
@@ -131,18 +132,6 @@ class BatchSinkCache:
         places = mx.clip(places, 0, new.shape[2] - 1)[:, None, :, None]
         return mx.where(among[:, None, :, None], mx.take_along_axis(new, places, axis=2), sinks)
 
-    def filter(self, batch_indices: mx.array) -> None:
-        self._window.filter(batch_indices)
-        if self._keys is not None:
-            self._keys, self._values = self._keys[batch_indices], self._values[batch_indices]
-
-    def extend(self, other: BatchSinkCache) -> None:
-        ours, theirs = self.offset.size, other.offset.size
-        self._window.extend(other._window)
-        self._keys = _stack(self._keys, ours, other._keys, theirs)
-        self._values = _stack(self._values, ours, other._values, theirs)
-        self._shortest = min(self._shortest, other._shortest)
-
     def extract(self, idx: int) -> SinkCache:
         row = SinkCache(self.max_size)
         if self._keys is None:
@@ -182,18 +171,6 @@ def _first(cache: SinkCache, kept: Any, like: mx.array) -> mx.array:
 
 def _zeros(like: mx.array) -> mx.array:
     return mx.zeros((*like.shape[:2], KEPT, like.shape[3]), like.dtype)
-
-
-def _stack(ours: Any, rows: int, theirs: Any, joining: int) -> Any:
-    if ours is None and theirs is None:
-        return None
-    ours = _rows(theirs, rows) if ours is None else ours
-    theirs = _rows(ours, joining) if theirs is None else theirs
-    return mx.concatenate([ours, theirs])
-
-
-def _rows(like: mx.array, rows: int) -> mx.array:
-    return mx.zeros((rows, *like.shape[1:]), like.dtype)
 
 
 def _join(sinks: mx.array, window: mx.array) -> mx.array:
