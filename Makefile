@@ -83,6 +83,7 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.sse
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.churn
 	$(BIN)/python -m benchmarks.sampler $(filter --quick,$(ARGS))
 	$(BIN)/python -m benchmarks.asking
 	$(BIN)/python -m benchmarks.embed

@@ -1,1 +1,1 @@
-"""KV caches of rows, batches and prompts."""
+"""KV caches of rows, sub-batches and prompts."""

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+_AHEAD = 256  # columns
+
 
 class Room(NamedTuple):
     """The slots and columns of arrays."""
@@ -34,6 +36,7 @@ class Rows:
         self.changes = 0
         self.fed = 0
         self._made: dict[tuple[object, ...], mx.array] = {}  # once for all layers of a pass
+        self._numbers = mx.arange(0)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -76,8 +79,8 @@ class Rows:
         slots more."""
 
         def make() -> mx.array:
-            begins = mx.array([*self.lengths, *[0] * free])
-            return begins[:, None, None, None] + mx.arange(tokens)[:, None]
+            begins = mx.array([*self.lengths, *[0] * free])[:, None, None, None]
+            return begins if tokens == 1 else begins + mx.arange(tokens)[:, None]
 
         return self._once(("columns", tokens, free), make)
 
@@ -96,7 +99,7 @@ class Rows:
 
         def make() -> mx.array:
             queries = self.columns(tokens, 0)
-            keys = mx.arange(self.longest + tokens)
+            keys = self._count(self.longest + tokens)
             mask = keys <= queries
             return mask if window is None else mask & (queries < keys + window)
 
@@ -106,7 +109,7 @@ class Rows:
         """`(rows, 1, 1, columns)`: which columns of a ring each row's next token may attend to."""
 
         def make() -> mx.array:
-            keys = mx.arange(columns)
+            keys = self._count(columns)
             mask = keys <= self.columns(1, 0)
             if window is None:
                 return mask
@@ -114,6 +117,12 @@ class Rows:
             return mask & ((age < window) | (keys < first))
 
         return self._once(("ring mask", columns, first, size, window), make)
+
+    def _count(self, end: int) -> mx.array:
+        """`(end,)`: 0, 1, 2 and so on; made once for many steps."""
+        if self._numbers.size < end:
+            self._numbers = mx.arange(end + _AHEAD)
+        return self._numbers[:end]
 
     def _once(self, key: tuple[object, ...], make: Callable[[], mx.array]) -> mx.array:
         found = self._made.get(key)

@@ -67,18 +67,12 @@ class Slots:
         """
         self._require_room(keys.shape[2])
         self._rows.fed, self._written = keys.shape[2], self._rows.changes
-        new = [*self._encode(keys), *self._encode(values)]
-        arrays = self._arrays or [_make(part, self._room) for part in new]
-        self._set([self._write(array, part) for array, part in zip(arrays, new, strict=True)])
+        self.keys, self.values = self._add(self.keys, keys), self._add(self.values, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
         slots, columns = len(self._rows), self._held(self._rows.longest + self._fed)
-
-        def cut(array: mx.array) -> mx.array:
-            return array[:slots, :, :columns]
-
-        return tree_map(cut, self.keys), tree_map(cut, self.values)
+        return self._cut(self.keys, slots, columns), self._cut(self.values, slots, columns)
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -215,9 +209,13 @@ class Slots:
         if columns > self._room.columns:
             raise RuntimeError(f"{columns} tokens of a row in {self._room.columns} columns")
 
-    def _encode(self, new: mx.array) -> Sequence[mx.array]:
-        """Keys or values as the arrays have them."""
-        return (new,)
+    def _add(self, arrays: Any, new: mx.array) -> Any:
+        """Keys or values, and new ones `(rows, heads, tokens, size)`."""
+        return self._write(_make(new, self._room) if arrays is None else arrays, new)
+
+    def _cut(self, arrays: Any, slots: int, columns: int) -> Any:
+        """The first slots and columns of keys or values."""
+        return arrays[:slots, :, :columns]
 
     def _write(self, array: mx.array, new: mx.array) -> mx.array:
         """Write the rows' next tokens `(rows, heads, tokens, size)` into the array, in place."""
@@ -256,8 +254,15 @@ class QuantizedSlots(Slots):
         self.bits = empty.bits  # mlx-lm's attention looks whether there are any
         self.group_size = empty.group_size
 
-    def _encode(self, new: mx.array) -> Sequence[mx.array]:
-        return mx.quantize(new, group_size=self.group_size, bits=self.bits)
+    def _add(self, arrays: Any, new: mx.array) -> Any:
+        parts = mx.quantize(new, group_size=self.group_size, bits=self.bits)
+        olds = arrays or [None] * len(parts)
+        return tuple(
+            super(QuantizedSlots, self)._add(*each) for each in zip(olds, parts, strict=True)
+        )
+
+    def _cut(self, arrays: Any, slots: int, columns: int) -> Any:
+        return tuple(array[:slots, :, :columns] for array in arrays)
 
 
 class RingSlots(Slots):
