@@ -131,6 +131,23 @@ def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
     assert policy.statistics() == {"speculating": 0, "drafted": 9, "accepted": 4}
 
 
+def test_a_round_behind_a_round_takes_all_the_time_since() -> None:
+    """Behind a plain step what is left of that step is not its own."""
+    controller = Eager()
+    policy, row = LookupPolicy(lambda: controller), make_row(1, 1, 12, 13, 14, 15)
+    policy.guess([row])
+    policy.saw_round(Outcome(1.0, 3.0, Decoded(waited=1.8, accepted={1: 3}, following={1: 20})))
+    row.drawn += [16, 17, 18, 19]
+    policy.guess([row])
+    policy.saw_round(Outcome(3.4, 4.5, Decoded(waited=3.5, accepted={1: 3}, following={1: 24})))
+    policy.skip()
+    row.drawn += [20, 21, 22, 23]
+    policy.guess([row])
+    policy.saw_round(Outcome(5.0, 6.0, Decoded(waited=5.5, accepted={1: 3}, following={1: 28})))
+    seconds = [each[-1] for each in controller.rounds if each[0] != "inputs"]
+    assert seconds == pytest.approx([1.2, 1.5, 0.5])
+
+
 @pytest.mark.parametrize(
     "more",
     [

@@ -122,6 +122,16 @@ def test_rounds_are_as_long_as_their_times_make_worth_while() -> None:
     assert controller.choose([2, 2, 2, 2]) == 2
 
 
+def test_now_and_then_a_round_has_a_proposal_more_than_is_best() -> None:
+    """Of rounds of one size nobody can tell what others take."""
+    controller, sizes = make_timed(), []
+    for _ in range(40):
+        sizes.append(controller.choose([8, 1, 1, 1]))
+        held = [sizes[-1], 1, 1, 1]
+        controller.saw_round(held, held, 4, 1.0 + 0.5 * sizes[-1])
+    assert sizes[8:] == [*[1] * 7, 2] * 4
+
+
 def test_a_proposal_behind_an_input_that_is_guessed_is_worth_less() -> None:
     controller = make_timed()
     play(controller, 20, second=1.2, proposal=0.05)
