@@ -88,6 +88,7 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.asking
 	$(BIN)/python -m benchmarks.embed
 	$(BIN)/python -m benchmarks.speculative
+	$(BIN)/python -m benchmarks.disk $(filter --quick,$(ARGS))
 	$(BIN)/python -m benchmarks.steer
 	$(BIN)/python -m benchmarks.swap
 	$(BIN)/python -m benchmarks.memory

@@ -4,6 +4,7 @@
 
 - The first token of a chat's follow-up after a restart, with `--prompt-cache-dir` and without. The
   46M model, a chat of 2,000 tokens, a process of its own each time, by turns.
+- The processor's time of a write, and of its longest piece, of a prompt of 2,048 tokens.
 - The gaps of streams while other chats end all the time, each of which is written, against a server
   that writes nothing. Both run throughout and are measured by turns, so they have the same machine.
 """
@@ -25,8 +26,12 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from benchmarks.report import describe_machine, format_machine
 from benchmarks.servers import Running, exit_on_sigterm, ours, serve
+from mlxsrv.engine.storage.prompt_store import Abandoned, HandedCache, PromptStore
+from mlxsrv.engine.storage.store_folder import StoreFolder
 from tests.support.tiny import write_model
 
 _WORDS = ("the", "sea", "is", "wide", "and", "ships", "sail", "far", "from", "any", "shore")
@@ -42,6 +47,8 @@ def main() -> None:
     exit_on_sigterm()
     print(format_machine(describe_machine()))
     with tempfile.TemporaryDirectory() as folder:
+        _report_writing(Path(folder))
+    with tempfile.TemporaryDirectory() as folder:
         model = write_model(
             Path(folder) / "m", "qwen3-46m", plain=True, max_position_embeddings=8192
         )
@@ -51,6 +58,27 @@ def main() -> None:
             Path(folder) / "m", "qwen3-46m", plain=True, max_position_embeddings=8192
         )
         _report_gaps(model, Path(folder) / "kv", 2 if quick else 6)
+
+
+# A write.
+
+
+def _report_writing(disk: Path) -> None:
+    folder = StoreFolder(disk, 1 << 40)
+    store = PromptStore(folder, folder.open("0" * 32), "0" * 32, cuts=True)
+    dice = np.random.default_rng(0)
+    arrays = tuple(dice.random((1, 4, 2048, 64), np.float32) for _ in range(24))
+    text = np.arange(2048, dtype=np.uint32)
+    handed = HandedCache(arrays, ("float32",) * len(arrays))
+    pieces: list[float] = []
+    before = time.thread_time()
+    for _ in store.write(text, handed, Abandoned(), lambda _: None):
+        now = time.thread_time()
+        pieces.append(now - before)
+        before = now
+    gigabytes = sum(array.nbytes for array in arrays) / 1e9
+    print(f"a write: {sum(pieces) / gigabytes:.2f} s of a processor for a gigabyte, ", end="")
+    print(f"in pieces of at most {1000 * max(pieces):.2f} ms")
 
 
 # A restart.
