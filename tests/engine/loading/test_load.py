@@ -285,6 +285,8 @@ def test_a_draft_model_is_loaded_beside(model_folder: ModelFolder) -> None:
         del both, hand
     both = load(main, [draft], draft=str(small))
     assert both.loaded.shared == draft.loaded.bytes
+    both = load(main, [plain, draft], draft=str(small))
+    assert both.loaded.shared == both.loaded.bytes == plain.loaded.bytes + draft.loaded.bytes
 
 
 @pytest.mark.parametrize(
