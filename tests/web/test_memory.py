@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from tests.support.client import Body, ask, chat
+from tests.support.effort import EFFORT, often
 from tests.support.fixtures import ModelFolder
 from tests.support.heavy import PER_TOKEN, ask_all, make_work, write_heavy
 from tests.support.saes import write_sae
@@ -19,7 +20,8 @@ from tests.support.serving import Server, serving
 
 Memory = dict[str, int]
 
-REQUESTS = 27
+FEW, MANY = 14, 27
+REQUESTS = MANY if EFFORT == "long" else FEW
 ANSWER = 420
 """Tokens that an answer has at most: more than the step by which KV caches grow."""
 OPTIONS = ("--no-hf-cache", "--prefill-chunk=64")
@@ -129,28 +131,37 @@ def test_the_log_says_how_memory_is_divided(model_folder: ModelFolder, tmp_path:
         assert second["left"] == memory(client)["budget"] < first["left"]
 
 
+@pytest.mark.parametrize("requests", often([FEW, MANY], [FEW]))
 @pytest.mark.slow
-def test_ten_times_more_work_than_fits_is_all_answered(heavy: Heavy, tmp_path: Path) -> None:
-    """And right, with prompts kept beside it as far as there is room."""
+def test_ten_times_more_work_than_fits_is_all_answered(
+    heavy: Heavy, tmp_path: Path, requests: int
+) -> None:
+    """And right, with prompts kept beside it as far as there is room. Five times as much in every
+    run, ten times in long ones."""
     limit = heavy.weights + ROOM
     with heavy.served(tmp_path, limit) as server, server.client() as client:
         assert memory(client)["budget"] < ROOM * 1.01
-        assert asyncio.run(ask_all(server.url, heavy.work["x"])) == heavy.right["x"]
+        work, right = heavy.work["x"][:requests], heavy.right["x"][:requests]
+        assert asyncio.run(ask_all(server.url, work)) == right
         [generated] = [model["engine"]["tokens"] for model in health(client)["models"]]
-        assert generated * PER_TOKEN > 5 * ROOM, "the prompts are about as long"
+        least = 5 * requests / MANY
+        assert generated * PER_TOKEN > least * ROOM, "the prompts are about as long"
         assert preemptions(client) > 0, "some rows had to give way"
         assert memory(client)["kept"] > 0
 
 
+@pytest.mark.parametrize("requests", often([3, 6], [3]))
 @pytest.mark.slow
-def test_the_limit_holds_beside_swaps_embeddings_and_an_sae(heavy: Heavy, tmp_path: Path) -> None:
+def test_the_limit_holds_beside_swaps_embeddings_and_an_sae(
+    heavy: Heavy, tmp_path: Path, requests: int
+) -> None:
     """Both models fit with a little for rows; first one has nobody's attention, then an SAE."""
     write_sae(tmp_path / "saes" / "one")
     limit = 2 * heavy.weights + 2 * ROOM
     sae_dir = f"--sae-dir={tmp_path / 'saes'}"
     with heavy.served(tmp_path, limit, sae_dir) as server, server.client() as client:
         with embedding(server):
-            for part in (slice(0, 6), slice(6, 12)):
+            for part in (slice(0, requests), slice(requests, 2 * requests)):
                 work = [*heavy.work["x"][part], *heavy.work["y"][part]]
                 right = [*heavy.right["x"][part], *heavy.right["y"][part]]
                 assert asyncio.run(ask_all(server.url, work)) == right

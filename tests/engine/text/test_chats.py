@@ -31,7 +31,7 @@ def make(model: Any, *, rows: int, kept: int = 1 << 30) -> TextEngine:
     return TextEngine(model, max_rows=rows, pace=Pace(64, 10.0), cache_bytes=kept)
 
 
-@pytest.mark.parametrize("play", [play_chat, play_text])
+@pytest.mark.parametrize("play", often([play_chat, play_text], [play_chat]))
 @pytest.mark.parametrize("family", per_cache(SMALL))
 @pytest.mark.slow
 def test_a_turn_reads_what_is_new(
@@ -53,7 +53,7 @@ def test_a_turn_reads_what_is_new(
         ("llama4", "attention_chunk_size"),
     ],
 )
-@pytest.mark.parametrize("play", [play_chat, play_text])
+@pytest.mark.parametrize("play", often([play_chat, play_text], [play_chat]))
 @pytest.mark.slow
 def test_a_turn_reads_what_is_new_while_windows_fill(
     tmp_path: Path, family: str, size: str, play: Any
@@ -117,7 +117,7 @@ class Talk:
 
 
 @pytest.mark.parametrize("seed", often(range(6), [0]))
-@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("family", per_cache(SMALL))
 @pytest.mark.slow
 def test_chats_with_one_system_prompt_draw_what_each_would_alone(
     models: Any, family: str, seed: int
