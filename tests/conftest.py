@@ -37,6 +37,7 @@ _SERVED = {
 """Folders and files whose tests need sockets or processes, or take long."""
 
 _LONGEST = (
+    "web/test_memory.py",
     "web/test_timeouts.py",
     "web/test_server.py",
     "web/test_structured.py",
@@ -49,8 +50,9 @@ _LONGEST = (
     "web/test_streaming.py",
     "web/test_limits.py",
     "prompts/test_encoding.py",
-    "engine/loading/test_load.py",
-    "engine/test_device.py",
+    "engine/text/test_chats.py",
+    "engine/text/test_greedy.py",
+    "engine/text/test_lookup.py",
 )
 """Files that take longest. They come first, so that no process has a long one left at the end."""
 
