@@ -7,12 +7,13 @@ from time import perf_counter
 from typing import Any
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.events import Event, Progress
+from mlxsrv.engine.events import Event, MemoryShort, Progress
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Done, Fault, Outcome
 from mlxsrv.engine.plans import Admit, Decode, Forget, Read, ReadDraft, Release, Rewind, Work
+from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.engine.steering.steerer import Steerer
@@ -30,6 +31,7 @@ class TextEngine:
         pace: decides how long slices are; slices of 64 tokens, unless given.
         cache_bytes: of kept prompts.
         steerer: what rows are steered with.
+        budget: bytes that KV caches may take. There are never more.
         more: arguments of TextRunner.
     """
 
@@ -42,6 +44,7 @@ class TextEngine:
         cache_bytes: int = 0,
         caches: KVCacheFactory | None = None,
         steerer: Steerer | None = None,
+        budget: int | None = None,
         **more: Any,
     ) -> None:
         self.steerer = Steerer(model) if steerer is None else steerer
@@ -52,12 +55,16 @@ class TextEngine:
             prompt_cache_bytes=cache_bytes,
             **more,
         )
+        self.budget = MemoryBudget()
         self.schedule = TextSchedule(
             1,
             max_rows=max_rows,
             pace=Pace(64, 10.0) if pace is None else pace,
             facts=self.runner.facts,
+            budget=self.budget,
         )
+        if budget is not None:
+            self.budget.set(budget)
         self._constraints: Mapping[int, Constraint] = {}
         self._unsent: list[Event] = []
 
@@ -100,6 +107,10 @@ class TextEngine:
     def decode(self) -> list[Event]:
         """The steps of a round."""
         unsent, self._unsent = self._unsent, []
+        self.budget.arrange()
+        if any(isinstance(event, MemoryShort) for event in self.budget.take_events()):
+            assert self.budget.bytes is not None
+            self.budget.set(self.budget.bytes)
         events = self._run(self.schedule.plan_rows())
         return unsent + events + self._run(self.schedule.plan_steps())
 
