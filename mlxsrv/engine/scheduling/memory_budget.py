@@ -69,7 +69,7 @@ class MemoryBudget:
     def add(self, model: RowMemory) -> None:
         """Count the rows of a model from now on."""
         self._models.append(model)
-        model.index.room = lambda tokens: self._find_room(model.measure(tokens))
+        model.index.room = lambda tokens: self._find_room(model, model.measure(tokens))
         if self.bytes is not None:
             model.limit_padding(self.bytes // _PADDING)
 
@@ -105,12 +105,13 @@ class MemoryBudget:
         kept = sum(model.index.bytes for model in self._models)
         return self._count_with([first]) - kept <= self.bytes
 
-    def _find_room(self, bytes: int) -> bool:
-        """Whether there is room for a KV cache of so many bytes that is kept. Others give way."""
+    def _find_room(self, model: RowMemory, bytes: int) -> bool:
+        """Whether there is room for a KV cache of so many bytes that is kept. Others of its model
+        give way, if they go before it comes."""
         if self.bytes is None:
             return True
-        if bytes > self._free:
-            self._free += self._give_way(bytes - self._free)
+        if bytes > self._free and not model.index.late:
+            self._free += model.index.give_way(bytes - self._free)
         if bytes > self._free:
             return False
         self._free -= bytes
@@ -123,6 +124,8 @@ class MemoryBudget:
         plan."""
         if self.bytes is None:
             return
+        for model in self._models:
+            model.index.late = False
         self._tell_progress()
         if self._suffices(self.bytes):
             return
@@ -186,6 +189,15 @@ class MemoryBudget:
 
     def _grant(self, most: int) -> list[tuple[RowMemory, Row]]:
         """Let texts be read for which there is memory, up to the first for which there is none."""
+        while (granted := self._choose(most)) is None:
+            pass
+        for model in self._models:
+            model.grant([row for each, row in granted if each is model])
+        return granted
+
+    def _choose(self, most: int) -> list[tuple[RowMemory, Row]] | None:
+        """The rows whose texts may be read; None if one was refused, so that another may have its
+        place."""
         granted: list[tuple[RowMemory, Row]] = []
         for model, row in list(self._candidates()):
             asked = [*granted, (model, row)]
@@ -195,11 +207,11 @@ class MemoryBudget:
                 self._give_way(missing)
             if missing <= kept:
                 granted = asked
-            elif not self._refuse(model, row, most):
+            elif self._refuse(model, row, most):
+                return None
+            else:
                 self._ask(missing + most - kept, most)
                 break
-        for model in self._models:
-            model.grant([row for each, row in granted if each is model])
         return granted
 
     def _count_with(self, granted: Sequence[tuple[RowMemory, Row]]) -> int:

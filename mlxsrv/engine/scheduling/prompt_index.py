@@ -122,6 +122,7 @@ class PromptIndex:
 
     Attributes:
         bytes: of all kept prompts.
+        late: entries that are dropped now go with the next plan, and no longer with this one.
         room: asked before a KV cache of so many tokens is kept: whether there is room for it.
         changes: grows when entries come or go: a lookup is good until then.
     """
@@ -130,6 +131,7 @@ class PromptIndex:
         self, most_bytes: int, *, cuts: bool = True, worth: Eviction | None = None
     ) -> None:
         self.bytes = 0
+        self.late = False
         self.room: Callable[[int], bool] | None = None
         self.changes = 0
         self._dropped: list[int] = []
@@ -307,6 +309,7 @@ class PromptIndex:
 
     def take_dropped(self) -> tuple[int, ...]:
         """Entries that were dropped since the last call."""
+        self.late = True
         dropped, self._dropped = tuple(self._dropped), []
         return dropped
 

@@ -3,16 +3,20 @@ its job has without a budget."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import mlx.core as mx
 import pytest
+from mlx_lm.utils import load_model
 
 from mlxsrv.engine.events import Event, Failed, Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.generation.parameters import Constraint, Sampling
 from tests.support.effort import often
 from tests.support.faulty_text import Odd
+from tests.support.heavy import LAYERS, PER_TOKEN, write_heavy
 from tests.support.text_engine import TextEngine
 
 JOBS = 12
@@ -76,3 +80,31 @@ def test_texts_are_those_without_a_budget(models: Any, family: str, kept: int) -
     statistics = engine.schedule.statistics()
     assert family != "qwen3" or statistics["preemptions"] > 0
     assert statistics["row_bytes"] == statistics["reading_bytes"] == 0
+
+
+@pytest.mark.slow
+def test_mlx_never_has_more_than_the_budget_and_what_a_step_takes(tmp_path: Path) -> None:
+    model, _ = load_model(write_heavy(tmp_path / "heavy"))
+    mx.eval(model.parameters())
+    greedy = Sampling(temperature=0)
+
+    def peak(budget: int, jobs: list[Job]) -> int:
+        """Bytes that MLX had in use at most, beside the weights."""
+        engine = TextEngine(model, max_rows=ROWS, budget=budget)
+        mx.synchronize()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        texts(run(engine, jobs))
+        mx.synchronize()
+        return mx.get_peak_memory() - before
+
+    slot = 256 * PER_TOKEN
+    short = [Job(n, "m", (5 + n, 6, 7), 4, frozenset(), greedy) for n in range(ROWS)]
+    step = peak(100 * slot, short) - ROWS * slot
+    budget = SLOTS * slot
+    jobs = [Job(n, "m", (5 + n,) * 200, 300, frozenset(), greedy) for n in range(10)]
+    # Attention on a CPU copies the keys and values of a layer, and two steps are under way at a
+    # time. Where arrays grow, one of a layer's two is there twice.
+    layer = budget // LAYERS
+    assert peak(budget, jobs) <= budget + max(step, 0) + 2 * layer + layer // 2
