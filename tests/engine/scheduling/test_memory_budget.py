@@ -171,6 +171,24 @@ def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
     check_answers(bench, job(2, 20, 4))
 
 
+def test_a_refused_prompt_leaves_its_place_to_the_next() -> None:
+    bench = bounded(3, max_rows=1)
+    bench.submit(job(1, 2000), job(2, 1900), job(3, 20))
+    answer(bench)
+    assert [bench.job(number).failed is not None for number in (1, 2, 3)] == [True, True, False]
+    check_answers(bench, job(3, 20))
+
+
+def test_a_copy_that_is_kept_takes_no_memory_that_is_yet_to_be_freed() -> None:
+    """Kept prompts that give way in the middle of a plan go with the next one."""
+    bench = bounded(5, FACTS)
+    for number in range(1, 6):
+        bench.submit(job(number, 300, 0, scores=0))  # kept at its end, since no row holds it
+        bench.finish()
+    assert bench.runner.text(1).kept_bytes
+    assert bench.runner.most <= 5 * SLOT
+
+
 def test_a_larger_budget_is_an_answer() -> None:
     bench = bounded(3)
     large = job(1, 2000, 4)

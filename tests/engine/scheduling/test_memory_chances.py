@@ -7,7 +7,7 @@ from collections import Counter
 from random import Random
 
 import msgspec
-from hypothesis import given, note, settings
+from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
 from mlxsrv.engine.events import Finished, Token
@@ -131,7 +131,8 @@ def most_rounds_with_budget(logs: list[JobLog], preemptions: int) -> int:
     return most_rounds(logs, 0) * (1 + preemptions) + 64
 
 
-@settings(max_examples=examples(80), deadline=None)
+# Not shrunk: a script of fewer actions takes as long to read, and shrinking takes minutes.
+@settings(max_examples=examples(80), deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     facts=text_facts(),
     seed=st.integers(0, 1 << 30),
