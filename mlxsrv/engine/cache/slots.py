@@ -316,9 +316,7 @@ class RingSlots(Slots):
         return parts
 
     def _tell(self, row: Any, tokens: int) -> None:
-        row.offset = tokens
-        # mlx-lm's begins anew when the next token comes.
-        row._idx = tokens if tokens <= self._size else self._place(tokens - 1) + 1
+        row.offset, row._idx = tokens, self._place(tokens)
 
 
 def _flatten(arrays: Any) -> list[mx.array]:
@@ -363,7 +361,7 @@ def _refill(
     reach: Sequence[int],
 ) -> None:
     """Change some slots of an array, in place."""
-    if mx.default_device() == mx.cpu:
+    if is_host():
         _refill_on_host(array, moves, joining, held, reach)
         return
     # Copies, for a view would hold the array's buffer.
@@ -377,6 +375,11 @@ def _refill(
         # A column that is masked counts nothing, unless it is not a number.
         if held[slot] < reach[slot]:
             array[slot : slot + 1, :, held[slot] : reach[slot]] = 0
+
+
+def is_host() -> bool:
+    """Whether MLX computes on the CPU."""
+    return bool(mx.default_device() == mx.cpu)
 
 
 def _refill_on_host(
