@@ -139,7 +139,8 @@ class DeviceThread:
                 parcel.mailbox.post([stopped])
 
     def _drain(self) -> list[Received] | None:
-        """All orders that are there, at least one if there is no work; None to park."""
+        """All orders that are there, at least one if there is no work; None to park, once those
+        are done that came before."""
         self.clock.stop()
         idle = self._scheduler.idle
         self._worked |= not idle
@@ -149,7 +150,9 @@ class DeviceThread:
             while parcel is not None:
                 orders += self._unpack(parcel)
                 parcel = self._inbox.get_nowait()
-            return None
+            if orders:  # a client that has closed may have left prompts that are to be stored
+                self._inbox.put(None)
+            return orders or None
         except Empty:
             late = self._runner.storage.give_up()
             return [*orders, *(Received(0, order) for order in late)]

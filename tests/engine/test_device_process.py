@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -160,3 +161,47 @@ def test_a_process_can_end_while_the_thread_works(model_folder: ModelFolder) -> 
             timeout=60,
         )
         assert (result.returncode, result.stdout, result.stderr) == (0, "bye\n", "")
+
+
+CLOSED_EXIT = """
+import asyncio, sys, time
+from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.events import Token
+from mlxsrv.engine.loading import device_memory
+from mlxsrv.engine.orders import Job, Load
+from mlxsrv.generation.parameters import Sampling
+
+async def main():
+    client = EngineClient.open()
+    await client.load(
+        Load(
+            model="m", path=sys.argv[1], max_rows=4, prefill_chunk=64, max_gap=0.2,
+            prompt_cache_dir=sys.argv[2], prompt_cache_disk_bytes=10**9,
+        )
+    )
+    drawn = asyncio.Event()
+    def receive(event):
+        if isinstance(event, Token):
+            drawn.set()
+    client.submit(Job(1, "m", tuple(range(5, 105)), 10**9, frozenset(), Sampling()), receive)
+    await asyncio.wait_for(drawn.wait(), 20)
+    device_memory.report = lambda: time.sleep(1)  # until the process is at its end
+    asyncio.ensure_future(client.report())
+    await asyncio.sleep(0.2)
+    client.close()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_at_work_stores_what_was_read(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    subprocess.run(
+        [sys.executable, "-c", CLOSED_EXIT, str(model_folder("qwen3", plain=True)), str(tmp_path)],
+        capture_output=True,
+        check=True,
+        timeout=60,
+    )
+    assert [*tmp_path.glob("*/*.mlxkv")]
