@@ -12,7 +12,7 @@ Several processes may use one folder, and each may end at any moment:
   for the one file that each is writing.
 - Files are not forced to the disk. What a loss of power leaves half written has a wrong checksum.
 
-Folders of other names, and files without our suffix, are never touched.
+Folders of other names or other users, links, and files without our suffix are never touched.
 
 Used on the storage thread only, but for `holds` and `ends`, which read dictionaries that it changes
 an entry at a time.
@@ -137,7 +137,7 @@ class StoreFolder:
         """Make the folder of a shelf, for this user alone: a KV cache tells the text."""
         shelf.path.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(shelf.path)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        if not _is_own_folder(found):
             raise OSError(f"{shelf.path} belongs to somebody else")
         if stat.S_IMODE(found.st_mode) != 0o700:
             os.chmod(shelf.path, 0o700)
@@ -150,7 +150,8 @@ class StoreFolder:
         Raises OSError if the directory cannot be read.
         """
         with os.scandir(self.path) as entries:
-            names = {entry.name for entry in entries if _SHELF.fullmatch(entry.name)}
+            found = [entry for entry in entries if _SHELF.fullmatch(entry.name)]
+            names = {entry.name for entry in found if _is_own(entry)}
         for gone in self._shelves.keys() - names:
             for name in list(self._shelves[gone].files):
                 self._shelves[gone].take(name)
@@ -312,6 +313,18 @@ def _write(descriptor: int, piece: bytes | memoryview) -> None:
     rest = memoryview(piece)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+
+
+def _is_own(entry: os.DirEntry[str]) -> bool:
+    """Whether it is a folder of this user. What a link points to may be of somebody else."""
+    try:
+        return _is_own_folder(entry.stat(follow_symlinks=False))
+    except OSError:
+        return False
+
+
+def _is_own_folder(status: os.stat_result) -> bool:
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 def _changed(path: Path) -> int:

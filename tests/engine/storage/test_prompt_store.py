@@ -311,6 +311,30 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert all(path.exists() for path in others)
 
 
+@pytest.mark.parametrize("kind", ["link", "file", "of another user"])
+def test_what_is_named_as_a_folder_of_ours_is_left_alone(tmp_path: Path, kind: str) -> None:
+    other, named = tmp_path / "other", tmp_path / "prompts" / f"kv-{'1' * 32}"
+    other.mkdir()
+    named.parent.mkdir()
+    file = other / "a.mlxkv"
+    file.write_bytes(b"0" * 1_000_000)
+    match kind:
+        case "link":
+            named.symlink_to(other)
+        case "file":
+            named.touch()
+        case _:
+            if os.geteuid() != 0:
+                pytest.skip("only root can give a folder away")
+            os.chown(other.rename(named), 1234, 1234)
+            file = named / "a.mlxkv"
+    place = Place(named.parent, most_bytes=500_000)
+    assert place.write(text(CHUNK)).files == 1
+    assert place.fetch(text(CHUNK)) is not None
+    assert file.exists()
+    assert named.exists()
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_nan_is_not_stored(tmp_path: Path, dtype: mx.Dtype) -> None:
     tokens = text()
