@@ -47,10 +47,6 @@ from mlxsrv.engine.sampling.sampler import Sampler
 from mlxsrv.engine.steering.plan import PassActivations
 from mlxsrv.engine.steering.steerer import Steerer
 
-# Bytes of KV caches. MLX writes into an array in place only if no work under way reads it, as the
-# step under way does: one that is launched meanwhile copies the KV caches. While these are small,
-# that takes less than the device would idle. Else the next step is made ready, and then waits.
-_MOST_COPIED = 8 << 20
 _CLEAR_EVERY = 256  # steps; buffers of outgrown caches go back to the system
 
 
@@ -135,7 +131,6 @@ class Decoder:
         self._step: Step | None = None  # None: rows have changed
         self._row_ids: list[int] = []
         self._fresh = False  # some row is
-        self._nbytes = 0  # of the KV caches, as they were arranged last
         self._steps = 0
 
     def replan(self) -> None:
@@ -155,8 +150,6 @@ class Decoder:
         inputs, last, rows = self._inputs, self._launched, self.rows
         logits = self._forward(inputs)
         step = self._step or self._prepare(rows, logits.shape[-1])
-        if self._nbytes > _MOST_COPIED:
-            mx.eval(inputs)
         if step.masks is None:
             self._inputs, proofs, scores = step.draw(logits, inputs)
             self._launched = Launched(proofs, scores, self._look())
@@ -419,7 +412,6 @@ class Decoder:
         self.rows = [row for sub_batch in sub_batches for row in sub_batch.rows]
         self._row_ids = [row.id for row in self.rows]
         self._fresh = any(row.fresh for row in self.rows)
-        self._nbytes = sum(each.caches.nbytes for each in sub_batches)
 
     def abandon(self) -> None:
         """Forget all rows."""
