@@ -36,12 +36,14 @@ PromptKey = tuple[int, int]
 
 
 class _Fetch:
-    """A read under way. `cache` is put in by the storage thread before it posts the order."""
+    """A read under way. `cache` and `over` are set by the storage thread before it posts the
+    order."""
 
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
         self.abandoned = Abandoned()
         self.cache: FetchedCache | None = None
+        self.over = False
 
 
 class Opening:
@@ -72,6 +74,7 @@ class Storage:
         self._thread = StorageThread()
         self._folders: dict[str, StoreFolder] = {}
         self._fetches: dict[PromptKey, _Fetch] = {}
+        self._given_up: list[_Fetch] = []  # that the storage thread may still be at
         self._fetched: dict[PromptKey, FetchedCache] = {}
         # In the order of writes. The numbers of a model's entries may begin anew meanwhile.
         self._handed: dict[PromptKey, list[_Handed]] = {}
@@ -130,11 +133,21 @@ class Storage:
 
     def fetch(self, store: PromptStore, key: PromptKey, text: Text, seconds: float) -> None:
         """Have the KV cache of `text` read, as far as it is stored; the order Fetched tells that it
-        is over, after so many seconds at the latest."""
-        fetch = self._fetches[key] = _Fetch(time.monotonic() + seconds)
+        is over, after so many seconds at the latest.
+
+        It is over at once while the storage thread is at a read that was given up: the disk may
+        hang, and prompts are not to wait for it in turn.
+        """
+        self._drop_over()
+        now = time.monotonic()
+        if self._given_up:
+            self._fetches[key] = fetch = _Fetch(now)
+            fetch.over = True
+            return
+        fetch = self._fetches[key] = _Fetch(now + seconds)
 
         def told(cache: FetchedCache | None) -> None:
-            fetch.cache = cache
+            fetch.cache, fetch.over = cache, True
             self._post(Fetched(*key, tokens=0 if cache is None else cache.tokens))
 
         self._thread.add_read(store.fetch(text, fetch.abandoned, told))
@@ -160,8 +173,17 @@ class Storage:
         now = time.monotonic()
         late = [key for key, fetch in self._fetches.items() if fetch.deadline <= now]
         for key in late:
-            self._fetches.pop(key).abandoned.within(0.0)
+            self._abandon(key)
         return [Fetched(*key, tokens=0) for key in late]
+
+    def _abandon(self, key: PromptKey) -> None:
+        fetch = self._fetches.pop(key)
+        fetch.abandoned.within(0.0)
+        self._given_up.append(fetch)
+
+    def _drop_over(self) -> None:
+        """Drop reads that were given up and are over, with what they have read."""
+        self._given_up = [each for each in self._given_up if not each.over]
 
     def accept(self, order: Fetched | Written) -> bool:
         """Take in what the storage thread tells. Returns whether anybody waits for it."""
@@ -173,6 +195,7 @@ class Storage:
             return True
         fetch = self._fetches.pop(key, None)
         if fetch is None:
+            self._drop_over()
             return False
         if fetch.cache is not None:
             self._fetched[key] = fetch.cache
@@ -184,7 +207,7 @@ class Storage:
         """Drop what was read for a model that goes. What is to be written is written at once, for
         some seconds: others want the memory."""
         for key in [key for key in self._fetches if key[0] == model]:
-            self._fetches.pop(key).abandoned.within(0.0)
+            self._abandon(key)
         handed = [each for key, many in self._handed.items() if key[0] == model for each in many]
         for each in handed:
             each.abandoned.within(_FLUSH_SECONDS)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from tests.engine.loading.test_adapters import write_adapter
 from tests.engine.steering.test_control_vectors import write_safetensors
 from tests.support.fixtures import ModelFolder
 from tests.support.recording import replay
+from tests.support.serving import PATIENCE
 from tests.support.stored import StoringEngine, make_job
 from tests.support.tiny import write_model
 
@@ -252,6 +255,40 @@ def test_a_read_that_takes_too_long_is_given_up(model_folder: ModelFolder, tmp_p
     engine.send()
     cached = [event.cached for event in engine.events if hasattr(event, "cached")]
     assert cached == [0]
+
+
+def test_prompts_do_not_wait_in_turn_for_a_disk_that_hangs(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    folder = model_folder("qwen3", plain=True)
+    prompts = [tuple(20 + i * step % 300 for i in range(300)) for step in (7, 11, 13)]
+    first = StoringEngine(folder, tmp_path)
+    for number, prompt in enumerate(prompts):
+        first.ask(make_job(number, prompt))
+    first.end()
+
+    engine = StoringEngine(folder, tmp_path)
+    storage, hangs = engine.runner.storage, Event()
+
+    def hang() -> Iterator[None]:
+        hangs.wait(PATIENCE)
+        yield
+
+    storage._thread.add_read(hang())
+    jobs = [make_job(number, prompt) for number, prompt in enumerate(prompts[:2])]
+    engine.round([Received(1, Submit(job)) for job in jobs])
+    engine.round([])
+    [under_way] = storage._fetches.values()
+    under_way.deadline = 0.0
+    while not engine.scheduler.idle or storage._fetches:
+        assert storage.seconds_left is None or storage.seconds_left <= 0
+        engine.round([Received(0, order) for order in storage.give_up()])
+    assert len(engine.find(FetchPrompt)) == 2
+    hangs.set()
+    storage.close()
+    engine.send()
+    assert not storage._given_up, "what was read too late is dropped"
+    assert engine.ask(make_job(5, prompts[2]))[1] == len(prompts[2]) - 1, "it hangs no more"
 
 
 # Records.
