@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.engine.orders import (
     Attach,
+    Budget,
     Close,
     Detach,
     Embed,
@@ -24,6 +25,7 @@ from mlxsrv.engine.orders import (
     Watch,
 )
 from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
+from mlxsrv.engine.plans import Rewind
 from mlxsrv.generation.parameters import Sampling
 from tests.engine.scheduling.test_scheduler_chances import (
     END,
@@ -33,6 +35,7 @@ from tests.engine.scheduling.test_scheduler_chances import (
     text_facts,
 )
 from tests.support.effort import examples
+from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.recording import recorded, replay
 from tests.support.scheduling import Bench
 
@@ -137,3 +140,28 @@ def test_whatever_happens_is_replayed(
     assert summary.ended is None
     assert summary.rounds == len(chances.bench.plans)
     assert summary.tokens == sum(len(log.tokens) for log in chances.bench.jobs.values())
+
+
+def test_what_is_done_where_memory_is_short_is_replayed(tmp_path: Path) -> None:
+    """The budget is an order, and a round without works may ask for another."""
+    with recorded(tmp_path / "record"):
+        bench = Bench(FakeDevice())
+    load = Load(model="m", path="/m", max_rows=8, prefill_chunk=64, max_gap=0.1)
+    bench.load(load)
+    row = FACTS.kv_bytes(256)
+    bench.send(Budget(4 * row))
+    for number in range(1, 6):
+        prompt = tuple(range(number, number + 100))
+        bench.submit(Job(number, "m", prompt, 600, frozenset(), Sampling()))
+    bench.submit(Job(6, "m", tuple(range(2000)), 4, frozenset(), Sampling()))
+    answered = 0
+    while not bench.done or answered < len(bench.shortages):
+        if answered < len(bench.shortages):
+            answered = len(bench.shortages)
+            bench.send(Budget(4 * row))
+        bench.round()
+    assert bench.works(Rewind)
+    assert bench.job(6).failed is not None
+    summary = replay(tmp_path / "record")
+    assert summary.difference is None
+    assert summary.tokens == 5 * 600
