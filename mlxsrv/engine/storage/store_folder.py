@@ -134,7 +134,9 @@ class StoreFolder:
         return self._shelves[name]
 
     def _make(self, shelf: Shelf) -> None:
-        """Make the folder of a shelf, for this user alone: a KV cache tells the text."""
+        """Make the folder of a shelf, for this user alone: a KV cache tells the text. The directory
+        is made as well if somebody has removed it, but none above it: that may be a disk."""
+        self.path.mkdir(mode=0o700, exist_ok=True)
         shelf.path.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(shelf.path)
         if not _is_own_folder(found):
@@ -149,7 +151,8 @@ class StoreFolder:
 
         Raises OSError if the directory cannot be read.
         """
-        with os.scandir(self.path) as entries:
+        names: set[str] = set()
+        with suppress(FileNotFoundError), os.scandir(self.path) as entries:
             found = [entry for entry in entries if _SHELF.fullmatch(entry.name)]
             names = {entry.name for entry in found if _is_own(entry)}
         for gone in self._shelves.keys() - names:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import time
 from functools import cache
 from pathlib import Path
@@ -296,6 +297,18 @@ def test_a_file_that_has_vanished_is_a_miss(tmp_path: Path) -> None:
         file.unlink()
     assert place.fetch(tokens) is None
     assert place.store.find(tokens) == 0
+
+
+def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
+    place = Place(tmp_path / "prompts")
+    place.write(text())
+    shutil.rmtree(place.folder.path)
+    assert place.fetch(text()) is None
+    assert place.write(text(CHUNK, seed=2)).files == 1
+    assert place.store.find(text()) == 0, "what was there is forgotten"
+    assert place.fetch(text(CHUNK, seed=2)) is not None
+    assert place.folder.nbytes == size(tmp_path)
+    assert place.folder.path.stat().st_mode & 0o777 == 0o700
 
 
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
