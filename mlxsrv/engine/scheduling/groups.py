@@ -194,9 +194,11 @@ class Groups:
             group.fit(columns, self._max_rows, fit, changed=changed)
         return sum(map(self._size, groups)) + absorbed
 
-    def add(self, rows: Sequence[Row]) -> None:
-        """Take rows that were read together."""
-        self._groups.append(_Group(rows))
+    def add(self, rows: Sequence[Row], room: RowGroup | None = None) -> None:
+        """Take rows that were read together; or one that was decoded alone, in arrays with this
+        `room`."""
+        slots, columns = (0, 0) if room is None else (room.slots, room.columns)
+        self._groups.append(_Group(rows, slots, columns))
         self._absorbed += self._unite(self._groups)
         self._changed = True
 

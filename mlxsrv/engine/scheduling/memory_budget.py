@@ -154,13 +154,14 @@ class MemoryBudget:
         """Have kept prompts and rows go until there is room for the next steps."""
         self._give_way(self._count(_NEXT, Fit.AMPLE) - most)
         kept = sum(model.index.bytes for model in self._models)
-        self._ask(self._count(_NEXT + _FORESIGHT, Fit.EXACT) - kept, most)
-        while self._count(_NEXT, Fit.EXACT) > most:
+        self._ask(self._count(_NEXT + _FORESIGHT, Fit.EXACT, settled=True) - kept, most)
+        # Where there were more bytes until now, arrays are too large whoever goes, and shrink.
+        while self._count(_NEXT, Fit.EXACT, settled=True) > most:
             holders = sorted(self._find_holders(), key=lambda holder: holder[1].number)
             if not holders:
                 return
             model, youngest = holders[-1]
-            if len(holders) == 1 and self._count(1, Fit.EXACT) <= most:
+            if len(holders) == 1 and self._count(1, Fit.EXACT, settled=True) <= most:
                 youngest.full = True
                 return
             model.preempt(youngest)
@@ -198,21 +199,30 @@ class MemoryBudget:
     def _choose(self, most: int) -> list[tuple[RowMemory, Row]] | None:
         """The rows whose texts may be read; None if one was refused, so that another may have its
         place."""
-        granted: list[tuple[RowMemory, Row]] = []
-        for model, row in list(self._candidates()):
-            asked = [*granted, (model, row)]
-            missing = self._count_with(asked) - most
-            kept = sum(each.index.bytes for each in self._models)
-            if 0 < missing <= kept:
-                self._give_way(missing)
-            if missing <= kept:
-                granted = asked
-            elif self._refuse(model, row, most):
+        found = list(self._candidates())
+        kept = sum(each.index.bytes for each in self._models)
+        fitting = self._find_fitting(found, most + kept)
+        granted = found[:fitting]
+        if granted:
+            self._give_way(self._count_with(granted) - most)
+        if fitting < len(found):
+            if self._refuse(*found[fitting], most):
                 return None
-            else:
-                self._ask(missing + most - kept, most)
-                break
+            self._ask(self._count_with(found[: fitting + 1]) - kept, most)
         return granted
+
+    def _find_fitting(self, found: Sequence[tuple[RowMemory, Row]], most: int) -> int:
+        """How many of the first of these rows fit. To count many takes long, so each attempt is
+        with twice as many, and between the two when these are too many."""
+        fitting, over = 0, len(found) + 1
+        while over - fitting > 1:
+            doubled = min(2 * fitting or 1, len(found))
+            tried = doubled if over > len(found) else (fitting + over) // 2
+            if self._count_with(found[:tried]) <= most:
+                fitting = tried
+            else:
+                over = tried
+        return fitting
 
     def _count_with(self, granted: Sequence[tuple[RowMemory, Row]]) -> int:
         """Bytes that are taken if these texts are read, and each row grows by a step."""
@@ -256,11 +266,12 @@ class MemoryBudget:
         granted: Sequence[tuple[RowMemory, Row]] = (),
         *,
         free: bool = False,
+        settled: bool = False,
     ) -> int:
         """Bytes that all KV caches take; see RowMemory.count."""
+        rows = {model: [row for each, row in granted if each is model] for model in self._models}
         return sum(
-            model.count(tokens, fit, [row for each, row in granted if each is model], free=free)
-            for model in self._models
+            model.count(tokens, fit, own, free=free, settled=settled) for model, own in rows.items()
         )
 
     # What the client is told.

@@ -22,6 +22,8 @@ from collections.abc import Iterable, Sequence
 
 from mlxsrv.engine.events import Failed
 from mlxsrv.engine.faults import OUT_OF_MEMORY
+from mlxsrv.engine.plans import RowGroup
+from mlxsrv.engine.scheduling.groups import alone
 from mlxsrv.engine.scheduling.prompt_index import Tokens
 from mlxsrv.engine.scheduling.prompt_queue import Reading, restart
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
@@ -41,6 +43,7 @@ class Recovery:
         fitting: rows whose KV caches fit into memory, as far as known.
         reading: the text of the row that is tried next.
         trial: the row that is tried.
+        room: of the arrays in which it is tried, or the one that is being read will be.
         granted: there is memory for the next row.
     """
 
@@ -48,6 +51,7 @@ class Recovery:
         self.fitting = max_rows
         self.reading: Reading | None = None
         self.trial: Row | None = None
+        self.room: RowGroup | None = None
         self.granted = True
         self._max_rows = max_rows
         self._lost: deque[Row] = deque()  # rows to be read anew and tried, in turn
@@ -76,17 +80,13 @@ class Recovery:
         row = self._lost.popleft()
         self._passed = len(row.drawn) + _TRIAL
         self.reading = reading
+        self.room = choose_room(row)
 
     def begin_trial(self) -> None:
         """Note that the text is read, so that its row is tried."""
         assert self.reading is not None
         [self.trial] = self.reading.rows
         self.reading = None
-
-    @property
-    def steps(self) -> int:
-        """Steps of a trial, at most: the first gives no token."""
-        return _TRIAL + 1
 
     def end_trial(self) -> Row | None:
         """The row on trial, if it has passed."""
@@ -158,6 +158,11 @@ class Recovery:
     def widen(self, ended: int, *, busy: bool) -> None:
         """Let one more row decode for each that ended well, and all rows when none is left."""
         self.fitting = min(self.fitting + ended, self._max_rows) if busy else self._max_rows
+
+
+def choose_room(row: Row) -> RowGroup:
+    """The room of the arrays in which a row is tried. The first step gives no token."""
+    return alone(row, _TRIAL + 1)
 
 
 def blame(row: Row) -> Failed:

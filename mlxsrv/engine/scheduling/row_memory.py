@@ -13,11 +13,12 @@ twice for a moment is one of these, and counts as what a step needs for itself.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.groups import STEP, Fit, Groups, alone
+from mlxsrv.engine.scheduling.groups import STEP, Fit, Groups
 from mlxsrv.engine.scheduling.prompt_queue import Reading, same_prompt
+from mlxsrv.engine.scheduling.recovery import choose_room
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.row_book import RowBook
 
@@ -110,7 +111,13 @@ class RowMemory:
         return self.index.bytes + sum(map(self.measure, self.index.promised))
 
     def count(
-        self, tokens: int, fit: Fit, granted: Sequence[Row] = (), *, free: bool = False
+        self,
+        tokens: int,
+        fit: Fit,
+        granted: Sequence[Row] = (),
+        *,
+        free: bool = False,
+        settled: bool = False,
     ) -> int:
         """The most bytes that all KV caches take until each row has so many tokens more, or as many
         as its job allows.
@@ -121,22 +128,25 @@ class RowMemory:
             granted: rows whose texts are to be read as well.
             free: rows may have more tokens than their jobs allow: those that are proposed to others
                 of their group.
+            settled: but for what goes with the next steps.
         """
         coming = [row for reading in self._readings for row in reading.rows]
         own = list(map(self._measure, self._readings))
         for place, row in enumerate(granted):
             coming.append(row)
             if not any(same_prompt(row, other) for other in granted[:place]):
-                own.append(max(self.measure(row.length), self.queue.source_bytes(row)))
+                own.append(self._measure_text(row, self.queue.source_bytes(row)))
         drawing = [row for row in coming if row.job.max_tokens > 0 and self._facts.batched]
-        texts = sum(own)
+        texts, trial, tried = sum(own), self._trial_bytes, self._recovery.trial
         # A layer's arrays take the rows that were read, whose own caches of the layer then go.
-        before = self.groups.bytes + self._joining_bytes + texts
-        then = self.groups.bytes_with((), tokens, fit, bounded=not free) + texts
-        if drawing:  # of several texts it is not known which is read first
-            last = self.groups.bytes_with(drawing, tokens, fit, bounded=not free)
-            then = max(then, last + texts - min(own))
-        return max(before, then) + self._count_trial() + self.kept_bytes
+        before = self.groups.bytes + self._joining_bytes + texts + self._count_trial()
+        then = self.groups.bytes_with((), tokens, fit, bounded=not free) + texts + trial
+        joining = drawing if tried is None else [*drawing, tried]
+        if joining:  # of several texts it is not known which is read first
+            last = self.groups.bytes_with(joining, tokens, fit, bounded=not free)
+            last += self._count_tried(coming)
+            then = max(then, last + texts - (min(own) if drawing else 0))
+        return (then if settled else max(before, then)) + self.kept_bytes
 
     def count_alone(self, row: Row, tokens: int) -> int:
         """Bytes that a row takes that is read, and then decoded alone, until it has so many tokens
@@ -179,23 +189,45 @@ class RowMemory:
         self.groups.padding = min(self._facts.padding, bytes)
 
     def _measure(self, reading: Reading) -> int:
-        """Bytes of the KV cache of a text when it is read. One that was cut back is as large as it
-        was."""
-        return max(self.measure(reading.text.size), reading.source_bytes)
+        return self._measure_text(reading.rows[0], reading.source_bytes)
+
+    def _measure_text(self, row: Row, source_bytes: int) -> int:
+        """Bytes of the KV cache of a row's text when it is read, or of the arrays in which the row
+        is then tried. One that was cut back is as large as it was."""
+        own = max(self.measure(row.length), source_bytes)
+        if row is self._recovery.trial or row.state is RowState.RECOVERING:
+            return max(own, self._measure_trial(row))
+        return own
 
     @property
     def _readings(self) -> list[Reading]:
         recovering = self._recovery.reading
         return [*self.queue.begun, *([] if recovering is None else [recovering])]
 
-    def _count_trial(self) -> int:
-        """Bytes of the arrays of the row on trial, or of the one that will be."""
+    @property
+    def _trial_bytes(self) -> int:
+        """Bytes of the arrays in which a row is tried."""
         row = self._recovery.trial
-        if row is None and self._recovery.reading is not None:
-            [row] = self._recovery.reading.rows
-        if row is None:
+        return 0 if row is None else self._measure_trial(row)
+
+    def _count_trial(self) -> int:
+        """The same, once they are there, and not only the text that was read."""
+        row = self._recovery.trial
+        coming = self._facts.batched and row is not None and _is_fresh(row)
+        return 0 if coming else self._trial_bytes
+
+    def _count_tried(self, coming: Iterable[Row]) -> int:
+        """Bytes of the arrays in which a row was tried, when it goes over to those of others."""
+        if not self.groups:
             return 0
-        return self._facts.kv_bytes(alone(row, self._recovery.steps).columns)
+        lost = [row for row in coming if row.state is RowState.RECOVERING]
+        return max(map(self._measure_trial, lost), default=self._trial_bytes)
+
+    def _measure_trial(self, row: Row) -> int:
+        room = self._recovery.room
+        if room is None or row.id not in room.rows or row.state is RowState.RECOVERING:
+            room = choose_room(row)  # its text has not grown since it was chosen, if it was
+        return self._facts.kv_bytes(room.columns)
 
 
 def _is_fresh(row: Row) -> bool:

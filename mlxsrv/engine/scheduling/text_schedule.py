@@ -43,7 +43,7 @@ from mlxsrv.engine.plans import (
     Work,
 )
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
-from mlxsrv.engine.scheduling.groups import Groups, alone
+from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
@@ -205,7 +205,8 @@ class TextSchedule:
             )
         if (trial := self._recovery.trial) is not None:
             fresh = trial.state is RowState.FRESH
-            groups = (alone(trial, self._recovery.steps),) if fresh else None
+            room = self._recovery.room
+            groups = (room,) if fresh and room is not None else None
             works.append(Decode(model=self._model, trial=True, groups=groups))
         return works
 
@@ -407,7 +408,7 @@ class TextSchedule:
         else:
             self._time_step(outcome, lone)
         if (row := self._recovery.end_trial()) is not None:
-            self._groups.add([row])
+            self._groups.add([row], self._recovery.room)
         if self._recovery.fitting < self._max_rows:
             self._recovery.widen(ended, busy=self.streaming or self.pending)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import count, pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,9 +13,18 @@ from mlxsrv.engine.events import Finished, KVCost, Progress, Shortage, Token
 from mlxsrv.engine.orders import Budget, Job, MakeReport
 from mlxsrv.engine.plans import Decode, Forget, LoadSlice, Read, Rewind, Work
 from mlxsrv.engine.scheduling.groups import STEP
+from mlxsrv.engine.scheduling.row_memory import RowMemory
 from tests.support.fake_device import FACTS, FakeDevice, Pass
 from tests.support.scheduling import Bench
-from tests.support.situations import ORDER, expected, job, make, prompt, read_order
+from tests.support.situations import (
+    ORDER,
+    FaultyDevice,
+    expected,
+    job,
+    make,
+    prompt,
+    read_order,
+)
 
 COLUMN = FACTS.kv_bytes(1)
 SLOT = STEP * COLUMN  # a row of up to STEP tokens
@@ -324,3 +334,62 @@ def test_the_statistics_have_preemptions_and_bytes() -> None:
     assert numbers["row_bytes"] > 0
     assert prompt(1)
     bench.finish()
+
+
+@pytest.mark.parametrize(("part", "left"), [(0.9, 4), (0.7, 3), (0.5, 2), (0.38, 1)])
+def test_where_the_budget_shrinks_as_many_of_the_oldest_rows_stay_as_fit(
+    part: float, left: int
+) -> None:
+    bench = bounded(40)
+    jobs = [job(number, 200, 40) for number in range(1, 6)]
+    bench.submit(*jobs)
+    bench.rounds(20)
+    bench.send(Budget(int(part * bench.runner.text(1).bytes)))
+    bench.round()
+    [rewound] = bench.works(Rewind)
+    assert sorted(rewound.rows) == list(range(left + 1, 6))
+    bench.finish()
+    check_answers(bench, *jobs)
+
+
+def test_a_row_that_was_lost_is_tried_where_nothing_else_fits() -> None:
+    device = FaultyDevice(lambda work: isinstance(work, Decode), memory=True, text=NOTHING_KEPT)
+    bench = make(device)
+    bench.send(Budget(int(2.1 * SLOT)))
+    bench.submit(job(1, 100, 100))
+    bench.finish()
+    check_answers(bench, job(1, 100, 100))
+    assert len(bench.works(Rewind)) == 1, "it does not have to go for its own trial"
+
+
+@pytest.mark.parametrize("slots", [4.1, 4.6, 5.1, 6.1])
+def test_rows_on_trial_join_the_others_within_the_budget(slots: float) -> None:
+    steps = count()
+    device = FaultyDevice(
+        lambda work: isinstance(work, Decode) and next(steps) == 20, text=NOTHING_KEPT
+    )
+    bench = make(device)
+    bench.send(Budget(int(slots * SLOT)))
+    jobs = [job(number, 100, 100) for number in (1, 2, 3)]
+    bench.submit(*jobs)
+    bench.finish()
+    check_answers(bench, *jobs)
+    assert len(bench.works(Rewind)) == 1, "only the fault has taken KV caches"
+
+
+@pytest.mark.parametrize("slots", [4, 40, 400])
+def test_many_prompts_that_wait_are_not_counted_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, slots: int
+) -> None:
+    bench = bounded(slots, max_rows=64)
+    counted = count()
+    real = RowMemory.count
+
+    def note(*args: Any, **named: Any) -> int:
+        next(counted)
+        return real(*args, **named)
+
+    monkeypatch.setattr(RowMemory, "count", note)
+    bench.submit(*(job(number, 100 + number % 7, 40) for number in range(1, 200)))
+    bench.rounds(5)
+    assert next(counted) <= 5 * 32
