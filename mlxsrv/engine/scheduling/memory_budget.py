@@ -74,8 +74,9 @@ class MemoryBudget:
             model.limit_padding(self.bytes // _PADDING)
 
     def remove(self, model: RowMemory) -> None:
-        """Count the rows of a model no more: it is gone."""
-        self._models.remove(model)
+        """Count the rows of a model no more, if they were: it is gone."""
+        if model in self._models:
+            self._models.remove(model)
 
     @property
     def short(self) -> bool:

@@ -199,18 +199,17 @@ class RowBook:
         Returns:
             What their clients are told, and the last works of the model.
         """
-        events = self.fail_all(reason) if self._store is None else self._cancel_all(reason)
         if self._store is None:
-            return events, []
+            return self.fail_all(reason), []
+        events = [Failed(job_id, reason) for job_id in self._rows]
+        self.events += events  # they are told also if what follows goes wrong
+        self.cancel(list(self._rows))
         works = self._plan_rows()
         leaves = [leave for work in works if isinstance(work, Release) for leave in work.rows]
         promised = [leave.keep.entry for leave in leaves if leave.keep is not None]
-        return events, [*works, *self._store.plan_all(promised)]
-
-    def _cancel_all(self, reason: str) -> list[Failed]:
-        events = [Failed(job_id, reason) for job_id in self._rows]
-        self.cancel(list(self._rows))
-        return events
+        works += self._store.plan_all(promised)
+        self.events.clear()
+        return events, works
 
     def fail_all(self, reason: str) -> list[Failed]:
         """Forget all rows, since the model goes. Nothing is planned for them any more."""

@@ -294,6 +294,7 @@ class Scheduler:
             with self._contain(model):
                 events, works = model.end_all(reason)
                 client.events += events
+            model.fail(reason)  # if that was an error, it has begun anew, without jobs
             del self._models[number]
         return [*works, UnloadModel(model=number)]
 

@@ -10,13 +10,14 @@ import msgspec
 import pytest
 
 from mlxsrv.engine.events import PromptRead, Report, Started, Token
-from mlxsrv.engine.orders import Cancel, Embed, Job, MakeReport, Watch
-from mlxsrv.engine.outcomes import EmbedFacts
+from mlxsrv.engine.orders import Budget, Cancel, Embed, Job, MakeReport, Unload, Watch
+from mlxsrv.engine.outcomes import EmbedFacts, StoreFacts
 from mlxsrv.engine.plans import Decode, Reset
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
 from mlxsrv.engine.scheduling.row_book import RowBook
+from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.scheduling import Bench
@@ -238,3 +239,39 @@ def test_a_row_that_was_cancelled_when_the_schedule_failed_is_told_nothing(
     assert [type(event) for event in bench.job(1).events][-1] is Token
     assert bench.job(2).failed is not None
     check_others(bench)
+
+
+@pytest.mark.parametrize(
+    ("cls", "name", "stored"),
+    [
+        (RowBook, "end_all", False),
+        (RowBook, "_plan_rows", True),
+        (StoreSchedule, "plan_all", True),
+    ],
+)
+def test_an_error_in_ending_a_model_is_contained(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, stored: bool
+) -> None:
+    facts = msgspec.structs.replace(FACTS, store=StoreFacts(0, 0) if stored else None)
+    bench = make_two(FakeDevice(facts))
+    bench.send(Budget(1 << 30))
+    bench.submit(job(1, 100, 50), job_of("n", 3, 5, 30))
+    bench.rounds(6)
+    real: Callable[..., Any] = getattr(cls, name)
+
+    def method(self: Any, *args: Any) -> Any:
+        if self._model == MODEL:
+            raise KeyError("a policy is wrong")
+        return real(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(cls, name, method)
+        bench.send(Unload("m"))
+        bench.round()
+    assert bench.job(1).failed is not None
+    bench.finish()
+    assert bench.job(3).tokens == expected(bench, 3, 30)
+    bench.load(ORDER)
+    bench.submit(job(7, 70, 5))
+    bench.finish()
+    assert bench.job(7).tokens == expected(bench, 7, 5)
