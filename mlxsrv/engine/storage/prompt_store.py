@@ -209,7 +209,9 @@ class PromptStore:
                     break
                 else:
                     yield from self._write_file(name, text, caches[0], counts)
-        except (FileNotFoundError, NotANumber):  # another process may have emptied the folder
+        # Another process may have emptied the folder, or be at the same file: in containers all
+        # have the same process id.
+        except (FileNotFoundError, FileExistsError, NotANumber):
             _log.debug("a prompt was not stored", exc_info=True)
         except OSError as error:
             self._full = counts.failed = True

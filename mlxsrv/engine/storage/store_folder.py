@@ -246,6 +246,7 @@ class StoreFolder:
 
         Raises:
             FileNotFoundError: another process has removed the folder or the unfinished file.
+            FileExistsError: another process is writing it under the same name.
             OSError: it could not be written. Nothing of it is left.
         """
         if room > self.most_bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import shutil
@@ -26,7 +27,7 @@ from mlxsrv.engine.storage.prompt_store import (
     StoreCounts,
 )
 from mlxsrv.engine.storage.store_folder import StoreFolder
-from mlxsrv.engine.storage.stored_names import CHUNK, Text
+from mlxsrv.engine.storage.stored_names import CHUNK, Text, split
 from tests.support.tiny import FAMILIES, write_model
 
 FINGERPRINT = "0" * 32
@@ -434,6 +435,21 @@ def test_what_a_dead_writer_has_left_goes(tmp_path: Path) -> None:
     Place(tmp_path)
     assert not unfinished.exists()
     assert place.store.find(tokens) == tokens.size
+
+
+def test_a_writer_with_the_same_process_id_does_not_end_the_writing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = Place(tmp_path)
+    tokens = text(CHUNK)
+    [name] = split(tokens)
+    other = place.shelf.path / f"{os.getpid()}-1-{name.digest.hex()}.mlxkv-unfinished"
+    with other.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert place.write(tokens) == StoreCounts()
+        assert other.exists()
+        assert place.write(tokens).files == 1
+    assert not caplog.records
 
 
 # A disk that takes no more.
