@@ -141,11 +141,15 @@ class Groups:
     Attributes:
         fit: how much room arrays have when they change next.
         padding: bytes of padding for which two groups are not kept apart.
+        rows: of all groups, in the order of the inputs.
+        changes: grows when rows come, go, or change places.
     """
 
     def __init__(self, facts: TextFacts, max_rows: int) -> None:
         self.fit = Fit.AMPLE
         self.padding = facts.padding
+        self.rows: tuple[Row, ...] = ()
+        self.changes = 0
         self._facts = facts
         self._max_rows = max_rows
         self._absorbed = 0  # bytes of arrays whose rows have gone over to others
@@ -154,10 +158,6 @@ class Groups:
 
     def __len__(self) -> int:
         return len(self._groups)
-
-    @property
-    def rows(self) -> list[Row]:
-        return [row for group in self._groups for row in _real(group)]
 
     @property
     def bytes(self) -> int:
@@ -200,7 +200,7 @@ class Groups:
         slots, columns = (0, 0) if room is None else (room.slots, room.columns)
         self._groups.append(_Group(rows, slots, columns))
         self._absorbed += self._unite(self._groups)
-        self._changed = True
+        self._note_change()
 
     def remove(self, row: Row) -> None:
         """Drop a row, if it is there."""
@@ -210,13 +210,21 @@ class Groups:
                 self._groups = [group for group in self._groups if group.rows]
                 self._absorbed += self._unite(self._groups)
                 self._absorbed *= bool(self._groups)  # all arrays go with the last row
-                self._changed = True
+                self._note_change()
                 return
 
     def clear(self) -> None:
         self._groups.clear()
         self._absorbed = 0
+        self._note_change()
+
+    def _note_change(self) -> None:
         self._changed = True
+        self._list_rows()
+
+    def _list_rows(self) -> None:
+        self.rows = tuple(row for group in self._groups for row in _real(group))
+        self.changes += 1
 
     def take_changed(self, tokens: int = 1) -> tuple[RowGroup, ...] | None:
         """The groups, with room for a step of so many `tokens`; None if they are the same as at the
@@ -229,6 +237,8 @@ class Groups:
         grown = before != [(group.slots, group.columns) for group in self._groups]
         if not (self._changed or grown):
             return None
+        if self._changed:
+            self._list_rows()  # the last ones have taken the slots of those that have left
         self._changed = False
         return tuple(
             RowGroup(tuple(row.id for row in _real(group)), group.slots, group.columns)

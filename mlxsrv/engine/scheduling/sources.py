@@ -82,8 +82,8 @@ class Sources:
         """Changes with what there is to go on from."""
         if not self._facts.cuts:
             return (self._index.changes,)
-        rows = (row.id for row in self._groups.rows)
-        return (self._index.changes, *rows, -1, *(reading.done for reading in begun))
+        done = (reading.done for reading in begun)
+        return (self._index.changes, self._groups.changes, *done)
 
     def _look_up(self, row: Row, begun: Sequence[_Reading]) -> Source:
         tokens, steering = row.text[:-1], row.job.steering
