@@ -213,6 +213,11 @@ class Groups:
                 self._note_change()
                 return
 
+    def close_up(self) -> None:
+        """Have the rows in the order that they have in the next step."""
+        for group in self._groups:
+            group.close_up()
+
     def clear(self) -> None:
         self._groups.clear()
         self._absorbed = 0
@@ -230,8 +235,8 @@ class Groups:
         """The groups, with room for a step of so many `tokens`; None if they are the same as at the
         last call."""
         before = [(group.slots, group.columns) for group in self._groups]
+        self.close_up()
         for group in self._groups:
-            group.close_up()
             group.fit(group.longest + tokens, self._max_rows, self.fit, changed=self._changed)
         self._absorbed = 0
         grown = before != [(group.slots, group.columns) for group in self._groups]

@@ -196,6 +196,7 @@ class TextSchedule:
         """One step of all rows, and one of the row on trial."""
         works: list[Work] = []
         if self._groups:
+            self._groups.close_up()  # guesses are in the order of the rows
             proposals, guesses = self._count_proposals(), self._guess()
             groups = self._groups.take_changed(max(1, 1 + sum(proposals), *map(len, guesses)))
             if groups is not None:

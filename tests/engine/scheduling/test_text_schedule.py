@@ -10,14 +10,15 @@ import pytest
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Decoded, Done, Outcome, PromptsRead, RowFailure
-from mlxsrv.engine.plans import Admit, Read, Span, Work
+from mlxsrv.engine.plans import Admit, Decode, Read, Span, Work
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
 from mlxsrv.engine.scheduling.prompt_index import as_tokens
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.generation.parameters import Sampling
-from tests.support.fake_device import FACTS
+from tests.support.fake_device import FACTS, FakeDevice
+from tests.support.situations import job, make
 
 
 def make_job(number: int, size: int = 40, **more: Any) -> Job:
@@ -120,3 +121,28 @@ def test_texts_are_not_compared_while_no_proposal_is_affordable(
     drafts.controller.saw_reading(1000, 100.0)  # which costs all credit
     monkeypatch.delattr(Row, "text")
     assert drafts.plan_reading(row, 64) is None
+
+
+class RepeatingDevice(FakeDevice):
+    """Each row repeats three tokens of its own."""
+
+    def draw(self, job: Job, place: int) -> int:
+        return 10 * job.id + place % 3
+
+
+def test_guesses_are_those_of_the_rows_also_when_one_has_left() -> None:
+    bench = make(RepeatingDevice(msgspec.structs.replace(FACTS, lookup=True)))
+    bench.submit(*(job(number, 30, 5000) for number in (1, 2, 3, 4)))
+    bench.rounds(60)
+    bench.cancel(2)
+    bench.rounds(60)
+    bench.submit(job(5, 30, 5000))
+    bench.rounds(60)
+    bench.runner.works.clear()
+    bench.cancel(4)  # the last row takes its place
+    bench.rounds(3)
+    [first, *_] = bench.works(Decode)
+    assert first.groups is not None
+    [group] = first.groups
+    assert [*group.rows] != sorted(group.rows), "rows change their places"
+    assert [guess[0] // 10 for guess in first.guesses] == [*group.rows]
