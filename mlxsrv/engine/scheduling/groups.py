@@ -215,8 +215,10 @@ class Groups:
 
     def close_up(self) -> None:
         """Have the rows in the order that they have in the next step."""
-        for group in self._groups:
-            group.close_up()
+        if self._changed:
+            for group in self._groups:
+                group.close_up()
+            self._list_rows()
 
     def clear(self) -> None:
         self._groups.clear()
@@ -242,8 +244,6 @@ class Groups:
         grown = before != [(group.slots, group.columns) for group in self._groups]
         if not (self._changed or grown):
             return None
-        if self._changed:
-            self._list_rows()  # the last ones have taken the slots of those that have left
         self._changed = False
         return tuple(
             RowGroup(tuple(row.id for row in _real(group)), group.slots, group.columns)
