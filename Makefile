@@ -16,8 +16,9 @@ comma  := ,
 EXTRAS  = $(if $(BACKEND),$(BACKEND)$(comma))blas
 
 ARGS ?=
-# Processes that run the tests; more than the machine has cores would starve the servers they start.
-JOBS ?= 2
+# Processes that run the tests: one more than two cores, for some tests wait. Many more would starve the servers
+# that they start.
+JOBS ?= 3
 
 .PHONY: serve quick test test-long test-clients soak lint check format fuzz bench demo demo-sae clean
 

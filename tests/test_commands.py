@@ -229,7 +229,7 @@ def test_ctrl_c_at_the_question_is_no_traceback(tmp_path: Path) -> None:
                 # One that comes before the process waits is not seen until a line is there.
                 process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    _, errors = process.communicate(timeout=10)
+                    _, errors = process.communicate(timeout=0.5)
         finally:
             process.kill()
             os.close(ours)

@@ -13,6 +13,7 @@ import pytest
 
 from tests.support import faulty
 from tests.support.client import COMPLETIONS, ask, completion
+from tests.support.effort import often
 from tests.support.serving import Server, serving_faulty, wait_for
 from tests.support.tiny import write_model
 
@@ -44,7 +45,7 @@ def engine(server: Server) -> dict[str, int]:
     return dict(model["engine"])
 
 
-@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("stream", often([True, False], [True]))
 def test_a_client_killed_half_way_through_a_long_prompt_goes_on_from_there(
     sluggish: Server, stream: bool
 ) -> None:

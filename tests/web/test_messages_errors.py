@@ -115,7 +115,7 @@ def test_a_full_queue_is_an_overload(narrow: Server) -> None:
 
 
 def endless() -> Body:
-    return asking(max_tokens=FOR_EVER, stream=True)
+    return asking(max_tokens=FOR_EVER, stream=True, temperature=0)
 
 
 # Within a stream.
