@@ -215,7 +215,7 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
 
 
 StorageTold = Written | Fetched
-"""What the storage thread tells."""
+"""The orders that the storage thread sends."""
 
 Order = (
     Open | Close | Budget | Ask | Unload | Submit | Embed | Cancel | Detach | Watch | StorageTold

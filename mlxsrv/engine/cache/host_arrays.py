@@ -28,7 +28,7 @@ class SharedCache(NamedTuple):
 
 
 def describe_kind(caches: KVCacheFactory) -> str:
-    """What the KV caches of a model are made of, in words: those of one kind can be told apart from
+    """Describe what the KV caches of a model are made of: those of one kind can be told apart from
     all others, and made of each other's arrays."""
     return f"{_describe(caches.make().layers)} {caches.settings}"
 

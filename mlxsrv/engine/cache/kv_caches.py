@@ -66,7 +66,7 @@ class KVCacheFactory:
 
     @property
     def settings(self) -> str:
-        """What all its KV caches have in common, beside the kinds of their layers."""
+        """The settings that all its KV caches have in common, beside the kinds of their layers."""
         return f"max_size={self._max_size} group={self._group} bits={self._bits}"
 
     def make(self) -> RowCache:

@@ -62,7 +62,7 @@ class _States:
         return row
 
     def _states(self, source: Any) -> list[mx.array | None]:
-        """Those of a row."""
+        """The states of a row."""
         if not isinstance(source, int):
             return list(source.cache)
         return [None if state is None else state[source : source + 1] for state in self.view.cache]
@@ -99,8 +99,8 @@ class _Several:
         return CacheList(*[member.lend(slot, tokens) for member in self.members])
 
 
-class _Merged:
-    """mlx-lm's cache of a left-padded batch: texts are read into it in one pass."""
+class _Own:
+    """A KV cache of mlx-lm's own; None before there are rows."""
 
     def __init__(self) -> None:
         self.view: Any = None
@@ -108,6 +108,10 @@ class _Merged:
     @property
     def nbytes(self) -> int:
         return 0 if self.view is None else int(self.view.nbytes)
+
+
+class _Merged(_Own):
+    """mlx-lm's cache of a left-padded batch: texts are read into it in one pass."""
 
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
         self.view = sources[0].merge(sources)
@@ -116,15 +120,8 @@ class _Merged:
         return self.view.extract(slot)
 
 
-class _Lone:
+class _Lone(_Own):
     """The KV cache of the only row, of a kind that has no slots."""
-
-    def __init__(self) -> None:
-        self.view: Any = None
-
-    @property
-    def nbytes(self) -> int:
-        return 0 if self.view is None else int(self.view.nbytes)
 
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
         [source] = sources

@@ -187,7 +187,7 @@ class Slots:
     def _take_over(
         self, sources: Sequence[Any], lengths: Sequence[int]
     ) -> dict[int, list[_Pieces]]:
-        """What each of the joining rows has, for each array; by slot."""
+        """The parts of the joining rows, for each array; by slot."""
         joining = {
             slot: self._split(source, lengths[slot])
             for slot, source in enumerate(sources)
@@ -238,7 +238,7 @@ class Slots:
         return self._rows.columns(tokens, free)
 
     def _split(self, row: Any, tokens: int) -> list[_Pieces]:
-        """What mlx-lm's KV cache of a row has, for each array."""
+        """The parts of mlx-lm's KV cache of a row, for each array."""
         return [[(0, tokens, part)] for part in (*_flatten(row.keys), *_flatten(row.values))]
 
     def _tell(self, row: Any, tokens: int) -> None:

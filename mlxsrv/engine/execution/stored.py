@@ -49,7 +49,7 @@ class StoredPrompts:
 
     @property
     def facts(self) -> StoreFacts:
-        """What is on disk already."""
+        """The prompts that are on disk already."""
         shelf = self._store.shelf
         return StoreFacts(len(shelf.files), shelf.bytes)
 

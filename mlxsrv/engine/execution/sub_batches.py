@@ -61,7 +61,7 @@ class SubBatch:
         self.rows = rows
 
     def lend(self, row_ids: Collection[int]) -> dict[int, ReadyRow]:
-        """Those of these rows that it has, by id, with their parts of its arrays."""
+        """The rows of these that it has, by id, with their parts of its arrays."""
         return {
             row.id: ReadyRow(row, self.caches.lend(number))
             for number, row in enumerate(self.rows)

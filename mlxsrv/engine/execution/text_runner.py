@@ -138,7 +138,7 @@ class TextRunner:
         return Admitted(tuple(failures), tuple(self._find_stored(jobs)))
 
     def _find_stored(self, jobs: Sequence[Job]) -> Iterator[StoredBeginning]:
-        """Which beginnings of these jobs' prompts are stored. Choices of one request share a
+        """Find the stored beginnings of these jobs' prompts. Choices of one request share a
         prompt."""
         last, tokens = None, 0
         for job in jobs if self._stored is not None else ():

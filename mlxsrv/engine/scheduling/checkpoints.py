@@ -53,7 +53,7 @@ def choose_checkpoints(
 
 
 def _spread(places: Iterable[int], begin: int) -> list[int]:
-    """Those places that are far enough behind the one before."""
+    """The places that are far enough behind the one before."""
     chosen: list[int] = []
     for place in places:
         if place - (chosen[-1] if chosen else begin) >= LEAST:

@@ -279,7 +279,7 @@ class PromptQueue:
         return [row for row, _ in zip(twins, range(most), strict=False)]
 
     def find(self, row: Row) -> Source:
-        """What is of most use to a row whose text is to be read."""
+        """Find the source of most use to a row whose text is to be read."""
         return Source() if self.reads_anew(row) else self._sources.find(row, self.begun)
 
     def source_bytes(self, row: Row) -> int:

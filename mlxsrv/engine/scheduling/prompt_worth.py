@@ -26,7 +26,7 @@ _EXPECTED = 0.5  # uses that are taken for granted
 
 
 class _Record:
-    """What is known of one kept prompt.
+    """The facts of one kept prompt.
 
     Args:
         tokens: that it holds.

@@ -1,4 +1,4 @@
-"""What speculative rounds take, by how many tokens they propose to each row: a line, for a pass
+"""The times of speculative rounds, by how many tokens they propose to each row: a line, for a pass
 takes some time for the weights and some for each token."""
 
 from __future__ import annotations

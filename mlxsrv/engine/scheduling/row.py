@@ -79,8 +79,8 @@ _ENDED, _BROKEN, _DECODING = RowState.ENDED, RowState.BROKEN, RowState.DECODING
 
 
 class Source(NamedTuple):
-    """What a text goes on from: so many tokens of a kept prompt, its `entry`, or of what another
-    `row` holds; or nothing."""
+    """The beginning that a text goes on from: so many tokens of a kept prompt, its `entry`, or of
+    what another `row` holds; or nothing."""
 
     entry: int | None = None
     row: int | None = None

@@ -193,5 +193,5 @@ class SpeculationController:
 
 
 def _count_tried(proposed: int, accepted: int) -> int:
-    """Of a row's proposals those that held, and the first that did not: no other was tried."""
+    """The proposals of a row that held, and the first that did not: no other was tried."""
     return min(accepted + 1, proposed)

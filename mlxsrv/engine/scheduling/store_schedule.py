@@ -146,7 +146,7 @@ class StoreSchedule:
     # Planning.
 
     def plan(self, *, streaming: bool, busy: bool) -> list[Work]:
-        """What is written, fetched and restored in this round.
+        """Plan the writes, fetches and restores of this round.
 
         Args:
             streaming: rows are being decoded.

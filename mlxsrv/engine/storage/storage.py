@@ -56,7 +56,7 @@ class Opening:
 
 
 class _Handed(NamedTuple):
-    """What must live until a write is over: arrays of MLX's, which nothing here looks into."""
+    """The arrays of MLX's that must live until a write is over. Nothing here looks into them."""
 
     arrays: Any
     abandoned: Abandoned

@@ -22,7 +22,7 @@ from mlxsrv.engine.storage.stored_names import Text
 
 MAGIC = b"mlxsrvKV"
 VERSION = 1
-"""Of this format, and of how KV caches are laid out in it."""
+"""The version of this format, and of how KV caches are laid out in it."""
 
 _MOST_HEADER = 4 * 1024 * 1024
 _FIXED = len(MAGIC) + 4
@@ -66,7 +66,7 @@ class ArrayKind(msgspec.Struct, frozen=True):
 
 
 class StoredHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """What a file says of itself.
+    """The header of a file.
 
     Attributes:
         version: of the format.

@@ -119,7 +119,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int | None
     """Bytes of the weights; None unless it is loaded."""
     kv_costs: tuple[KVCost, ...] | None
-    """Of a row; None unless it is loaded."""
+    """The cost of a row's KV cache; None unless the model is loaded."""
     idle_seconds: float | None
     """How long it has been loaded without a user; None if it is not loaded or has one."""
 
