@@ -19,7 +19,7 @@ from statistics import median, quantiles
 from time import thread_time_ns
 
 from mlxsrv.engine.events import KVCost
-from mlxsrv.engine.orders import Ask, Job, Load, Open, Submit
+from mlxsrv.engine.orders import Ask, Budget, Job, Load, Open, Submit
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.generation.parameters import Sampling
@@ -44,13 +44,13 @@ _PROMPT = 300
 class _Rounds:
     """Rounds of a scheduler with one model, and what each took."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, budget: int) -> None:
         self._scheduler = Scheduler()
         self._runner = FakeRunner(FakeDevice(_FACTS))
         self._orders = [Received(_CLIENT, Open())]
         self._jobs = 0
         order = Load(model="m", path="", max_rows=rows, prefill_chunk=2048, max_gap=0.2)
-        self._orders.append(Received(_CLIENT, Ask(1, order)))
+        self._orders += [Received(_CLIENT, Ask(1, order)), Received(_CLIENT, Budget(budget))]
         self.run(2)
 
     def submit(self, count: int, tokens: Sequence[int], prompt: int = _PROMPT) -> None:
@@ -87,19 +87,21 @@ class _Rounds:
         return spent / 1000
 
 
-def _measure(rows: int, waiting: int, rounds: int) -> Iterator[tuple[str, list[float]]]:
-    decoding = _Rounds(rows)
+def _measure(
+    rows: int, waiting: int, rounds: int, budget: int
+) -> Iterator[tuple[str, list[float]]]:
+    decoding = _Rounds(rows, budget)
     decoding.submit(rows, _ENDLESS)
     decoding.run(4 * rows)
     yield "decoding", decoding.run(rounds)
     decoding.submit(waiting, _ENDLESS)
     decoding.run(10)
     yield "waiting", decoding.run(rounds)
-    changing = _Rounds(rows)
+    changing = _Rounds(rows, budget)
     changing.submit(rows + waiting, _ANSWERS)
     changing.run(8 * rows, _ANSWERS)
     yield "coming and going", changing.run(rounds, _ANSWERS)
-    reading = _Rounds(rows)
+    reading = _Rounds(rows, budget)
     reading.submit(rows - 1, _ENDLESS)
     reading.run(4 * rows)
     reading.submit(1, (1,), prompt=100_000)
@@ -112,8 +114,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--waiting", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument(
+        "--budget", type=float, default=20e9, help="bytes for KV caches; the default is ample"
+    )
     options = parser.parse_args()
-    for name, spent in _measure(options.rows, options.waiting, options.rounds):
+    given = (options.rows, options.waiting, options.rounds, int(options.budget))
+    for name, spent in _measure(*given):
         p99 = quantiles(spent, n=100)[-1]
         mean = sum(spent) / len(spent)
         print(

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import combinations
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from mlxsrv.engine.outcomes import TextFacts
@@ -23,6 +24,7 @@ from mlxsrv.engine.plans import RowGroup
 from mlxsrv.engine.scheduling.row import Row
 
 STEP = 256  # columns
+_LENGTH = attrgetter("length")
 _FEW, _MORE = 8, 4  # slots double up to so many; then they grow by so many
 
 
@@ -81,7 +83,7 @@ class _Group:
 
     @property
     def longest(self) -> int:
-        return max(row.length for row in self.rows)
+        return int(max(map(_LENGTH, self.rows)))
 
     def absorb(self, other: _Group) -> None:
         """Take the rows of another group: first into the slots of those that have left."""
@@ -99,6 +101,9 @@ class _Group:
     def reach(self, tokens: int) -> int:
         """Tokens of the row that is the longest once each has so many more, or all that its job
         allows."""
+        first = max(self.rows, key=_LENGTH)
+        if first.length + tokens <= first.most_length:  # so no other row has more
+            return first.length + tokens
         return max(max(min(row.length + tokens, row.most_length), row.length) for row in self.rows)
 
     def fit(self, columns: int, most: int, fit: Fit, *, changed: bool) -> None:
@@ -193,6 +198,17 @@ class Groups:
             columns = group.reach(tokens) if bounded else group.longest + tokens
             group.fit(columns, self._max_rows, fit, changed=changed)
         return sum(map(self._size, groups)) + absorbed
+
+    def bound(self, rows: Sequence[Sized], tokens: int) -> int:
+        """Bytes that `bytes_with` does not exceed for these rows, or some of them, and so many
+        `tokens`. This takes no look at each row."""
+        lengths = [each.columns or each.longest for each in self._groups]
+        longest = max([*lengths, *(row.length for row in rows)], default=0) + tokens
+        # However rows are grouped, there are at most three slots more than a group has rows, and
+        # two for each row that is alone.
+        slots = sum(max(each.slots, len(each.places)) + _MORE for each in self._groups)
+        most = (slots + 2 * len(rows)) * self._facts.kv_bytes(_round_up(longest))
+        return most + (self.bytes if len(self._groups) > 1 else self._absorbed)
 
     def add(self, rows: Sequence[Row], room: RowGroup | None = None) -> None:
         """Take rows that were read together; or one that was decoded alone, in arrays with this

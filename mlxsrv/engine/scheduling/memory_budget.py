@@ -91,7 +91,7 @@ class MemoryBudget:
     @property
     def exceeded(self) -> bool:
         """Whether arrays are larger than they may be, until they shrink in the next steps."""
-        if self.bytes is None:
+        if self.bytes is None or self._free >= 0:
             return False
         return sum(model.held for model in self._models) > self.bytes
 
@@ -128,11 +128,26 @@ class MemoryBudget:
         for model in self._models:
             model.index.late = False
         self._tell_progress()
-        if self._suffices(self.bytes):
+        if self._is_ample(self.bytes) or self._suffices(self.bytes):
             return
         self._keep_within(self.bytes)
         granted = self._grant(self.bytes)
         self._fit(self.bytes, granted)
+
+    def _is_ample(self, most: int) -> bool:
+        """Whether half of the memory is left, even if all who wait are let in. So it is on most
+        servers, where to count each row would take longer than all other decisions."""
+        taken = 0
+        for model in self._models:
+            bound = model.bound(_FORESIGHT + _ROUND)
+            taken += most if bound is None else bound
+        if 2 * taken > most:
+            return False
+        for model in self._models:
+            model.grant(None)
+            model.groups.fit, model.proposals_fit = Fit.AMPLE, True
+        self._free, self._asked = most - taken, 0
+        return True
 
     def _suffices(self, most: int) -> bool:
         """Whether nobody waits, and no row needs memory soon that there is not."""

@@ -148,6 +148,18 @@ class RowMemory:
             then = max(then, last + texts - (min(own) if drawing else 0))
         return (then if settled else max(before, then)) + self.kept_bytes
 
+    def bound(self, tokens: int) -> int | None:
+        """Bytes that `count` does not exceed, whichever candidates are granted. It is counted in a
+        few steps, with no look at each row; None after a fault, when only `count` knows."""
+        if self._recovery.rows or self._recovery.trial is not None:
+            return None
+        candidates = self.candidates
+        reading = [row for each in self._readings for row in each.rows]
+        # A text may go on from a kept prompt that is longer, and was cut back.
+        own = sum(self.measure(row.length) + self.index.bytes for row in candidates)
+        arrays = self.groups.bound([*reading, *candidates], tokens)
+        return arrays + own + self.reading_bytes + self.kept_bytes
+
     def count_alone(self, row: Row, tokens: int) -> int:
         """Bytes that a row takes that is read, and then decoded alone, until it has so many tokens
         more."""

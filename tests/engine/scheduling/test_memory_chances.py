@@ -137,7 +137,7 @@ def most_rounds_with_budget(logs: list[JobLog], preemptions: int) -> int:
     facts=text_facts(),
     seed=st.integers(0, 1 << 30),
     end=st.sampled_from([0.0, 0.02]),
-    slots=st.sampled_from([1.2, 2.5, 4, 7, 12]),
+    slots=st.sampled_from([1.2, 2.5, 4, 7, 12, 40, 150]),
     max_rows=st.integers(1, 8),
     patience=st.sampled_from([1, 5, 40]),
     script=st.lists(st.integers(0, 1 << 20), min_size=4, max_size=16),
