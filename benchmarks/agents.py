@@ -66,7 +66,7 @@ class _Chunk(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """What came of one request that was answered.
+    """The outcome of one request that was answered.
 
     Attributes:
         kind: `turn` of the agent, `again` after a hang-up, `retry` of what had its answer, or of a
@@ -83,7 +83,7 @@ class Answer(msgspec.Struct):
 
 
 class Session(msgspec.Struct):
-    """What came of a session on one server.
+    """The outcome of a session on one server.
 
     Attributes:
         seconds: that it took.
@@ -95,7 +95,7 @@ class Session(msgspec.Struct):
     peak: int | None
 
     def ttfts(self) -> list[float]:
-        """Of the agent's own turns, in seconds, those behind a hang-up included."""
+        """Times to the first token of the agent's own turns, in seconds, also after a hang-up."""
         return [each.ttft for each in self.answers if each.kind in ("turn", "again")]
 
     def of(self, *kinds: str) -> list[Answer]:

@@ -1,4 +1,4 @@
-"""What it costs to ask for more than tokens: `python -m benchmarks.asking`.
+"""Measure the cost of asking for more than tokens: `python -m benchmarks.asking`.
 
 Tokens per second of the engine where one row, or each, asks for log-probabilities, has
 penalties or follows a grammar, over those of the same batch where nobody does, by turns in one

@@ -1,4 +1,4 @@
-"""What a growing chat costs: `python -m benchmarks.chats`.
+"""Measure the cost of a growing chat: `python -m benchmarks.chats`.
 
 - The tokens that are read of the prompts of a chat of ten turns, for each family of models: how
   much that is beyond what is new depends on the family's KV cache.

@@ -59,7 +59,7 @@ _PEAK = (16, 2048)
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What one way takes: milliseconds and bytes."""
+    """The cost of one way to join and leave: milliseconds and bytes."""
 
     rows: int
     tokens: int

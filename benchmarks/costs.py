@@ -1,4 +1,4 @@
-"""What works cost: a linear model, from a machine's figures or fitted to what was measured.
+"""The costs of works: a linear model, from a machine's figures or fitted to what was measured.
 
 A device works off what is launched, in order. A step is launched, and then the tokens of the step
 before are awaited; a slice of prompts is awaited itself. So the time of one work is partly that of
@@ -93,7 +93,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def describe(work: Work, passes: Sequence[Pass]) -> list[float]:
-    """How much of each of the Costs a work takes, in their order."""
+    """Return how much of each of the Costs a work takes, in their order."""
     rows = sum(each.rows for each in passes)
     if isinstance(work, Decode):
         held = sum(each.rows * each.held for each in passes)
@@ -125,8 +125,8 @@ def scale(costs: Costs, factor: float) -> Costs:
 
 
 class Speed:
-    """How many times as long as expected rounds have taken on a machine, at each time of a run:
-    other programs slow it down, for a while at a time.
+    """The speed of a machine in the course of a run: how many times as long as expected its rounds
+    took. Other programs slow it down, for a while at a time.
 
     Args:
         began: seconds from the beginning of the run, of each round.

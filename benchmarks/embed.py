@@ -60,7 +60,7 @@ Encode: TypeAlias = Callable[[list[str]], int]
 _PEER = "sentence_transformers"
 _SIZES = (1, 32, 512)
 _REQUESTS = {1: 16, 32: 1, 512: 1}
-"""How many of each size make one measurement."""
+"""The number of texts of each size that make one measurement."""
 _GROUPED = (512, 64)
 """Texts in process: the first number that does not take too long."""
 _ROWS = 32
@@ -94,7 +94,7 @@ class Grouping(msgspec.Struct, frozen=True):
 
     model: str
     count: int
-    """Of texts."""
+    """The number of texts."""
     grouped: list[float]
     ungrouped: list[float]
     grouped_work: float

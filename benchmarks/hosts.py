@@ -66,7 +66,7 @@ class Model(msgspec.Struct, frozen=True):
 
 
 class Bench(msgspec.Struct):
-    """What all probes of a run share."""
+    """The settings and hosts that all probes of a run share."""
 
     models: dict[str, Model]
     quick: bool
@@ -77,10 +77,10 @@ class Bench(msgspec.Struct):
     openblas: bool = True
     """Whether ours may use it."""
     cpu_shares: dict[int, float] = {}
-    """What the load generator took of a processor while ours was measured, by streams."""
+    """The share of a processor that the load generator took while ours was measured, by streams."""
 
     def choose(self, full: int, quick: int) -> int:
-        """How much of something to do."""
+        """Return the number of repetitions."""
         return quick if self.quick else full
 
 
@@ -105,7 +105,7 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Place(msgspec.Struct, frozen=True):
-    """What a probe gets to work with."""
+    """The things that a probe gets to work with."""
 
     bench: Bench
     host: Host
@@ -133,7 +133,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Reading(msgspec.Struct, frozen=True):
-    """What a probe took once."""
+    """The figures that a probe took once."""
 
     figures: dict[str, float]
     reports: tuple[Report, ...] = ()
@@ -157,7 +157,7 @@ def write_models(folder: Path, names: Sequence[str]) -> dict[str, Model]:
 def write_bodies(
     chats: Sequence[Chat], kind: SamplingKind = "greedy"
 ) -> tuple[dict[str, Any], ...]:
-    """What each request says: its chat, and how to draw its tokens."""
+    """The part that is the same in each request: its chat, and how to draw its tokens."""
     return tuple(
         {"messages": chat} | choose_sampling(kind, number) for number, chat in enumerate(chats)
     )

@@ -1,4 +1,4 @@
-"""What mlx-lm does without a server: its generators, called in a process of their own.
+"""Measure mlx-lm without a server: its generators, called in a process of their own.
 
 `run_task` starts `python -m benchmarks.inprocess`, which reads a Task from its standard input and
 writes Figures to its standard output.
@@ -26,7 +26,7 @@ SampleTokens: TypeAlias = Callable[[Any], Any]
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What to generate, greedily."""
+    """A prompt and a number of tokens to generate, greedily."""
 
     folder: str
     chats: tuple[list[dict[str, str]], ...]

@@ -1,4 +1,4 @@
-"""Which kept prompts stay: `python -m benchmarks.kept_prompts`.
+"""Count which kept prompts stay: `python -m benchmarks.kept_prompts`.
 
 Gives a mix of requests to the prompt index, without a model: coding agents, sub-agents, chats,
 questions with one system prompt, floods of prompts that come once, retries (see
@@ -177,7 +177,7 @@ POLICIES: dict[str, Callable[[], Eviction]] = {
 
 
 class Found(msgspec.Struct):
-    """What was asked and what was found, in tokens, by who asked."""
+    """The tokens that were asked for and those that were found, by who asked."""
 
     asked: Counter[str]
     found: Counter[str]
@@ -238,7 +238,7 @@ class Simulation:
 def simulate(
     requests: Sequence[Request], kind: Kind, most_bytes: int, policy: Callable[[], Eviction]
 ) -> Found:
-    """What an index with this policy finds of the requests' prompts."""
+    """Return what an index with this policy finds of the requests' prompts."""
     index = PromptIndex(most_bytes, cuts=kind.cuts, worth=policy())
     return Simulation(kind, index).play(requests)
 

@@ -33,7 +33,7 @@ _FILLER = ("one", "token", "after", "another", "while", "the", "reader", "waits"
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What to ask, and how often."""
+    """The request to send, and how often."""
 
     url: str
     """Root of the server, with or without `/v1`."""
@@ -61,12 +61,12 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sample(msgspec.Struct):
-    """What one request saw. Times are seconds, `sent` and `arrivals` by `time.perf_counter`."""
+    """One request's times and text. Times are seconds, those of events by `time.perf_counter`."""
 
     sent: float = 0.0
     """With `connect_each`: before the connection."""
     arrivals: list[float] = []
-    """Of each frame with text."""
+    """The time of each frame with text."""
     text: str = ""
     usage: int | None = None
     finish_reason: str | None = None
@@ -88,7 +88,7 @@ class Sample(msgspec.Struct):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """What one load measured. Times are milliseconds, None where nothing came."""
+    """The figures of one load. Times are milliseconds, None where nothing came."""
 
     concurrency: int
     requests: int

@@ -1,4 +1,4 @@
-"""What prompt lookup is worth: `python -m benchmarks.lookup`.
+"""Measure the worth of prompt lookup: `python -m benchmarks.lookup`.
 
 Tokens per second of the engine with lookup over those without, by processor time. Both are in one
 process, and give the same answers by turns, `--block` rounds each: so whatever else the machine

@@ -1,4 +1,4 @@
-"""What metrics cost for each token, and of a step of 32 rows: `python -m benchmarks.observe`.
+"""Measure the cost of metrics, by token and by step of 32 rows: `python -m benchmarks.observe`.
 
 The way of a token through the event loop without observers, against the same with the metrics on.
 In process, without an engine: what is measured is Python alone, and the step that it is compared

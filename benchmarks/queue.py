@@ -1,4 +1,4 @@
-"""What a short prompt waits behind long ones: `python -m benchmarks.queue`.
+"""Measure how long a short prompt waits behind long ones: `python -m benchmarks.queue`.
 
 Seconds from a request of 5 tokens to its first token while k prompts of 2,000 tokens, sent just
 before it, are read; and the same of the long ones. No prompt begins like another. A short one is

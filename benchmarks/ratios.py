@@ -1,4 +1,4 @@
-"""How mlxsrv compares, measure by measure: `python -m benchmarks.ratios`.
+"""Compare mlxsrv with its peers, measure by measure: `python -m benchmarks.ratios`.
 
 Most measures are ours over the same of a peer, taken by turns on the same tiny random-weight
 model: `mlx_lm.server` over HTTP, or mlx-lm's generators in a process without a server. A few are
@@ -66,7 +66,7 @@ _DESCRIPTION = "Measure mlxsrv against mlx-lm, and print the ratios."
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What became of one probe in one pair."""
+    """The outcome of one probe in one pair."""
 
     pair: int
     host: str
@@ -237,7 +237,7 @@ def _divide(top: dict[int, float], bottom: dict[int, float]) -> list[float]:
 
 
 def _collect_notes(notes: Iterable[tuple[Entry, str | None]]) -> list[str]:
-    """Who said what, each once."""
+    """Return each note once, with the host that it comes from."""
     return list(dict.fromkeys(f"{entry.host}, {note}" for entry, note in notes if note))
 
 

@@ -1,4 +1,4 @@
-"""What every benchmark prints: where its figures were taken, and tables of them."""
+"""The report that every benchmark prints: where its figures were taken, and tables of them."""
 
 from __future__ import annotations
 

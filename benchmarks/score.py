@@ -35,7 +35,7 @@ from tests.support.tiny import FAMILIES, write_model
 
 Document: TypeAlias = dict[str, Any]
 Documents: TypeAlias = Mapping[str, Sequence[Document]]
-"""Of each task, by its name."""
+"""The documents of each task, by its name."""
 
 _DEMO = Path(__file__).parent.parent / "mlxsrv" / "models" / "demo"
 _GREEDY_TOKENS = 4
@@ -172,7 +172,7 @@ def write_tasks(folder: Path, documents: Documents) -> None:
 
 
 class Way(msgspec.Struct, frozen=True):
-    """How the client asks."""
+    """The way in which the client asks."""
 
     batch: int
     concurrent: int
@@ -198,7 +198,7 @@ WAYS = (
 
 
 class Scores(msgspec.Struct, frozen=True):
-    """What one evaluation made of one task.
+    """The outcome of one evaluation of one task.
 
     - `likelihoods`: of all continuations, in the documents' order.
     - `greedy`: whether each is what the model would say; empty where that is not asked.

@@ -1,4 +1,4 @@
-"""How fast a server streams: `python -m benchmarks.serve --url URL` or `--compare`.
+"""Measure how fast a server streams: `python -m benchmarks.serve --url URL` or `--compare`.
 
 `--compare` serves one tiny random-weight model with mlxsrv and with `mlx_lm.server` in turn, never
 both at a time, and prints the medians over several pairs. With so small a model the arithmetic

@@ -99,7 +99,7 @@ class Traffic(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What clients see. Times in seconds."""
+    """The times that clients see, in seconds."""
 
     first_p50: float
     first_p95: float
@@ -214,7 +214,7 @@ class Measured:
         self._works = []
 
     def find_speed(self, costs: Costs, first: float) -> Speed:
-        """How fast the machine was; `first`: when the first request came, in seconds."""
+        """Return the speed of the machine; `first`: when the first request came, in seconds."""
         began = [each - self.began[0] + first for each in self.began]
         return Speed(began, self.seconds, (np.array(self.features) @ costs.values).tolist())
 

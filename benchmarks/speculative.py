@@ -1,4 +1,4 @@
-"""What a draft model is worth to one row: `python -m benchmarks.speculative`.
+"""Measure the worth of a draft model to one row: `python -m benchmarks.speculative`.
 
 Tokens per second of the engine with a draft model over those without, in one process
 and by turns on the same prompts. One draft helps: the model's own first layers, where the others
@@ -46,7 +46,7 @@ class Ratios(msgspec.Struct, frozen=True):
     first: float
     later: list[float]
     accepted: float
-    """Of the tokens proposed."""
+    """The share of the tokens proposed that was accepted."""
 
 
 def write_models(folder: Path, family: str) -> tuple[Any, dict[str, Any]]:

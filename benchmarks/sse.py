@@ -1,4 +1,4 @@
-"""What one streamed token costs to encode: `python -m benchmarks.sse`.
+"""Measure the cost of encoding one streamed token: `python -m benchmarks.sse`.
 
 Four ways to turn a token's text into its frame: the server's own (`text_frames`), the whole chunk
 as a Struct by msgspec, the whole chunk as a dict by `json.dumps`, and that inside sse-starlette's

@@ -1,4 +1,4 @@
-"""What steering costs a decode step: `python -m benchmarks.steer`.
+"""Measure the cost of steering for a decode step: `python -m benchmarks.steer`.
 
 Decode steps per second of the engine, steered and watched in several ways, over those
 of a batch that has nothing attached, in one process and by turns. All rows are greedy, so that
@@ -40,7 +40,7 @@ from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, VOCABULARY, write_model
 
 MakeSteering: TypeAlias = Callable[[random.Random, int], Steering]
-"""What one row asks for, of an SAE with so many features."""
+"""A maker of one row's steering, by an SAE with so many features."""
 
 _MODEL = "bench"
 _NUMBER = 1  # of the attachment

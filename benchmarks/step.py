@@ -60,9 +60,9 @@ class Rates(msgspec.Struct, frozen=True):
     case: Case
     ours: list[float]
     batch: list[float]
-    """Of `BatchGenerator`; empty where it cannot do the same."""
+    """The same of `BatchGenerator`; empty where it cannot do the same."""
     single: list[float]
-    """Of `generate_step`."""
+    """The same of `generate_step`."""
 
 
 def generate_ours(model: Any, case: Case, prompts: Prompts) -> int:

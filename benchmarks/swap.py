@@ -1,4 +1,4 @@
-"""What models do to each other: `python -m benchmarks.swap`.
+"""Measure the effect of models on each other: `python -m benchmarks.swap`.
 
 One server, two models: a small one that streams, and one of 46 million parameters in float32.
 

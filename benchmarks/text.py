@@ -1,4 +1,4 @@
-"""What one token costs between its id and the text that is sent: `python -m benchmarks.text`.
+"""Measure the cost of a token from its id to the text that is sent: `python -m benchmarks.text`.
 
 The stages that a request asks for, one id at a time as they come from the engine, and mlx-lm's
 detokenizer beside them, which is the first stage alone. Hot loop, no socket; the best of several

@@ -74,7 +74,7 @@ def _forbid(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What there is now is there to the end: the garbage collector need not look through it again.
+    """Freeze the objects that stay to the end: the garbage collector need not look through them.
     A quick run proves that its tests need neither socket nor process."""
     gc.freeze()
     gc.enable()

@@ -35,7 +35,7 @@ CURLS = examples("sh", "curl ")
 MOUNTS = examples("python", "Mount(")
 SDKS = examples("python", "OpenAI(")
 ELSEWHERE = examples("python", "Anthropic(") + examples("python", "from ollama import")
-"""Those that tests/clients runs, where their libraries are."""
+"""Examples that tests/clients runs, where their libraries are."""
 
 
 def names(found: list[tuple[str, str]]) -> list[str]:

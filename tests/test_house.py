@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -88,7 +89,7 @@ def served() -> Iterator[str]:
 
 @cache
 def imports(module: str) -> frozenset[str]:
-    """What a module imports, wherever in it: dotted names, each as deep as a module may be."""
+    """The modules that a module imports, wherever in it, by their dotted names."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(modules()[module].read_text())):
         if isinstance(node, ast.Import):
@@ -217,6 +218,14 @@ def test_files_stay_readable() -> None:
     for path in files:
         lines = len(path.read_text().splitlines())
         assert lines <= 500, f"{path} has two reasons to change"
+
+
+def test_docstrings_begin_with_their_subject() -> None:
+    """A docstring says what something is or does: it is no question, and no part of a sentence."""
+    opening = re.compile(r'^ *"""(?:What|Of|Who|Whose|Those|Which|How|That)\b.*', re.MULTILINE)
+    for room in ("mlxsrv", "tests", "benchmarks"):
+        for path in (ROOT.parent / room).rglob("*.py"):
+            assert opening.findall(path.read_text()) == [], path
 
 
 def test_a_name_means_one_thing() -> None:

@@ -41,7 +41,7 @@ class ConfigFile(msgspec.Struct, frozen=True):
 
 
 class ClientSetup(msgspec.Struct, frozen=True):
-    """How to make one client use the server.
+    """The setup that makes one client use the server.
 
     Attributes:
         title: the client's full name.

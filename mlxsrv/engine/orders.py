@@ -90,8 +90,8 @@ class Job(msgspec.Struct, frozen=True):
     end_tokens: frozenset[int]
     sampling: Sampling
     checkpoints: tuple[int, ...] = ()
-    """How many tokens at the beginning of the prompt other prompts will share: a system message,
-    the chat as its next turn has it. Of use where KV caches cannot be cut back."""
+    """Lengths in tokens of beginnings that other prompts will share: a system message, the chat as
+    its next turn has it. They are used where KV caches cannot be cut back."""
     logprobs: int | None = None
     scores: int | None = None
     ranks: bool = False

@@ -22,8 +22,8 @@ from mlxsrv.formats.json_files import (
 )
 
 Activation = Literal["sigmoid", "identity", "softmax"]
-"""How a cross-encoder's logits become a score: the sigmoid of one logit, one logit as it is, or of
-two logits the probability of the second."""
+"""The function that makes a score of a cross-encoder's logits: the sigmoid of one logit, one logit
+as it is, or of two logits the probability of the second."""
 
 ROBERTA = frozenset({"roberta", "xlm-roberta", "camembert"})
 """Families like RoBERTa: BERT whose positions start behind the padding token's id."""
@@ -36,7 +36,7 @@ TORCH_ACTIVATION = re.compile(r"torch\.nn\.(?:modules\.(?:activation|linear)\.)?
 
 
 class CrossEncoderConfig(Struct, frozen=True):
-    """How the logits of a pair of texts become one score."""
+    """The way from the logits of a pair of texts to one score."""
 
     activation: Activation
 

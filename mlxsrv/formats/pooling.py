@@ -35,7 +35,7 @@ from mlxsrv.formats.json_files import (
 )
 
 Pooling = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean"]
-"""How the vectors of a text's tokens become one; `weightedmean` counts token n n times."""
+"""The way from the vectors of a text's tokens to one; `weightedmean` counts token n n times."""
 
 _MODES: dict[str, Pooling] = {
     "cls_token": "cls",
@@ -54,7 +54,7 @@ _BGE = re.compile(r"(?:^|[-_./ ])bge[-_]", re.IGNORECASE)
 
 
 class PoolingConfig(Struct, frozen=True):
-    """How one vector is made of a text.
+    """The way from a text to one vector.
 
     Attributes:
         pooling: how the tokens' vectors become one.

@@ -37,7 +37,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
     @property
     def numbers(self) -> int:
-        """How many numbers it holds; the bytes, if the type is not known."""
+        """The count of its numbers; of its bytes, if the type is not known."""
         return self.bytes * 8 // _BITS.get(self.dtype, 8)
 
     @property

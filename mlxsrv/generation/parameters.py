@@ -1,4 +1,4 @@
-"""How one row of a batch is generated: sampling, bans, steering, constraint."""
+"""Settings of one row of a batch: sampling, bans, steering, constraint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How one row's next token is drawn from its logits. `temperature` 0 is greedy.
+    """Settings by which one row's next token is drawn from its logits. `temperature` 0 is greedy.
 
     `frequency_penalty` and `presence_penalty` count the row's own tokens, `repetition_penalty`
     (1: none) the prompt's as well. `logit_bias` holds (token id, what to add to its logit).

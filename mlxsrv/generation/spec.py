@@ -176,7 +176,7 @@ PromptSpec = ChatPrompt | TextPrompts | InfillPrompt
 
 
 class SamplingWishes(Struct, frozen=True, kw_only=True):
-    """How tokens are drawn. None: the model's own default is used."""
+    """The settings by which tokens are drawn. None: the model's own default is used."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -190,7 +190,7 @@ class SamplingWishes(Struct, frozen=True, kw_only=True):
 
 
 class SteeringWishes(Struct, frozen=True, kw_only=True):
-    """How hidden states are changed: by a stored profile or by features, and by control vectors.
+    """Changes of hidden states: by a stored profile or by features, and by control vectors.
 
     None: the model's default is used.
     """
@@ -258,7 +258,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def all_choices(self) -> int:
-        """How many answers to all prompts together."""
+        """The number of answers to all prompts together."""
         prompts = len(self.prompt.prompts) if isinstance(self.prompt, TextPrompts) else 1
         return self.choices * prompts
 

@@ -23,7 +23,7 @@ class ControlVector(msgspec.Struct, frozen=True):
     name: str
     file: VectorFile
     scale: float
-    """How strongly it steers requests that name no control vector."""
+    """Its strength in requests that name no control vector."""
 
 
 def control_vectors(settings: Settings) -> tuple[ControlVector, ...]:

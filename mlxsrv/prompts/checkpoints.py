@@ -60,7 +60,7 @@ class CheckpointFinder:
         return tuple(sorted(found - {0}))
 
     def _find_head(self, chat: Chat, text: str, tokens: Sequence[int]) -> int:
-        """How many tokens all chats share that have this one's system message and tools."""
+        """Return how many tokens all chats share that have this one's system message and tools."""
         system = [message for message in chat.messages[:1] if message["role"] == "system"]
         other = self._template.render_other(chat, [*system, _USER])
         shared = 0 if other is None else _common(text, other)
@@ -76,14 +76,14 @@ class CheckpointFinder:
         return _common(self._heads[head], tokens)
 
     def _find_turn(self, tokens: Sequence[int]) -> int:
-        """How many tokens the chat has up to the end of the last message but one."""
+        """Return how many tokens the chat has up to the end of the last message but one."""
         ends = (at for at in range(len(tokens) - 1, -1, -1) if tokens[at] in self._turn_ends)
         next(ends, None)
         before = next(ends, None)
         return 0 if before is None else before + 1
 
     def _find_shared(self, text: str, other: str, tokens: Sequence[int]) -> int:
-        """How many tokens of `text` another text begins with; 0 if that takes long to find out."""
+        """The number of tokens that both texts begin with; 0 if it takes long to find out."""
         shared = _common(text, other)
         begin = max(shared - _BESIDE, 0)
         if shared == 0 or len(text) - begin > PIECE_CHARACTERS:

@@ -37,7 +37,7 @@ thread use the tokenizer meanwhile, and raises to end the work."""
 
 
 class TokenBudget(msgspec.Struct, frozen=True):
-    """How many tokens a text may have, and where in its request the text stands."""
+    """The number of tokens that a text may have, and where in its request the text stands."""
 
     tokens: int
     param: str

@@ -30,7 +30,7 @@ def raise_limit() -> None:
 
 
 def most_connections() -> int:
-    """How many connections there may be at once: the limit less those left free, at least half."""
+    """The most connections that may be open: the limit less those left free, at least half."""
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         return _ENOUGH

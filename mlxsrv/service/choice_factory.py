@@ -114,13 +114,13 @@ class ChoiceFactory:
 
     @property
     def _scores_of_prompt(self) -> int | None:
-        """How many tokens to score beside each token of a prompt; None: prompts have no scores."""
+        """The number of tokens to score beside each of a prompt; None: prompts have no scores."""
         spec = self.spec
         wanted = (spec.logprobs if spec.echoes else None, spec.prompt_logprobs)
         return max((count for count in wanted if count is not None), default=None)
 
     def _max_tokens(self, prompt_tokens: int, param: str) -> int:
-        """How many tokens an answer may have. Raises ContextLengthExceeded if it is none."""
+        """Return how many tokens an answer may have. Raises ContextLengthExceeded if it is none."""
         given = self.spec.limit
         limit = self.resources.settings.default_max_tokens if given is None else given
         context, whose = self.context_length, "this model's maximum context length is"

@@ -166,7 +166,7 @@ class EmbeddingTask:
         return plan_texts(texts, request, config, self._longest(config.max_length), tokenizer)
 
     def _cross_encoder_config(self) -> CrossEncoderConfig:
-        """How the model scores pairs of texts. Raises UnsupportedParameter."""
+        """The way in which the model scores pairs of texts. Raises UnsupportedParameter."""
         found = self._lease.cross_encoder_config
         if isinstance(found, str):
             raise UnsupportedParameter(
@@ -176,13 +176,13 @@ class EmbeddingTask:
 
     @property
     def _pooling_config(self) -> PoolingConfig:
-        """How the model makes vectors. Raises UnsupportedParameter."""
+        """The way in which the model makes vectors. Raises UnsupportedParameter."""
         found = self._lease.pooling_config
         if isinstance(found, str):
             raise UnsupportedParameter(f"model: it makes no embeddings: {found}", param="model")
         return found
 
     def _longest(self, own: int | None) -> int | None:
-        """How many tokens a text may have; `own` is the limit of the model's own files."""
+        """Return how many tokens a text may have; `own` is the limit of the model's own files."""
         lengths = [length for length in (own, self._lease.context_length) if length is not None]
         return min(lengths, default=None)

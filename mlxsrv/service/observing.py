@@ -129,8 +129,10 @@ class Timing:
         )
 
     def timings(self, load: float) -> Timings | None:
-        """How long prompts and answers took; None if no prompt is read yet. The device thread
-        measures a prompt up to its end; the time from there to its first token is measured here.
+        """Return how long prompts and answers took; None if no prompt is read yet.
+
+        The device thread measures a prompt up to its end. The time from there to its first token is
+        measured here.
 
         Args:
             load: seconds for which the reply waited for its model.

@@ -1,4 +1,4 @@
-"""How relevant the texts of pairs are to each other, from a model's outputs."""
+"""Make scores from a model's outputs: the relevance of the texts of pairs to each other."""
 
 from __future__ import annotations
 

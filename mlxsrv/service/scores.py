@@ -1,4 +1,4 @@
-"""Which tokens' scores belong to which piece of text."""
+"""Assign the scores of tokens to the pieces of text that they belong to."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ from mlxsrv.text.scan import Scanner
 
 
 class ToolDialect(msgspec.Struct, frozen=True):
-    """How a family of models calls tools.
+    """The way in which a family of models calls tools.
 
     Attributes:
         start: the marker before a call.

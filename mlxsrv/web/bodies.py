@@ -34,7 +34,7 @@ class BodyShare:
 
     @property
     def size(self) -> int:
-        """How many bytes it has now."""
+        """The number of bytes that it has now."""
         return self._bytes
 
     def grow(self, size: int) -> None:

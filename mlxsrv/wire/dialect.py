@@ -26,7 +26,7 @@ def _own_status(error: ServeError) -> int:
 
 
 class ErrorShape(Struct, frozen=True):
-    """How a dialect writes errors.
+    """The form in which a dialect writes errors.
 
     Attributes:
         kind: the type of the body.

@@ -123,7 +123,7 @@ class ProfileUpdate(Struct, frozen=True, kw_only=True):
 
 
 class ImportRequest(Struct, frozen=True, kw_only=True):
-    """What an export has given."""
+    """A profile to import, as an export gave it."""
 
     format: Literal["mlxsrv-profile"]
     version: Literal[1]
@@ -131,8 +131,10 @@ class ImportRequest(Struct, frozen=True, kw_only=True):
 
 
 class MonitorRequest(ModelRequest, frozen=True, kw_only=True):
-    """What to watch from now on: `features`, and for each token the `top_k` highest, which is 10
-    where no features are named and it was never said."""
+    """The features to watch from now on: `features`, and for each token the `top_k` highest.
+
+    `top_k` is 10 if no features are named and no request gave it before.
+    """
 
     enabled: bool | None = None
     features: Annotated[list[int], Meta(max_length=256)] | None = None
@@ -268,9 +270,9 @@ class ProfileExport(Struct, frozen=True, kw_only=True):
 
 
 class MonitorObject(Struct, frozen=True, kw_only=True):
-    """What is watched, and how much of it is kept: tokens in the history, features in the
-    statistics. While it is enabled prompts are read from their first token and not from the prompt
-    cache, so that every token is seen."""
+    """The features that are watched, and how much is kept: tokens in the history, features in the
+    statistics. While the monitor is enabled, prompts are read from their first token and not from
+    the prompt cache, so that every token is seen."""
 
     enabled: bool
     features: tuple[int, ...]
@@ -291,9 +293,9 @@ class HistoryEntry(Struct, frozen=True, kw_only=True):
 
 
 class FeatureStatistics(Struct, frozen=True, kw_only=True):
-    """Of one feature over the `count` tokens in which it was reported: every token if it was named,
-    else those in which it was among the highest. It is active where it is above 0; `std` is the
-    sample standard deviation, null of a single token."""
+    """Statistics of one feature over the `count` tokens in which it was reported: every token if
+    it was named, else those in which it was among the highest. It is active where it is above 0.
+    `std` is the sample standard deviation; null for a single token."""
 
     feature_idx: int
     count: int

@@ -20,6 +20,6 @@ collect_ignore = [] if find_spec("mlx") else ["test_agents.py"]
 
 @pytest.fixture(scope="session")
 def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """What clients call the base URL: the server's, with `/v1`."""
+    """The base URL that clients are given: the server's, with `/v1`."""
     with serving(tmp_path_factory.mktemp("server") / "log") as url:
         yield f"{url}/v1"

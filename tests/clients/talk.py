@@ -1,4 +1,4 @@
-"""What the tests say to the demo model, and what it is known to answer.
+"""Prompts that the tests give the demo model, and the answers that it is known to give.
 
 The model is greedy unless a request says otherwise, so its answers are always the same. It knows
 mlxsrv, calls tools of the kinds that it was trained on, and writes one JSON object when asked for
@@ -24,11 +24,11 @@ TOO_MANY = 5000
 """Times that no model here has room for QUESTION."""
 
 GREETING = "Hello!"
-"""What calls for no tool and for no JSON."""
+"""Messages that call for no tool and for no JSON."""
 
 WEATHER_QUESTION = "What is the weather in Paris?"
 WEATHER = "sunny, 21 °C"
-"""What the tool answers, and the model repeats."""
+"""The answer of the tool, which the model repeats."""
 
 JSON_QUESTION = "Please answer in JSON."
 
@@ -57,7 +57,7 @@ class SetLight(BaseModel):
 
 
 class Card(BaseModel):
-    """What the model writes when it is asked for JSON."""
+    """The text that the model writes when it is asked for JSON."""
 
     name: str
     port: int
@@ -68,7 +68,7 @@ CARD = Card(name="mlxsrv", port=8000, streaming=True)
 
 
 class Mood(BaseModel):
-    """What the model has never read of."""
+    """A question about which the model has never read."""
 
     mood: Literal["calm", "curious", "tired"]
     sure: bool

@@ -44,7 +44,7 @@ Call = tuple[str, dict[str, str]]
 
 
 class Agent(msgspec.Struct, frozen=True):
-    """How to run an agent, and the calls of its tools that do the work.
+    """The command that runs an agent, and the calls of its tools that do the work.
 
     Attributes:
         client: its name for `mlxsrv connect`.
@@ -94,7 +94,7 @@ CLAUDE = Agent(
 
 
 class Run(msgspec.Struct, frozen=True):
-    """What an agent did.
+    """The outcome of an agent's run.
 
     Attributes:
         output: what it printed.

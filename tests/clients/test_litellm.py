@@ -48,7 +48,7 @@ def say(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def server(base_url: str) -> dict[str, Any]:
-    """What every call says of where and how."""
+    """The arguments of every call: where, and how."""
     return {
         "model": f"openai/{MODEL}",
         "api_base": base_url,

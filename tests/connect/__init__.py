@@ -1,1 +1,1 @@
-"""What `mlxsrv connect` writes, and what it leaves alone."""
+"""The files that `mlxsrv connect` writes, and those that it leaves alone."""

@@ -1,4 +1,4 @@
-"""What must not grow from load to load, where Python's own account shows nothing."""
+"""Loads hold on to nothing, also where Python's own account would not show it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How vectors are made, read from the files of models that people use, and of broken ones."""
+"""Pooling configs, read from the files of models that people use, and of broken ones."""
 
 from __future__ import annotations
 

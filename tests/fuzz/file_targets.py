@@ -61,7 +61,7 @@ def archived(header: bytes) -> bytes:
 
 
 def _answer(look: Callable[[], T], refusal: type[Exception]) -> T | None:
-    """What it returns; if it refuses, one line that does not say where the files are."""
+    """The result of `look`; None if it refuses, in one line that names no place of a file."""
     try:
         return look()
     except refusal as error:

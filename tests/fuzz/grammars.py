@@ -271,7 +271,7 @@ class Writer:
 
 
 def judge(spec: GrammarSpec, text: str) -> str | None:
-    """What is wrong with a text that a grammar wrote; None: nothing, as far as can be told."""
+    """The fault of a text that a grammar wrote; None if none is seen."""
     if spec.kind == "regex":
         fits = re.fullmatch(spec.text, text, re.ASCII)
         return None if fits else "the regex does not match"
@@ -292,8 +292,8 @@ def writer() -> Writer:
 
 
 def check(seed: int | bytes, texts: int = 2) -> str:
-    """How one grammar did: accepted, refused (with the reason's first words), unended, or more
-    ambiguous than the parser takes.
+    """Return the fate of one grammar: accepted, refused (with the reason's first words), unended,
+    or more ambiguous than the parser takes.
 
     Raises:
         AssertionError: it was accepted, and got stuck or wrote what it does not describe.

@@ -105,7 +105,7 @@ def _fuzz(name: str, seconds: int) -> None:
 
 
 def _words(seeds: Iterable[bytes]) -> set[bytes]:
-    """What to put into inputs: names and marks of the seeds, and values that are hard to read."""
+    """Return words to put into inputs: names and marks of the seeds, and values hard to read."""
     found = {word for seed in seeds for word in re.findall(rb'"[^"]{1,30}"|<[^<>]{1,30}>', seed)}
     return found | {rb"\ud800", b"1e999", b"-0.0", b"NaN", b"9" * 20, b"[[[[[[[[", b"null"}
 

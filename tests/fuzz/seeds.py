@@ -1,4 +1,4 @@
-"""What each target begins with: at least one input that goes all the way through it."""
+"""The first inputs of each target: at least one that goes all the way through it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _tools() -> list[bytes]:
 
 
 def _growth() -> list[bytes]:
-    """What may be said over and over: the beginnings and the ends of everything."""
+    """Return texts that may be repeated: the beginnings and the ends of everything."""
     units = [
         *("<", "<think>", "</think>", " ", "\n", "\n\n\n\n\n\n\n", "{", "[", '"', "\\", "a", "</"),
         *('"a": {', '{"name": "f", "arguments": {"a": "', "</tool_call>", "<tool_call>"),

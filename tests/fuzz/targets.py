@@ -1,4 +1,4 @@
-"""What holds for any bytes at all: one function for each property, which raises where it is broken.
+"""Properties that hold for any bytes at all: one function for each, which raises if it is broken.
 
 `tests/test_fuzz.py` gives them seeds, inputs that were once found and random ones; `make fuzz` lets
 atheris look for more. An input is a few bytes that choose, then the matter itself, so that a
@@ -59,7 +59,7 @@ class Source:
         return self.number(2) == 1
 
     def sizes(self) -> list[int]:
-        """How to cut something: these sizes over and over, some of them 0."""
+        """Return sizes of pieces, to be used over and over; some of them are 0."""
         sizes = [self.number(9) for _ in range(3)]
         return sizes if any(sizes) else [1]
 
@@ -443,7 +443,7 @@ def _length(part: OutputPart) -> int:
 
 
 def _spoken(parts: Iterable[OutputPart]) -> list[tuple[str, str]]:
-    """What was said, in order, as one text of each kind at a time; calls without their ids."""
+    """The answer in order, as one text of each kind at a time; calls without their ids."""
     spoken: list[tuple[str, str]] = []
     for part in parts:
         match part:

@@ -200,7 +200,7 @@ def test_what_is_in_doubt_is_refused() -> None:
 
 
 def refusal(*parts: bytes) -> str:
-    """What the refusal says; empty if there is none."""
+    """Return the message of the refusal; empty if there is none."""
     try:
         read(*parts)
     except InvalidHTTP as error:

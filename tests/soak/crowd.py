@@ -35,15 +35,15 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class World:
-    """What the members of the crowd share."""
+    """The state that the members of the crowd share."""
 
     def __init__(self, address: tuple[str, int], seed: int) -> None:
         self.address = address
         self.dice = random.Random(seed)
         self.known: dict[str, str] = {}
-        """What a model says to a prompt, greedily; by `model/prompt`."""
+        """A model's greedy answer to a prompt; by `model/prompt`."""
         self.table: Counter[tuple[str, str]] = Counter()
-        """How often each deed had each outcome."""
+        """The number of times that each deed had each outcome."""
         self.failures: list[Failure] = []
         self.heard: dict[str, int] = {}
         """Statuses by request id, of all who stayed to hear."""
@@ -420,7 +420,7 @@ async def watch_features(world: World) -> str:
 
 
 class Row(msgspec.Struct, frozen=True):
-    """How often a deed is done, and how it may end."""
+    """A deed: how often it is done, and how it may end."""
 
     weight: int
     do: Deed
@@ -495,7 +495,7 @@ async def gather(world: World, members: int, seconds: float) -> None:
 
 
 async def learn(world: World) -> dict[str, str]:
-    """What every model of text says when nobody else is there; all in one order."""
+    """Ask every model of text, in one order, while nobody else is there."""
     said = {}
     for model in (*WRITERS, STEERED):
         for prompt in PROMPTS:

@@ -24,7 +24,7 @@ _COUNTER = "mlxsrv:http_requests_total{"
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one soak. Bytes, seconds."""
+    """The outcome of one soak. Bytes, seconds."""
 
     seconds: float
     seed: int
@@ -32,7 +32,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     generations: int
     loads: int
     table: dict[str, dict[str, int]]
-    """How often each deed had each outcome."""
+    """The number of times that each deed had each outcome."""
     rss: dict[str, int]
     """At the beginning, after the first third, at the end."""
     growth: float
@@ -79,7 +79,7 @@ def soak(folder: Path, *, seconds: float, seed: int = 0, members: int = 24) -> R
 async def _soak(
     server: Watched, world: World, seconds: float, members: int
 ) -> tuple[Stock, Stock, Stock]:
-    """What is held at the beginning, after the first third, and at the end."""
+    """Return the stock at the beginning, after the first third, and at the end."""
     world.known = await learn(world)
     begin = await _warm(server, world)
     await _spells(server, world, members, seconds / 3)

@@ -1,4 +1,4 @@
-"""What the soak's server serves, and what its process holds."""
+"""The server of the soak, and the stock of what its process holds."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_town(folder: Path) -> list[str]:
 
 
 class Stock(msgspec.Struct, frozen=True, kw_only=True):
-    """What the process holds, by its own account and by the system's."""
+    """The stock of a process, by its own account and by the system's."""
 
     rss: int
     """Bytes."""
@@ -70,7 +70,7 @@ class Stock(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def steady(self) -> dict[str, int]:
-        """What must be the same whenever nobody is there."""
+        """The counts that must be the same whenever nobody is there."""
         told = self.holdings
         threads = {f"threads: {k}": n for k, n in told.threads.items() if k != _IDLE_WORKER}
         return {
@@ -144,10 +144,10 @@ def watched(folder: Path) -> Iterator[Watched]:
 
 
 class Book(msgspec.Struct, frozen=True):
-    """What the server's log says of all requests."""
+    """The server's log of all requests."""
 
     status: dict[str, list[int | None]]
-    """Of each request id; None: its client left before there was one."""
+    """By request id; None: its client left before there was a status."""
     begun: Counter[str]
     ended: Counter[str]
     """Generations, by request id."""

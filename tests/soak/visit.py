@@ -39,7 +39,7 @@ class Heard(msgspec.Struct, frozen=True):
 
     @property
     def code(self) -> str:
-        """Of the error that it is, in whatever shape."""
+        """The code of the error that this answer is, in whatever shape."""
         text = self.body
         if self.headers["content-type"].startswith("text/event-stream"):
             text = text.removeprefix(b"data: ").partition(b"\n\n")[0]
@@ -47,7 +47,7 @@ class Heard(msgspec.Struct, frozen=True):
 
     @property
     def chunks(self) -> list[Body]:
-        """Of a stream, which must have the form of one."""
+        """The chunks of a stream, which must have the form of one."""
         text = self.body.decode("utf-8")
         *events, done, rest = text.split("\n\n")
         if (done, rest) != ("data: [DONE]", ""):

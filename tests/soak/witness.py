@@ -26,11 +26,11 @@ from mlxsrv.web.app import App, create_app
 
 
 class Holdings(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server's process holds, by its own account."""
+    """The holdings of the server's process, by its own account."""
 
     event: str = "witness"
     tasks: int
-    """Of asyncio, without the witness's."""
+    """asyncio's tasks, without the witness's."""
     threads: dict[str, int]
     """Python's, by their names without numbers."""
     borrowed: dict[str, int]
@@ -38,7 +38,7 @@ class Holdings(msgspec.Struct, frozen=True, kw_only=True):
     claims: dict[str, int]
     """Leases, requests and questions that are not over."""
     objects: dict[str, int]
-    """Of mlxsrv's classes, that have been made since the server was ready and are still there."""
+    """Instances of mlxsrv's classes that were made since the server was ready, and still live."""
 
 
 def take(app: App, tasks: int) -> Holdings:

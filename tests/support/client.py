@@ -1,4 +1,4 @@
-"""What the tests ask and how they read the answers."""
+"""Requests that the tests send, and the ways in which they read the answers."""
 
 from __future__ import annotations
 

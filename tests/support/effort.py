@@ -1,4 +1,4 @@
-"""How much a test run tries: `make quick`, `make test` and `make test-long` differ in this.
+"""The effort of a test run: `make quick`, `make test` and `make test-long` differ in this.
 
 The environment variable `MLXSRV_TESTS` is `quick`, `usual` (without it) or `long`.
 """
@@ -23,8 +23,8 @@ _REPEATED = frozenset(
 
 
 def examples(count: int, usual: int | None = None) -> int:
-    """How many examples hypothesis tries where `count` would be thorough; in the usual run `usual`,
-    where those few find what is wrong for many inputs."""
+    """Return how many examples hypothesis tries where `count` would be thorough. In the usual run
+    they are `usual`, where so few find what is wrong for many inputs."""
     if usual is not None and EFFORT == "usual":
         return usual
     return max(1, round(count * _SHARES[EFFORT]))

@@ -92,7 +92,7 @@ class FakeDevice:
         return None
 
     def accept(self, job: Job, place: int, proposals: int) -> int:
-        """How many proposals hold."""
+        """Return how many proposals hold."""
         return proposals // 2
 
     def binds(self, job: Job, place: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a FakeText has: rows, texts that are being read, and kept prompts."""
+"""The holdings of a FakeText: rows, texts that are being read, and kept prompts."""
 
 from __future__ import annotations
 

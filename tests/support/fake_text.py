@@ -378,7 +378,7 @@ class FakeText:
         require(same, "the row has another text")
 
     def _count_held(self, row: FakeRow) -> int | None:
-        """How many tokens of its text the row's KV cache holds; None if it has none."""
+        """Return how many tokens of its text the row's KV cache holds; None if it has none."""
         if (text := self._texts.get(row.id)) is not None:
             return text.done
         groups = (*self._ready, *self._decoders[False])

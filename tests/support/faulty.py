@@ -23,7 +23,7 @@ SLOW = VOCABULARY - len(MARKER_TOKENS) - len(SPECIAL_TOKENS)
 SLOW_SECONDS = 3.0
 SLUGGISH = SLOW - 1
 SLUGGISH_SECONDS = 0.1
-"""Of each slice of a prompt that has such a token."""
+"""The time that each slice of a prompt takes if it has such a token."""
 PANIC = "panic, please"
 ASLEEP = "sleep, please"
 """A thread is at such a chat for hours, and needs no processor for it."""

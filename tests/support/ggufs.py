@@ -21,7 +21,7 @@ REPENG = {
     "controlvector.model_hint": "qwen3",
     "controlvector.layer_count": 2,
 }
-"""What repeng says in each file."""
+"""The values that repeng writes into each file."""
 
 
 def write_gguf(

@@ -80,7 +80,7 @@ class Sent(msgspec.Struct):
 
 
 class Fault(msgspec.Struct):
-    """What is wrong with a file, for so many answers; None: for good."""
+    """A fault of a file, for so many answers; None: for good."""
 
     drop_at: int | None = None
     silent: bool = False
@@ -122,7 +122,7 @@ class Hub:
         self._stack.close()
 
     def environment(self, cache: Path) -> dict[str, str]:
-        """Of a process that downloads from here, into a cache of its own."""
+        """Return the environment of a process that downloads from here, into a cache of its own."""
         mine = {"HF_ENDPOINT": self.url, "HF_HOME": str(cache), "HF_HUB_DISABLE_TELEMETRY": "1"}
         theirs = ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
         kept = {name: value for name, value in environment().items() if name not in theirs}

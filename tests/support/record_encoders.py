@@ -51,7 +51,7 @@ SENTENCES = (
 
 
 class Record:
-    """What is recorded, as it grows."""
+    """The record, as it grows."""
 
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {"shapes": {}, "tokens": {}}

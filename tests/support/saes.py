@@ -14,7 +14,7 @@ import numpy as np
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Layout = Literal["saelens", "saelens_old", "gemma_scope", "sparsify"]
-"""Who wrote it: SAELens from version 6 on or before, Gemma Scope, sparsify."""
+"""The program that wrote it: SAELens from version 6 on or before, Gemma Scope, sparsify."""
 Kind = Literal["standard", "jumprelu", "topk", "batchtopk", "gated"]
 Precision = Literal["F32", "BF16", "F16"]
 

@@ -41,7 +41,7 @@ _MOST_ROUNDS = 20_000
 
 
 class JobLog:
-    """What one job was told, which must be in order and end once.
+    """The events that one job was told of, which must be in order and end once.
 
     Attributes:
         sent_round, end_round: the rounds in which it was sent, and ended or was cancelled.

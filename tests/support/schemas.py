@@ -1,4 +1,4 @@
-"""What the tests of the wire share: OpenAI's own schemas, and how a stream is read."""
+"""Tools that the tests of the wire share: OpenAI's own schemas, and readers of streams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def check_schema(body: object, name: str) -> None:
 
 
 def as_sent(response: object) -> Body:
-    """What a client reads of a response."""
+    """The parts of a response that a client reads."""
     return dict(json.loads(encode_json(response)))
 
 

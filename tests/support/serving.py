@@ -49,7 +49,7 @@ def environment() -> dict[str, str]:
 
 @cache
 def _warm_start() -> WarmStart:
-    """That of this process."""
+    """Return the only one of this process."""
     return WarmStart(environment())
 
 

@@ -28,7 +28,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def said(loaded: Any, roles: str, tools: Any) -> str:
-    """What the model says to messages of these roles, by their first letters."""
+    """Return the model's answer to messages of these roles, given by their first letters."""
     model, tokenizer = loaded
     names = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
     messages = [{"role": names[letter], "content": LONG} for letter in roles]

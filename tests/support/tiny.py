@@ -454,7 +454,7 @@ _SCALES: dict[str, Callable[[Array], Array]] = {
     "sinks": lambda normal: normal,
     "bias": lambda normal: normal / 10,
 }
-"""How to scale a standard normal draw, by the first part that the parameter's name contains."""
+"""The scale of a standard normal draw, by the first part that the parameter's name contains."""
 
 
 def _write_json(path: Path, value: Any) -> None:

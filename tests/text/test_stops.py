@@ -24,7 +24,7 @@ def first_match(text: str, stops: list[str]) -> tuple[str, str | None]:
 
 
 def may_match(text: str, stops: list[str]) -> int:
-    """How long the end of `text` is that a stop string begins with."""
+    """Return the length of the end of `text` that a stop string begins with."""
     sizes = range(1, len(text) + 1)
     return max((n for n in sizes if any(s.startswith(text[-n:]) for s in stops)), default=0)
 

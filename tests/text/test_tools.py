@@ -715,7 +715,7 @@ def test_any_cut_of_any_text_gives_the_same(
 
 @st.composite
 def mutated_calls(draw: st.DrawFn, name: str) -> str:
-    """What a model of a family writes to call a tool, with pieces lost, doubled or put in."""
+    """Tool calls as a model of a family writes them, with pieces lost, doubled or put in."""
     text = FAMILIES[name]
     for _ in range(draw(st.integers(1, 4))):
         first, last = sorted(draw(st.tuples(*[st.integers(0, len(text))] * 2)))

@@ -52,7 +52,7 @@ def narrow_client(narrow: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture(params=["fin", "rst"])
 def how(request: pytest.FixtureRequest) -> HangUp:
-    """How the client leaves: it says goodbye, or its end of the connection is gone."""
+    """Two ways for a client to leave: it says goodbye, or its end of the connection is gone."""
     how: HangUp = request.param
     return how
 

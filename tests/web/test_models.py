@@ -473,7 +473,7 @@ async def _storm(
 
 
 def _outcome(response: httpx.Response, body: Body, right: dict[str, str]) -> str:
-    """How a request ended; fails if not as one for its model may."""
+    """Return how a request ended; fails if a request for its model may not end so."""
     if body["model"] == "broken":
         if response.status_code == 200:
             assert read_stream(response).chunks[-1]["error"]["code"] == "model_not_loaded"

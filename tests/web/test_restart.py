@@ -81,7 +81,7 @@ def test_a_full_house_is_drained(folders: Folders, tmp_path: Path) -> None:
 
 
 def outcome(client: RawClient) -> str:
-    """How its answer ends: the finish_reason, or the code of an error in the right form."""
+    """Return how the answer ends: the finish_reason, or the code of an error in the right form."""
     data = client.until(END)
     head, _, body = data.partition(b"\r\n\r\n")
     if b"text/event-stream" not in head:
@@ -174,7 +174,7 @@ def hub_variables(hub: Hub, folder: Path) -> dict[str, str]:
 
 
 def partial_bytes(folder: Path) -> int:
-    """How many bytes of unfinished downloads have arrived."""
+    """Return how many bytes of unfinished downloads have arrived."""
     found = (folder / "cache").glob("*/blobs/*.incomplete")
     return sum(path.stat().st_size for path in found)
 

@@ -411,7 +411,7 @@ def test_what_cannot_be_followed_is_refused(
 
 
 def test_a_grammar_that_never_compiles_is_refused_and_nobody_waits(narrow: Server) -> None:
-    """Those who leave meanwhile leave nothing behind."""
+    """Clients that leave meanwhile leave nothing behind."""
     stuck = chat(guided_json=NEVER_COMPILED)
     with narrow.client() as client, RawClient(narrow, stuck) as stays:
         assert answer(ask(client, chat(guided_regex="[ab]{3}")))  # nothing else takes time now

@@ -1,4 +1,4 @@
-"""What a request says of the prompt: thinking, templates, and how much of it is kept."""
+"""Fields of a request that concern the prompt: thinking, templates, and how much of it is kept."""
 
 from __future__ import annotations
 

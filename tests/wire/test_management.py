@@ -1,4 +1,4 @@
-"""What the management is asked and tells: the envelope, and each body's fields and bounds."""
+"""Bodies of the management: the envelope, and each body's fields and bounds."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def objects(value: Any) -> Iterator[Body]:
 
 
 def resolve(reference: str) -> Any:
-    """What a `$ref` points to. KeyError: nothing."""
+    """Return the object that a `$ref` points to. Raises KeyError if there is none."""
     assert reference.startswith("#/")
     found: Any = DOCUMENT
     for step in reference.removeprefix("#/").split("/"):

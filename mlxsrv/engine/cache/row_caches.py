@@ -192,7 +192,7 @@ class RowCaches:
 
     @property
     def lengths(self) -> list[int]:
-        """How many tokens each row has seen."""
+        """The number of tokens that each row has seen."""
         return [self._rows.lengths[slot] for slot in self._slots]
 
     def arrange(self, sources: Sequence[int | RowCache], slots: int, columns: int) -> None:

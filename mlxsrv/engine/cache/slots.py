@@ -180,7 +180,7 @@ class Slots:
             )
 
     def _find_reach(self) -> list[int]:
-        """How many columns of each slot may hold something."""
+        """The number of columns of each slot that may hold something."""
         reached = map(self._held, self._rows.reached)
         return list(starmap(max, zip_longest(self._reach, reached, fillvalue=0)))
 

@@ -49,7 +49,7 @@ class PartialText:
 
     @property
     def done(self) -> int:
-        """How many tokens of the text are read."""
+        """The number of tokens of the text that are read."""
         return self.cache.tokens
 
     def find(self, row_ids: Sequence[int]) -> list[LiveRow]:

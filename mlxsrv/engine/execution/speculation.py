@@ -251,6 +251,6 @@ def always_cuts(cache: Sequence[Any]) -> bool:
 
 
 def _count_equal(proposed: Sequence[int], drawn: Sequence[int]) -> int:
-    """How many tokens are the same before the first that is not."""
+    """Return the number of tokens that are the same before the first that is not."""
     pairs = zip(proposed, drawn, strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(proposed))

@@ -80,8 +80,10 @@ class StoredPrompts:
     # And back.
 
     def find(self, job: Job) -> int:
-        """How many of the first tokens of a job's prompt are stored. The last is not looked for: it
-        is the first input of the row."""
+        """Return how many of the first tokens of a job's prompt are stored.
+
+        The last token is not looked for: it is the first input of the row.
+        """
         if job.steering is not None or not self._store.shelf.files:
             return 0
         return self._store.find(np.array(job.prompt[:-1], dtype=np.uint32))

@@ -1,4 +1,4 @@
-"""How weights lie in memory, where the CPU multiplies by them."""
+"""The layout of weights in memory, where the CPU multiplies by them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ FileStamps = frozenset[tuple[str, int, int]]
 
 
 class ByteBudget:
-    """How many bytes the slice under way is to read, and how many it has read.
+    """A count of bytes: those that the slice under way is to read, and those that it has read.
 
     The Loader begins each slice, and the generator of the load reads.
     """

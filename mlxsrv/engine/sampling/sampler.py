@@ -71,7 +71,7 @@ _ORDERED = 256  # candidates: sorting fewer costs less than a group for each top
 
 
 class _Method(Enum):
-    """How a row is drawn. Only its own settings decide this."""
+    """The kind of draw of a row's tokens. Only its own settings decide it."""
 
     GREEDY = "greedy"
     TOP_K = "top_k"

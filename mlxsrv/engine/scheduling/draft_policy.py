@@ -39,8 +39,8 @@ class DraftPolicy:
         }
 
     def propose(self, row: Row) -> int:
-        """How many tokens to propose to the only row now; 0 where a plain step is better, or the
-        only way."""
+        """Return how many tokens to propose to the only row now. It is 0 where a plain step is
+        better, or the only way."""
         most = row.job.max_tokens - len(row.drawn) - 1  # the input is one of them
         if most < 1 or not self._may_propose(row) or self._following in row.job.end_tokens:
             return 0

@@ -29,7 +29,7 @@ _FEW, _MORE = 8, 4  # slots double up to so many; then they grow by so many
 
 
 class Fit(Enum):
-    """How much room arrays have when they change."""
+    """The amount of room that arrays have when they change."""
 
     AMPLE = "ample"
     """They grow by more than is needed now, so that they seldom grow."""

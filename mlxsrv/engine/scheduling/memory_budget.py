@@ -228,8 +228,11 @@ class MemoryBudget:
         return granted
 
     def _find_fitting(self, found: Sequence[tuple[RowMemory, Row]], most: int) -> int:
-        """How many of the first of these rows fit. To count many takes long, so each attempt is
-        with twice as many, and between the two when these are too many."""
+        """Return how many of the first of these rows fit.
+
+        To count many takes long. So each attempt takes twice as many, and when these are too many
+        one between the last two.
+        """
         fitting, over = 0, len(found) + 1
         while over - fitting > 1:
             doubled = min(2 * fitting or 1, len(found))

@@ -1,4 +1,4 @@
-"""How many tokens of prompts a slice reads, so that running streams keep their pace."""
+"""The number of prompt tokens that a slice reads, so that running streams keep their pace."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Reading:
 
     @property
     def left(self) -> int:
-        """How many tokens are to be read: all but the last, which is the row's first input."""
+        """The number of tokens to read: all but the last, which is the row's first input."""
         return self.text.size - 1 - self.done
 
     @property
@@ -288,7 +288,7 @@ class PromptQueue:
         return 0 if entry is None else self._index.bytes_of(entry)
 
     def _measure(self, row: Row) -> int:
-        """How many tokens of a waiting prompt are to be read: those that are not cached."""
+        """Return how many tokens of a waiting prompt are to be read: those that are not cached."""
         return row.length - 1 - self.find(row).tokens
 
     def reads_anew(self, row: Row) -> bool:

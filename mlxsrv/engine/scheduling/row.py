@@ -22,7 +22,7 @@ from mlxsrv.generation.outputs import FinishReason
 
 
 class RowState(Enum):
-    """How far a row has come."""
+    """The states of a row."""
 
     WAITING = "waiting"
     """It is in the queue, and its prompt is not read."""
@@ -194,7 +194,7 @@ class Row:
 
     @property
     def held(self) -> int:
-        """How many tokens of its text the KV cache of a row that decodes holds."""
+        """The number of tokens of its text that the KV cache of a decoding row holds."""
         return self.length - (self.state is RowState.FRESH)
 
     def finish_reason(self, token: int) -> FinishReason | None:

@@ -34,7 +34,7 @@ _READING = 1 / 64  # steps' time for which a draft reads a token, until it is kn
 
 
 class _Chance:
-    """How often something has come true of late. Hoped for, until it was seen not to."""
+    """The share of tries that came true of late. It begins with a hope, until more was seen."""
 
     def __init__(self) -> None:
         self._held = self._seen = 0.0
@@ -91,11 +91,11 @@ class SpeculationController:
         return self._credit >= price
 
     def bound(self, limit: int) -> int:
-        """How many of `limit` tokens the draft may read at once: a few, until it has been timed."""
+        """Return how many of `limit` tokens the draft may read at once: few, until it is timed."""
         return min(limit, MOST_UNREAD) if self._reading is None else limit
 
     def choose(self, found: Sequence[int], *, known: bool = True) -> int:
-        """How many tokens to propose to a row at most; 0 if a plain step promises more.
+        """Return how many tokens to propose to a row at most; 0 if a plain step promises more.
 
         Args:
             found: for each row, how many tokens could be proposed to it.

@@ -133,7 +133,7 @@ class TextSchedule:
 
     @property
     def _decoding(self) -> int:
-        """How many rows are decoded."""
+        """The number of rows that are decoded."""
         return len(self._groups.rows) + (self._recovery.trial is not None)
 
     def statistics(self) -> dict[str, int]:

@@ -122,7 +122,7 @@ class PromptStore:
     # On the device thread.
 
     def find(self, text: Text) -> int:
-        """How many of the first tokens of `text` are stored."""
+        """Return how many of the first tokens of `text` are stored."""
         names = self._chain(text)
         return names[-1].end if names else 0
 
@@ -341,7 +341,7 @@ def _put(found: FetchedCache, stored: Stored, shared: int) -> None:
 
 
 def _count_shared(stored: Stored, text: Text) -> int:
-    """How many of a file's tokens are those of `text`, from the first on."""
+    """Return how many of a file's tokens are those of `text`, from the first on."""
     return _match(stored.tokens, text[stored.header.begin :])
 
 

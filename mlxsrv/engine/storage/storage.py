@@ -163,7 +163,7 @@ class Storage:
 
     @property
     def seconds_left(self) -> float | None:
-        """How long the next read may still take; None if none is under way."""
+        """The time that the next read may still take; None if none is under way."""
         if not self._fetches:
             return None
         return min(fetch.deadline for fetch in self._fetches.values()) - time.monotonic()

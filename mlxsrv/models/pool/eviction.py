@@ -17,7 +17,7 @@ from mlxsrv.models.pool.model_files import SHORT_ROW
 
 
 class PoolLimits(msgspec.Struct, frozen=True):
-    """How many models, and how many bytes of them, may be loaded together."""
+    """The most models that may be loaded together, and the most bytes of them."""
 
     models: int | None
     bytes: int

@@ -42,12 +42,12 @@ class FairQueue:
         self._served: dict[Hashable, tuple[int, str]] = {}
 
     def __len__(self) -> int:
-        """How many wait."""
+        """The number of requests that wait."""
         return len(self._waiting)
 
     @property
     def clients(self) -> int:
-        """How many clients wait."""
+        """The number of clients that wait."""
         return len({client for _, client in self._waiting.values()})
 
     def join(self, borrower: Hashable, client: str, priority: int = 0) -> None:

@@ -77,13 +77,13 @@ class Lease:
 
     @property
     def pooling_config(self) -> PoolingConfig | str:
-        """How the model makes vectors, or why it cannot; known with the tokenizer."""
+        """The model's way to make vectors, or why it makes none; known with the tokenizer."""
         assert self.model.files is not None
         return self.model.files.pooling_config
 
     @property
     def cross_encoder_config(self) -> CrossEncoderConfig | str:
-        """How the model judges pairs of texts, or why it cannot; known with the tokenizer."""
+        """The model's way to judge pairs of texts, or why it cannot; known with the tokenizer."""
         assert self.model.files is not None
         return self.model.files.cross_encoder_config
 

@@ -45,7 +45,7 @@ Ticket = asyncio.Future[None]
 
 
 class LoadState(Enum):
-    """How far a model is on its way into memory."""
+    """The states of a model on its way into memory."""
 
     UNUSED = auto()
     """Nothing is under way. The tokenizer may be there already."""
@@ -121,7 +121,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     kv_costs: tuple[KVCost, ...] | None
     """The cost of a row's KV cache; None unless the model is loaded."""
     idle_seconds: float | None
-    """How long it has been loaded without a user; None if it is not loaded or has one."""
+    """The time it has been loaded without a user; None if it is not loaded or has one."""
 
 
 class Model:
@@ -268,7 +268,7 @@ class Model:
 
     @property
     def idle_seconds(self) -> float | None:
-        """How long it has been loaded without a user; None if it is not loaded or has one."""
+        """The time it has been loaded without a user; None if it is not loaded or has one."""
         idle = self._loaded is not None and self._users == 0
         return _now() - self._last_exit if idle else None
 

@@ -32,9 +32,9 @@ class ModelFiles(msgspec.Struct, frozen=True):
     context_length: int | None
     capabilities: tuple[str, ...]
     pooling_config: PoolingConfig | str
-    """How texts become vectors, or why they cannot."""
+    """The way from texts to vectors, or why there is none."""
     cross_encoder_config: CrossEncoderConfig | str
-    """How pairs of texts become scores, or why they cannot."""
+    """The way from pairs of texts to scores, or why there is none."""
 
 
 def capped(context_length: int | None, settings: Settings) -> int | None:

@@ -29,12 +29,12 @@ class RowQueue:
         self._granted: dict[object, anyio.Event] = {}  # of those who wait
 
     def __len__(self) -> int:
-        """How many wait."""
+        """The number of requests that wait."""
         return len(self._queue)
 
     @property
     def clients(self) -> int:
-        """How many clients wait."""
+        """The number of clients that wait."""
         return self._queue.clients
 
     def resize(self, rows: int) -> None:

@@ -19,7 +19,7 @@ class SchemaKeys(msgspec.Struct, frozen=True):
 
 
 class KeyMatches(msgspec.Struct, frozen=True):
-    """Which keys the patterns of a schema match.
+    """The keys that the patterns of a schema match.
 
     Attributes:
         only: the patterns that match some of the names and nothing else, with these names.

@@ -82,7 +82,7 @@ class Monitor:
 
     @property
     def top(self) -> int:
-        """How many of the highest activations to report for each token."""
+        """The number of highest activations to report for each token."""
         if self._top is not None:
             return self._top
         return 0 if self.features else _USUAL_TOP

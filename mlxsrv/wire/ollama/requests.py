@@ -58,7 +58,7 @@ class OllamaOptions(Struct, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """How many tokens an answer may have; None: the server's default."""
+        """The number of tokens that an answer may have; None: the server's default."""
         if self.num_predict is None or self.num_predict > 0:
             return self.num_predict
         return AS_MANY_AS_FIT
@@ -104,7 +104,7 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
 
     @property
     def effort(self) -> str | None:
-        """How much the model shall think. No model here knows more than "high"."""
+        """The effort to put into thinking. No model here knows more than "high"."""
         if isinstance(self.think, str):
             return "high" if self.think == "max" else self.think
         return None

@@ -106,7 +106,7 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int | None:
-        """How many tokens an answer may have, if the request says."""
+        """The number of tokens that an answer may have, if the request says."""
         limit: int | None = self._given("max_tokens", none=-1)
         return limit
 
@@ -127,17 +127,17 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
 
     @property
     def choices(self) -> int:
-        """How many answers to each prompt."""
+        """The number of answers to each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def all_choices(self) -> int:
-        """How many answers to all prompts together."""
+        """The number of answers to all prompts together."""
         return self.choices
 
     @property
     def likeliest(self) -> int | None:
-        """How many tokens to score beside each one generated; None: no scores at all."""
+        """The number of tokens to score beside each one generated; None: no scores at all."""
         return None
 
     @property

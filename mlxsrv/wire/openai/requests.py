@@ -97,7 +97,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def effort(self) -> str | None:
-        """How much the model shall think, if the request says so."""
+        """The effort to put into thinking, if the request says."""
         return self.think if isinstance(self.think, str) else self.reasoning_effort
 
     @property
@@ -149,7 +149,7 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
     @property
     def limit(self) -> int:
-        """How many tokens an answer may have. OpenAI's default is 16."""
+        """The number of tokens that an answer may have. OpenAI's default is 16."""
         given = super().limit
         return 16 if given is None else given
 

@@ -130,7 +130,7 @@ class DetokenizeResponse(Struct, frozen=True):
 
 
 class TokenizerInfo(Struct, frozen=True, kw_only=True):
-    """What a client needs to write prompts itself. Null: the tokenizer has none."""
+    """Facts that a client needs to write prompts itself. Null: the tokenizer has none."""
 
     tokenizer_class: str
     chat_template: str | None

@@ -163,7 +163,7 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
 
     @property
     def likeliest(self) -> int | None:
-        """How many tokens to score beside each one generated; None: no scores at all."""
+        """The number of tokens to score beside each one generated; None: no scores at all."""
         if self.top_logprobs or "message.output_text.logprobs" in (self.include or ()):
             return self.top_logprobs or 0
         return None
@@ -222,8 +222,10 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
 
     @property
     def limit(self) -> int:
-        """How many tokens an answer may have. Agents give no limit, and take an answer that one
-        ends for a failure."""
+        """The number of tokens that an answer may have.
+
+        Agents give no limit, and take an answer that a limit ends for a failure.
+        """
         given = self.max_output_tokens
         return AS_MANY_AS_FIT if given is None or given == -1 else given
 

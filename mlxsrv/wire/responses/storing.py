@@ -41,7 +41,7 @@ class ResponseQuery(Struct, frozen=True):
 
 
 class ItemQuery(Struct, frozen=True):
-    """Which items of a list are wanted, the newest first unless `order` says otherwise."""
+    """The page of a list that is wanted, the newest items first unless `order` says otherwise."""
 
     limit: Annotated[int, Meta(ge=1, le=100)] = 20
     order: Literal["asc", "desc"] = "desc"

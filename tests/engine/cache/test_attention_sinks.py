@@ -29,7 +29,7 @@ class Row:
         return list(range(self.first + self.length - count, self.first + self.length))
 
     def visible(self, back: int) -> set[int]:
-        """What the token `back` places before the last may see: the first, and the last."""
+        """Return what the token `back` places before the last may see: the first, and the last."""
         own = self.length - 1 - back
         places = {*range(min(KEPT, own + 1)), *range(max(0, own + 1 - (SIZE - KEPT)), own + 1)}
         return {self.first + place for place in places}

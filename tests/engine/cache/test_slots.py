@@ -151,7 +151,7 @@ class Texts:
         ]
 
     def check(self) -> None:
-        """What is taken out of a slot is mlx-lm's KV cache of the row, and goes on as such."""
+        """A row that is taken out of a slot is a KV cache of mlx-lm's, and goes on as such."""
         assert self.caches.lengths == [len(text) for text in self.texts]
         for number, text in enumerate(self.texts):
             row = self.caches.lend(number)

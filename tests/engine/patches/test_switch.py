@@ -1,4 +1,4 @@
-"""Which patches MLXSRV_PATCHES leaves on."""
+"""MLXSRV_PATCHES says which patches are left on."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def test_pseudonyms_show_what_prompts_share_and_no_more(tmp_path: Path) -> None:
 
 
 def test_pseudonyms_of_a_row() -> None:
-    """That of a token that is to be told is known before; a row that is released is forgotten."""
+    """The next token's pseudonym is known before it is told; a released row is forgotten."""
     pseudonyms = Pseudonyms()
     asked = job(7, (1, 2), end_tokens=frozenset([9]))
     pseudonyms.hide(3, Submit(asked))

@@ -235,7 +235,7 @@ def test_a_draft_proposes_to_rows_whose_bans_are_over(models: Any) -> None:
 
 
 class Only:
-    """What may come is one set of tokens after another; the last goes on."""
+    """A constraint that allows one set of tokens after another; the last set stays."""
 
     dormant = False
     failure = None

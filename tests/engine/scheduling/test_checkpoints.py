@@ -92,7 +92,7 @@ def test_a_widest_part() -> None:
 
 
 def link(tokens: int) -> Link:
-    """Those that end at a round number are checkpoints."""
+    """Return a link that is a checkpoint if it ends at a round number."""
     return Link(tokens, tokens % 100 == 0)
 
 
@@ -214,7 +214,7 @@ def test_short_prompts_share_a_pass_unless_a_checkpoint_is_worth_more() -> None:
 
 
 def test_the_next_turn_reads_what_is_new() -> None:
-    """Of a chat whose template drops thoughts, so that turns part before the end of a prompt."""
+    """The chat's template drops thoughts, so that its turns part before the end of a prompt."""
     bench = make(FakeDevice(RECURRENT))
     text, reads = prompt(300), []
     for turn in range(1, 11):

@@ -151,7 +151,7 @@ def test_slices_beside_other_streams_take_a_part_of_their_gap() -> None:
 
 
 def test_slices_beside_own_streams_leave_time_for_steps() -> None:
-    """Of a gap of 0.05 s the step and the pass take 0.02 s; many slices take a step's time each."""
+    """The step and the pass take 0.02 s of a gap of 0.05 s; many slices take a step's time each."""
     pace = Pace(4096, 0.05)
     runner = FakeRunner(EmbedSchedule(MODEL, DECODER, pace), speed=4000)
     runner.schedule.submit(order(1, 100))

@@ -1,4 +1,4 @@
-"""What was read of a prompt stays, in whatever state its client leaves; who asks again goes on."""
+"""Tokens that were read of a prompt stay when its client leaves; a new request goes on there."""
 
 from __future__ import annotations
 

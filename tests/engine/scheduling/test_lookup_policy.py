@@ -1,4 +1,4 @@
-"""Which tokens of their own texts are proposed to rows, and when; without a model."""
+"""Tokens of their own texts are proposed to rows; without a model."""
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def test_lookup_goes_on_behind_a_fault() -> None:
     bench.load(Load(model="m", path="/a", max_rows=4, prefill_chunk=64, max_gap=1.0))
 
     def answer(*numbers: int) -> int:
-        """How many guesses were planned for these jobs."""
+        """Return how many guesses were planned for these jobs."""
         before = len([work for work in bench.works(Decode) if work.guesses])
         bench.submit(*(Job(n, "m", FILE, 200, frozenset(), Sampling()) for n in numbers))
         bench.finish()

@@ -39,7 +39,7 @@ def bounded(slots: float, facts: object = NOTHING_KEPT, **changes: object) -> Be
 
 
 def own(tokens: int) -> float:
-    """What the KV cache of a text that is read takes, in slots."""
+    """Return what the KV cache of a text that is read takes, in slots."""
     return (tokens + STEP - 1) / STEP
 
 

@@ -1,4 +1,4 @@
-"""How many tokens a slice of prompts reads."""
+"""The length of a slice of prompts follows the streams."""
 
 from __future__ import annotations
 

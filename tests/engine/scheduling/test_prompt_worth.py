@@ -1,4 +1,4 @@
-"""Which kept prompts stay: those that are used again and again, whatever comes once meanwhile."""
+"""The kept prompts that are used again and again stay, whatever comes once meanwhile."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_common_system_prompt_outlasts_what_follows_it() -> None:
 
 
 def test_a_state_that_was_gone_on_from_goes_before_the_newest() -> None:
-    """Of caches that cannot be cut back: those within a chat are of use to no one."""
+    """Caches that cannot be cut back are of no use to anyone within a chat."""
     [_, recurrent] = KINDS
     chat = Talk(1, head=1000)
     requests = [chat.ask(0.0) for _ in range(20)]

@@ -44,7 +44,7 @@ STEERINGS = (None, None, None, Steering(attachment=5, values=((1, 2.0),)), Steer
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """How often, of one, something happens."""
+    """The probability of each mishap, from 0 to 1."""
 
     fault: float = 0.0
     memory: float = 0.0

@@ -123,7 +123,7 @@ def test_rounds_are_as_long_as_their_times_make_worth_while() -> None:
 
 
 def test_now_and_then_a_round_has_a_proposal_more_than_is_best() -> None:
-    """Of rounds of one size nobody can tell what others take."""
+    """From rounds of one size nobody can tell what others take."""
     controller, sizes = make_timed(), []
     for _ in range(40):
         sizes.append(controller.choose([8, 1, 1, 1]))

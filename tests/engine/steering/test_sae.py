@@ -52,7 +52,7 @@ def make_hidden(*lead: int, width: int = D_IN, seed: int = 1) -> Array:
 
 
 def normalize(x: Array, how: str) -> tuple[Array, Callable[[Array], Array]]:
-    """What is encoded of x, and what undoes it."""
+    """Return what is encoded of x, and the function that undoes it."""
     if how == "constant_norm_rescale":
         factor = np.sqrt(x.shape[-1]) / np.linalg.norm(x, axis=-1, keepdims=True)
         return x * factor, lambda y: y / factor

@@ -73,7 +73,7 @@ def clamp(*values: tuple[int, float]) -> Steering:
 
 
 def direction(steering: Steering) -> mx.array:
-    """What additive steering adds, by NumPy."""
+    """Return what additive steering adds, by NumPy."""
     rows = make_arrays(d_sae=FEATURES)["W_dec"]
     return mx.array(sum(value * rows[feature] for feature, value in steering.values))
 

@@ -143,7 +143,7 @@ def prompts(n: int, seed: int, low: int = 3, high: int = 60) -> list[tuple[int, 
 
 
 def plainly(model: Any, jobs: Iterable[Job]) -> dict[int, list[int]]:
-    """What each job draws alone, in plain steps."""
+    """Return what each job draws alone, in plain steps."""
     return {asked.id: run(make(model, None, max_rows=1), [asked])[asked.id] for asked in jobs}
 
 

@@ -1,4 +1,4 @@
-"""Which prompt is next: short ones overtake, long ones are not starved, what was read stays."""
+"""Prompts are read in a fair order: short ones overtake, long ones are not starved."""
 
 from __future__ import annotations
 

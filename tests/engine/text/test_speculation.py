@@ -167,7 +167,7 @@ def solo(model: Any, prompt: tuple[int, ...], max_tokens: int = 30) -> list[int]
 
 
 def plainly(model: Any, asked: Job) -> list[int]:
-    """What the engine draws without a draft."""
+    """Return what the engine draws without a draft."""
     engine = make(model, None)
     engine.submit(asked)
     return run(engine)[asked.id]

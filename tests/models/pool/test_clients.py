@@ -1,4 +1,4 @@
-"""How many places each client may have at a model."""
+"""Each client has its share of the places at a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is: the rules one by one, then any order of events."""
+"""Clients take turns: the rules one by one, then any order of events."""
 
 from __future__ import annotations
 
@@ -193,8 +193,8 @@ class Turns(RuleBasedStateMachine):
         self.waiting: dict[int, Account] = {}
         self.running: dict[int, Account] = {}
         self.ahead: dict[int, Counter[str]] = {}
-        """How often others of its priority were served while one waits. It has only those whose
-        clients came without a debt and with no other request."""
+        """The number of others of its priority that were served while one waits, if its client
+        came without a debt and with no other request."""
         self.indebted: set[Account] = set()
         self.number = 0
 

@@ -1,4 +1,4 @@
-"""How long a model stays loaded after a request that says so."""
+"""A model stays loaded after a request for as long as the request says."""
 
 from __future__ import annotations
 

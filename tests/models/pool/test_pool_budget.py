@@ -1,4 +1,4 @@
-"""What the pool tells the device thread about memory, with the real thread and real models.
+"""The pool tells the device thread how much memory rows may take: the real thread, real models.
 
 test_pool_races.py checks with every load that rows never may have what weights take.
 """

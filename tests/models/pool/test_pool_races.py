@@ -102,7 +102,7 @@ class Engine:
         self._check_budget()
 
     def _check_budget(self) -> None:
-        """What is loaded, or on its way, and what rows may take: together they fit."""
+        """Check that models, loaded or on their way, fit together with what rows may take."""
         weights = sum(SIZES[name] for name in self.loaded | self.loading) + self.attached
         limit = self._world.settings.memory_limit
         if limit is not None:
@@ -207,7 +207,7 @@ class Request:
 
     @property
     def outcome(self) -> str:
-        """How it ended. Whatever it does not expect fails the test here."""
+        """The way in which it ended. A fault that it does not expect fails the test here."""
         return "cancelled" if self.task.cancelled() else self.task.result()
 
     async def _run(self) -> str:

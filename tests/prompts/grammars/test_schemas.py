@@ -23,7 +23,7 @@ B: Schema = {"type": "object", "properties": {"b": {"type": "integer"}}}
 
 
 def accepted(spec: GrammarSpec, *texts: str) -> list[bool]:
-    """Which of the texts the grammar describes."""
+    """Return those of the texts that the grammar describes."""
     matcher = LLMatcher(BYTES, translate(spec, BYTES), log_level=0)
     assert not matcher.get_error()
     fits = []

@@ -1,4 +1,4 @@
-"""What requests' rows have added, as the engine is told; and what is noticed when things go."""
+"""The registry tells the engine what rows have added, and notices when SAEs and vectors go."""
 
 from __future__ import annotations
 

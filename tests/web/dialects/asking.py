@@ -133,7 +133,7 @@ class Spoken(ABC):
 
     @abstractmethod
     def spec(self, body: Body) -> GenerationSpec:
-        """What the server makes of a body."""
+        """Return the answer of the server to a body."""
 
     @abstractmethod
     def read(self, body: Body) -> Said:

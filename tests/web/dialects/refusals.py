@@ -1,4 +1,4 @@
-"""What a client is told of a failure, before a stream and within one."""
+"""Refusals as a client is told of them, before a stream and within one."""
 
 from __future__ import annotations
 

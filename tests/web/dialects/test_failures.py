@@ -234,8 +234,8 @@ def wait_for_model(client: TestClient) -> None:
 def in_every_way(
     client: TestClient, asked: Asked
 ) -> Mapping[tuple[Spoken, bool], Callable[[], Response]]:
-    """What waits for the responses to the same request in each dialect, whole and streamed, all at
-    once."""
+    """Ask the same in each dialect, whole and streamed, all at once. Return the functions that wait
+    for the responses."""
     threads = ThreadPoolExecutor(8)
     ways = [(spoken, stream) for spoken in DIALECTS.values() for stream in (False, True)]
     waiting = {
@@ -283,7 +283,7 @@ def test_a_turn_that_does_not_come(folders: Folders) -> None:
 
 
 def keepalives(spoken: Spoken, data: bytes) -> int:
-    """How many there are in a stream without text."""
+    """Return the number of keep-alives in a stream without text."""
     match spoken.name:
         case "chat":
             return data.count(spoken.keepalive)
@@ -328,7 +328,7 @@ def test_a_deadline_after_some_text(folders: Folders) -> None:
 
 
 def last_of(spoken: Spoken, response: Response) -> Body:
-    """What tells the finish of a stream."""
+    """Return the event or line of a stream that tells its finish."""
     if spoken.name == "ollama":
         return read_lines(response.content)[-1]
     events = [

@@ -309,7 +309,7 @@ def test_the_second_turn_of_an_agent_reads_only_what_is_new(client: TestClient, 
 
 
 def cached(client: TestClient) -> int:
-    """How many tokens were found in the prompt cache of the agent's model so far."""
+    """Return how many tokens were found in the prompt cache of the agent's model so far."""
     found = re.search(
         r'^mlxsrv:prefix_cache_hits_total\{model_name="agent"\} (\S+)$',
         client.get("/metrics").text,

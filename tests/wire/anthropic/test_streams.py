@@ -60,7 +60,7 @@ def read_events(data: bytes) -> list[Body]:
 
 
 class Heard:
-    """What a client puts together of events. It fails at one that may not come there."""
+    """The message that a client puts together of events. It fails at one out of place."""
 
     DELTAS = {"text": {"text_delta"}, "tool_use": {"input_json_delta"}} | {
         "thinking": {"thinking_delta", "signature_delta"}

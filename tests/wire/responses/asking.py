@@ -1,4 +1,4 @@
-"""What the tests of the Responses API share: requests, and how a stream of it is read."""
+"""Tools that the tests of the Responses API share: requests, and a reader of its streams."""
 
 from __future__ import annotations
 

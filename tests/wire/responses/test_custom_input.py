@@ -13,7 +13,7 @@ from mlxsrv.wire.responses.custom_input import CustomInput
 
 
 def read(*pieces: str) -> tuple[list[str], bool]:
-    """What is given out for each piece and at the end, and whether the arguments are complete."""
+    """Return the texts for each piece and at the end, and whether the arguments are complete."""
     reader = CustomInput()
     texts = [reader.feed(piece) for piece in pieces]
     rest, whole = reader.finish()

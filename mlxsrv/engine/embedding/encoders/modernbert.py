@@ -72,7 +72,7 @@ class ModernBert(Encoder):
 
 
 class Attention:
-    """Which tokens see which, for all layers of one pass.
+    """The masks that say which tokens see which, for all layers of one pass.
 
     Args:
         mask: `(rows, length)`, false at padding.

@@ -31,7 +31,7 @@ TOPIC = {topic.name: topic for topic in TOPICS}
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """What the chat template renders: a conversation that ends with the assistant."""
+    """A conversation that ends with the assistant, as the chat template renders it."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -458,7 +458,7 @@ def _schema(
 
 
 def draw_result(rng: random.Random) -> str:
-    """What a tool may answer: text, a number or JSON."""
+    """An answer of a tool: text, a number or JSON."""
     sky = rng.choice(("sunny", "cloudy", "rainy", "windy", "snow", "clear", "foggy", "light rain"))
     degrees = rng.randrange(-9, 40)
     choices: tuple[Callable[[], str], ...] = (

@@ -1,4 +1,4 @@
-"""What the demo model knows: one Topic per thing that it can be asked about.
+"""The knowledge of the demo model: one Topic per thing that it can be asked about.
 
 Phrasings are patterns in which `(a|b|)` stands for any one of its alternatives. A topic names
 things ("the default port"), which go into "what is ..." frames, tasks ("change the port"), which
@@ -17,7 +17,7 @@ class Topic:
 
     name: str
     subject: str
-    """What a thinking model says that the user asks about."""
+    """The subject that a thinking model says the user asks about."""
     answer: str
     keywords: tuple[str, ...]
     """Text that only an answer to this topic contains, all of it."""

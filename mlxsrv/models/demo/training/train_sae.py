@@ -143,7 +143,7 @@ def texts(tokenizer: Any, seed: int, count: int) -> list[list[int]]:
 
 
 def read(model: Any, samples: list[list[int]], layer: int) -> mx.array:
-    """What the layer gives for every token of the samples in turn, `(tokens, width)` in float32."""
+    """The layer's output for every token of the samples in turn, `(tokens, width)` in float32."""
     seen: list[mx.array] = []
 
     def look(states: mx.array) -> mx.array:
@@ -167,7 +167,7 @@ def read(model: Any, samples: list[list[int]], layer: int) -> mx.array:
 
 
 def scale_of(hidden: mx.array) -> float:
-    """What hidden states are divided by, so that the mean square of their numbers is about one."""
+    """Return the divisor of hidden states that makes the mean square of their numbers about one."""
     return float(mx.linalg.norm(hidden, axis=-1).mean()) / math.sqrt(hidden.shape[-1])
 
 
