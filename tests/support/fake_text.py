@@ -31,20 +31,16 @@ from mlxsrv.engine.plans import (
     ReadDraft,
     Release,
     Rewind,
-    RowGroup,
     Span,
 )
-from mlxsrv.engine.scheduling.groups import STEP
-from mlxsrv.engine.scheduling.prompt_index import LEAST, Tokens, common_prefix
-from mlxsrv.engine.scheduling.speculation_controller import MOST_UNREAD
+from mlxsrv.engine.scheduling.prompt_index import LEAST, Tokens
 from mlxsrv.generation.parameters import Steering
+from tests.support.fake_decoders import FakeDecoders, FakeGroup
 from tests.support.fake_device import FakeDevice, Pass
 from tests.support.fake_rows import FakeEntry, FakePartialText, FakeRow, IllegalWork, require
+from tests.support.fake_steps import FakeSteps
 
 PREFILLED = -1  # the place of the prompt, before the first token of the answer
-
-
-_Group = list[FakeRow]
 
 
 class FakeText:
@@ -60,32 +56,32 @@ class FakeText:
     def __init__(
         self, facts: TextFacts, device: FakeDevice, *, max_rows: int, prefill_chunk: int
     ) -> None:
-        self.watched = False
         self._facts = facts
         self._device = device
         self._max_rows = max_rows if facts.batched else 1
         self._chunk = prefill_chunk
         self._rows: dict[int, FakeRow] = {}
         self._texts: dict[int, FakePartialText] = {}  # by each of its rows
-        self._ready: list[_Group] = []
-        self._decoders: dict[bool, list[_Group]] = {False: [], True: []}  # True: the trial's
-        self._rooms: dict[bool, Sequence[RowGroup]] = {False: (), True: ()}  # of each group
-        self._peak = 0
-        self._changed = {False: False, True: False}  # rows have come or gone since the last step
-        self._looked: dict[bool, list[tuple[int, int]]] = {False: [], True: []}
+        self._decoders = FakeDecoders(facts)
+        self._steps = FakeSteps(facts, device)
         self._kept: dict[int, FakeEntry] = {}
         self._unkept: set[int] = set()  # entries that could not be kept
         self._moved: set[int] = set()  # entries that a row has taken
         self._last_entry = 0
-        self._draft: tuple[int, Tokens] | None = None  # the row that it follows, and what it read
         self._round = 0
-        self._abandoned: set[bool] = set()  # decoders that a release of this round has broken
+
+    @property
+    def watched(self) -> bool:
+        return self._steps.watched
+
+    @watched.setter
+    def watched(self, active: bool) -> None:
+        self._steps.watched = active
 
     @property
     def empty(self) -> bool:
         """Whether no row is left."""
-        places = (self._rows, self._texts, self._ready, *self._decoders.values())
-        return not any(places)
+        return not (self._rows or self._texts or self._decoders.rows)
 
     @property
     def kept_bytes(self) -> int:
@@ -94,45 +90,29 @@ class FakeText:
     @property
     def bytes(self) -> int:
         """Bytes that all KV caches take."""
+        return self._decoders.bytes + self._reading_bytes + self.kept_bytes
+
+    @property
+    def _reading_bytes(self) -> int:
         texts = {id(text): text for text in self._texts.values()}
-        reading = sum(self._measure(text.done) for text in texts.values())
-        return self._array_bytes() + self._ready_bytes() + reading + self.kept_bytes
+        return sum(self._decoders.measure(text.done) for text in texts.values())
 
     def take_peak(self) -> int:
         """Bytes that were taken while the last work was done."""
-        peak, self._peak = max(self._peak, self.bytes), 0
-        return peak
-
-    def _array_bytes(self) -> int:
-        """Bytes of the arrays that have rows."""
-        found = 0
-        for trial, groups in self._decoders.items():
-            there = {row.id for group in groups for row in group}
-            rooms = [room for room in self._rooms[trial] if not there.isdisjoint(room.rows)]
-            found += sum(map(self._measure_room, rooms))
-        return found
-
-    def _ready_bytes(self) -> int:
-        """Bytes of texts that are read and not in arrays yet; several rows may have one text."""
-        texts = {row.text.tobytes(): row.length - 1 for group in self._ready for row in group}
-        return sum(map(self._measure, texts.values()))
-
-    def _measure(self, tokens: int) -> int:
-        return self._facts.kv_bytes(-(-tokens // STEP) * STEP)
-
-    def _measure_room(self, room: RowGroup) -> int:
-        return room.slots * self._facts.kv_bytes(room.columns)
+        peak, self._decoders.peak = self._decoders.peak, 0
+        return max(self.bytes, peak + self._reading_bytes + self.kept_bytes)
 
     def end_round(self) -> None:
         """Check what must hold between rounds."""
         old = [entry.bytes for entry in self._kept.values() if entry.round < self._round]
         require(sum(old) <= self._facts.prompt_cache_bytes, "kept prompts take", sum(old), "bytes")
         self._round += 1
-        self._abandoned.clear()
+        for decoder in self._decoders.both:
+            decoder.lost = False
 
     def lacks_rows(self, work: Decode) -> bool:
         """Whether the rows of the step were lost in the round's release, so that it fails."""
-        return work.trial in self._abandoned
+        return self._decoders.find(trial=work.trial).lost
 
     # Rows come and go.
 
@@ -180,7 +160,7 @@ class FakeText:
         text = self._texts.get(row.id)
         if text is not None:
             held = text.done
-        elif any(row in group for group in self._groups()):
+        elif row in self._decoders.rows:
             held = row.held
         else:
             require(row.lost, "row", row.id, "is to be kept and was never read")
@@ -192,24 +172,14 @@ class FakeText:
         for row_id in gone:
             if (text := self._texts.pop(row_id, None)) is not None:
                 text.rows = [row for row in text.rows if row.id != row_id]
-        self._ready = _without(self._ready, gone)
-        for trial, groups in self._decoders.items():
-            self._decoders[trial] = _without(groups, gone)
-            if sum(map(len, groups)) != sum(map(len, self._decoders[trial])):
-                self._changed[trial] = True
+        self._decoders.remove(gone)
 
     def _lose_beside(self, ids: Sequence[int]) -> None:
         """A release has failed: drop the KV caches of the decoders that its rows were in."""
-        gone = {*ids}
-        for trial, groups in self._decoders.items():
-            if any(row.id in gone for group in groups for row in group):
-                self._abandon(trial)
-                self._abandoned.add(trial)
-
-    def _groups(self) -> Iterator[_Group]:
-        yield from self._ready
-        for groups in self._decoders.values():
-            yield from groups
+        for decoder in self._decoders.both:
+            if any(row.id in ids for row in decoder.rows):
+                decoder.abandon()
+                decoder.lost = True
 
     # Kept prompts.
 
@@ -261,7 +231,7 @@ class FakeText:
             self._drop_texts(texts)
             return None
         kept: list[KeptPrompt] = []
-        ready: _Group = []
+        ready: list[FakeRow] = []
         broken: list[int] = []
         for text, span in zip(texts, work.spans, strict=True):
             text.done = span.end
@@ -277,7 +247,7 @@ class FakeText:
         for row_id in broken:
             self._rows[row_id].over = True
         if ready and not broken:
-            self._ready.append(ready)
+            self._decoders.ready.append(FakeGroup(ready))
         self._check_rows()
         return PromptsRead(
             tuple(kept),
@@ -329,7 +299,7 @@ class FakeText:
         head = rows[0]
         for row in rows:
             require(row.id not in self._texts, "row", row.id, "is being read already")
-            require(not any(row in group for group in self._groups()), row.id, "was read already")
+            require(row not in self._decoders.rows, row.id, "was read already")
             require(row.job.steering == head.job.steering, "two steerings for one text")
             require(row is head or np.array_equal(row.text, head.text), "two texts in one span")
             require(row is head or row.job.scores is None, "row", row.id, "is not scored")
@@ -381,8 +351,7 @@ class FakeText:
         """Return how many tokens of its text the row's KV cache holds; None if it has none."""
         if (text := self._texts.get(row.id)) is not None:
             return text.done
-        groups = (*self._ready, *self._decoders[False])
-        return row.held if any(row in group for group in groups) else None
+        return row.held if self._decoders.lends(row) else None
 
     def _drop_texts(self, texts: Iterable[FakePartialText], *, lost: bool = True) -> None:
         for text in texts:
@@ -409,36 +378,31 @@ class FakeText:
         """`told`: a step that fails has told the tokens of the step before."""
         if self.lacks_rows(work):
             return Decoded()
+        decoder = self._decoders.find(trial=work.trial)
         if work.groups is None:
-            require(not self._changed[work.trial], "rows have changed")
+            require(not decoder.changed, "rows have changed")
         else:
-            self._arrange(work.trial, work.groups)
-        self._check_room(work)
-        rows = [row for group in self._decoders[work.trial] for row in group]
+            self._require_rows([row_id for group in work.groups for row_id in group.rows])
+            self._decoders.arrange(work.groups, trial=work.trial)
+        decoder.check_room(work)
+        rows = decoder.rows
         require(rows, "a step without rows")
         require(len(rows) == 1 or not work.trial, "several rows on trial")
         for row in rows:
             require(not row.over, "row", row.id, "is over")
         self._check_rows()
-        self._changed[work.trial] = False
-        done = Decoded()
-        if fault is None or told:
-            if work.proposals:
-                done = self._run_round(rows, work)
-            elif work.guesses:
-                done = self._run_guesses(rows, work)
-            else:
-                done = self._step(rows, trial=work.trial)
+        decoder.changed = False
+        done = Decoded() if fault is not None and not told else self._steps.run(work, decoder)
         if fault is not None:
-            self._abandon(work.trial)
+            decoder.abandon()
             if work.proposals:
-                self._draft = None
+                self._steps.forget_draft()
         return done
 
     def decoded(self, work: Decode) -> list[FakeRow]:
         """The rows of a step, before it is done or behind it."""
         if work.groups is None:
-            return [row for group in self._decoders[work.trial] for row in group]
+            return self._decoders.find(trial=work.trial).rows
         return [self._rows[row_id] for group in work.groups for row_id in group.rows]
 
     def passes_of_step(self, work: Decode) -> list[Pass]:
@@ -446,208 +410,16 @@ class FakeText:
         guessed = max(map(len, work.guesses), default=0)
         tokens = max(1 + sum(work.proposals), guessed)
         return [
-            Pass(len(group), tokens, max(row.held for row in group))
-            for group in self._decoders[work.trial]
+            Pass(len(group.rows), tokens, max(row.held for row in group.rows))
+            for group in self._decoders.find(trial=work.trial).groups
         ]
 
-    def _check_room(self, work: Decode) -> None:
-        """Check that the groups have room for what the step writes."""
-        tokens = max(1 + sum(work.proposals), *map(len, work.guesses), 1)
-        groups, rooms = self._decoders[work.trial], self._rooms[work.trial]
-        for group, room in zip(groups, rooms, strict=True):
-            written = max(row.held for row in group) + tokens
-            require(written <= room.columns, written, "tokens of a row in", room.columns)
-
-    def _arrange(self, trial: bool, groups: Sequence[RowGroup]) -> None:
-        """Have the rows of a decoder be these."""
-        wanted = [row_id for group in groups for row_id in group.rows]
-        for each in groups:
-            require(len(each.rows) <= each.slots, len(each.rows), "rows in", each.slots, "slots")
-        self._require_rows(wanted)
-        self._note_peak(trial, groups)
-        self._rooms[trial] = groups
-        there = self._decoders[trial]
-        other = self._decoders[not trial]
-        coming = [g for g in [*self._ready, *other] if not {*wanted}.isdisjoint(_ids(g))]
-        left = [*there, *coming]
-        merged = [_merge(group.rows, left) for group in groups]
-        require(not left, "rows are left out:", [*map(_ids, left)])
-        self._ready = [group for group in self._ready if group not in coming]
-        if any(group in coming for group in other):
-            require(not trial, "rows that are decoded go on trial")
-            require(len(other) == 1, "a part of a decoder joins another")
-            self._decoders[not trial] = []
-            self._looked[trial] += self._looked[not trial]
-        self._decoders[trial] = merged
-
-    def _note_peak(self, trial: bool, groups: Sequence[RowGroup]) -> None:
-        """Note what is taken while arrays become these: the first of those whose rows come together
-        grow or shrink, the others go when their rows are copied. The KV caches of rows that were
-        read go layer by layer, as they are copied."""
-        old = [*self._rooms[trial], *self._rooms[not trial]]
-        there = {row.id for group in self._groups() for row in group}
-        taken = 0
-        for group in groups:
-            live = {*group.rows} & there
-            parts = [room for room in old if not live.isdisjoint(room.rows)]
-            taken += self._measure_room(group) + sum(map(self._measure_room, parts[1:]))
-        others = self.bytes - self._array_bytes() - self._ready_bytes()
-        self._peak = max(self._peak, taken + others)
-
-    def _step(self, rows: Sequence[FakeRow], *, trial: bool) -> Decoded:
-        activations = tuple(Activations(*place, ()) for place in self._looked[trial])
-        tokens: list[tuple[int, int]] = []
-        broken: list[int] = []
-        failures: list[RowFailure] = []
-        for row in rows:
-            if row.fresh:
-                row.fresh = False
-            elif self._device.breaks(row.job, len(row.drawn)):
-                row.over = True
-                broken.append(row.id)
-            else:
-                tokens.append((row.id, self._tell(row, failures)))
-        looked = [(row.id, row.held - 1) for row in rows] if self.watched else []
-        self._looked[trial] = looked
-        return Decoded(
-            tokens=tuple(tokens),
-            likelihoods=self._find_likelihoods(tokens),
-            broken=tuple(broken),
-            failures=tuple(failures),
-            bound=self._find_bound(rows),
-            activations=activations,
-        )
-
-    def _tell(self, row: FakeRow, failures: list[RowFailure]) -> int:
-        """Give the row its next token."""
-        place = len(row.drawn)
-        token = self._device.draw(row.job, place)
-        row.drawn.append(token)
-        row.over |= token in row.job.end_tokens or len(row.drawn) >= row.job.max_tokens
-        if (failure := self._device.stop(row.job, place)) is not None:
-            failures.append(failure)
-            row.over = True
-        return token
-
-    def _find_likelihoods(self, tokens: Sequence[tuple[int, int]]) -> dict[int, Likelihood]:
-        asking = (row_id for row_id, _ in tokens if self._rows[row_id].job.logprobs is not None)
-        return dict.fromkeys(asking, Likelihood(-1.0))
-
-    def _find_bound(self, rows: Iterable[FakeRow]) -> tuple[int, ...]:
-        """Rows whose constraint binds their next token: not the one that is drawn already."""
-        return tuple(row.id for row in rows if self._device.binds(row.job, len(row.drawn)))
-
-    def _abandon(self, trial: bool) -> None:
-        for group in self._decoders[trial]:
-            for row in group:
-                row.lose()
-        self._decoders[trial] = []
-        self._looked[trial] = []
+    def read_draft(self, work: ReadDraft, fault: Fault | None) -> None:
+        self._require_rows([work.row])
+        self._steps.read_draft(work, self._rows[work.row], fault)
 
     def _check_rows(self) -> None:
-        rows = [*self._texts, *(row.id for group in self._groups() for row in group)]
+        rows = [*self._texts, *(row.id for row in self._decoders.rows)]
         require(len({*rows}) == len(rows), "a row is in two places:", rows)
         live = [row_id for row_id in rows if not self._rows[row_id].over]
         require(len(live) <= self._max_rows, len(live), "rows at once")
-
-    # A draft model.
-
-    def _run_round(self, rows: Sequence[FakeRow], work: Decode) -> Decoded:
-        [count], [row] = work.proposals, rows
-        require(self._facts.drafts, "there is no draft model")
-        self._require_proposable(row, count)
-        require(count > 0, "no proposals")
-        require(self._draft is not None and self._draft[0] == row.id, "the draft follows another")
-        assert self._draft is not None
-        read = self._draft[1]
-        require(common_prefix(read, row.text) == read.size, "the draft has read another text")
-        require(row.length - read.size <= MOST_UNREAD, "the draft lacks much of the text")
-        length = row.length
-        accepted = {row.id: self._device.accept(row.job, len(row.drawn), count)}
-        done = self._check(rows, accepted)
-        if row.id not in done.broken:
-            self._draft = row.id, row.text[: min(length + count, row.length)]
-        return done
-
-    def _run_guesses(self, rows: Sequence[FakeRow], work: Decode) -> Decoded:
-        require(self._facts.lookup, "nothing is looked up in this model")
-        require(not work.trial, "proposals to a row on trial")
-        require(len(self._decoders[False]) == 1, "proposals to rows in several passes")
-        require(len(work.guesses) == len(rows), "guesses for other rows")
-        require(any(work.guesses), "no guesses")
-        accepted: dict[int, int] = {}
-        for row, guess in zip(rows, work.guesses, strict=True):
-            require(len(guess) != 1, "a guess of an input, and no proposal")
-            self._require_proposable(row, max(len(guess) - 1, 0))
-            tokens = [self._device.draw(row.job, len(row.drawn) + i) for i in range(len(guess))]
-            if guess and guess[0] == tokens[0]:
-                pairs = zip(guess[1:], tokens[1:], strict=True)
-                same = [proposed == drawn for proposed, drawn in pairs]
-                accepted[row.id] = (*same, False).index(False)
-        if not accepted:
-            return self._step(rows, trial=False)
-        return self._check(rows, accepted)
-
-    def _require_proposable(self, row: FakeRow, count: int) -> None:
-        """Check that so many tokens may be proposed to a row, or to others in the same pass."""
-        require(not row.fresh, "proposals to a fresh row")
-        require(not self.watched, "proposals while each token is watched")
-        require(row.job.logprobs is None and not row.job.sampling.changes_logits, "each token asks")
-        require(not self._device.binds(row.job, len(row.drawn)), "the constraint binds a token")
-        require(not count or len(row.drawn) + 1 + count <= row.job.max_tokens, count, "proposals")
-
-    def _check(self, rows: Sequence[FakeRow], accepted: dict[int, int]) -> Decoded:
-        """A pass that checks proposals, so many of which hold."""
-        tokens: list[tuple[int, int]] = []
-        broken: list[int] = []
-        failures: list[RowFailure] = []
-        following: dict[int, int] = {}
-        for row in rows:
-            if self._device.breaks(row.job, len(row.drawn)):
-                row.over = True
-                broken.append(row.id)
-                continue
-            for left in range(accepted.get(row.id, 0), -1, -1):
-                failed = len(failures)
-                tokens.append((row.id, self._tell(row, failures)))
-                if len(failures) > failed or self._find_bound([row]):
-                    break
-                if left == 0:
-                    following[row.id] = self._device.draw(row.job, len(row.drawn))
-        return Decoded(
-            tokens=tuple(tokens),
-            broken=tuple(broken),
-            failures=tuple(failures),
-            bound=self._find_bound(rows),
-            following=following,
-            accepted={row_id: n for row_id, n in accepted.items() if row_id not in broken},
-        )
-
-    def read_draft(self, work: ReadDraft, fault: Fault | None) -> None:
-        require(self._facts.drafts, "there is no draft model")
-        self._require_rows([work.row])
-        row = self._rows[work.row]
-        text = row.text
-        known = 0 if self._draft is None else common_prefix(self._draft[1], text)
-        require(work.begin <= known, "the draft has", known, "tokens of the text")
-        require(work.tokens > 0, "the draft reads nothing")
-        require(work.begin + work.tokens <= row.length, "the draft reads beyond the text")
-        self._draft = None if fault is not None else (row.id, text[: work.begin + work.tokens])
-
-
-def _ids(group: Iterable[FakeRow]) -> list[int]:
-    return [row.id for row in group]
-
-
-def _without(groups: Iterable[_Group], gone: set[int]) -> list[_Group]:
-    left = [[row for row in group if row.id not in gone] for group in groups]
-    return [group for group in left if group]
-
-
-def _merge(group: Sequence[int], left: list[_Group]) -> _Group:
-    """The groups that have these rows, as one in this order; they are taken out of `left`."""
-    parts = [part for part in left if part[0].id in group]
-    left[:] = [part for part in left if part not in parts]
-    rows = {row.id: row for part in parts for row in part}
-    require({*rows} == {*group}, "the rows", [*group], "are not whole groups")
-    return [rows[row_id] for row_id in group]

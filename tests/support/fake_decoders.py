@@ -1,0 +1,178 @@
+"""The decoders of one model, without the model: which rows share arrays, and what these take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from mlxsrv.engine.outcomes import TextFacts
+from mlxsrv.engine.plans import Decode, RowGroup
+from mlxsrv.engine.scheduling.groups import STEP
+from tests.support.fake_rows import FakeRow, require
+
+
+class FakeGroup:
+    """Rows that were read together, or that share arrays.
+
+    Attributes:
+        room: of the arrays; None while the rows have what was read only.
+    """
+
+    def __init__(self, rows: list[FakeRow], room: RowGroup | None = None) -> None:
+        self.rows = rows
+        self.room = room
+
+    @property
+    def ids(self) -> list[int]:
+        return [row.id for row in self.rows]
+
+
+class FakeDecoder:
+    """Rows that are decoded together.
+
+    Attributes:
+        changed: rows have come or gone since the last step.
+        lost: a release of this round has failed, so that its rows are lost.
+        looked: rows and positions that the last step has looked at.
+    """
+
+    def __init__(self) -> None:
+        self.groups: list[FakeGroup] = []
+        self.changed = False
+        self.lost = False
+        self.looked: list[tuple[int, int]] = []
+
+    @property
+    def rows(self) -> list[FakeRow]:
+        return [row for group in self.groups for row in group.rows]
+
+    def remove(self, ids: set[int]) -> None:
+        before = len(self.rows)
+        self.groups = _without(self.groups, ids)
+        self.changed |= before != len(self.rows)
+
+    def abandon(self) -> None:
+        """Lose all rows, and their arrays."""
+        for row in self.rows:
+            row.lose()
+        self.groups = []
+        self.looked = []
+
+    def check_room(self, work: Decode) -> None:
+        """Check that the groups have room for what the step writes."""
+        tokens = max(1 + sum(work.proposals), *map(len, work.guesses), 1)
+        for group in self.groups:
+            assert group.room is not None
+            written = max(row.held for row in group.rows) + tokens
+            most = group.room.columns
+            require(written <= most, written, "tokens of a row in", most)
+
+
+class FakeDecoders:
+    """The rows of one model that are read: those that are ready, and those of both decoders.
+
+    Attributes:
+        ready: groups of rows that were read together.
+        main, trial: the decoders.
+        peak: bytes that arrays have taken at most since they were last looked at.
+    """
+
+    def __init__(self, facts: TextFacts) -> None:
+        self.ready: list[FakeGroup] = []
+        self.main = FakeDecoder()
+        self.trial = FakeDecoder()
+        self.peak = 0
+        self._facts = facts
+
+    def find(self, *, trial: bool) -> FakeDecoder:
+        return self.trial if trial else self.main
+
+    @property
+    def both(self) -> tuple[FakeDecoder, FakeDecoder]:
+        return self.main, self.trial
+
+    @property
+    def rows(self) -> list[FakeRow]:
+        """All rows that are ready or decoded."""
+        return [row for group in self._all() for row in group.rows]
+
+    def lends(self, row: FakeRow) -> bool:
+        """Whether the row has a KV cache that others may begin with."""
+        return any(row in group.rows for group in (*self.ready, *self.main.groups))
+
+    def remove(self, ids: Iterable[int]) -> None:
+        gone = {*ids}
+        self.ready = _without(self.ready, gone)
+        for decoder in self.both:
+            decoder.remove(gone)
+
+    # Bytes.
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of arrays, and of texts that are read and not in arrays yet."""
+        return self._measure_groups(self._all())
+
+    def measure(self, tokens: int) -> int:
+        """Bytes of the KV cache of one row."""
+        return self._facts.kv_bytes(-(-tokens // STEP) * STEP)
+
+    def _all(self) -> list[FakeGroup]:
+        return [*self.ready, *self.main.groups, *self.trial.groups]
+
+    def _measure_groups(self, groups: Sequence[FakeGroup]) -> int:
+        arrays = sum(self._measure_room(group.room) for group in groups if group.room is not None)
+        # Several rows may have one text.
+        read = [row for group in groups if group.room is None for row in group.rows]
+        texts = {row.text.tobytes(): row.held for row in read}
+        return arrays + sum(map(self.measure, texts.values()))
+
+    def _measure_room(self, room: RowGroup) -> int:
+        return room.slots * self._facts.kv_bytes(room.columns)
+
+    # Arranging.
+
+    def arrange(self, groups: Sequence[RowGroup], *, trial: bool) -> None:
+        """Have the rows of a decoder be these."""
+        wanted = {row_id for group in groups for row_id in group.rows}
+        for each in groups:
+            require(len(each.rows) <= each.slots, len(each.rows), "rows in", each.slots, "slots")
+        decoder, other = self.find(trial=trial), self.find(trial=not trial)
+        absorbed = not wanted.isdisjoint(row.id for row in other.rows)
+        if absorbed:
+            require(not trial, "rows that are decoded go on trial")
+            require(len(other.groups) == 1, "a part of a decoder joins another")
+        coming = [group for group in self.ready if not wanted.isdisjoint(group.ids)]
+        left = [*decoder.groups, *(other.groups if absorbed else ()), *coming]
+        self._note_peak(groups, left)
+        decoder.groups = [_merge(group, left) for group in groups]
+        require(not left, "rows are left out:", [group.ids for group in left])
+        self.ready = [group for group in self.ready if group not in coming]
+        if absorbed:
+            decoder.looked += other.looked
+            other.groups, other.looked = [], []
+
+    def _note_peak(self, groups: Sequence[RowGroup], left: Sequence[FakeGroup]) -> None:
+        """Note what is taken while the groups that are `left` become these: the first of those
+        whose rows come together grow or shrink, the others go when their rows are copied. The KV
+        caches of rows that were read go layer by layer, as they are copied."""
+        taken = self._measure_groups([group for group in self._all() if group not in left])
+        for group in groups:
+            parts = [
+                part for part in left if part.room is not None and part.rows[0].id in group.rows
+            ]
+            taken += self._measure_room(group) + self._measure_groups(parts[1:])
+        self.peak = max(self.peak, taken)
+
+
+def _without(groups: Iterable[FakeGroup], gone: set[int]) -> list[FakeGroup]:
+    left = [FakeGroup([row for row in g.rows if row.id not in gone], g.room) for g in groups]
+    return [group for group in left if group.rows]
+
+
+def _merge(wanted: RowGroup, left: list[FakeGroup]) -> FakeGroup:
+    """The groups that have these rows, as one in this order; they are taken out of `left`."""
+    parts = [part for part in left if part.rows[0].id in wanted.rows]
+    left[:] = [part for part in left if part not in parts]
+    rows = {row.id: row for part in parts for row in part.rows}
+    require({*rows} == {*wanted.rows}, "the rows", [*wanted.rows], "are not whole groups")
+    return FakeGroup([rows[row_id] for row_id in wanted.rows], wanted)
