@@ -121,7 +121,11 @@ class Slots:
         moves = {slot: source for slot, source in stay.items() if slot != source}
         old: list[Any] = self._arrays
         self.keys = self.values = None
-        fresh = not old or room != self._room or not moves.keys().isdisjoint(stay.values())
+        # The array of an only row may be that of a kept prompt, too: it was taken over as it was
+        # (see `_rebuild`), and nothing may have been written since. So others never write into it.
+        taken_over = room.slots == 1 and bool(joining)
+        crossed = not moves.keys().isdisjoint(stay.values())
+        fresh = not old or room != self._room or crossed or taken_over
         reach = self._find_reach()
         arrays: list[mx.array] = []
         for number in range(len(old) or max(map(len, joining.values()), default=0)):

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -23,6 +22,7 @@ from mlxsrv.engine.cache.attention_sinks import KEPT, SinkCache
 from mlxsrv.engine.cache.row_cache import Layers, RowCache
 from mlxsrv.engine.cache.row_caches import RowCaches, can_share
 from mlxsrv.engine.cache.slots import Slots
+from tests.support.buffers import address_of
 from tests.support.effort import examples
 
 HEADS, SIZE = 2, 32
@@ -41,9 +41,9 @@ def flat(layers: Layers) -> Layers:
     return [each for layer in layers for each in getattr(layer, "caches", [layer])]
 
 
-def arrays(numbers: Sequence[Sequence[int]]) -> mx.array:
+def arrays(numbers: Sequence[Sequence[int]], dtype: mx.Dtype = mx.float32) -> mx.array:
     """`(rows, heads, tokens, size)`: all elements of a token are its number."""
-    found = mx.array([list(row) for row in numbers], dtype=mx.float32)[:, None, :, None]
+    found = mx.array([list(row) for row in numbers], dtype=dtype)[:, None, :, None]
     return mx.broadcast_to(found, (len(numbers), HEADS, len(numbers[0]), SIZE))
 
 
@@ -66,8 +66,9 @@ def seen(layer: Any, text: Sequence[int]) -> list[int]:
 class Texts:
     """Rows of RowCaches, and the numbers that are their texts."""
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Any, dtype: mx.Dtype = mx.float32) -> None:
         self._make = make
+        self._dtype = dtype
         self._empty = flat(make())
         self.caches = RowCaches(make())
         self.texts: list[list[int]] = []
@@ -77,6 +78,10 @@ class Texts:
     def count(self, tokens: int) -> list[int]:
         self._next += tokens
         return [*range(self._next - tokens, self._next)]
+
+    def _feed(self, numbers: Sequence[Sequence[int]]) -> tuple[mx.array, mx.array]:
+        """Keys and values of these tokens."""
+        return arrays(numbers, self._dtype), arrays(numbers, self._dtype)
 
     def row(self, tokens: int, parts: int = 1) -> tuple[RowCache, list[int]]:
         """A row that was read alone, in so many parts."""
@@ -88,7 +93,7 @@ class Texts:
                 if isinstance(layer, ArraysCache):
                     layer[0] = mx.full((1, 3), read[-1])
                 else:
-                    layer.update_and_fetch(arrays([read]), arrays([read]))
+                    layer.update_and_fetch(*self._feed([read]))
         return RowCache(layers, tokens), text
 
     def arrange(
@@ -116,7 +121,7 @@ class Texts:
                 continue
             assert layer.offset.tolist() == before
             mask = layer.make_mask(tokens, window_size=window)
-            found = layer.update_and_fetch(arrays(new), arrays(new))
+            found = layer.update_and_fetch(*self._feed(new))
             assert layer.offset.tolist() == [length + tokens for length in before]
             for each in found:
                 self._check_visible(kind, mask, each, tokens, window)
@@ -163,7 +168,7 @@ class Texts:
                     assert layer[0] is None or layer[0].tolist() == [[last] * 3]
                     continue
                 assert layer.offset == len(text)
-                keys, values = layer.update_and_fetch(arrays([[0]]), arrays([[0]]))
+                keys, values = layer.update_and_fetch(*self._feed([[0]]))
                 for kept in (keys, values):
                     own = [part[0] for part in kept] if isinstance(kept, (tuple, list)) else kept[0]
                     assert sorted(numbers(own)) == sorted(seen(layer, [*text, 0]))
@@ -227,8 +232,9 @@ def test_a_window_goes_round_many_times() -> None:
     texts.check()
 
 
-def test_rows_join_and_leave_without_a_copy_of_the_others() -> None:
-    texts = Texts(cuttable)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_rows_join_and_leave_without_a_copy_of_the_others(dtype: mx.Dtype) -> None:
+    texts = Texts(cuttable, dtype)
     texts.arrange([], [5, 9, 4], (1, 30))
     texts.feed()
     [layer] = [layer for layer in texts.caches.layers if type(layer) is Slots]
@@ -245,9 +251,28 @@ def test_rows_join_and_leave_without_a_copy_of_the_others() -> None:
     texts.check()
 
 
-def address_of(array: mx.array) -> int:
-    mx.eval(array)
-    return int(np.asarray(memoryview(array)).ctypes.data)  # type: ignore[arg-type]
+def test_a_window_of_another_type_is_refilled_alike() -> None:
+    texts = Texts(windowed, mx.bfloat16)
+    texts.arrange([], [3, 9, 25], (0, 20))
+    texts.feed()
+    texts.caches.drop([0])
+    del texts.texts[0]
+    texts.arrange([1, 0], [12], (0, 19))
+    texts.check()
+    texts.feed()
+    texts.check()
+
+
+def test_a_row_that_takes_the_place_of_the_only_one_leaves_a_kept_prompt_as_it_is() -> None:
+    """The only row has the kept prompt's arrays until it is written."""
+    texts = Texts(lambda: [KVCache()])
+    kept, text = texts.row(5)
+    other, _ = texts.row(9)
+    texts.caches.arrange([kept.copy()], 1, 256)
+    assert texts.caches.layers[0].keys is not None
+    texts.caches.drop([0])
+    texts.caches.arrange([other], 1, 256)
+    assert numbers(kept.layers[0].keys_and_values()[0][0]) == text
 
 
 def test_numbers_that_are_none_stay_with_their_row() -> None:
