@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from mlxsrv.engine.plans import Keep
-from tests.engine.execution.test_text_runner import COUNT, Driver, prompt
+from tests.support.driver import COUNT, Driver, prompt
 
 SIZE = 300
 

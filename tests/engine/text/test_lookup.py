@@ -18,7 +18,7 @@ from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from mlxsrv.generation.parameters import Sampling
-from tests.engine.text.test_speculation import WakesUp
+from tests.support.constraints import WakesUp
 from tests.support.effort import often, per_cache
 from tests.support.greedy import assert_greedy
 from tests.support.text_engine import TextEngine

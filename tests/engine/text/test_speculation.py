@@ -19,7 +19,8 @@ from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
-from mlxsrv.generation.parameters import Mask, Sampling
+from mlxsrv.generation.parameters import Sampling
+from tests.support.constraints import Anything, WakesUp
 from tests.support.effort import often, per_cache
 from tests.support.greedy import assert_greedy
 from tests.support.text_engine import TextEngine
@@ -320,19 +321,6 @@ def test_plain_steps_while_other_prompts_are_read(models: Any) -> None:
     assert engine.statistics()["drafted"] > drafted
 
 
-class Anything:
-    """A constraint that allows every token."""
-
-    dormant = False
-    failure = None
-
-    def fill(self, mask: Mask) -> None:
-        """All bits are set already."""
-
-    def accept(self, token: int) -> None:
-        """The state is always the same."""
-
-
 @pytest.mark.parametrize(
     ("more", "constraint"),
     [
@@ -353,33 +341,6 @@ def test_rows_that_need_a_look_at_every_token_are_decoded_plainly(
     engine.submit(asked, constraint)
     assert run(engine)[0] == plainly(model, asked)
     assert engine.statistics()["drafted"] == 0
-
-
-class WakesUp:
-    """A constraint that is dormant, but for the three tokens behind each multiple of five, which
-    are odd."""
-
-    failure = None
-
-    def __init__(self) -> None:
-        self.accepted: list[int] = []
-        self.bound: list[int] = []
-        self._left = 0
-
-    @property
-    def dormant(self) -> bool:
-        return self._left == 0
-
-    def fill(self, mask: Mask) -> None:
-        mask[:] = 0x55555555 * 2 - 2**32
-
-    def accept(self, token: int) -> None:
-        if self._left:
-            self.bound.append(token)
-            self._left -= 1
-        elif token % 5 == 0:
-            self._left = 3
-        self.accepted.append(token)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])

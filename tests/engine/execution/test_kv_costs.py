@@ -1,0 +1,63 @@
+"""KV caches of real rows take what the facts of their model say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.plans import Keep
+from tests.support.driver import SMALL, Driver, prompt
+from tests.support.tiny import FAMILIES
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_kv_costs_are_those_of_real_rows(models: Any, family: str) -> None:
+    model = models(family)
+    driver = Driver(model)
+    facts = driver.runner.facts
+    assert facts.vocabulary == FAMILIES[family].vocabulary
+    assert facts.batched == FAMILIES[family].batchable
+    assert len(facts.kv_costs) <= 3
+    for row, size in enumerate((2, 10, 17, 40, 300)):
+        driver.admit(row, prompt(row, size + 1))
+        driver.read(row)
+        driver.must((row,))
+        driver.must()
+        [kept] = driver.release(row, keep=Keep(row, size + 2))
+        cache = driver.runner._kept[row].cache
+        assert facts.kv_bytes(size + 2) == _count_used(cache.layers)
+        if facts.batched:
+            assert facts.kv_bytes(size + 2) == kept.bytes
+
+
+def _count_used(cache: Iterable[Any]) -> int:
+    """Bytes of a row's KV cache but for what is allocated for later tokens."""
+    total = 0
+    for layer in cache:
+        if hasattr(layer, "caches"):
+            total += _count_used(layer.caches)
+        elif hasattr(layer, "keys_and_values"):
+            total += sum(array.nbytes for array in layer.keys_and_values())
+        else:
+            total += layer.nbytes
+    return total
+
+
+@pytest.mark.parametrize("more", [{"max_size": 20}, {"group": 32, "bits": 8}])
+def test_kv_costs_of_bounded_and_quantized_caches(models: Any, more: Any) -> None:
+    model = models("qwen3-46m")
+    driver = Driver(model, KVCacheFactory(model, **more))
+    facts = driver.runner.facts
+    for row, size in enumerate((12, 18, 256, 300)):
+        driver.admit(row, prompt(row, size - 1))
+        driver.read(row)
+        driver.must((row,))
+        driver.must()
+        [kept] = driver.release(row, keep=Keep(row, size))
+        if facts.batched:
+            assert facts.kv_bytes(size) == kept.bytes
+        else:  # as many tokens as were allocated
+            assert facts.kv_bytes(-(-size // 256) * 256) == kept.bytes
