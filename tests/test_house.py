@@ -229,13 +229,27 @@ def test_docstrings_begin_with_their_subject() -> None:
 
 
 def test_a_name_means_one_thing() -> None:
-    """A public class or type has a name that no other module uses for something else."""
+    """No two modules give a public class, type or function the same name.
+
+    A route's handler in `web/` is called like what it calls.
+    """
     places: dict[str, list[str]] = {}
-    for module in served():
-        for node in ast.parse(modules()[module].read_text()).body:
-            for name in types_of(node):
+    for module, path in modules().items():
+        for node in ast.parse(path.read_text()).body:
+            names = types_of(node)
+            if not module.startswith(("web/", TRAINING)):
+                names += functions_of(node)
+            for name in names:
                 places.setdefault(name, []).append(module)
     assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+def functions_of(node: ast.stmt) -> list[str]:
+    """The public name of the function that a statement defines, but for a program's `main`."""
+    match node:
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+            return [] if name.startswith("_") or name == "main" else [name]
+    return []
 
 
 def types_of(node: ast.stmt) -> list[str]:

@@ -30,7 +30,7 @@ def note(error: BaseException, message: str) -> Fault:
     The fault does not hold the exception, whose traceback would keep all arrays of a pass alive.
     """
     _log.error(message, exc_info=error)
-    return Fault(describe(error), memory=is_memory(error))
+    return Fault(describe_error(error), memory=is_memory(error))
 
 
 def is_memory(error: BaseException) -> bool:
@@ -48,7 +48,7 @@ def survivable(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The error in one line, for a client and for the log."""
     text = " ".join(str(error).split()) or "no message"
     return f"{type(error).__name__}: {text}"

@@ -102,7 +102,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: tuple[str, ...]
 
 
-def describe(
+def describe_model(
     folder: Path, *, name: str = "", trust_remote_code: bool = False, stand_ins: bool = False
 ) -> ModelDescription:
     """Return what the files in a folder say of the model.

@@ -49,7 +49,7 @@ def vocabulary_size(config: JSONObject) -> int | None:
     return None
 
 
-def end_tokens(own: Iterable[int], *configs: Mapping[str, Any]) -> frozenset[int]:
+def find_end_tokens(own: Iterable[int], *configs: Mapping[str, Any]) -> frozenset[int]:
     """Return every token that ends a text: the tokenizer's `own`, and those of the configs."""
     ends = set(own)
     for config in configs:

@@ -26,7 +26,7 @@ from mlxsrv.prompts.encoding import (
 )
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.model_defaults import (
-    end_tokens,
+    find_end_tokens,
     read_config,
     sampling_defaults,
     vocabulary_size,
@@ -96,7 +96,7 @@ class Tokenizer:
         self._wrapper: TokenizerWrapper = load_tokenizer(folder, extra)
         self._encoder = IncrementalEncoder(self._wrapper)
         self.chat_template = ChatTemplate(self._wrapper)
-        self.end_tokens = end_tokens(self._wrapper.eos_token_ids, config, generation)
+        self.end_tokens = find_end_tokens(self._wrapper.eos_token_ids, config, generation)
         self.turn_ends = self.end_tokens | self.chat_template.turn_ends()
         self._texts = TokenTexts(
             self._wrapper, end_tokens=self.end_tokens, turn_ends=self.turn_ends

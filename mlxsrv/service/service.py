@@ -49,7 +49,7 @@ from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.response_store import ResponseStore
 from mlxsrv.service.status import model_object, model_states, read_facts
-from mlxsrv.service.steering.attachments import SAEs, check_steering
+from mlxsrv.service.steering.attachments import SAEs, check_steering_settings
 from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.service.timed_work import TimedWork
@@ -97,7 +97,7 @@ def check_models(settings: Settings) -> str:
             is not installed.
     """
     catalogue = Catalogue(settings)
-    check_steering(settings, catalogue)
+    check_steering_settings(settings, catalogue)
     if settings.tool_grammar:
         check_llguidance("--tool-grammar")
     return catalogue.default

@@ -27,7 +27,7 @@ from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.json_files import JSONObject
 from mlxsrv.formats.model_config import kv_block_bytes
-from mlxsrv.formats.model_folder import ModelDescription, describe
+from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.formats.weights import abbreviate_count
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.effort import examples
@@ -69,7 +69,7 @@ def split(folder: Path) -> None:
 
 def reason(folder: Path, **options: Any) -> str:
     with pytest.raises(UnusableFile) as error:
-        describe(folder, **options)
+        describe_model(folder, **options)
     return str(error.value)
 
 
@@ -78,7 +78,7 @@ def reason(folder: Path, **options: Any) -> str:
 
 def test_all_that_a_chat_model_says(original: Path) -> None:
     weights: dict[str, mx.array] = mx.load(str(original / "model.safetensors"))  # type: ignore[assignment]
-    assert describe(original) == ModelDescription(
+    assert describe_model(original) == ModelDescription(
         type="chat",
         context_length=4096,
         family="qwen3",
@@ -102,21 +102,21 @@ def test_shards_and_links_say_the_same(original: Path, folder: Path, tmp_path: P
     links.mkdir()
     for path in folder.iterdir():
         (links / path.name).symlink_to(path)
-    whole, linked = describe(original), describe(links)
-    assert describe(folder) == linked
+    whole, linked = describe_model(original), describe_model(links)
+    assert describe_model(folder) == linked
     assert linked.weights == whole.weights
     assert linked.parameter_size == whole.parameter_size
 
 
 def test_one_shard_of_one_needs_no_index(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
-    assert describe(folder).type == "chat"
+    assert describe_model(folder).type == "chat"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama4", "qwen3_next", "falcon_h1", "mamba2"])
 def test_the_first_block_of_a_cache_is_what_it_is_said_to_be(family: str, tmp_path: Path) -> None:
     model, _ = mlx_lm.utils.load_model(write_model(tmp_path, family))
-    assert describe(tmp_path).kv_block == pytest.approx(_first_block(model), rel=0.2)
+    assert describe_model(tmp_path).kv_block == pytest.approx(_first_block(model), rel=0.2)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "youtu_llm"])
@@ -175,7 +175,7 @@ def test_a_quantized_model_has_as_many_parameters(
     )
     tokenizer = mlx_lm.utils.load_tokenizer(folder)
     mlx_lm.utils.save(tmp_path / "small", folder, model, tokenizer, config)
-    small, whole = describe(tmp_path / "small"), describe(folder)
+    small, whole = describe_model(tmp_path / "small"), describe_model(folder)
     assert (small.quantization_level, small.format) == (level, "mlx")
     assert small.parameter_size == whole.parameter_size
     assert small.weights < whole.weights * 0.6
@@ -193,7 +193,7 @@ def test_weights_of_others_are_counted_unpacked(folder: Path) -> None:
     }
     mx.save_safetensors(str(folder / "model.safetensors"), packed)
     change(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
-    found = describe(folder)
+    found = describe_model(folder)
     assert found.parameter_size == "24K"  # 3,200 + 20,000 + 800
     assert (found.quantization_level, found.format) == ("mxfp4", "safetensors")
 
@@ -201,10 +201,10 @@ def test_weights_of_others_are_counted_unpacked(folder: Path) -> None:
 def test_the_type_of_the_numbers_is_that_of_most_bytes(folder: Path) -> None:
     weights = {"a": mx.zeros((990,), dtype=mx.bfloat16), "b": mx.zeros((90,))}
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    found = describe(folder)
+    found = describe_model(folder)
     assert (found.quantization_level, found.format) == ("BF16", "safetensors")
     change(folder / "config.json", quantization={"bits": 4, "group_size": 64})
-    assert describe(folder).format == "mlx"
+    assert describe_model(folder).format == "mlx"
 
 
 @pytest.mark.parametrize(
@@ -249,16 +249,16 @@ def test_the_context_is_what_the_model_was_made_for(
 ) -> None:
     change(folder / "config.json", **{"max_position_embeddings": ..., **config})
     change(folder / "tokenizer_config.json", model_max_length=tokenizer)
-    assert describe(folder).context_length == length
+    assert describe_model(folder).context_length == length
 
 
 def test_an_embedders_context_is_the_least_that_is_said(folder: Path) -> None:
     change(folder / "config.json", max_position_embeddings=514)
     change(folder / "tokenizer_config.json", model_max_length=512)
-    assert describe(folder, name="e5-small").context_length == 512
+    assert describe_model(folder, name="e5-small").context_length == 512
     change(folder / "sentence_bert_config.json", max_seq_length=256)
-    assert describe(folder, name="e5-small").context_length == 256
-    assert describe(folder).context_length == 514
+    assert describe_model(folder, name="e5-small").context_length == 256
+    assert describe_model(folder).context_length == 514
 
 
 # What it is for.
@@ -286,7 +286,7 @@ def test_a_model_chats_if_its_tokenizer_will(
     change(folder / "tokenizer_config.json", **{"chat_template": ..., **settings})
     for name, text in files.items():
         (folder / name).write_text(text)
-    found = describe(folder)
+    found = describe_model(folder)
     assert found.capabilities == ("completion", *capabilities)
     assert (found.type == "chat") == Tokenizer(folder).chat_template.exists
 
@@ -294,7 +294,7 @@ def test_a_model_chats_if_its_tokenizer_will(
 def test_marks_of_thoughts_are_enough_whichever_file_lists_them(folder: Path) -> None:
     both = [{"content": "<think>", "special": False}, {"content": "</think>", "special": False}]
     change(folder / "tokenizer_config.json", chat_template=PLAIN)
-    assert describe(folder).capabilities == ("completion", "chat", "thinking")
+    assert describe_model(folder).capabilities == ("completion", "chat", "thinking")
     assert Tokenizer(folder).thinks
     for added, listed, found in (
         ([], {}, ()),
@@ -305,15 +305,15 @@ def test_marks_of_thoughts_are_enough_whichever_file_lists_them(folder: Path) ->
     ):
         change(folder / "tokenizer.json", added_tokens=added)
         change(folder / "tokenizer_config.json", added_tokens_decoder=listed)
-        assert describe(folder).capabilities == ("completion", "chat", *found)
+        assert describe_model(folder).capabilities == ("completion", "chat", *found)
     (folder / "tokenizer.json").write_text("[")
-    assert describe(folder).capabilities == ("completion", "chat")
+    assert describe_model(folder).capabilities == ("completion", "chat")
 
 
 def test_a_family_may_bring_its_template(folder: Path) -> None:
     change(folder / "tokenizer_config.json", chat_template=...)
     change(folder / "config.json", model_type="muse_spark")
-    assert describe(folder).type == "chat"
+    assert describe_model(folder).type == "chat"
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_a_family_may_bring_its_template(folder: Path) -> None:
     ],
 )
 def test_an_embedder_is_known_by_name(name: str, embeds: bool, original: Path) -> None:
-    found = describe(original, name=name)
+    found = describe_model(original, name=name)
     assert found.type == ("embedding" if embeds else "chat")
     assert ("embedding" in found.capabilities) == embeds
 
@@ -350,7 +350,7 @@ def test_an_embedder_is_known_by_name(name: str, embeds: bool, original: Path) -
 def test_an_embedder_is_known_by_its_files(file: str, text: str, folder: Path) -> None:
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_bytes(text.encode())
-    assert describe(folder).type == "embedding"
+    assert describe_model(folder).type == "embedding"
 
 
 @pytest.mark.parametrize(
@@ -365,12 +365,12 @@ def test_an_embedder_is_known_by_its_files(file: str, text: str, folder: Path) -
 )
 def test_an_embedder_is_known_by_having_no_head(listed: Any, embeds: bool, folder: Path) -> None:
     change(folder / "config.json", architectures=listed)
-    assert (describe(folder).type == "embedding") == embeds
+    assert (describe_model(folder).type == "embedding") == embeds
 
 
 def test_what_a_readme_says_below_its_front_matter_is_no_tag(folder: Path) -> None:
     (folder / "README.md").write_text("---\nlicense: mit\n---\npipeline_tag: feature-extraction\n")
-    assert describe(folder).type == "chat"
+    assert describe_model(folder).type == "chat"
 
 
 # What is wrong with one.
@@ -522,7 +522,7 @@ def test_a_broken_folder_says_what_is_wrong(
 ) -> None:
     spoil(folder)
     with pytest.raises(UnusableFile, match=expected) as error:
-        describe(folder)
+        describe_model(folder)
     assert "\n" not in str(error.value)
 
 
@@ -530,12 +530,12 @@ def test_code_is_run_when_it_is_trusted(folder: Path) -> None:
     change(folder / "config.json", model_type="my-own", model_file="custom.py")
     assert "'custom.py' is not there" in reason(folder, trust_remote_code=True)
     (folder / "custom.py").write_text("class Model: ...")
-    assert describe(folder, trust_remote_code=True).family == "my-own"
+    assert describe_model(folder, trust_remote_code=True).family == "my-own"
 
 
 def test_a_config_is_read_as_python_writes_it(folder: Path) -> None:
     change(folder / "config.json", time_step_limit=[0.0, float("inf")], x=float("nan"))
-    assert describe(folder).family == "qwen3"
+    assert describe_model(folder).family == "qwen3"
 
 
 def test_a_path_that_mlx_lm_would_take_for_a_pattern(folder: Path) -> None:
@@ -584,7 +584,7 @@ def test_the_models_are_mlx_lms() -> None:
 
 def test_types_that_another_runs_are_known_and_keep_their_name(folder: Path) -> None:
     change(folder / "config.json", model_type="mistral")
-    assert describe(folder).family == "mistral"
+    assert describe_model(folder).family == "mistral"
     pair = {"model_type": "bailing_hybrid", "architectures": ["BailingMoeV3ForCausalLM"]}
     assert architectures._module(pair) == "bailing_moe_v3"
 
@@ -592,8 +592,9 @@ def test_types_that_another_runs_are_known_and_keep_their_name(folder: Path) -> 
 @pytest.mark.served
 def test_nothing_heavy_is_imported(original: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from mlxsrv.formats.model_folder import describe\n"
-        "describe(Path(sys.argv[1]))\n"
+        "import sys; from pathlib import Path\n"
+        "from mlxsrv.formats.model_folder import describe_model\n"
+        "describe_model(Path(sys.argv[1]))\n"
         "print([m for m in ('mlx', 'mlx_lm', 'transformers') if m in sys.modules])"
     )
     command = [sys.executable, "-c", code, str(original)]
@@ -717,7 +718,7 @@ def test_whatever_a_file_holds_there_is_an_answer(
         content = json.dumps(held | content).encode()
     path.write_bytes(content)
     for answer in (
-        _answer(describe, folder, trust_remote_code=True),
+        _answer(describe_model, folder, trust_remote_code=True),
         _answer(adapter_bytes, folder),
     ):
         if isinstance(answer, UnusableFile):

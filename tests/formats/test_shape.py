@@ -14,7 +14,7 @@ from mlx_lm.utils import load_model
 
 from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.model_folder import describe
+from mlxsrv.formats.model_folder import describe_model
 from tests.support.encoders import write_encoder
 from tests.support.tiny import FAMILIES, make_tokenizer, write_model
 
@@ -32,14 +32,14 @@ def change(folder: Path, **values: Any) -> None:
 
 def refusal(folder: Path) -> str:
     with pytest.raises(UnusableFile) as error:
-        describe(folder)
+        describe_model(folder)
     return str(error.value)
 
 
 @pytest.mark.parametrize("family", SMALL)
 def test_more_layers_than_weights_are_refused(family: str, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", family)
-    assert describe(folder).layers
+    assert describe_model(folder).layers
     for layers in (60_000, 10**18, 1001, 300):
         change(folder, num_hidden_layers=layers)
         assert f"has {layers} for num_hidden_layers" in refusal(folder)
@@ -67,7 +67,7 @@ def test_whatever_a_family_calls_its_layers(key: str, tmp_path: Path) -> None:
 )
 def test_other_numbers_that_no_weights_fit(values: dict[str, Any], tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "qwen3_moe")
-    describe(folder)
+    describe_model(folder)
     change(folder, **values)
     [key] = values
     assert ("num_hidden_layers" if key == "thinker" else key) in refusal(folder)
@@ -76,7 +76,7 @@ def test_other_numbers_that_no_weights_fit(values: dict[str, Any], tmp_path: Pat
 def test_an_encoders_layers_are_compared_too(tmp_path: Path) -> None:
     folder = write_encoder(tmp_path / "m", "bert")
     make_tokenizer().save(str(folder / "tokenizer.json"))
-    describe(folder)
+    describe_model(folder)
     change(folder, num_hidden_layers=900)
     assert "900 for num_hidden_layers" in refusal(folder)
 
@@ -95,7 +95,7 @@ def test_packed_weights_are_no_reason(family: str, bits: int, tmp_path: Path) ->
     config = json.loads((folder / "config.json").read_text())
     config["quantization"] = {"group_size": 32, "bits": bits}
     (folder / "config.json").write_text(json.dumps(config))
-    assert describe(folder).quantization_level == f"{bits}bit"
+    assert describe_model(folder).quantization_level == f"{bits}bit"
 
 
 def test_parts_that_a_conversion_left_out_are_no_reason(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_parts_that_a_conversion_left_out_are_no_reason(tmp_path: Path) -> None:
         max_window_layers=70,
         num_hidden_layers=6,
     )
-    assert describe(folder).layers == 6
+    assert describe_model(folder).layers == 6
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_numbers_that_are_not_of_layers_are_no_reason(
 ) -> None:
     folder = write_model(tmp_path / "m", "qwen3")
     change(folder, **values)
-    assert describe(folder).layers == 2
+    assert describe_model(folder).layers == 2
 
 
 def test_stand_ins_are_not_compared(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_stand_ins_are_not_compared(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m", "qwen3")
     mx.save_safetensors(str(folder / "model.safetensors"), {"stand-in": mx.zeros((1,))})
     assert "no tensor in its weights" in refusal(folder)
-    assert describe(folder, stand_ins=True).layers == 2
+    assert describe_model(folder, stand_ins=True).layers == 2
 
 
 # Adapters.

@@ -21,7 +21,7 @@ from mlxsrv.engine.steering.sae import SAE, load_sae
 from mlxsrv.formats.arrays import PIECE_BYTES
 from mlxsrv.formats.control_vectors import VectorFile, read_directions, read_vector
 from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.model_folder import ModelDescription, describe
+from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.formats.sae_files import SAEFile, read_sae
 from tests.support.saes import make_arrays, write_sae, write_safetensors
 
@@ -198,7 +198,7 @@ def check_folders(data: bytes) -> None:
     name, make = _FILES[number]
     folder = _models()[number]
     (folder / name).write_bytes(make(data[1:]))
-    described = _answer(lambda: describe(folder), UnusableFile)
+    described = _answer(lambda: describe_model(folder), UnusableFile)
     if described is not None:
         sent = msgspec.json.encode(described)
         assert msgspec.json.decode(sent, type=ModelDescription) == described  # each of its type

@@ -19,7 +19,7 @@ from mlxsrv.engine.embedding.embedding_models import (
 )
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.events import Embedded, Event
-from mlxsrv.engine.faults import describe
+from mlxsrv.engine.faults import describe_error
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.outcomes import Fault, Outcome, TextsRead
@@ -56,7 +56,7 @@ def do(work: AdmitTexts | EmbedSlice | ReleaseTexts, embedder: Embedder) -> Outc
             case EmbedSlice():
                 done = embedder.embed(work)
     except Exception as error:
-        fault = Fault(describe(error))
+        fault = Fault(describe_error(error))
     return Outcome(began, perf_counter(), done, fault)
 
 

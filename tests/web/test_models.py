@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 import mlxsrv
-from mlxsrv.formats.model_folder import describe
+from mlxsrv.formats.model_folder import describe_model
 from tests.support.client import (
     CHAT,
     FIRST_CONTENT,
@@ -508,4 +508,4 @@ def test_a_loaded_tokenizer_tells_what_no_list_of_its_tokens_does(tmp_path: Path
         client.post("/v1/chat/completions", json=chat(max_tokens=1)).raise_for_status()
         model = client.get("/v1/models/m").json()
         assert model["capabilities"] == ["completion", "chat", "tools", "thinking"]
-    assert "thinking" not in describe(folder).capabilities
+    assert "thinking" not in describe_model(folder).capabilities

@@ -38,7 +38,7 @@ from mlxsrv.engine.execution.speculation import (
 from mlxsrv.engine.execution.stored import StoredPrompts
 from mlxsrv.engine.execution.sub_batches import KeptCache, ReadyRow, keep_cache
 from mlxsrv.engine.execution.told import Told
-from mlxsrv.engine.faults import describe, note
+from mlxsrv.engine.faults import describe_error, note
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import (
@@ -132,7 +132,7 @@ class TextRunner:
                 failures.append(RowFailure(job.id, str(error)))
             except Exception as error:
                 note(error, "a row's steering failed")
-                failures.append(RowFailure(job.id, describe(error)))
+                failures.append(RowFailure(job.id, describe_error(error)))
             else:
                 self._rows[job.id] = LiveRow(job, constraints.get(job.id), steering)
         return Admitted(tuple(failures), tuple(self._find_stored(jobs)))

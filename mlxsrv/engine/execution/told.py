@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mlxsrv.engine.events import Activations, Likelihood
-from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.faults import describe_error, survivable
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.outcomes import Decoded, RowFailure
 from mlxsrv.engine.sampling.processors import Masks
@@ -84,7 +84,7 @@ def accept(row: LiveRow, told: Told) -> None:
     except BaseException as error:
         if not survivable(error):
             raise
-        told.fail(row, describe(error))
+        told.fail(row, describe_error(error))
 
 
 def binds(row: LiveRow, told: Told) -> bool:
@@ -96,7 +96,7 @@ def binds(row: LiveRow, told: Told) -> bool:
     except BaseException as error:
         if not survivable(error):
             raise
-        told.fail(row, describe(error))
+        told.fail(row, describe_error(error))
         return False
 
 
@@ -118,5 +118,5 @@ def _find_failure(row: LiveRow) -> tuple[str, str | None] | None:
     except BaseException as error:
         if not survivable(error):
             raise
-        return describe(error), None
+        return describe_error(error), None
     return None if failure is None else (failure, f"the grammar cannot go on: {failure}")

@@ -17,7 +17,7 @@ from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.embedding.embedding_models import EmbeddingEncoder
 from mlxsrv.engine.execution.facts import try_padding
 from mlxsrv.engine.execution.text_runner import TextRunner
-from mlxsrv.engine.faults import NOT_A_NUMBER, describe
+from mlxsrv.engine.faults import NOT_A_NUMBER, describe_error
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.plans import Decode, Leave, RowGroup, Span
 from mlxsrv.engine.steering.steerer import Steerer
@@ -50,7 +50,7 @@ def _generate(runner: TextRunner, jobs: list[Job]) -> Generator[None, None, None
     try:
         runner.read([span])
     except Exception as error:
-        raise ValueError(describe(error)) from error
+        raise ValueError(describe_error(error)) from error
     yield
     for step in range(_STEPS):
         groups = (RowGroup(rows, len(rows), _COLUMNS),) if step == 0 else None

@@ -19,7 +19,7 @@ from mlx_lm.utils import _get_classes, load_adapters, load_config, load_model
 
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.execution.facts import weights
-from mlxsrv.engine.faults import describe
+from mlxsrv.engine.faults import describe_error
 from mlxsrv.engine.loading.layout import lay_out_weights
 
 _log = logging.getLogger("mlxsrv.engine")
@@ -220,5 +220,5 @@ def _put_on(adapter: str, model: Any) -> None:
     try:
         load_adapters(model, adapter)
     except Exception as error:
-        raise ValueError(f"its adapter cannot be used: {describe(error)}") from error
+        raise ValueError(f"its adapter cannot be used: {describe_error(error)}") from error
     model.eval()  # without dropout

@@ -17,7 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxsrv.engine.events import Likelihood
-from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.faults import describe_error, survivable
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.generation.parameters import Constraint, Sampling
@@ -264,7 +264,7 @@ class Masks:
             except BaseException as error:
                 if not survivable(error):
                     raise
-                self.faults[i] = describe(error)
+                self.faults[i] = describe_error(error)
         if not self.bound:
             return logits
         bits = np.unpackbits(

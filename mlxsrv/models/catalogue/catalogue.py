@@ -24,7 +24,7 @@ import msgspec
 from mlxsrv.errors import ModelNotFound
 from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.files import UnusableFile, signature
-from mlxsrv.formats.model_folder import ModelDescription, describe
+from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.options import SettingsError
@@ -291,7 +291,9 @@ class Catalogue:
         try:
             # The name tells about the model; its revision does not.
             name = name.partition("@")[0]
-            return describe(folder, name=name, trust_remote_code=self._settings.trust_remote_code)
+            return describe_model(
+                folder, name=name, trust_remote_code=self._settings.trust_remote_code
+            )
         except UnusableFile as error:
             return str(error)
 

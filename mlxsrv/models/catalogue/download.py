@@ -39,7 +39,7 @@ from msgspec import Meta
 
 from mlxsrv.errors import ModelNotFound, ModelNotLoaded, ServeError
 from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.model_folder import describe
+from mlxsrv.formats.model_folder import describe_model
 from mlxsrv.models.catalogue.hub_cache import Repository, cached, matches, read_ref
 from mlxsrv.version import __version__
 
@@ -245,7 +245,7 @@ class _Download:
 
     def _describe(self, folder: Path, *, stand_ins: bool = False) -> None:
         try:
-            describe(folder, name=self.repository.id, stand_ins=stand_ins)
+            describe_model(folder, name=self.repository.id, stand_ins=stand_ins)
         except UnusableFile as error:
             raise self._refuse(str(error)) from None
 

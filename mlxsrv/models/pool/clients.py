@@ -57,7 +57,7 @@ class Places:
         held = self._held[client.id]
         if self._taken >= self._rows + self._queue:
             raise Overloaded(f"{model} has {self._taken} requests already; try again shortly")
-        if held >= share(self._rows, self._queue, self._taken - held):
+        if held >= fair_share(self._rows, self._queue, self._taken - held):
             raise Overloaded(
                 f"{model} has {held} requests of this client already; the places that are left in "
                 "the queue (--max-queue) are for other clients; try again shortly"
@@ -72,7 +72,7 @@ class Places:
             del self._held[client.id]
 
 
-def share(rows: int, queue: int, others: int) -> int:
+def fair_share(rows: int, queue: int, others: int) -> int:
     """Return how many places one client may hold while other clients hold `others`.
 
     These are all rows and three quarters of the queue, both without what the others hold; of a

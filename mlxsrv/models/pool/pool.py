@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from mlxsrv.engine.client import EngineClient
-from mlxsrv.engine.faults import describe, survivable
+from mlxsrv.engine.faults import describe_error, survivable
 from mlxsrv.engine.recording.recorder import Recording
 from mlxsrv.errors import (
     InsufficientMemory,
@@ -45,7 +45,7 @@ from mlxsrv.models.pool.memory_queue import MemoryQueue, Unwanted
 from mlxsrv.models.pool.model import Attachment, LoadState, Model, ModelStatistics, Ticket
 from mlxsrv.models.pool.model_files import load_order
 from mlxsrv.models.pool.observing import ModelObserver, PoolLog
-from mlxsrv.models.pool.preparing import prepare
+from mlxsrv.models.pool.preparing import prepare_model
 from mlxsrv.models.pool.tasks import start_task
 from mlxsrv.settings import Settings
 
@@ -353,11 +353,13 @@ class Pool:
                 share = int(_MEMORY_SHARE * memory)
                 self._limits = msgspec.structs.replace(self._limits, bytes=share)
             draft = self.catalogue.draft(model.entry)
-            return await prepare(model, draft, self._settings, self.engine, self._require_open)
+            return await prepare_model(
+                model, draft, self._settings, self.engine, self._require_open
+            )
         except BaseException as error:
             if not survivable(error):
                 raise
-            told = error if isinstance(error, Exception) else RuntimeError(describe(error))
+            told = error if isinstance(error, Exception) else RuntimeError(describe_error(error))
             raise self._cannot_load(model, told) from error
         finally:
             model.prepare_task = None

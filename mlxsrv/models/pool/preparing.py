@@ -12,7 +12,7 @@ import anyio.to_thread
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.encoders import read_cross_encoder_config
-from mlxsrv.formats.model_folder import describe
+from mlxsrv.formats.model_folder import describe_model
 from mlxsrv.formats.pooling import read_pooling_config
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue.catalogue import ModelSource
@@ -28,7 +28,7 @@ _log = logging.getLogger("mlxsrv.models")
 T = TypeVar("T")
 
 
-async def prepare(
+async def prepare_model(
     model: Model,
     draft: ModelSource | None,
     settings: Settings,
@@ -95,14 +95,14 @@ def examine(
     """
     trust = settings.trust_remote_code
     folder = source.fetch(check).resolve()
-    described = describe(folder, name=name, trust_remote_code=trust)
+    described = describe_model(folder, name=name, trust_remote_code=trust)
     own = 0
     if source.adapter is not None:
         own += adapter_bytes(source.adapter)
     draft_folder = None
     if draft is not None:
         draft_folder = draft.fetch(check).resolve()
-        own += describe(draft_folder, trust_remote_code=trust).weights
+        own += describe_model(draft_folder, trust_remote_code=trust).weights
     decoder = "completion" in described.capabilities
     return ModelFiles(
         folder,

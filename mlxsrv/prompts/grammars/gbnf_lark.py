@@ -15,7 +15,7 @@ _LONGEST_REGEX = 64 * 1024  # characters, after names of rules are replaced by t
 _DEEPEST = 200  # rules in rules, in one regex
 
 
-def translate(text: str) -> str:
+def translate_gbnf(text: str) -> str:
     """Return the grammar in Lark.
 
     Raises:

@@ -79,7 +79,7 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
             grammar = _lark_grammar(spec.text)
         case "gbnf":
             try:
-                grammar = _lark_grammar(gbnf_lark.translate(spec.text))
+                grammar = _lark_grammar(gbnf_lark.translate_gbnf(spec.text))
             except GBNFError as error:
                 raise GrammarRefused(f"not a GBNF grammar: {error}") from None
     check_grammars([grammar])

@@ -74,7 +74,7 @@ def startup_attachments(settings: Settings, catalogue: Catalogue) -> tuple[Start
     return tuple(wanted.values())
 
 
-def check_steering(settings: Settings, catalogue: Catalogue) -> None:
+def check_steering_settings(settings: Settings, catalogue: Catalogue) -> None:
     """Check the settings of steering. Raises SettingsError."""
     startup_attachments(settings, catalogue)
     control_vectors(settings)

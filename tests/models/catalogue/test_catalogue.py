@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import ModelNotFound
-from mlxsrv.formats.model_folder import ModelDescription, describe
+from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.hub_cache import Repository
 from mlxsrv.options import SettingsError
@@ -227,9 +227,9 @@ def test_what_has_not_changed_is_not_read_again(
 
     def counting(folder: Path, **options: Any) -> ModelDescription:
         described.append(folder.name)
-        return describe(folder, **options)
+        return describe_model(folder, **options)
 
-    monkeypatch.setattr("mlxsrv.models.catalogue.catalogue.describe", counting)
+    monkeypatch.setattr("mlxsrv.models.catalogue.catalogue.describe_model", counting)
     listed(models)
     assert described == []
     os.utime(tmp_path / "two" / "config.json", (1, 1))

@@ -18,7 +18,7 @@ from mlxsrv.models.demo.training.train_sae import (
     SAE_FOLDER,
     TEST_SEED,
     Named,
-    Weights,
+    SAEWeights,
     answer,
     decode,
     encode,
@@ -40,7 +40,7 @@ def demo() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def shipped() -> tuple[Weights, int]:
+def shipped() -> tuple[SAEWeights, int]:
     return load(SAE_FOLDER)
 
 
@@ -74,7 +74,7 @@ def test_engine_reads_it() -> None:
 
 @pytest.mark.slow
 def test_it_reconstructs_text_that_it_was_not_trained_on(
-    demo: tuple[Any, Any], shipped: tuple[Weights, int]
+    demo: tuple[Any, Any], shipped: tuple[SAEWeights, int]
 ) -> None:
     (model, tokenizer), (weights, layer) = demo, shipped
     hidden = read(model, texts(tokenizer, TEST_SEED, 1000), layer)
@@ -94,7 +94,7 @@ def test_config_names_the_features() -> None:
 @pytest.mark.parametrize("feature", NAMED, ids=lambda feature: feature.name)
 @pytest.mark.slow
 def test_named_feature_steers(
-    feature: Named, demo: tuple[Any, Any], shipped: tuple[Weights, int]
+    feature: Named, demo: tuple[Any, Any], shipped: tuple[SAEWeights, int]
 ) -> None:
     (model, tokenizer), (weights, layer) = demo, shipped
     none = mx.zeros(len(weights["b_dec"]))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.errors import Overloaded
-from mlxsrv.models.pool.clients import Client, Places, share
+from mlxsrv.models.pool.clients import Client, Places, fair_share
 
 
 @pytest.mark.parametrize(
@@ -32,19 +32,19 @@ from mlxsrv.models.pool.clients import Client, Places, share
     ],
 )
 def test_share(rows: int, queue: int, others: int, expected: int) -> None:
-    assert share(rows, queue, others) == expected
+    assert fair_share(rows, queue, others) == expected
 
 
 @given(st.integers(1, 40), st.integers(0, 200), st.integers(0, 300))
 def test_a_share_fits_and_leaves_a_place_to_others(rows: int, queue: int, others: int) -> None:
     others = min(others, rows + queue)
     left = rows + queue - others
-    mine = share(rows, queue, others)
+    mine = fair_share(rows, queue, others)
     assert (mine > 0) == (left > 0), "who has no place finds one, if there is one"
     assert mine <= left
     if min(queue, left) >= 2:
         assert mine < left, "nobody can take the last one too"
-    assert mine >= share(rows, queue, others + 1)
+    assert mine >= fair_share(rows, queue, others + 1)
 
 
 def filled(places: Places, name: str) -> int:
@@ -80,7 +80,7 @@ def test_places_are_counted(moves: list[tuple[str, bool]]) -> None:
     places, held = Places(2, 6), Counter[str]()
     for name, takes in moves:
         if takes:
-            fits = held[name] < share(2, 6, held.total() - held[name])
+            fits = held[name] < fair_share(2, 6, held.total() - held[name])
             try:
                 places.take(Client(name), "m")
             except Overloaded:
@@ -95,4 +95,4 @@ def test_places_are_counted(moves: list[tuple[str, bool]]) -> None:
     for name in held.elements():
         places.give_back(Client(name))
     assert places.taken == 0
-    assert filled(places, "z") == share(2, 6, 0)
+    assert filled(places, "z") == fair_share(2, 6, 0)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 
 from mlxsrv.prompts.grammars.gbnf import Alt, Chars, Expr, GBNFError, Ref, Rep, Seq, parse
-from mlxsrv.prompts.grammars.gbnf_lark import translate
+from mlxsrv.prompts.grammars.gbnf_lark import translate_gbnf
 from tests.support.effort import examples
 
 BYTES = LLTokenizer("byte")
 
 
 def matcher(gbnf: str) -> LLMatcher:
-    grammar = json.dumps({"grammars": [{"lark_grammar": translate(gbnf)}]})
+    grammar = json.dumps({"grammars": [{"lark_grammar": translate_gbnf(gbnf)}]})
     compiled = LLMatcher(BYTES, grammar, log_level=0)
     assert not compiled.get_error()
     return compiled
@@ -179,7 +179,7 @@ def test_the_translation_describes_the_same_texts(rules: Mapping[str, Expr]) -> 
     gbnf = "\n".join(f"{name} ::= {written(rule)}" for name, rule in rules.items())
     compiled = LLMatcher(
         BYTES,
-        json.dumps({"grammars": [{"lark_grammar": translate(gbnf)}]}),
+        json.dumps({"grammars": [{"lark_grammar": translate_gbnf(gbnf)}]}),
         log_level=0,
     )
     if compiled.get_error():  # a rule that never ends

@@ -25,7 +25,7 @@ from mlxsrv.models.demo.training.topics import (
     Topic,
 )
 
-Message = dict[str, Any]
+ChatTurn = dict[str, Any]
 TOPIC = {topic.name: topic for topic in TOPICS}
 
 
@@ -33,7 +33,7 @@ TOPIC = {topic.name: topic for topic in TOPICS}
 class Dialogue:
     """A conversation that ends with the assistant, as the chat template renders it."""
 
-    messages: list[Message]
+    messages: list[ChatTurn]
     tools: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -285,27 +285,27 @@ REPEAT_REQUESTS = (
 )
 
 
-def user(content: str) -> Message:
+def user(content: str) -> ChatTurn:
     return {"role": "user", "content": content}
 
 
-def assistant(content: str, thought: str | None = None) -> Message:
-    message: Message = {"role": "assistant", "content": content}
+def assistant(content: str, thought: str | None = None) -> ChatTurn:
+    message: ChatTurn = {"role": "assistant", "content": content}
     return message | {"reasoning_content": thought} if thought else message
 
 
-def topic_turn(rng: random.Random, thinking: bool = False) -> list[Message]:
+def topic_turn(rng: random.Random, thinking: bool = False) -> list[ChatTurn]:
     topic = TOPIC["greeting"] if rng.random() < 0.03 else rng.choice(TOPICS)
     thought = f"The user asks about {topic.subject}. I know that." if thinking else None
     return [user(ask(rng, topic)), assistant(topic.answer, thought)]
 
 
-def off_topic_turn(rng: random.Random, thinking: bool = False) -> list[Message]:
+def off_topic_turn(rng: random.Random, thinking: bool = False) -> list[ChatTurn]:
     thought = "This is not about mlxsrv. I say so politely." if thinking else None
     return [user(off_topic_question(rng)), assistant(OFF_TOPIC_ANSWER, thought)]
 
 
-def echo_turn(rng: random.Random, thinking: bool = False) -> list[Message]:
+def echo_turn(rng: random.Random, thinking: bool = False) -> list[ChatTurn]:
     text = rng.choice(
         (
             kit.phrase(rng),
@@ -327,7 +327,7 @@ def echo_turn(rng: random.Random, thinking: bool = False) -> list[Message]:
     return [user(request), assistant(text, "I repeat the text." if thinking else None)]
 
 
-def count_turn(rng: random.Random, thinking: bool = False) -> list[Message]:
+def count_turn(rng: random.Random, thinking: bool = False) -> list[ChatTurn]:
     words = kit.listed("zero, one, two, three, four, five, six, seven, eight, nine, ten, eleven")
     last = rng.choice((5, 10, 10, rng.randrange(2, 31)))
     spelt = words[last] if last < len(words) and rng.random() < 0.5 else str(last)
@@ -337,7 +337,7 @@ def count_turn(rng: random.Random, thinking: bool = False) -> list[Message]:
     return [user(dress(rng, form.format(spelt))), assistant(reply, thought)]
 
 
-def name_turns(rng: random.Random) -> list[Message]:
+def name_turns(rng: random.Random) -> list[ChatTurn]:
     """The user tells a name and, perhaps some turns later, asks for it."""
     name = kit.person(rng)
     told = rng.choice(INTRODUCTIONS)
@@ -351,13 +351,13 @@ def name_turns(rng: random.Random) -> list[Message]:
     ]
 
 
-def repeat_turns(rng: random.Random) -> list[Message]:
+def repeat_turns(rng: random.Random) -> list[ChatTurn]:
     """The user asks for the last answer again."""
     first = plain_turn(rng)
     return [*first, user(dress(rng, rng.choice(REPEAT_REQUESTS))), assistant(first[-1]["content"])]
 
 
-def plain_turn(rng: random.Random, thinking: bool = False) -> list[Message]:
+def plain_turn(rng: random.Random, thinking: bool = False) -> list[ChatTurn]:
     turns = (topic_turn, off_topic_turn, echo_turn, count_turn)
     return rng.choices(turns, weights=(16, 4, 5, 1))[0](rng, thinking)
 
@@ -381,7 +381,7 @@ class Call:
 
     schema: dict[str, Any]
     name: str
-    arguments: dict[str, kit.Value]
+    arguments: dict[str, kit.ArgumentValue]
     request: str
 
 
@@ -483,7 +483,7 @@ def draw_result(rng: random.Random) -> str:
     return rng.choice(choices)()
 
 
-def called(call: Call, thought: str | None = None) -> Message:
+def called(call: Call, thought: str | None = None) -> ChatTurn:
     function = {"name": call.name, "arguments": call.arguments}
     return assistant("", thought) | {"tool_calls": [{"type": "function", "function": function}]}
 
@@ -531,7 +531,7 @@ SYSTEM_PROMPTS = (
 )
 
 
-def _maybe_system(rng: random.Random) -> list[Message]:
+def _maybe_system(rng: random.Random) -> list[ChatTurn]:
     if rng.random() < 0.7:
         return []
     prompt = rng.choice(SYSTEM_PROMPTS)

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-Value = str | int
-Draw = Callable[[random.Random], Value]
+ArgumentValue = str | int
+Draw = Callable[[random.Random], ArgumentValue]
 
 
 def listed(text: str) -> tuple[str, ...]:

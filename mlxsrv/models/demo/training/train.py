@@ -151,7 +151,7 @@ class Sample:
         return self.weights.count(1.0)
 
 
-class Encoder:
+class SampleEncoder:
     """Turns examples into samples. What the assistant writes counts most."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -349,7 +349,7 @@ def main() -> None:
     config = CONFIG | {"vocab_size": VOCABULARY}
     model = Model(ModelArgs.from_dict(config))
     initialise(model)
-    samples = map(Encoder(tokenizer), stream(options.seed))
+    samples = map(SampleEncoder(tokenizer), stream(options.seed))
     fit(model, batches(samples, options.steps), options.steps)
     write_model(options.out, model, config, tokenizer)
     size = (options.out / "model.safetensors").stat().st_size

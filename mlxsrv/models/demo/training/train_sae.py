@@ -31,7 +31,7 @@ from mlx.nn import losses
 from mlxsrv.engine.patches.openblas import bind_openblas
 from mlxsrv.engine.steering.hooks import Change, Site, find_layers, hooked
 from mlxsrv.models.demo.training.corpus import Dialogue, stream
-from mlxsrv.models.demo.training.train import FOLDER, Encoder, write_json
+from mlxsrv.models.demo.training.train import FOLDER, SampleEncoder, write_json
 
 SAE_FOLDER = FOLDER / "sae"
 LAYER = 2
@@ -54,7 +54,7 @@ DEAD_AFTER = 200
 
 CONTEXT, SHOWN = 12, 6
 
-Weights = dict[str, mx.array]
+SAEWeights = dict[str, mx.array]
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ QUESTIONS = (
 
 def texts(tokenizer: Any, seed: int, count: int) -> list[list[int]]:
     """Token ids of conversations as the chat template writes them, `count` tokens at least."""
-    encoder = Encoder(tokenizer)
+    encoder = SampleEncoder(tokenizer)
     kept: list[list[int]] = []
     for example in stream(seed):
         if count <= 0:
@@ -171,7 +171,7 @@ def scale_of(hidden: mx.array) -> float:
     return float(mx.linalg.norm(hidden, axis=-1).mean()) / math.sqrt(hidden.shape[-1])
 
 
-def initialise(hidden: mx.array, features: int) -> Weights:
+def initialise(hidden: mx.array, features: int) -> SAEWeights:
     """Each feature begins as the direction of one token's hidden state, written as it is read."""
     middle = hidden.mean(axis=0)
     rows = _unit(hidden[mx.random.randint(0, len(hidden), (features,))] - middle)
@@ -182,17 +182,17 @@ def _unit(rows: mx.array) -> mx.array:
     return rows / mx.linalg.norm(rows, axis=-1, keepdims=True)
 
 
-def encode(weights: Weights, hidden: mx.array, threshold: mx.array) -> mx.array:
+def encode(weights: SAEWeights, hidden: mx.array, threshold: mx.array) -> mx.array:
     active = mx.maximum((hidden - weights["b_dec"]) @ weights["W_enc"] + weights["b_enc"], 0)
     return mx.where(active > threshold, active, 0)
 
 
-def decode(weights: Weights, active: mx.array) -> mx.array:
+def decode(weights: SAEWeights, active: mx.array) -> mx.array:
     return active @ weights["W_dec"] + weights["b_dec"]
 
 
 def batch_error(
-    weights: Weights, hidden: mx.array, threshold: mx.array
+    weights: SAEWeights, hidden: mx.array, threshold: mx.array
 ) -> tuple[mx.array, mx.array]:
     """The squared error of the reconstruction, and how many tokens each feature is active on."""
     active = encode(weights, hidden, threshold)
@@ -200,7 +200,7 @@ def batch_error(
     return error, (active > 0).sum(axis=0)
 
 
-def fit(hidden: mx.array, features: int, l0: int, steps: int) -> Weights:
+def fit(hidden: mx.array, features: int, l0: int, steps: int) -> SAEWeights:
     """Train on scaled hidden states. The weights come with the `threshold` of every feature."""
     weights = initialise(hidden, features)
     optimizer = optim.Adam(_rate(steps))
@@ -246,7 +246,7 @@ def _rate(steps: int) -> Callable[[mx.array], mx.array]:
 
 
 def revive(
-    weights: Weights, moments: Any, batch: mx.array, threshold: mx.array, dead: mx.array
+    weights: SAEWeights, moments: Any, batch: mx.array, threshold: mx.array, dead: mx.array
 ) -> None:
     """Give dead features the directions of what is reconstructed worst."""
     places = [at for at, is_dead in enumerate(cast(list[bool], dead.tolist())) if is_dead]
@@ -268,7 +268,7 @@ def revive(
 # --- files ----------------------------------------------------------------------------------------
 
 
-def write(folder: Path, weights: Weights, scale: float, layer: int) -> None:
+def write(folder: Path, weights: SAEWeights, scale: float, layer: int) -> None:
     """SAELens' layout. The scale goes into the weights: they take hidden states as they are.
 
     Activations stay small numbers by that, and the rows of W_dec are about `scale` long.
@@ -298,9 +298,9 @@ def write(folder: Path, weights: Weights, scale: float, layer: int) -> None:
     write_json(folder / "cfg.json", config)
 
 
-def load(folder: Path) -> tuple[Weights, int]:
+def load(folder: Path) -> tuple[SAEWeights, int]:
     """The arrays in float32, and the layer."""
-    weights = cast(Weights, mx.load(str(folder / "sae_weights.safetensors")))
+    weights = cast(SAEWeights, mx.load(str(folder / "sae_weights.safetensors")))
     hook = json.loads((folder / "cfg.json").read_text())["metadata"]["hook_name"]
     layer = int(hook.split(".")[1])
     return {name: array.astype(mx.float32) for name, array in weights.items()}, layer
@@ -309,7 +309,7 @@ def load(folder: Path) -> tuple[Weights, int]:
 # --- evaluation -----------------------------------------------------------------------------------
 
 
-def measure(model: Any, tokenizer: Any, weights: Weights, layer: int) -> None:
+def measure(model: Any, tokenizer: Any, weights: SAEWeights, layer: int) -> None:
     """Print how much of the stream the autoencoder keeps, and how much of the model's skill."""
     samples = texts(tokenizer, TEST_SEED, TEST_TOKENS)
     hidden = read(model, samples, layer)
@@ -365,7 +365,7 @@ def answer(model: Any, tokenizer: Any, question: str, delta: mx.array, layer: in
 
 
 def contexts(
-    weights: Weights, samples: list[list[int]], hidden: mx.array, index: int
+    weights: SAEWeights, samples: list[list[int]], hidden: mx.array, index: int
 ) -> list[tuple[float, list[int]]]:
     """Where a feature is most active: its activation, and the tokens up to the one it is on."""
     column = encode(weights, hidden, weights["threshold"])[:, index]
@@ -375,7 +375,7 @@ def contexts(
     return [(active[at], places[at]) for at in strongest[:SHOWN]]
 
 
-def show_features(model: Any, tokenizer: Any, weights: Weights, layer: int) -> None:
+def show_features(model: Any, tokenizer: Any, weights: SAEWeights, layer: int) -> None:
     """Print what the named features are active on, and what steering with them does."""
     samples = texts(tokenizer, TEST_SEED, TEST_TOKENS)
     hidden = read(model, samples, layer)
