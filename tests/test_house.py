@@ -34,10 +34,11 @@ FLOORS = {
     "web": 6,
     "connect": 6,
     "server": 7,
-    "commands": 7,
-    "cli": 8,
-    "__init__": 8,
-    "__main__": 9,
+    "replicas": 7,
+    "commands": 8,
+    "cli": 9,
+    "__init__": 9,
+    "__main__": 10,
 }
 """A file imports from floors below its own, or from its own package."""
 

@@ -1,0 +1,1 @@
+"""Run the app several times under Ray Serve, as one server."""
