@@ -34,9 +34,12 @@ quick: check  ## lint, types, then the tests that need neither socket nor proces
 	MLXSRV_TESTS=quick $(BIN)/python -m pytest -q -n $(JOBS) --ignore tests/web --ignore tests/server \
 	  -m 'not (slow or served or long)' $(ARGS)
 
-# Types beside the tests: without the cache of an earlier run, mypy takes half a minute of one core.
+# Types beside the tests: without the cache of an earlier run, mypy takes half a minute of one core. On the
+# other, pytest then compiles the tests once, which each of its processes would do for itself.
 test: lint  ## lint, types and every test that is not long (ARGS="-k stream")
 	@$(BIN)/mypy & types=$$!; \
+	ls tests/__pycache__/conftest.*-pytest-*.pyc >/dev/null 2>&1 || \
+	$(BIN)/python -m pytest -q --collect-only >/dev/null; \
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tests=$$?; wait $$types || { echo 'make test: mypy has found errors, told above'; exit 1; }; exit $$tests
 

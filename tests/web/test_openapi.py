@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import quote
 
 import httpx
@@ -38,7 +38,7 @@ EXAMPLES = examples(80, usual=4)
 PHASES = [Phase.explicit, Phase.reuse, Phase.generate]
 """All but the search for a smaller example, which with bodies like these takes minutes."""
 
-AnyCase = Case[Any]
+AnyCase: TypeAlias = Case[Any]
 
 CHECKS = [
     not_a_server_error,
