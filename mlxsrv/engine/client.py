@@ -61,7 +61,7 @@ from mlxsrv.engine.recording.recorder import Recording
 from mlxsrv.engine.watchdog import Watchdog
 from mlxsrv.errors import EngineFailed, ServeError, ShuttingDown
 from mlxsrv.generation.outputs import Vectors
-from mlxsrv.generation.parameters import Constraint
+from mlxsrv.generation.parameters import MakeConstraint
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -132,15 +132,11 @@ class EngineClient:
 
     # Jobs.
 
-    def submit(self, job: Job, receiver: Receiver, constraint: Constraint | None = None) -> None:
-        """Send a job to the device thread, which owns the constraint from then on.
-
-        Raises EngineFailed if the thread is dead.
-        """
+    def submit(self, job: Job, receiver: Receiver) -> None:
+        """Send a job to the device thread. Raises EngineFailed if the thread is dead."""
         self._require_alive()
         self._receivers[job.id] = receiver
-        order = Submit(job, constrained=constraint is not None)
-        self._device.send(self._mailbox, order, constraint)
+        self._send(Submit(job))
         self._watchdog.wake()
 
     async def embed(self, order: Embed, progressed: Callable[[], None] = lambda: None) -> Vectors:
@@ -180,14 +176,18 @@ class EngineClient:
 
     # Models.
 
-    async def load(self, order: Load) -> Loaded:
+    async def load(self, order: Load, make_constraint: MakeConstraint | None = None) -> Loaded:
         """Load a model. If the caller is cancelled, the load goes on; the model is then unused.
+
+        Args:
+            order: what to load.
+            make_constraint: called by the device thread, for jobs with a grammar.
 
         Raises:
             ModelNotLoaded: the message says why.
             EngineFailed: the thread is dead.
         """
-        loaded: Loaded = await self._ask(order)
+        loaded: Loaded = await self._ask(order, make_constraint)
         return loaded
 
     def unload(self, model: str) -> None:
@@ -252,11 +252,13 @@ class EngineClient:
     def _send(self, order: Order) -> None:
         self._device.send(self._mailbox, order)
 
-    async def _ask(self, question: Question | Load | Attach) -> Any:
+    async def _ask(
+        self, question: Question | Load | Attach, make_constraint: MakeConstraint | None = None
+    ) -> Any:
         self._require_alive()
         number = next(self._numbers)
         future = self._questions[number] = self._loop.create_future()
-        self._send(Ask(number, question))
+        self._device.send(self._mailbox, Ask(number, question), make_constraint)
         self._watchdog.wake()
         return await future
 

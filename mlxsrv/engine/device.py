@@ -7,9 +7,11 @@ work, and deliver what came of it.
 
 What crosses the thread's boundary, and who owns it:
 
-- Orders come down through a SimpleQueue, each with its client's mailbox. A constraint comes with
-  its job, and belongs to this thread from then on. The drained orders are the only input of a
-  round; those that come meanwhile wait for the next.
+- Orders come down through a SimpleQueue, each with its client's mailbox. The drained orders are the
+  only input of a round; those that come meanwhile wait for the next.
+- With the order of a load comes what makes constraints of its jobs' grammars. Both sides use it:
+  the client's threads compile grammars, and this thread finds them compiled. What it makes of them
+  belongs to this thread.
 - Events go up through the mailbox: of each client once after the plan and once after each work, if
   there are any, each time with one `call_soon_threadsafe`.
 - A client belongs to its event loop, the scheduler and the runner to this thread. Neither touches
@@ -31,19 +33,21 @@ from mlxsrv.engine.events import EngineStopped
 from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.mailbox import Mailbox
 from mlxsrv.engine.orders import (
+    Ask,
     Close,
     Fetched,
+    Load,
     Open,
     Order,
     StorageTold,
-    Submit,
+    Unload,
     Written,
 )
 from mlxsrv.engine.recording.recorder import RecordedScheduler, Recorder, Recording
 from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.engine.watchdog import Clock
-from mlxsrv.generation.parameters import Constraint
+from mlxsrv.generation.parameters import MakeConstraint
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -57,7 +61,7 @@ class _Parcel(NamedTuple):
     mailbox: Mailbox | None
     """None: it comes from the storage thread."""
     order: Order
-    constraint: Constraint | None = None
+    make_constraint: MakeConstraint | None = None
 
 
 class DeviceThread:
@@ -99,12 +103,15 @@ class DeviceThread:
                 _log.warning("not recorded: the device thread runs already, for another app")
         return cls._shared
 
-    def send(self, mailbox: Mailbox, order: Order, constraint: Constraint | None = None) -> None:
+    def send(
+        self, mailbox: Mailbox, order: Order, make_constraint: MakeConstraint | None = None
+    ) -> None:
         """Queue an order of the client with this mailbox. Called on the client's loop.
 
-        The constraint is that of the job that is submitted. The caller must not use it any more.
+        `make_constraint` is for jobs of the model that is to be loaded, and is called on this
+        thread.
         """
-        self._inbox.put(_Parcel(mailbox, order, constraint))
+        self._inbox.put(_Parcel(mailbox, order, make_constraint))
 
     def _send_told(self, order: StorageTold) -> None:
         """Queue what the storage thread tells. Called on that thread, which has let go of all that
@@ -173,7 +180,7 @@ class DeviceThread:
         return self._inbox.get(timeout=None if left is None else max(left, 0.0))
 
     def _unpack(self, parcel: _Parcel) -> Sequence[Received]:
-        mailbox, order, constraint = parcel
+        mailbox, order, make_constraint = parcel
         if isinstance(order, (Fetched, Written)):
             return [Received(0, order)] if self._runner.storage.accept(order) else []
         assert mailbox is not None
@@ -185,10 +192,16 @@ class DeviceThread:
             with suppress(Exception):
                 import_engine()
         client = self._clients.get(mailbox, 0)
-        if isinstance(order, Close):
-            self._clients.pop(mailbox, None)
-        elif isinstance(order, Submit) and constraint is not None:
-            self._runner.constraints[client, order.job.id] = constraint
+        makers = self._runner.constraint_makers
+        match order:
+            case Close():
+                self._clients.pop(mailbox, None)
+                for key in [key for key in makers if key[0] == client]:
+                    del makers[key]
+            case Unload(model):
+                makers.pop((client, model), None)
+            case Ask(question=Load(model=model)) if make_constraint is not None:
+                makers[client, model] = make_constraint
         return [Received(client, order)]
 
     # A method of its own: a local variable that lives on between rounds would keep the models of a
@@ -203,7 +216,6 @@ class DeviceThread:
             outcome = self._runner.run(work)
             self._scheduler.settle(work, outcome)
             self._deliver()
-        self._runner.constraints.clear()
 
     def _deliver(self) -> None:
         """Send events to their clients. One whose loop is closed is forgotten."""

@@ -1,14 +1,13 @@
 """Orders: what the event loop sends down to the device thread.
 
-All are frozen, and made of numbers and names only, so the thread could be another process. A job's
-constraint is a live object, and is sent beside its order.
+All are frozen, and made of numbers and strings only, so the thread could be another process.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from mlxsrv.generation.parameters import Bans, Sampling, Steering
+from mlxsrv.generation.parameters import Bans, Grammar, Sampling, Steering
 
 # A client comes and goes.
 
@@ -98,16 +97,13 @@ class Job(msgspec.Struct, frozen=True):
     """Whether the prompt's tokens are ranked as well, where they are scored."""
     steering: Steering | None = None
     bans: Bans | None = None
+    grammar: Grammar | None = None
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """Generate a job's sequence. Ends with a Token with `finish`, Finished or Failed.
-
-    `constrained`: a live constraint comes with it, so nobody can send it again without that.
-    """
+    """Generate a job's sequence. Ends with a Token with `finish`, Finished or Failed."""
 
     job: Job
-    constrained: bool = False
 
 
 class Embed(msgspec.Struct, frozen=True, tag=True):

@@ -10,13 +10,14 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING, assert_never
 
 from mlxsrv.engine.backend import require_backend
 from mlxsrv.engine.faults import note, survivable
 from mlxsrv.engine.free_memory import release_memory
-from mlxsrv.engine.orders import GetMemory, ImportModelCode, MakeReport, Question, StorageTold
+from mlxsrv.engine.orders import GetMemory, ImportModelCode, Job, MakeReport, Question, StorageTold
 from mlxsrv.engine.outcomes import (
     AttachStep,
     DeviceAnswer,
@@ -53,7 +54,7 @@ from mlxsrv.engine.plans import (
 )
 from mlxsrv.engine.storage.storage import Storage
 from mlxsrv.errors import BackendMissing
-from mlxsrv.generation.parameters import Constraint
+from mlxsrv.generation.parameters import Constraint, MakeConstraint
 
 if TYPE_CHECKING:
     from mlxsrv.engine.execution.text_runner import TextRunner
@@ -66,7 +67,7 @@ class Runner:
     """Does works for all models of the process.
 
     Attributes:
-        constraints: live constraints of jobs that the next plan admits, by (client, job).
+        constraint_makers: what makes constraints of jobs' grammars, by client and name of model.
         storage: prompts on disk.
 
     Args:
@@ -81,7 +82,7 @@ class Runner:
     ) -> None:
         self._clock = clock
         self.storage = Storage(post)
-        self.constraints: dict[tuple[int, int], Constraint] = {}
+        self.constraint_makers: dict[tuple[int, str], MakeConstraint] = {}
         self._models: dict[int, ResidentModel] = {}
         self._loader: Loader | None = None
 
@@ -143,7 +144,7 @@ class Runner:
         text, steerer = self._find(work.model)
         match work:
             case Admit():
-                return text.admit(work.jobs, self._find_constraints(work))
+                return text.admit(work.jobs, partial(self._make_constraint, work.client))
             case Release():
                 return text.release(work.rows)
             case Rewind():
@@ -172,10 +173,14 @@ class Runner:
                 assert_never(work)
         return None
 
-    def _find_constraints(self, work: Admit) -> dict[int, Constraint]:
-        """The constraints of the jobs that have one, by their ids."""
-        keys = [(work.client, job.id) for job in work.jobs]
-        return {key[1]: self.constraints[key] for key in keys if key in self.constraints}
+    def _make_constraint(self, client: int, job: Job) -> Constraint | None:
+        """The constraint of a job that has a grammar. Raises what is wrong with the grammar."""
+        if job.grammar is None:
+            return None
+        make = self.constraint_makers.get((client, job.model))
+        if make is None:
+            raise RuntimeError("nothing was sent that makes constraints for this model")
+        return make(job.grammar)
 
     def _find(self, number: int) -> tuple[TextRunner, Steerer]:
         model = self._models[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 import msgspec
@@ -70,14 +71,29 @@ class Steering(msgspec.Struct, frozen=True):
     vectors: tuple[tuple[str, float], ...] = ()
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """The text that a row must write: a constraint is made of it where the row is admitted.
+
+    Attributes:
+        text: the grammar, as llguidance's compiler takes it.
+        by_characters: it may have a terminal for each character, so the parser needs more room.
+        marker: the grammar is that of a tool call, from behind this marker on, and all other text
+            is free; empty: it is that of the whole answer.
+        thinking: the prompt has left a think block open, so the answer begins with thoughts. They
+            are free.
+    """
+
+    text: str
+    by_characters: bool = False
+    marker: str = ""
+    thinking: bool = False
+
+
 Mask = np.ndarray[tuple[int], np.dtype[np.int32]]
 
 
 class Constraint(Protocol):
-    """The tokens that a row may draw next: a grammar in some state.
-
-    Once submitted with a job, it is used by the device thread only.
-    """
+    """The tokens that a row may draw next: a grammar in some state. Used by one thread."""
 
     @property
     def dormant(self) -> bool:
@@ -96,3 +112,7 @@ class Constraint(Protocol):
 
     def accept(self, token: int) -> None:
         """Go on to the state after `token`."""
+
+
+MakeConstraint = Callable[[Grammar], Constraint]
+"""Makes the constraint of one row of one model, at its beginning. Any thread may call it."""

@@ -14,6 +14,7 @@ from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest
+from mlxsrv.generation.parameters import Constraint, Grammar
 from mlxsrv.logs import log
 from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.checkpoints import CheckpointFinder
@@ -68,7 +69,8 @@ class Tokenizer:
     """The text side of one model.
 
     Not for concurrent use: the pool lends it to one thread at a time, since fast tokenizers panic
-    when two threads encode. `pipeline` and `token_bytes` may be called at any time.
+    when two threads encode. `pipeline`, `token_bytes` and `make_constraint` may be called at any
+    time.
 
     Args:
         folder: the model's files.
@@ -161,6 +163,20 @@ class Tokenizer:
 
             self._calls = CallCompiler(self.grammars)
         return self._calls
+
+    def make_constraint(self, grammar: Grammar) -> Constraint:
+        """Return the constraint of one answer, which begins with it.
+
+        The device thread calls it, while other threads compile. What they have compiled is found,
+        and takes some microseconds; else the grammar is compiled here.
+
+        Raises:
+            GrammarRefused, UnsupportedParameter: as `GrammarCompiler.find`.
+        """
+        if grammar.marker:
+            content = self.content_pipeline(thinking=grammar.thinking)
+            return self.calls.find(grammar).constraint(content, self.think_markers)
+        return self.grammars.find(grammar).constraint(self.think_end if grammar.thinking else None)
 
     @property
     def calls_in_json(self) -> bool | None:

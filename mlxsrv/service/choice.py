@@ -28,7 +28,6 @@ from mlxsrv.generation.outputs import (
     ToolInput,
     ToolStarted,
 )
-from mlxsrv.generation.parameters import Constraint
 from mlxsrv.service.lifecycle import State, follow
 from mlxsrv.service.scores import Scores, cut_top, rank_prompt
 from mlxsrv.text.tools import ToolArguments, ToolOpened
@@ -47,7 +46,6 @@ class Choice:
     Args:
         index: number of the choice in its reply.
         job: what the engine gets.
-        constraint: the grammar that its tokens must follow.
         pipeline: makes text of its tokens; no other choice uses it.
         scores: given if log-probabilities are wanted.
         echo: the prompt, if the answer begins with it.
@@ -61,7 +59,6 @@ class Choice:
         job: Job,
         pipeline: TextPipeline,
         *,
-        constraint: Constraint | None = None,
         scores: Scores | None = None,
         echo: str = "",
         tells_tokens: bool = False,
@@ -69,7 +66,6 @@ class Choice:
     ) -> None:
         self.index = index
         self.job = job
-        self.constraint = constraint
         self.pipeline = pipeline
         self.state = State.QUEUED
         self.finish: FinishReason | None = None  # set: the state is FINISHED or CLOSED

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from mlxsrv.engine.orders import Job
 from mlxsrv.errors import ContextLengthExceeded
-from mlxsrv.generation.parameters import Constraint, Steering
+from mlxsrv.generation.parameters import Grammar, Steering
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.choice import Choice
@@ -16,8 +18,6 @@ from mlxsrv.service.resources import Resources
 from mlxsrv.service.scores import Scores
 
 if TYPE_CHECKING:
-    from mlxsrv.prompts.grammars.calls import CallGrammar
-    from mlxsrv.prompts.grammars.grammar import CompiledGrammar
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
 
 
@@ -36,7 +36,7 @@ class ChoiceFactory:
     context_length: int | None
     tokenizer: Tokenizer
     plan: PromptPlan
-    grammar: CompiledGrammar | CallGrammar | None
+    grammar: Grammar | None
     steering: Steering | None
 
     def make(self) -> list[Choice]:
@@ -62,22 +62,16 @@ class ChoiceFactory:
             prompt_index * spec.choices + answer,
             self._make_job(prompt_index, answer),
             pipeline,
-            constraint=self._make_constraint(prompt),
             scores=None if spec.logprobs is None else self._make_scores(),
             echo=prompt.text if spec.echoes else "",
             tells_tokens=spec.tells_tokens,
             spelling=None if spec.prompt_logprobs is None else tokenizer.token_bytes_or_name,
         )
 
-    def _make_constraint(self, prompt: Prompt) -> Constraint | None:
-        if self.grammar is None:
-            return None
-        from mlxsrv.prompts.grammars.calls import CallGrammar
-
-        if isinstance(self.grammar, CallGrammar):
-            content = self.tokenizer.content_pipeline(thinking=prompt.thinking)
-            return self.grammar.constraint(content, self.tokenizer.think_markers)
-        return self.grammar.constraint(self.tokenizer.think_end if prompt.thinking else None)
+    def _find_grammar(self, prompt: Prompt) -> Grammar | None:
+        if self.grammar is None or not prompt.thinking:
+            return self.grammar
+        return msgspec.structs.replace(self.grammar, thinking=True)
 
     def _make_scores(self) -> Scores:
         return Scores(
@@ -110,6 +104,7 @@ class ChoiceFactory:
             sampling=sampling(spec, self.tokenizer, answer),
             steering=self.steering,
             bans=self.plan.bans,
+            grammar=self._find_grammar(prompt),
         )
 
     @property

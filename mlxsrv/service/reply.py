@@ -89,6 +89,8 @@ class Reply:
 
         self._choices: Sequence[Choice] = ()
         self._engine: EngineClient | None = None  # set when the first job is submitted
+        # Held so that the device thread finds it compiled, however late the jobs are admitted.
+        self._compiled: CompiledGrammar | CallGrammar | None = None
         self._error: ServeError | None = None  # set: the state is FAILED, or CLOSED after that
         self._prompt_tokens = 0
         self._thinks = False
@@ -177,6 +179,7 @@ class Reply:
         steering = await self._resources.steering.resolve(self.spec.steering, self.identity.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in planned.prompts)
         self._thinks = tokenizer.thinks
+        self._compiled = await self._compile(tokenizer, planned)
         factory = ChoiceFactory(
             self._resources,
             self.spec,
@@ -184,7 +187,7 @@ class Reply:
             self._lease.context_length,
             tokenizer,
             planned,
-            await self._compile(tokenizer, planned),
+            None if self._compiled is None else self._compiled.grammar,
             steering,
         )
         return factory.make()
@@ -219,7 +222,7 @@ class Reply:
         receive: Receiver = partial(self._receive, choice)
         if self._timing is not None:
             receive = self._timing.watch(receive)
-        self._engine.submit(choice.job, receive, choice.constraint)
+        self._engine.submit(choice.job, receive)
         choice.enter(State.SUBMITTED)
         self._follow_choices()
 

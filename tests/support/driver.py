@@ -53,8 +53,7 @@ class Driver:
         more.setdefault("sampling", GREEDY)
         self.prompts[row], self.drawn[row] = tokens, []
         job = Job(row, "m", tokens, more.pop("max_tokens", 99), frozenset(), **more)
-        constraints = {} if constraint is None else {row: constraint}
-        assert not self.runner.admit([job], constraints).failures
+        assert not self.runner.admit([job], lambda _: constraint).failures
 
     def span(self, *rows: int, cuts: Sequence[int] = (), **more: Any) -> list[Span]:
         """Spans that read the text of `rows` to its end, cut at these places."""

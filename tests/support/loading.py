@@ -100,11 +100,7 @@ class HandRunner:
         rows = [next(self._numbers) for _ in prompts]
         greedy = Sampling(temperature=0)
         admitted = self.text.admit(
-            [
-                Job(i, "m", p, 10**6, frozenset(), greedy)
-                for i, p in zip(rows, prompts, strict=True)
-            ],
-            {},
+            [Job(i, "m", p, 10**6, frozenset(), greedy) for i, p in zip(rows, prompts, strict=True)]
         )
         assert not admitted.failures
         for row, prompt in zip(rows, prompts, strict=True):

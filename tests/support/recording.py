@@ -11,7 +11,7 @@ from unittest.mock import patch
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.recording.record_file import RecordReader
 from mlxsrv.engine.recording.recorder import RecordedScheduler, Recorder, Recording
-from mlxsrv.engine.recording.replay import Replay, ReplaySummary, look_ahead
+from mlxsrv.engine.recording.replay import Replay, ReplaySummary
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FakeDevice
 from tests.support.scheduling import Bench
@@ -53,7 +53,7 @@ def recorded(
 def replay(path: Path) -> ReplaySummary:
     """Replay a record without a model."""
     reader = RecordReader(str(path))
-    return Replay(reader, look_ahead(reader)).run()
+    return Replay(reader).run()
 
 
 def write_record(

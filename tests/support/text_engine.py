@@ -139,7 +139,7 @@ class TextEngine:
     def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
         match work:
             case Admit():
-                return self.runner.admit(work.jobs, self._constraints), None
+                return self.runner.admit(work.jobs, lambda job: self._constraints.get(job.id)), None
             case Release():
                 return self.runner.release(work.rows), None
             case Rewind():

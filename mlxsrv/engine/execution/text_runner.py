@@ -15,7 +15,7 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -38,7 +38,7 @@ from mlxsrv.engine.execution.speculation import (
 from mlxsrv.engine.execution.stored import StoredPrompts
 from mlxsrv.engine.execution.sub_batches import KeptCache, ReadyRow, keep_cache
 from mlxsrv.engine.execution.told import Told
-from mlxsrv.engine.faults import describe_error, note
+from mlxsrv.engine.faults import describe_error, note, survivable
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import (
@@ -122,19 +122,27 @@ class TextRunner:
 
     # Rows come and go.
 
-    def admit(self, jobs: Sequence[Job], constraints: Mapping[int, Constraint]) -> Admitted:
-        """Take these jobs; `constraints` by their ids."""
+    def admit(
+        self,
+        jobs: Sequence[Job],
+        make_constraint: Callable[[Job], Constraint | None] = lambda _: None,
+    ) -> Admitted:
+        """Take these jobs, with the constraint that is made for each. One for which it cannot be
+        made, or that cannot be steered, is a failure."""
         failures: list[RowFailure] = []
         for job in jobs:
             try:
                 steering = self._steerer.prepare(job.steering)
+                constraint = make_constraint(job)
             except ValueError as error:
                 failures.append(RowFailure(job.id, str(error)))
-            except Exception as error:
-                note(error, "a row's steering failed")
+            except BaseException as error:
+                if not survivable(error):
+                    raise
+                note(error, "a row's steering or grammar failed")
                 failures.append(RowFailure(job.id, describe_error(error)))
             else:
-                self._rows[job.id] = LiveRow(job, constraints.get(job.id), steering)
+                self._rows[job.id] = LiveRow(job, constraint, steering)
         return Admitted(tuple(failures), tuple(self._find_stored(jobs)))
 
     def _find_stored(self, jobs: Sequence[Job]) -> Iterator[StoredBeginning]:

@@ -45,7 +45,7 @@ def warm_up(model: Any, caches: KVCacheFactory) -> Generator[None, None, None]:
 def _generate(runner: TextRunner, jobs: list[Job]) -> Generator[None, None, None]:
     """Read the prompt that these jobs share, and decode them together."""
     rows = tuple(job.id for job in jobs)
-    runner.admit(jobs, {})
+    runner.admit(jobs)
     span = Span(rows=rows, begin=0, end=len(jobs[0].prompt) - 1, opens=True, joins=rows)
     try:
         runner.read([span])

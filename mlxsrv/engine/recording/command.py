@@ -9,7 +9,7 @@ from mlxsrv.engine.backend import import_engine, require_backend
 from mlxsrv.engine.recording.model_replay import ModelReplay
 from mlxsrv.engine.recording.printing import describe_header, describe_round
 from mlxsrv.engine.recording.record_file import RecordedRound, RecordError, RecordReader
-from mlxsrv.engine.recording.replay import Difference, Replay, ReplaySummary, look_ahead
+from mlxsrv.engine.recording.replay import Difference, Replay, ReplaySummary
 from mlxsrv.errors import ServeError
 from mlxsrv.version import __version__
 
@@ -39,23 +39,22 @@ def replay_record(
         print(line)
     if reader.header.versions.get("mlxsrv") != __version__:
         print(f"This is mlxsrv {__version__}: another version may plan otherwise.")
-    foresight = look_ahead(reader)
     live: ModelReplay | None = None
     if models:
         require_backend()
         import_engine()
-        live = ModelReplay(models, files, foresight)
+        live = ModelReplay(models, files)
 
     def show(this: RecordedRound) -> None:
         for line in describe_round(this, reader.header.clock):
             print(line)
 
-    replay = Replay(reader, foresight, live, show if prints else lambda _: None)
+    replay = Replay(reader, live, show if prints else lambda _: None)
     summary = replay.run()
     _print_summary(summary, cut=reader.cut)
     differs = summary.difference is not None
     if live is not None:
-        differs |= _print_tokens(live, len(foresight.constrained))
+        differs |= _print_tokens(live)
     if summary.difference is not None:
         _print_difference(summary.difference)
     if differs:
@@ -81,14 +80,12 @@ def _print_counts(what: str, reasons: Counter[str]) -> None:
         print(f"{what}: {count} times: {reason}")
 
 
-def _print_tokens(live: ModelReplay, constrained: int) -> bool:
+def _print_tokens(live: ModelReplay) -> bool:
     """Print how the tokens compare. Returns whether some differ."""
     for note in live.notes:
         print(note)
     for name in sorted(live.skipped):
         print(f"the works of {name} were not done: there is no --model {name}=PATH")
-    if constrained:
-        print(f"{constrained} jobs had a grammar and were held to their recorded tokens")
     print(f"{live.compared} tokens compared, {len(live.differing)} jobs differ")
     for (client, job), what in live.differing.items():
         print(f"job {job} of client {client}: {what}")

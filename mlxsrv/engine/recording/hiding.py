@@ -39,7 +39,7 @@ from mlxsrv.engine.plans import (
     UnloadModel,
     Work,
 )
-from mlxsrv.generation.parameters import Bans, Sampling
+from mlxsrv.generation.parameters import Bans, Grammar, Sampling
 
 # A path from the root or from home, and neither "and/or/but" nor an address of the web.
 _PATH = re.compile(r"""(?<![\w./])~?(?:/[^\s/'":;,()]+){2,}/?""")
@@ -212,7 +212,12 @@ def _hide_job(job: Job, prompt: tuple[int, ...]) -> Job:
     sampling = msgspec.structs.replace(job.sampling, logit_bias=_hide_biases(job.sampling))
     bans = None if job.bans is None else _hide_bans(job.bans)
     return msgspec.structs.replace(
-        job, prompt=prompt, end_tokens=frozenset[int](), sampling=sampling, bans=bans
+        job,
+        prompt=prompt,
+        end_tokens=frozenset[int](),
+        sampling=sampling,
+        bans=bans,
+        grammar=None if job.grammar is None else Grammar(""),
     )
 
 

@@ -4,19 +4,27 @@ The scheduler is given the recorded outcomes, so the works are those of the reco
 them here. A work that failed in the record is not done here, unless it told tokens; the works
 behind it drop what it had touched. A load is done in one go.
 
-A job with a constraint is held to the tokens that it has drawn in the record, since the record
-lacks its grammar.
+Grammars are compiled again, with the tokenizers of the models that are given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
 
-from mlxsrv.engine.orders import Attach, Fetched, Load, Submit
-from mlxsrv.engine.outcomes import AttachStep, Decoded, LoadStep, Outcome, Restored, TextFacts
+from mlxsrv.engine.orders import Ask, Attach, Fetched, Load
+from mlxsrv.engine.outcomes import (
+    Admitted,
+    AttachStep,
+    Decoded,
+    LoadStep,
+    Outcome,
+    Restored,
+    TextFacts,
+)
 from mlxsrv.engine.plans import (
     Admit,
     AnswerQuestion,
@@ -30,35 +38,31 @@ from mlxsrv.engine.plans import (
     Work,
 )
 from mlxsrv.engine.recording.record_file import OutcomeLine, RecordError
-from mlxsrv.engine.recording.replay import Foresight, JobKey
+from mlxsrv.engine.recording.replay import JobKey
 from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received
-from mlxsrv.generation.parameters import Mask
+from mlxsrv.generation.parameters import Constraint, Grammar
+
+if TYPE_CHECKING:
+    from mlxsrv.prompts.tokenizer import Tokenizer
 
 _ALL = 1 << 62  # bytes of a slice that reads a model whole
 
 
-class HeldToRecord:
-    """A constraint that allows one token only: the next one of the record.
+class _ConstraintMaker:
+    """Makes constraints with the tokenizer in a model's folder, which the first grammar needs."""
 
-    Args:
-        tokens: those that were drawn, in order. Behind them anything is allowed.
-    """
+    def __init__(self, folder: str, *, trust_remote_code: bool) -> None:
+        self._folder = Path(folder)
+        self._trusts = trust_remote_code
+        self._tokenizer: Tokenizer | None = None
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._tokens = tokens
-        self._place = 0
-        self.dormant = not tokens
-        self.failure: str | None = None
+    def __call__(self, grammar: Grammar) -> Constraint:
+        if self._tokenizer is None:
+            from mlxsrv.prompts.tokenizer import Tokenizer
 
-    def fill(self, mask: Mask) -> None:
-        token = self._tokens[self._place]
-        mask[:] = 0
-        mask.view(np.uint32)[token >> 5] = 1 << (token & 31)
-
-    def accept(self, token: int) -> None:
-        self._place += 1
-        self.dormant = self._place >= len(self._tokens)
+            self._tokenizer = Tokenizer(self._folder, trust_remote_code=self._trusts)
+        return self._tokenizer.make_constraint(grammar)
 
 
 class ModelReplay:
@@ -68,7 +72,6 @@ class ModelReplay:
         models: folders of models, by the names that their clients use.
         files: paths of adapters, draft models, control vectors and SAEs, by their names in the
             record.
-        foresight: of the record.
 
     Attributes:
         compared: tokens that were compared.
@@ -77,16 +80,13 @@ class ModelReplay:
         skipped: names of models that are not among `models`.
     """
 
-    def __init__(
-        self, models: Mapping[str, str], files: Mapping[str, str], foresight: Foresight
-    ) -> None:
+    def __init__(self, models: Mapping[str, str], files: Mapping[str, str]) -> None:
         self.compared = 0
         self.differing: dict[JobKey, str] = {}
         self.notes: list[str] = []
         self.skipped: set[str] = set()
         self._models = models
         self._files = files
-        self._constrained = foresight.constrained
         self._runner = Runner()
         self._loads: dict[int, Load] = {}  # by model
         self._attachments: dict[int, Attach] = {}  # by their own numbers
@@ -98,15 +98,15 @@ class ModelReplay:
         self._fetched: dict[tuple[int, int], int] = {}  # tokens, by model and entry
 
     def take_orders(self, orders: Sequence[Received]) -> None:
-        """Make the constraints of jobs that had one."""
-        self._runner.constraints.clear()
-        for received in orders:
-            if isinstance(received.order, Fetched):
-                key = received.order.model, received.order.entry
-                self._fetched[key] = received.order.tokens
-            if isinstance(received.order, Submit) and received.order.constrained:
-                key = received.client, received.order.job.id
-                self._runner.constraints[key] = HeldToRecord(self._constrained[key])
+        """Note what was read from disk, and what makes constraints of a model's jobs."""
+        for client, order in ((received.client, received.order) for received in orders):
+            match order:
+                case Fetched():
+                    self._fetched[order.model, order.entry] = order.tokens
+                case Ask(question=Load(model=name) as load) if name in self._models:
+                    self._runner.constraint_makers[client, name] = _ConstraintMaker(
+                        self._models[name], trust_remote_code=load.trust_remote_code
+                    )
 
     def follow(self, work: Work, result: OutcomeLine) -> str | None:
         """Do a work of the record.
@@ -140,6 +140,11 @@ class ModelReplay:
         here = self._restore(work, outcome) or self._runner.run(work)
         if here.fault is not None and outcome.fault is None:
             return f"{type(work).__name__} failed here: {here.fault.reason}"
+        if isinstance(outcome.done, Admitted) and isinstance(here.done, Admitted):
+            then = {failure.row for failure in outcome.done.failures}
+            for failure in here.done.failures:
+                if failure.row not in then:
+                    return f"job {failure.row} cannot be admitted here: {failure.reason}"
         if isinstance(outcome.done, Decoded) and isinstance(here.done, Decoded):
             self._compare(work.model, outcome.done, here.done)
         elif isinstance(work, UnloadModel):

@@ -91,8 +91,8 @@ def describe_round(this: RecordedRound, clock: float) -> Iterator[str]:
 def _describe_order(order: Order) -> str:
     name = type(order).__name__
     match order:
-        case Submit(job, constrained):
-            more = ", with a grammar" if constrained else ""
+        case Submit(job):
+            more = "" if job.grammar is None else ", with a grammar"
             sampling = job.sampling
             return (
                 f"{name} job {job.id} for {job.model}: {len(job.prompt)} tokens, at most "

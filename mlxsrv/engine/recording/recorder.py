@@ -243,7 +243,7 @@ def _make_header(recording: Recording) -> RecordHeader:
 def find_versions() -> dict[str, str]:
     """The versions of what decides what is computed."""
     found = {"mlxsrv": __version__, "python": platform.python_version()}
-    for name in ("mlx", "mlx-lm"):
+    for name in ("mlx", "mlx-lm", "llguidance"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found

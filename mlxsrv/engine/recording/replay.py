@@ -13,8 +13,7 @@ import msgspec
 
 from mlxsrv.engine.events import Failed, Token
 from mlxsrv.engine.orders import Embed, Submit
-from mlxsrv.engine.outcomes import Decoded
-from mlxsrv.engine.plans import Admit, Decode, Work
+from mlxsrv.engine.plans import Decode, Work
 from mlxsrv.engine.recording.record_file import (
     OutcomeLine,
     RecordedRound,
@@ -28,35 +27,13 @@ JobKey = tuple[int, int]
 """The client's number and the job's id."""
 
 
-class Foresight(msgspec.Struct):
-    """Facts of a record that a replay must know before their time.
-
-    Attributes:
-        ends: the pseudonyms of end tokens that jobs have drawn.
-        constrained: the tokens of jobs with a constraint, which the record lacks.
-    """
-
-    ends: dict[JobKey, set[int]] = {}
-    constrained: dict[JobKey, list[int]] = {}
-
-
-def look_ahead(rounds: Iterable[RecordedRound]) -> Foresight:
-    """Read a whole record. Raises RecordError."""
-    found = Foresight()
-    clients: dict[int, int] = {}  # by model
+def _find_ends(rounds: Iterable[RecordedRound]) -> dict[JobKey, set[int]]:
+    """Return the pseudonyms of end tokens that jobs have drawn: a replay must know them before
+    their time. Raises RecordError."""
+    found: dict[JobKey, set[int]] = {}
     for this in rounds:
-        for received in this.orders:
-            if isinstance(received.order, Submit) and received.order.constrained:
-                found.constrained[received.client, received.order.job.id] = []
-        for work, result in zip(this.works or (), this.results, strict=False):
-            if isinstance(work, Admit):
-                clients[work.model] = work.client
-            if isinstance(work, Decode) and isinstance(result.outcome.done, Decoded):
-                for job, token in result.outcome.done.tokens:
-                    if (drawn := found.constrained.get((clients[work.model], job))) is not None:
-                        drawn.append(token)
         for client, job, token in [end for result in this.results for end in result.ends]:
-            found.ends.setdefault((client, job), set()).add(token)
+            found.setdefault((client, job), set()).add(token)
     return found
 
 
@@ -117,17 +94,19 @@ class Replay:
         reader: the record.
         follower: takes all works, besides the scheduler.
         show: called with each round before it is replayed.
+
+    Raises:
+        RecordError: it cannot be read to its end.
     """
 
     def __init__(
         self,
         reader: RecordReader,
-        foresight: Foresight,
         follower: Follower | None = None,
         show: Callable[[RecordedRound], None] = lambda _: None,
     ) -> None:
         self._reader = reader
-        self._foresight = foresight
+        self._ends = {} if reader.header.tokens else _find_ends(reader)
         self._follower = follower
         self._show = show
         self._scheduler = Scheduler()
@@ -179,7 +158,7 @@ class Replay:
         order = received.order
         if self._reader.header.tokens or not isinstance(order, Submit):
             return received
-        ends = frozenset(self._foresight.ends.get((received.client, order.job.id), ()))
+        ends = frozenset(self._ends.get((received.client, order.job.id), ()))
         job = msgspec.structs.replace(order.job, end_tokens=ends)
         return Received(received.client, msgspec.structs.replace(order, job=job))
 

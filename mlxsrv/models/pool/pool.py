@@ -384,7 +384,7 @@ class Pool:
             placed = loop.time()
             lookup = self.catalogue.looks_up(model.entry)
             order = load_order(model.name, model.files, self._settings, self.vectors, lookup=lookup)
-            loaded = await self.engine.load(order)
+            loaded = await self.engine.load(order, tokenizer.make_constraint)
         except Unwanted:
             model.load_task = None
             if model.wanted:  # a request has come before this task heard that it was unwanted

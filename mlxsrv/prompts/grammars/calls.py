@@ -15,10 +15,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 
+import msgspec
+
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.generation.parameters import Mask
+from mlxsrv.generation.parameters import Grammar, Mask
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler, GrammarConstraint
+from mlxsrv.prompts.grammars.latest import LatestAndUsed
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from mlxsrv.text.channels import CONTENT
 from mlxsrv.text.pipeline import TextPipeline
@@ -34,7 +37,8 @@ class CallCompiler:
 
     def __init__(self, grammars: GrammarCompiler) -> None:
         self._grammars = grammars
-        self._compiled = functools.lru_cache(maxsize=_CACHED)(self._compile)
+        self._usable = functools.lru_cache(maxsize=_CACHED)(self._try)
+        self._compiled = LatestAndUsed(_CACHED, self._compile)
 
     def compile(self, spec: GrammarSpec, marker: str, *, param: str) -> CallGrammar | None:
         """Return the compiled grammar of a call, which begins behind its opening `marker`.
@@ -45,23 +49,36 @@ class CallCompiler:
             UnsupportedParameter: as `GrammarCompiler.prepare`.
         """
         self._grammars.prepare(param=param)
-        return self._compiled(spec, marker)
+        grammar = self._usable(spec, marker)
+        return None if grammar is None else self._compiled(grammar)
 
-    def _compile(self, spec: GrammarSpec, marker: str) -> CallGrammar | None:
+    def find(self, grammar: Grammar) -> CallGrammar:
+        """Return the compiled grammar of a call, as `GrammarCompiler.find` does."""
+        return self._compiled(Grammar(grammar.text, grammar.by_characters, grammar.marker))
+
+    def _try(self, spec: GrammarSpec, marker: str) -> Grammar | None:
         try:
-            return CallGrammar(self._grammars.compile(spec, param="tools"), marker)
+            compiled = self._grammars.compile(spec, param="tools")
         except InvalidRequest as error:
             log(_log, logging.WARNING, "tool calls not enforced", reason=error.message)
             return None
+        return msgspec.structs.replace(compiled.grammar, marker=marker)
+
+    def _compile(self, grammar: Grammar) -> CallGrammar:
+        return CallGrammar(grammar, self._grammars.find(grammar))
 
 
 class CallGrammar:
-    """The compiled grammar of a call, for a model whose calls open with `marker`."""
+    """The compiled grammar of a call, for a model whose calls open with the grammar's marker.
 
-    def __init__(self, grammar: CompiledGrammar, marker: str) -> None:
-        self._grammar = grammar
-        self._marker = marker
-        self._refused = _find_refused(grammar, marker)
+    Attributes:
+        grammar: what jobs carry of it.
+    """
+
+    def __init__(self, grammar: Grammar, compiled: CompiledGrammar) -> None:
+        self.grammar = grammar
+        self._compiled = compiled
+        self._refused = _find_refused(compiled, grammar.marker)
 
     def constraint(self, text: TextPipeline, hidden: Collection[int] = ()) -> CallConstraint:
         """Return the constraint of one answer.
@@ -70,8 +87,9 @@ class CallGrammar:
             text: tells the answer's content, with markers of calls, from its thoughts.
             hidden: tokens that are markers wherever they stand, so no call may have them.
         """
-        allowed = ~self._grammar.mask(hidden)
-        return CallConstraint(text, self._marker, self._grammar, self._refused, allowed)
+        allowed = ~self._compiled.mask(hidden)
+        marker = self.grammar.marker
+        return CallConstraint(text, marker, self._compiled, self._refused, allowed)
 
 
 class CallConstraint:

@@ -21,8 +21,9 @@ import msgspec
 import numpy as np
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.generation.parameters import Constraint, Mask
+from mlxsrv.generation.parameters import Constraint, Grammar, Mask
 from mlxsrv.logs import log
+from mlxsrv.prompts.grammars.latest import LatestAndUsed
 from mlxsrv.prompts.grammars.sandbox import one_line
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, by_characters
 from mlxsrv.prompts.grammars.translation import translate, without_forcing
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlxsrv.engine")
 
-_CACHED = 64  # compiled grammars that a model keeps
+_CACHED = 64  # grammars that a model keeps, those of requests and compiled ones
 
 _WALKED = 4  # tokens
 
@@ -75,7 +76,8 @@ class GrammarCompiler:
         self._ends = sorted(token for token in end_tokens if token < vocabulary)
         self._lock = threading.Lock()
         self._vocabulary: _Vocabulary | None = None
-        self._compiled = functools.lru_cache(maxsize=_CACHED)(self._compile)
+        self._translated = functools.lru_cache(maxsize=_CACHED)(self._translate)
+        self._compiled = LatestAndUsed(_CACHED, self._compile)
 
     def prepare(self, *, param: str) -> None:
         """Derive all that is needed from the tokenizer, once: a second for 150,000 tokens.
@@ -99,9 +101,20 @@ class GrammarCompiler:
         """
         self._derived(param)
         try:
-            return self._compiled(spec)
+            return self._compiled(self._translated(spec))
         except GrammarRefused as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from None
+
+    def find(self, grammar: Grammar) -> CompiledGrammar:
+        """Return what `compile` has returned for the same text; it is compiled again only if nobody
+        has that any more. It is not tried in the sandbox: it was, when the text was made.
+
+        Raises:
+            GrammarRefused: another version of llguidance made the text.
+            UnsupportedParameter: as `prepare`.
+        """
+        self._derived("grammar")
+        return self._compiled(Grammar(grammar.text, grammar.by_characters))
 
     def _derived(self, param: str) -> _Vocabulary:
         with self._lock:
@@ -139,27 +152,37 @@ class GrammarCompiler:
             breaks=_bits((tokens[0] for tokens in breaks if len(tokens) == 1), self._size),
         )
 
-    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+    def _translate(self, spec: GrammarSpec) -> Grammar:
+        vocabulary = self._vocabulary
+        assert vocabulary is not None  # compile() has derived it
+        text = translate(spec, vocabulary.tokenizer)
+        if any(name in text.replace("\\", "") for name in vocabulary.added):
+            text = without_forcing(text)
+        return Grammar(text, by_characters(spec))
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
 
         vocabulary = self._vocabulary
-        assert vocabulary is not None  # compile() has derived it
-        grammar = translate(spec, vocabulary.tokenizer)
-        if any(name in grammar.replace("\\", "") for name in vocabulary.added):
-            grammar = without_forcing(grammar)
+        assert vocabulary is not None  # its callers have derived it
         # Not verbose: errors are logged, and a model's text does not belong in the log.
-        step, row = _ITEMS_OF_CHARACTERS if by_characters(spec) else _ITEMS
+        step, row = _ITEMS_OF_CHARACTERS if grammar.by_characters else _ITEMS
         limits = LLParserLimits(verbose_errors=False, step_max_items=step, max_items_in_row=row)
-        matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=limits)
+        matcher = LLMatcher(vocabulary.tokenizer, grammar.text, log_level=0, limits=limits)
         if reason := matcher.get_error() or _first_error(matcher.deep_copy()):
             raise GrammarRefused(one_line(reason))
-        return CompiledGrammar(matcher, vocabulary)
+        return CompiledGrammar(grammar, matcher, vocabulary)
 
 
 class CompiledGrammar:
-    """A compiled grammar. Any thread may use it."""
+    """A compiled grammar. Any thread may use it.
 
-    def __init__(self, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
+    Attributes:
+        grammar: what jobs carry of it.
+    """
+
+    def __init__(self, grammar: Grammar, matcher: LLMatcher, vocabulary: _Vocabulary) -> None:
+        self.grammar = grammar
         self._matcher = matcher  # stays at the beginning; copies of it are used
         self._vocabulary = vocabulary
 

@@ -169,7 +169,7 @@ def test_a_row_whose_steering_is_not_there_fails_alone(models: Any) -> None:
     model = models("qwen3")
     runner = Driver(model).runner
     bad = Job(0, "m", (5, 6), 9, frozenset(), GREEDY, steering=Steering(vectors=(("no", 1.0),)))
-    done = runner.admit([bad, Job(1, "m", (5, 6), 9, frozenset(), GREEDY)], {})
+    done = runner.admit([bad, Job(1, "m", (5, 6), 9, frozenset(), GREEDY)])
     assert [failure.row for failure in done.failures] == [0]
     assert "no control vector" in done.failures[0].reason
     assert [*runner._rows] == [1]
@@ -178,7 +178,7 @@ def test_a_row_whose_steering_is_not_there_fails_alone(models: Any) -> None:
 def test_a_slice_passes_over_rows_that_were_not_admitted(models: Any) -> None:
     driver = Driver(models("qwen3"))
     bad = Job(9, "m", prompt(0), 9, frozenset(), GREEDY, steering=Steering(vectors=(("no", 1.0),)))
-    driver.runner.admit([bad], {})
+    driver.runner.admit([bad])
     driver.prompts[9], driver.drawn[9] = prompt(0), []
     for row in (0, 1):
         driver.admit(row, prompt(row))

@@ -52,7 +52,7 @@ from mlxsrv.engine.plans import (
 from mlxsrv.engine.recording.record_file import RecordReader
 from mlxsrv.engine.recording.recorder import Recorder, Recording
 from mlxsrv.engine.scheduling.scheduler import Received
-from mlxsrv.generation.parameters import Bans, Sampling, Steering
+from mlxsrv.generation.parameters import Bans, Grammar, Sampling, Steering
 from mlxsrv.settings import Settings
 from tests.support.fake_device import FakeDevice
 from tests.support.recording import LOAD, Writer, job, recorded, replay, write_record
@@ -229,13 +229,14 @@ def test_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
         steering=steering,
         logprobs=1,
         scores=2,
+        grammar=Grammar("a grammar", by_characters=True, marker="<", thinking=True),
     )
     orders: list[Order] = [
         Open(),
         Ask(1, Load(model="m", path="m", max_rows=1, prefill_chunk=64, max_gap=1 / 3)),
         Ask(2, Attach("m", 1, "sae", 3, before=True)),
         Ask(3, MakeReport()),
-        Submit(asked, constrained=True),
+        Submit(asked),
         Embed(4, "m", ((1, 2),), (1,)),
         Cancel(1),
         Watch("m", (1, 2), 3),

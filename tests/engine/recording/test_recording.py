@@ -267,7 +267,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
         "": "is no record",
         "hello\n": "is no record",
         '{"type":"orders","orders":[]}\n': "is no record",
-        lines[0].decode().replace('"format":2', '"format":99'): "has format 99",
+        lines[0].decode().replace('"format":3', '"format":99'): "has format 99",
         lines[0].decode() + "hello\n": "line 2",
     }
     for text, told in wrong.items():

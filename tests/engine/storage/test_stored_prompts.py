@@ -15,7 +15,7 @@ from mlxsrv.engine.orders import Cancel, Submit
 from mlxsrv.engine.plans import FetchPrompt, Read
 from mlxsrv.engine.recording.model_replay import ModelReplay
 from mlxsrv.engine.recording.record_file import RecordReader
-from mlxsrv.engine.recording.replay import Replay, look_ahead
+from mlxsrv.engine.recording.replay import Replay
 from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.generation.parameters import Steering
 from tests.engine.loading.test_adapters import write_adapter
@@ -309,8 +309,7 @@ def test_a_record_is_replayed_without_the_disk(
     assert str(tmp_path) not in path.read_text()
     if tokens:
         reader = RecordReader(str(path))
-        foresight = look_ahead(reader)
-        live = ModelReplay({"m": str(folder)}, {}, foresight)
-        assert Replay(reader, foresight, live).run().difference is None
+        live = ModelReplay({"m": str(folder)}, {})
+        assert Replay(reader, live).run().difference is None
         assert live.compared == 24
         assert live.differing == {}

@@ -25,6 +25,7 @@ from mlxsrv.engine.events import Loaded, Report
 from mlxsrv.engine.orders import Load
 from mlxsrv.errors import ModelNotLoaded, ServeError
 from mlxsrv.formats.files import UnusableFile
+from mlxsrv.generation.parameters import MakeConstraint
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.pool import preparing
 from mlxsrv.models.pool.lease import Lease
@@ -79,7 +80,7 @@ class Engine:
         await self._world.pause()
         self.meeting.remove(path)
 
-    async def load(self, command: Load) -> Loaded:
+    async def load(self, command: Load, _: MakeConstraint | None = None) -> Loaded:
         name = command.model
         self._require(name not in self.loaded | self.loading, f"{name} is loaded twice")
         self.loading.add(name)
@@ -294,7 +295,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in SIZES:
         (tmp_path / name).mkdir()
     monkeypatch.setattr(preparing, "examine", examine)
-    tokenizer = SimpleNamespace(set_pause=lambda pause: None, thinks=False)
+    tokenizer = SimpleNamespace(set_pause=lambda pause: None, thinks=False, make_constraint=None)
     here = cycle([True, False])
     monkeypatch.setattr(preparing, "is_here", lambda *_: next(here))
     monkeypatch.setattr(preparing, "make_tokenizer", lambda *_: tokenizer)

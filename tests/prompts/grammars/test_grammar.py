@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +21,7 @@ from mlx_lm.utils import load_tokenizer
 from transformers import PreTrainedTokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.generation.parameters import Constraint, Mask
+from mlxsrv.generation.parameters import Constraint, Grammar, Mask
 from mlxsrv.prompts.grammars import grammar, sandbox
 from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
@@ -489,7 +490,14 @@ def test_a_grammar_is_compiled_once_while_it_is_in_use(
     assert compiled("a") is first
     compiled("c")
     compiled("d")
-    assert compiled("a") is not first
+    assert compiled("a") is first  # somebody holds it
+    assert few.find(Grammar(first.grammar.text, thinking=True)) is first
+    gone = weakref.ref(first)
+    del first
+    assert compiled("a") is gone()
+    compiled("b")
+    compiled("c")
+    assert gone() is None
 
 
 @given(turns=st.lists(st.integers(0, 2), max_size=60), data=st.data())
