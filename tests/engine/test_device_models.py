@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.events import Failed
 from mlxsrv.errors import ModelNotLoaded, ShuttingDown
+from mlxsrv.generation.parameters import Constraint, Grammar
 from tests.support.device import Listener, generate, job, load, open_client, run
 from tests.support.fixtures import ModelFolder
 
@@ -195,5 +198,30 @@ def test_a_closed_loop_does_not_stop_the_thread(model_folder: ModelFolder) -> No
         async with open_client() as client:
             await client.load(load(model_folder("qwen3")))
             assert len((await generate(client, job(5))).tokens) == 5
+
+    run(test)
+
+
+def test_what_makes_constraints_comes_with_a_load_and_goes_with_the_model(
+    model_folder: ModelFolder,
+) -> None:
+    def refuse(grammar: Grammar) -> Constraint:
+        raise ValueError(f"refused: {grammar.text}")
+
+    bound = msgspec.structs.replace(job(), grammar=Grammar("g"))
+
+    async def fail(client: EngineClient) -> str:
+        heard = await generate(client, msgspec.structs.replace(bound, id=job().id))
+        [failed] = [event for event in heard.events if isinstance(event, Failed)]
+        return failed.reason
+
+    async def test() -> None:
+        async with open_client() as client:
+            await client.load(load(model_folder("qwen3")), refuse)
+            assert await fail(client) == "refused: g"
+            assert len((await generate(client, job(5))).tokens) == 5
+            client.unload("m")
+            await client.load(load(model_folder("qwen3")))
+            assert "nothing was sent that makes constraints" in await fail(client)
 
     run(test)
