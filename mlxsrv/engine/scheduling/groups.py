@@ -201,8 +201,8 @@ class Groups:
 
     def bound(self, rows: Sequence[Sized], tokens: int) -> int:
         """Bytes that `bytes_with` does not exceed for these rows, or some of them, and so many
-        `tokens`. This takes no look at each row."""
-        lengths = [each.columns or each.longest for each in self._groups]
+        `tokens`. This looks at the length of each row only."""
+        lengths = [max(each.columns, each.longest) for each in self._groups]
         longest = max([*lengths, *(row.length for row in rows)], default=0) + tokens
         # However rows are grouped, there are at most three slots more than a group has rows, and
         # two for each row that is alone.
