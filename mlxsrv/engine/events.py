@@ -158,6 +158,7 @@ class Loaded(msgspec.Struct, frozen=True):
         notes: which of the load's wishes could not be had, and why.
         vectors: names of the control vectors that fit.
         kv_costs: of a row; none for an encoder.
+        draft_costs: of the text that a draft model follows; none where there is no draft.
     """
 
     model: str
@@ -168,6 +169,7 @@ class Loaded(msgspec.Struct, frozen=True):
     notes: tuple[str, ...] = ()
     vectors: tuple[str, ...] = ()
     kv_costs: tuple[KVCost, ...] = ()
+    draft_costs: tuple[KVCost, ...] = ()
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the KV cache of a row with so many tokens."""

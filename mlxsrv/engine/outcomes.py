@@ -158,6 +158,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
         cuts: KV caches can be cut back to any length.
         pads: a padded prompt is read as it would be alone.
         drafts: there is a draft model, and it can be used.
+        draft_costs: of a text that it reads.
         lookup: tokens may be proposed to all rows, each looked up in the row's own text.
         padding: bytes of padding that cost as much as another pass of the model.
         vocabulary: entries of the logits.
@@ -170,6 +171,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     cuts: bool
     pads: bool
     drafts: bool = False
+    draft_costs: tuple[KVCost, ...] = ()
     lookup: bool = False
     padding: int
     vocabulary: int

@@ -73,12 +73,13 @@ class Rewind(_Work, frozen=True):
 
 
 class Forget(_Work, frozen=True):
-    """Drop these kept prompts. `spare`: memory is short, so free buffers go back to the system.
-    Done: None."""
+    """Drop these kept prompts. `draft`: and what the draft model has read. `spare`: memory is
+    short, so free buffers go back to the system. Done: None."""
 
     title = "freeing memory"
 
     entries: tuple[int, ...]
+    draft: bool = False
     spare: bool = False
 
 

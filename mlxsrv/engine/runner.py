@@ -150,7 +150,7 @@ class Runner:
             case Rewind():
                 text.rewind(work.rows)
             case Forget():
-                text.forget(work.entries, spare=work.spare)
+                text.forget(work.entries, draft=work.draft, spare=work.spare)
             case Read():
                 return text.read(work.spans)
             case StorePrompts():

@@ -36,7 +36,7 @@ def model_object(entry: ModelEntry, model: Model | None, settings: Settings) -> 
         owned_by=entry.name.rpartition("/")[0] or "mlxsrv",
         loaded=loaded is not None,
         aliases=entry.aliases,
-        kv_cache=None if loaded is None else _kv_cache(loaded.kv_costs),
+        kv_cache=None if loaded is None else _kv_cache(loaded.kv_costs, loaded.draft_costs),
     )
     files = entry.description
     if files is None:
@@ -85,8 +85,12 @@ def _capabilities(of_files: tuple[str, ...], model: Model | None) -> tuple[str, 
     return (*of_files, "thinking")
 
 
-def _kv_cache(costs: Iterable[KVCost] | None) -> list[KVCacheCost] | None:
-    return None if costs is None else [_kv_cache_cost(cost) for cost in costs]
+def _kv_cache(costs: Iterable[KVCost] | None, drafts: Iterable[KVCost]) -> list[KVCacheCost] | None:
+    if costs is None:
+        return None
+    per_draft = sum(cost.per_token for cost in drafts)
+    draft = [KVCacheCost(kind="draft", bytes_per_token=per_draft)] if per_draft else []
+    return [*map(_kv_cache_cost, costs), *draft]
 
 
 def _kv_cache_cost(cost: KVCost) -> KVCacheCost:
@@ -109,7 +113,7 @@ def model_states(pool: PoolStatistics, report: Report) -> tuple[list[ModelState]
         budget=pool.left,
         rows=_sum(report, "row_bytes"),
         reading=_sum(report, "reading_bytes"),
-        kept=_sum(report, "prompt_cache_bytes"),
+        kept=_sum(report, "prompt_cache_bytes") + _sum(report, "draft_bytes"),
         active=report.active_bytes,
         cached=report.cache_bytes,
         peak=report.peak_bytes,
@@ -134,6 +138,6 @@ def _model_state(model: ModelStatistics, engine: dict[str, int]) -> ModelState:
         waiting_clients=model.waiting_clients,
         bytes=model.bytes,
         idle_seconds=model.idle_seconds,
-        kv_cache=_kv_cache(model.kv_costs),
+        kv_cache=_kv_cache(model.kv_costs, model.draft_costs),
         engine=engine,
     )

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from mlxsrv.engine.events import Activations, Likelihood
 from mlxsrv.engine.outcomes import Decoded, Fault, RowFailure, TextFacts
 from mlxsrv.engine.plans import Decode, ReadDraft
+from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.prompt_index import Tokens, common_prefix
 from mlxsrv.engine.scheduling.speculation_controller import MOST_UNREAD
 from tests.support.fake_decoders import FakeDecoder
@@ -31,6 +32,13 @@ class FakeSteps:
         self._facts = facts
         self._device = device
         self._draft: tuple[int, Tokens] | None = None  # the row that it follows, and what it read
+        self._draft_room = 0  # tokens that its KV cache has had at most
+
+    @property
+    def draft_bytes(self) -> int:
+        """Bytes of the draft's KV cache."""
+        room = -(-self._draft_room // STEP) * STEP
+        return sum(cost.bytes(room) for cost in self._facts.draft_costs)
 
     def run(self, work: Decode, decoder: FakeDecoder) -> Decoded:
         """One step of a decoder, or a round of proposals."""
@@ -41,7 +49,7 @@ class FakeSteps:
         return self._step(decoder)
 
     def forget_draft(self) -> None:
-        self._draft = None
+        self._draft, self._draft_room = None, 0
 
     def _step(self, decoder: FakeDecoder) -> Decoded:
         rows = decoder.rows
@@ -99,6 +107,7 @@ class FakeSteps:
         done = self._check(rows, accepted)
         if row.id not in done.broken:
             self._draft = row.id, row.text[: min(length + count, row.length)]
+            self._draft_room = max(self._draft_room, length + count)
         return done
 
     def _run_guesses(self, decoder: FakeDecoder, work: Decode) -> Decoded:
@@ -164,6 +173,9 @@ class FakeSteps:
         require(work.tokens > 0, "the draft reads nothing")
         require(work.begin + work.tokens <= row.length, "the draft reads beyond the text")
         self._draft = None if fault is not None else (row.id, text[: work.begin + work.tokens])
+        read = work.begin + work.tokens
+        room = max(self._draft_room, read) if work.begin else read
+        self._draft_room = room if fault is None else 0
 
 
 def _find_likelihoods(

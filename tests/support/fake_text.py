@@ -90,7 +90,12 @@ class FakeText:
     @property
     def bytes(self) -> int:
         """Bytes that all KV caches take."""
-        return self._decoders.bytes + self._reading_bytes + self.kept_bytes
+        return self._decoders.bytes + self._reading_bytes + self.spare_bytes
+
+    @property
+    def spare_bytes(self) -> int:
+        """Bytes of kept prompts, and of what the draft has read."""
+        return self.kept_bytes + self._steps.draft_bytes
 
     @property
     def _reading_bytes(self) -> int:
@@ -100,7 +105,7 @@ class FakeText:
     def take_peak(self) -> int:
         """Bytes that were taken while the last work was done."""
         peak, self._decoders.peak = self._decoders.peak, 0
-        return max(self.bytes, peak + self._reading_bytes + self.kept_bytes)
+        return max(self.bytes, peak + self._reading_bytes + self.spare_bytes)
 
     def end_round(self) -> None:
         """Check what must hold between rounds."""
@@ -184,7 +189,9 @@ class FakeText:
     # Kept prompts.
 
     def forget(self, work: Forget) -> None:
-        require(work.entries or work.spare, "there is nothing to forget")
+        require(work.entries or work.draft or work.spare, "there is nothing to forget")
+        if work.draft:
+            self._steps.forget_draft()
         for entry in work.entries:
             require(entry in self._kept or entry in self._moved, "entry", entry, "is not there")
             self._kept.pop(entry, None)

@@ -145,7 +145,7 @@ class TextEngine:
             case Rewind():
                 self.runner.rewind(work.rows)
             case Forget():
-                self.runner.forget(work.entries, spare=work.spare)
+                self.runner.forget(work.entries, draft=work.draft, spare=work.spare)
             case Read():
                 return self.runner.read(work.spans), None
             case Decode():

@@ -5,15 +5,15 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache
+from mlx_lm.models.cache import ArraysCache
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.kv_costs import list_layers, sum_costs
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.execution.read import read_together
 from mlxsrv.engine.outcomes import StoreFacts, TextFacts
@@ -28,6 +28,7 @@ def find_facts(
     *,
     prompt_cache_bytes: int,
     drafts: bool = False,
+    draft_costs: tuple[KVCost, ...] = (),
     lookup: bool = False,
     padding: int | None = None,
     store: StoreFacts | None = None,
@@ -40,6 +41,7 @@ def find_facts(
             there, if it was not known.
         prompt_cache_bytes: the most bytes of kept prompts.
         drafts: there is a draft model, and it can be used.
+        draft_costs: of a text that it reads.
         lookup: tokens may be proposed to all rows.
         padding: bytes of padding that cost as much as another pass; as many as the weights have,
             unless given.
@@ -55,6 +57,7 @@ def find_facts(
         cuts=caches.cuts,
         pads=caches.pads,
         drafts=drafts,
+        draft_costs=draft_costs,
         lookup=lookup,
         padding=most_padding(model) if padding is None else padding,
         vocabulary=int(logits.shape[-1]),
@@ -62,38 +65,6 @@ def find_facts(
         store=store,
         kv_costs=sum_costs(cache),
     )
-
-
-def sum_costs(cache: Iterable[Any]) -> tuple[KVCost, ...]:
-    """The costs of a row whose KV cache has these layers. They have seen a token or more; layers of
-    one window are summed."""
-    tokens: Counter[int] = Counter()  # bytes for each token, by window
-    fixed = 0
-    for layer in _flatten(cache):
-        keys = getattr(layer, "keys", None)
-        if keys is None:
-            fixed += layer.nbytes
-            continue
-        # Quantized keys are three arrays, all with the tokens in the same place.
-        length = (keys[0] if isinstance(keys, (tuple, list)) else keys).shape[-2]
-        tokens[_find_window(layer)] += layer.nbytes // length
-    costs = [KVCost(per_token, window) for window, per_token in sorted(tokens.items())]
-    return (*costs, KVCost(0, fixed=fixed)) if fixed else tuple(costs)
-
-
-def _find_window(layer: Any) -> int:
-    """The most tokens that the layer holds after a step; 0: all."""
-    if isinstance(layer, ChunkedKVCache):
-        return int(layer.chunk_size) + 1  # it is cut to the chunk before each pass
-    return int(getattr(layer, "max_size", None) or 0)
-
-
-def _flatten(cache: Iterable[Any]) -> Iterator[Any]:
-    for layer in cache:
-        if isinstance(layer, CacheList):
-            yield from _flatten(layer.caches)
-        else:
-            yield layer
 
 
 def most_padding(model: Any) -> int:
@@ -126,7 +97,7 @@ def try_padding(model: Any) -> Generator[None, None, bool]:
     off by as much as they vary, else by rounding.
     """
     caches = KVCacheFactory(model)  # a model with a recurrent layer has its own kind only
-    layers = _flatten(caches.make().layers)
+    layers = list_layers(caches.make().layers)
     if not any(isinstance(layer, ArraysCache) for layer in layers):
         return True
     short, long = (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11)

@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.kv_costs import find_costs
 from mlxsrv.engine.cache.row_cache import RowCache
 from mlxsrv.engine.execution.decode import Decoder
 from mlxsrv.engine.execution.facts import find_facts
@@ -103,6 +104,7 @@ class TextRunner:
             caches,
             prompt_cache_bytes=prompt_cache_bytes,
             drafts=self._draft is not None,
+            draft_costs=() if draft is None or self._draft is None else find_costs(draft),
             lookup=lookup and find_lookup_obstacle(caches) is None,
             padding=padding,
             store=None if stored is None else stored.facts,
@@ -245,12 +247,15 @@ class TextRunner:
             prompts.append(kept.describe())
         return tuple(prompts)
 
-    def forget(self, entries: Iterable[int], *, spare: bool = False) -> None:
-        """Drop these kept prompts. `spare`: free buffers go back to the system."""
+    def forget(self, entries: Iterable[int], *, draft: bool = False, spare: bool = False) -> None:
+        """Drop these kept prompts. `draft`: and what the draft model has read. `spare`: free
+        buffers go back to the system."""
         for entry in entries:
             self._kept.pop(entry, None)
             if self._stored is not None:
                 self._stored.forget(entry)
+        if draft and self._draft is not None:
+            self._draft.forget()
         if spare:
             mx.clear_cache()
 

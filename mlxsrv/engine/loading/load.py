@@ -93,6 +93,7 @@ def _load_decoder(
         notes=caches.notes + draft_notes + lookup_notes + vector_notes + stored_notes,
         vectors=tuple(vectors),
         kv_costs=text.facts.kv_costs,
+        draft_costs=text.facts.draft_costs,
     )
     embedder = Embedder(EmbeddingDecoder(model), Path(order.path), order.model)
     return ResidentModel(loaded, reader.files, embedder, text, steerer)

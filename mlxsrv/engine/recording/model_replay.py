@@ -230,7 +230,8 @@ class ModelReplay:
     def _compare_facts(self, model: int, then: TextFacts | None, here: TextFacts | None) -> None:
         if then is None or here is None:
             return
-        for name in ("batched", "cuts", "pads", "drafts", "lookup", "vocabulary", "kv_costs"):
+        costs = ("kv_costs", "draft_costs")
+        for name in ("batched", "cuts", "pads", "drafts", "lookup", "vocabulary", *costs):
             was, is_now = getattr(then, name), getattr(here, name)
             if was != is_now:
                 self.notes.append(f"model {model}: {name} was {was}, and is {is_now} here")

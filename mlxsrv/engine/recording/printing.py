@@ -131,7 +131,9 @@ def _describe_work(work: Work) -> str:
         case Rewind():
             return f"rows {_list(work.rows)}"
         case Forget():
-            return f"entries {_list(work.entries)}" + (", memory is short" if work.spare else "")
+            draft = ", what the draft has read" if work.draft else ""
+            short = ", memory is short" if work.spare else ""
+            return f"entries {_list(work.entries)}{draft}{short}"
         case Read():
             return "; ".join(map(_describe_span, work.spans))
         case Decode():

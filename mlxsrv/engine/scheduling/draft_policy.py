@@ -1,28 +1,44 @@
 """Proposals of a draft model: to a row that is alone, where that is faster.
 
-The draft has a KV cache of one row's text, which it follows. Masks, bans, penalties and
-log-probabilities are computed for one token at a time, so rows that need these get no proposals. A
-dormant constraint has no mask.
+The draft has a KV cache of one row's text, which it follows. It keeps that when the row has ended,
+since the next turn of a chat begins with it. The KV cache may go at any time, and be read again.
+Masks, bans, penalties and log-probabilities are computed for one token at a time, so rows that need
+these get no proposals. A dormant constraint has no mask.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
+from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.outcomes import Decoded, Outcome
+from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.prompt_index import common_prefix
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.speculation_controller import (
+    MOST,
     MOST_UNREAD,
     SpeculationController,
 )
 
 
 class DraftPolicy:
-    """Proposals of a draft model to the only row of a batch."""
+    """Proposals of a draft model to the only row of a batch.
 
-    def __init__(self) -> None:
+    Args:
+        costs: of the draft's KV cache.
+
+    Attributes:
+        fits: there is memory for the KV cache to follow the only row in this round.
+        leaving: the runner is to drop the KV cache.
+    """
+
+    def __init__(self, costs: Sequence[KVCost] = ()) -> None:
         self.controller = SpeculationController()
+        self.fits = True
+        self.leaving = False
+        self._costs = costs
+        self._room = 0  # tokens that the KV cache has had at most: a cut keeps their memory
         self._drafted = 0
         self._accepted = 0
         self._followed: Row | None = None  # whose text the draft has read
@@ -36,7 +52,38 @@ class DraftPolicy:
             "speculating": int(self.controller.on),
             "drafted": self._drafted,
             "accepted": self._accepted,
+            "draft_bytes": self.bytes,
         }
+
+    # Memory.
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the KV cache, at most."""
+        return self._measure(self._room)
+
+    def growth(self, row: Row) -> int:
+        """Bytes by which the KV cache grows at most, if it follows a row in this round."""
+        return self._measure(max(self._room, row.length + MOST + 1)) - self.bytes
+
+    def drop(self) -> int:
+        """Have the KV cache go with the next plan. Returns its bytes."""
+        bytes = self.bytes
+        self.leaving |= bytes > 0
+        self._room = 0
+        self.forget()
+        return bytes
+
+    def take_leaving(self) -> bool:
+        """Whether the runner is to drop the KV cache with this plan."""
+        leaving, self.leaving = self.leaving, False
+        return leaving
+
+    def _measure(self, tokens: int) -> int:
+        # mlx-lm's KV cache grows by STEP, from whatever it has.
+        return sum(cost.bytes(tokens + STEP - 1) for cost in self._costs) if tokens else 0
+
+    # Proposals.
 
     def propose(self, row: Row) -> int:
         """Return how many tokens to propose to the only row now. It is 0 where a plain step is
@@ -49,7 +96,9 @@ class DraftPolicy:
         unread = row.length - self._read
         if unread > MOST_UNREAD or not self.controller.affords(unread):
             return 0
-        return self.controller.choose([most])
+        proposals = self.controller.choose([most])
+        self._room = max(self._room, row.length + proposals)
+        return proposals
 
     def plan_reading(self, row: Row, limit: int) -> tuple[int, int] | None:
         """The tokens of the only row's text that the draft is to read: the first, and how many, at
@@ -68,7 +117,9 @@ class DraftPolicy:
             return None
         if not self.controller.affords(unread):
             return None
-        return begin, min(unread, self.controller.bound(limit))
+        tokens = min(unread, self.controller.bound(limit))
+        self._room = max(self._room, begin + tokens) if begin else tokens
+        return begin, tokens
 
     def saw_reading(self, row: Row, begin: int, tokens: int, seconds: float) -> None:
         self._followed, self._read = row, begin + tokens
@@ -98,7 +149,7 @@ class DraftPolicy:
         self._read = min(length + proposed, row.length)
 
     def forget(self) -> None:
-        """Note that the draft's KV cache is lost, or that rows have changed."""
+        """Note that what the draft has read is of no use any more."""
         self._followed, self._read = None, 0
         self.skip()
 

@@ -12,6 +12,8 @@ What is to be done is decided at the beginning of each round, before a plan take
   is read again when it fits as a new one does, with a growth step for all. So between two
   preemptions of a row each of the others draws tokens of a growth step, or all that it has left.
   No row is preempted for a younger one, and the oldest row of the client is never.
+- **A draft model** follows the only row where there is room for what it reads. Kept prompts give
+  way to that, and it gives way to rows.
 - **The oldest row** goes on until the budget is full of it alone. Then it ends, as at its limit.
   A text that does not fit even alone is refused.
 
@@ -103,7 +105,7 @@ class MemoryBudget:
         first = next(self._candidates(), None)
         if first is None:
             return False
-        kept = sum(model.index.bytes for model in self._models)
+        kept = sum(model.spare_bytes for model in self._models)
         return self._count_with([first]) - kept <= self.bytes
 
     def _find_room(self, model: RowMemory, bytes: int) -> bool:
@@ -128,11 +130,13 @@ class MemoryBudget:
         for model in self._models:
             model.index.late = False
         self._tell_progress()
-        if self._is_ample(self.bytes) or self._suffices(self.bytes):
+        if self._is_ample(self.bytes):
             return
-        self._keep_within(self.bytes)
-        granted = self._grant(self.bytes)
-        self._fit(self.bytes, granted)
+        if not self._suffices(self.bytes):
+            self._keep_within(self.bytes)
+            granted = self._grant(self.bytes)
+            self._fit(self.bytes, granted)
+        self._fit_drafts()
 
     def _is_ample(self, most: int) -> bool:
         """Whether half of the memory is left, even if all who wait are let in. So it is on most
@@ -146,6 +150,8 @@ class MemoryBudget:
         for model in self._models:
             model.grant(None)
             model.groups.fit, model.proposals_fit = Fit.AMPLE, True
+            if model.book.drafts is not None:
+                model.book.drafts.fits = True
         self._free, self._asked = most - taken, 0
         return True
 
@@ -169,7 +175,7 @@ class MemoryBudget:
     def _keep_within(self, most: int) -> None:
         """Have kept prompts and rows go until there is room for the next steps."""
         self._give_way(self._count(_NEXT, Fit.AMPLE) - most)
-        kept = sum(model.index.bytes for model in self._models)
+        kept = sum(model.spare_bytes for model in self._models)
         self._ask(self._count(_NEXT + _FORESIGHT, Fit.EXACT, settled=True) - kept, most)
         # Where there were more bytes until now, arrays are too large whoever goes, and shrink.
         while self._count(_NEXT, Fit.EXACT, settled=True) > most:
@@ -188,12 +194,12 @@ class MemoryBudget:
                 yield model, row
 
     def _give_way(self, bytes: int) -> int:
-        """Have kept prompts give way to so many bytes, first those of models without rows. Returns
-        the bytes that are free then."""
+        """Have kept prompts and drafts give way to so many bytes, first those of models without
+        rows. Returns the bytes that are free then."""
         freed = 0
         for model in sorted(self._models, key=lambda model: bool(model.rows)):
             if freed < bytes:
-                freed += model.index.give_way(bytes - freed)
+                freed += model.give_way(bytes - freed)
         return freed
 
     # Whose text is read.
@@ -216,7 +222,7 @@ class MemoryBudget:
         """The rows whose texts may be read; None if one was refused, so that another may have its
         place."""
         found = list(self._candidates())
-        kept = sum(each.index.bytes for each in self._models)
+        kept = sum(each.spare_bytes for each in self._models)
         fitting = self._find_fitting(found, most + kept)
         granted = found[:fitting]
         if granted:
@@ -292,6 +298,13 @@ class MemoryBudget:
         return sum(
             model.count(tokens, fit, own, free=free, settled=settled) for model, own in rows.items()
         )
+
+    def _fit_drafts(self) -> None:
+        """Find room for what drafts read in this round. Kept prompts give way to it; it gives way
+        to rows."""
+        for model in self._models:
+            if (drafts := model.book.drafts) is not None:
+                drafts.fits = self._find_room(model, model.draft_growth)
 
     # What the client is told.
 

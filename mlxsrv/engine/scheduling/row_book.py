@@ -14,6 +14,7 @@ from mlxsrv.engine.faults import NOT_A_NUMBER
 from mlxsrv.engine.orders import Job, StorageTold
 from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
 from mlxsrv.engine.plans import Admit, Forget, Keep, Leave, Release, Rewind, Work
+from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
@@ -44,11 +45,12 @@ class RowBook:
         queue, groups, recovery: where a row may be.
         numbers: for rows that come.
         store: prompts on disk; None: there are none.
+        drafts: proposals of a draft model; None: there is none.
 
     Attributes:
         events: what the client is to be told.
         short_of_memory: what is not needed goes with the next plan.
-        index, queue, groups, recovery: as above.
+        index, queue, groups, recovery, drafts: as above.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class RowBook:
         recovery: Recovery,
         numbers: Iterator[int],
         store: StoreSchedule | None = None,
+        drafts: DraftPolicy | None = None,
     ) -> None:
         self.events: list[Event] = []
         self.short_of_memory = False
@@ -71,6 +74,7 @@ class RowBook:
         self.queue = queue
         self.groups = groups
         self.recovery = recovery
+        self.drafts = drafts
         self._rows: dict[int, Row] = {}
         self._numbers = numbers
         # For the next plan.
@@ -92,6 +96,7 @@ class RowBook:
             or self._rewound
             or self.short_of_memory
             or self.index.dropped
+            or (self.drafts is not None and self.drafts.leaving)
         ):
             return False
         fetching = sum(row.state is RowState.FETCHING for row in self._rows.values())
@@ -252,14 +257,18 @@ class RowBook:
         spare, self.short_of_memory = self.short_of_memory, False
         if spare:
             self.index.clear()
+            if self.drafts is not None:
+                self.drafts.drop()
             self._rewound += self.queue.shrink()
         if rows := tuple(row.id for row in self._rewound if not row.ended):
             works.append(Rewind(model=self._model, rows=rows))
         self._rewound = []
         leaves = tuple(map(self._plan_leave, self._leaving))
         # First what goes: kept prompts may give way to those that are kept now.
-        if (dropped := self.index.take_dropped()) or spare:
-            works.append(Forget(model=self._model, entries=dropped, spare=spare))
+        dropped = self.index.take_dropped()
+        draft = self.drafts is not None and self.drafts.take_leaving()
+        if dropped or draft or spare:
+            works.append(Forget(model=self._model, entries=dropped, draft=draft, spare=spare))
         if leaves:
             works.append(Release(model=self._model, rows=leaves))
             self._leaving = []

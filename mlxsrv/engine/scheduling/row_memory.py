@@ -5,7 +5,8 @@ It counts by the facts of the model, before anything is taken:
 - the arrays of the groups that are decoded, as large as the next steps need them;
 - of each text that is being read, from its first slice on, the KV cache that it has at its end, and
   then the places in a group that its rows take instead;
-- kept prompts, also those that the runner has yet to keep.
+- what can go at any time: kept prompts, also those that the runner has yet to keep, and what the
+  draft model has read.
 
 Arrays change, and rows go over to them, one array of a layer after the other. So what is there
 twice for a moment is one of these, and counts as what a step needs for itself.
@@ -106,9 +107,29 @@ class RowMemory:
         return sum(map(self._measure, joining))
 
     @property
+    def spare_bytes(self) -> int:
+        """Bytes that can be had at once: of kept prompts, and of what the draft has read."""
+        drafts = self.book.drafts
+        return self.index.bytes + (0 if drafts is None else drafts.bytes)
+
+    def give_way(self, bytes: int) -> int:
+        """Have what is spare go, until so many bytes are free: the draft's last, since it is in
+        use where rows are. Returns the bytes that are free then."""
+        freed = self.index.give_way(bytes)
+        if freed < bytes and self.book.drafts is not None:
+            freed += self.book.drafts.drop()
+        return freed
+
+    @property
+    def draft_growth(self) -> int:
+        """Bytes that the draft takes more in this round, if it follows the only row."""
+        rows, drafts = self.groups.rows, self.book.drafts
+        return drafts.growth(rows[0]) if drafts is not None and len(rows) == 1 else 0
+
+    @property
     def kept_bytes(self) -> int:
-        """Bytes of kept prompts, with those that the runner has yet to keep."""
-        return self.index.bytes + sum(map(self.measure, self.index.promised))
+        """Bytes of what is spare, with prompts that the runner has yet to keep."""
+        return self.spare_bytes + sum(map(self.measure, self.index.promised))
 
     def count(
         self,
@@ -158,7 +179,7 @@ class RowMemory:
         # A text may go on from a kept prompt that is longer, and was cut back.
         own = sum(self.measure(row.length) + self.index.bytes for row in candidates)
         arrays = self.groups.bound([*reading, *candidates], tokens)
-        return arrays + own + self.reading_bytes + self.kept_bytes
+        return arrays + own + self.reading_bytes + self.kept_bytes + self.draft_growth
 
     def count_alone(self, row: Row, tokens: int) -> int:
         """Bytes that a row takes that is read, and then decoded alone, until it has so many tokens

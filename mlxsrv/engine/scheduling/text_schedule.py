@@ -94,7 +94,7 @@ class TextSchedule:
         self._queue = PromptQueue(facts, self._index, self._groups)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
         self._recovery = Recovery(self._max_rows)
-        self._drafts = DraftPolicy() if facts.drafts else None
+        self._drafts = DraftPolicy(facts.draft_costs) if facts.drafts else None
         self._lookups = LookupPolicy() if facts.lookup else None
         self._budget = MemoryBudget() if budget is None else budget
         self._book = RowBook(
@@ -106,6 +106,7 @@ class TextSchedule:
             self._recovery,
             self._budget.numbers,
             make_store(model, facts, pace, self._index, self._queue),
+            self._drafts,
         )
         self.memory = RowMemory(facts, pace.most, self._book)
         self._budget.add(self.memory)
@@ -239,7 +240,7 @@ class TextSchedule:
     def _lone_row(self) -> Row | None:
         """The only row, if a draft may be used: nobody waits for the row to leave, or watches the
         activations of each token."""
-        if self._drafts is None or not self._may_propose():
+        if self._drafts is None or not (self._drafts.fits and self._may_propose()):
             return None
         rows = self._groups.rows
         return rows[0] if len(rows) == 1 else None
@@ -309,7 +310,7 @@ class TextSchedule:
 
     def _give_up_drafts(self) -> None:
         _log.warning("the draft model may be to blame, and is no longer used")
-        self._drafts = None
+        self._drafts = self._book.drafts = None
 
     # A slice of prompts.
 

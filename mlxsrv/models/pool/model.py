@@ -120,6 +120,8 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the weights; None unless it is loaded."""
     kv_costs: tuple[KVCost, ...] | None
     """The cost of a row's KV cache; None unless the model is loaded."""
+    draft_costs: tuple[KVCost, ...]
+    """The cost of the draft model's KV cache; none where it has no draft, or is not loaded."""
     idle_seconds: float | None
     """The time it has been loaded without a user; None if it is not loaded or has one."""
 
@@ -287,6 +289,7 @@ class Model:
             waiting_clients=self.row_queue.clients,
             bytes=None if self._loaded is None else self._loaded.bytes,
             kv_costs=None if self._loaded is None else self._loaded.kv_costs,
+            draft_costs=() if self._loaded is None else self._loaded.draft_costs,
             idle_seconds=self.idle_seconds,
         )
 

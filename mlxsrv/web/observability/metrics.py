@@ -343,7 +343,7 @@ def _memory_gauges(health: Health) -> list[Metric]:
         "memory_bytes",
         "Bytes of the device: active, cached (free, kept for reuse), peak; the limit, weights of "
         "all models, the budget that they leave for KV caches, and what of it rows, reading "
-        "(prompts that are being read) and kept (prompts) take.",
+        "(prompts that are being read) and kept (prompts, and what drafts have read) take.",
         "kind",
     )
     usage = _gauge(
@@ -367,7 +367,8 @@ def _memory_gauges(health: Health) -> list[Metric]:
     )
     for model in health.models or ():
         if model.kv_cache is not None:
-            bytes = sum(cost.bytes_per_token for cost in model.kv_cache)
+            own = [cost for cost in model.kv_cache if cost.kind != "draft"]
+            bytes = sum(cost.bytes_per_token for cost in own)
             per_token.add_metric([model.id], bytes)
         if "preemptions" in model.engine:
             preemptions.add_metric([model.id], model.engine["preemptions"])

@@ -276,9 +276,9 @@ class ModelDetails(Struct, frozen=True):
 class KVCacheCost(Struct, frozen=True, kw_only=True):
     """The bytes that the layers of one kind take in the KV cache of a row: those with `full`
     attention for each token, those with a `window` for each of the last ones, and those with a
-    `state` whatever its length."""
+    `state` whatever its length. A `draft` model takes its bytes for each token of one row only."""
 
-    kind: Literal["full", "window", "state"]
+    kind: Literal["full", "window", "state", "draft"]
     bytes_per_token: int = 0
     window: int | None = None
     bytes: int = 0
@@ -336,8 +336,9 @@ class ModelState(Struct, frozen=True, kw_only=True):
 
 class MemoryState(Struct, frozen=True, kw_only=True):
     """In bytes: the limit; what weights and SAEs take of it, and the budget that they leave for
-    KV caches; what of this rows have, prompts that are being read, and kept prompts. Then what MLX
-    has in use, keeps for reuse, and has had at most."""
+    KV caches; what of this rows have, prompts that are being read, and what can go at any time:
+    kept prompts, and what draft models have read. Then what MLX has in use, keeps for reuse, and
+    has had at most."""
 
     limit: int
     weights: int

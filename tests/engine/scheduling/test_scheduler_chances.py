@@ -130,6 +130,7 @@ def text_facts(draw: Any) -> TextFacts:
         cuts=kind == "attention",
         pads=draw(st.booleans()),
         drafts=kind == "attention" and proposer == "draft",
+        draft_costs=(KVCost(PER_TOKEN),) if kind == "attention" and proposer == "draft" else (),
         lookup=kind == "attention" and proposer == "lookup",
         padding=draw(st.sampled_from([0, 4 * PER_TOKEN, 64 * PER_TOKEN, 1 << 30])),
         vocabulary=draw(st.sampled_from([300, 1 << 21])),

@@ -3,6 +3,7 @@ its job has without a budget."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ from mlx_lm.utils import load_model
 
 from mlxsrv.engine.events import Event, Failed, Token
 from mlxsrv.engine.orders import Job
+from mlxsrv.engine.scheduling.speculation_controller import SpeculationController
 from mlxsrv.generation.parameters import Constraint, Sampling
 from tests.support.effort import often
 from tests.support.faulty_text import Odd
@@ -108,3 +110,50 @@ def test_mlx_never_has_more_than_the_budget_and_what_a_step_takes(tmp_path: Path
     # time. Where arrays grow, one of a layer's two is there twice.
     layer = budget // 4  # it has four
     assert peak(budget, jobs) <= budget + max(step, 0) + 2 * layer + layer // 2
+
+
+class Always(SpeculationController):
+    """Finds proposals worth it at all times."""
+
+    def affords(self, unread: int) -> bool:
+        return True
+
+    def choose(self, found: Sequence[int], *, known: bool = True) -> int:
+        return min(4, *found)
+
+    def saw_reading(self, tokens: int, seconds: float) -> None:
+        """Nothing to find out."""
+
+    def saw_round(self, *args: Any, **more: Any) -> None:
+        """Nothing to find out."""
+
+
+@pytest.mark.long
+def test_a_draft_follows_a_row_where_there_is_room_and_gives_way(tmp_path: Path) -> None:
+    """With as much KV cache for each token as the model itself."""
+    model, _ = load_model(write_heavy(tmp_path / "heavy"))
+    mx.eval(model.parameters())
+    greedy = Sampling(temperature=0)
+    jobs = [Job(1, "m", (5,) * 200, 600, frozenset(), greedy)]
+
+    def run_with(draft: Any, slots: int) -> tuple[dict[int, list[int]], TextEngine, int]:
+        engine = TextEngine(model, max_rows=1, budget=slots * slot, draft=draft)
+        if (drafts := engine.schedule._drafts) is not None:
+            drafts.controller = Always()
+        mx.synchronize()
+        mx.clear_cache()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        found = texts(run(engine, jobs))
+        mx.synchronize()
+        return found, engine, mx.get_peak_memory() - before
+
+    slot = 256 * PER_TOKEN
+    plain, _, alone = run_with(None, 4)
+    short, engine, peak = run_with(model, 4)
+    assert short == plain
+    assert engine.statistics()["drafted"] > 0
+    assert peak <= max(alone, 4 * slot) + slot // 4, "one of a layer's arrays is there twice"
+    assert engine.statistics()["draft_bytes"] == 0, "it has given way"
+    _, engine, peak = run_with(model, 12)
+    assert peak > 6 * slot, "where there is room it follows the row to its end"
