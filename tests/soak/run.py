@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from tests.soak.crowd import DEEDS, Failure, World, do, gather, learn, make_peace
+from tests.soak.crowd import DEEDS, do, gather, learn, make_peace
 from tests.soak.town import Book, Stock, Watched, read_book, watched
+from tests.soak.world import Failure, World
 
 MOST_GROWTH = 1.10
 """Resident memory at the end over that after the first third."""

@@ -12,7 +12,8 @@ import pytest
 
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool
-from tests.models.pool.test_pool import Log, entry, folder, loaded, log, opened, run, until, use
+from tests.models.pool.test_pool import folder, log
+from tests.support.pools import Log, entry, loaded, opened, run, until, use
 
 __all__ = ["folder", "log"]
 

@@ -18,7 +18,8 @@ from mlxsrv.formats.sae_files import read_sae
 from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
-from tests.models.pool.test_pool import PATIENCE, Log, entry, folder, log, opened, run, until, use
+from tests.models.pool.test_pool import folder, log
+from tests.support.pools import PATIENCE, Log, entry, opened, run, until, use
 from tests.support.saes import write_sae
 
 __all__ = ["folder", "log"]  # fixtures

@@ -25,8 +25,9 @@ from mlxsrv.wire.openai.requests import (
     NamedTool,
 )
 from mlxsrv.wire.openai.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS
-from tests.support.bodies import JSON_SCHEMA, KINDS, Kind, chat, completion, message, tool
+from tests.support.bodies import KINDS, Kind
 from tests.support.effort import examples
+from tests.support.openai_bodies import JSON_SCHEMA, chat, completion, message, tool
 from tests.support.schemas import Body
 
 
