@@ -143,12 +143,16 @@ def connect(arguments: Sequence[str]) -> None:
     """Print what makes a client use the server with these options, or write it."""
     parser = option_parser(
         "connect",
-        f"Print what makes a client use the server that runs, or would run, with the same options. "
-        f"CLIENT is one of: {', '.join(CLIENTS)}.",
+        f"Print the settings that a client needs to use this server. Give it the options that the "
+        f"server has; no server need run. CLIENT is one of: {', '.join(CLIENTS)}.",
     )
     parser.add_argument("client", metavar="CLIENT", nargs="?")
-    parser.add_argument("--for-model", metavar="NAME", help="Another model than the default one.")
-    parser.add_argument("--url", help="Address where the client reaches the server, if another.")
+    parser.add_argument(
+        "--for-model", metavar="NAME", help="Model that the client uses, if not the default one."
+    )
+    parser.add_argument(
+        "--url", help="Address at which the client reaches the server, if not http://HOST:PORT."
+    )
     parser.add_argument(
         "--write",
         action="store_true",
@@ -202,10 +206,10 @@ def replay(arguments: Sequence[str]) -> None:
         "with --record-tokens. Exit status 1: something differs.",
     )
     parser.add_argument("record", metavar="FILE", help="The record, which may be a .gz file.")
-    parser.add_argument("--print", action="store_true", help="Print every round.")
+    parser.add_argument("--print", action="store_true", help="Print each round, with its works.")
     for flag, what in (
-        ("--model", "Do the works of the model NAME with the one in this folder. Repeatable."),
-        ("--file", "Where an adapter, a draft model, an SAE or a control vector is. Repeatable."),
+        ("--model", "Do the works of the model NAME again, with the model in this folder. Repeatable."),
+        ("--file", "File or folder of an adapter, a draft model, an SAE or a control vector. Repeatable."),
     ):
         parser.add_argument(flag, action="append", default=[], metavar="NAME=PATH", help=what)
     asked = parser.parse_args(arguments)

@@ -83,7 +83,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_models: Annotated[
         Annotated[int, Meta(ge=1)] | None,
         Meta(
-            description="Models loaded at once. The least recently used idle one is unloaded first."
+            description="Most models loaded at once. The least recently used idle one goes first."
         ),
     ] = None
     memory_limit: Annotated[
@@ -123,7 +123,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Small model that proposes tokens for MODEL (for the default model if none "
             "is named); MODEL checks several in one step. Used while one request runs and while "
-            "that is faster. `ngram`: no model; all requests' own texts are looked up. Repeatable.",
+            "that is faster. `ngram` needs no model: it proposes the tokens that followed the same "
+            "tokens earlier in the text, for all requests that run. Repeatable.",
             extra={"metavar": "[MODEL=]ID_OR_PATH|ngram"},
         ),
     ] = ()
@@ -244,7 +245,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     max_concurrency: Annotated[
-        int, Meta(ge=1, le=1024, description="Rows decoded together, per model.")
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="Most answers (rows of the batch) that are generated together, per model.",
+        ),
     ] = 32
     max_queue: Annotated[
         int,
@@ -296,7 +302,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     keepalive: Annotated[
         float,
-        Meta(gt=0, description="Seconds without output after which a stream gets a comment."),
+        Meta(
+            gt=0,
+            description="Seconds without output after which a stream gets a sign of life: a "
+            "comment, an event or an empty line, as its API has it.",
+        ),
     ] = 15.0
     max_body: Annotated[
         int,
@@ -386,9 +396,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "text"
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
-        Meta(description="Record the engine's work, for bug reports.", extra={"metavar": "FILE"}),
+        Meta(
+            description="Write what the engine is asked, plans and does to this file, without "
+            "texts, for a bug report; mlxsrv replay reads it.",
+            extra={"metavar": "FILE"},
+        ),
     ] = None
-    record_tokens: Annotated[bool, Meta(description="Record token ids, and so texts.")] = False
+    record_tokens: Annotated[
+        bool,
+        Meta(
+            description="With --record: write token ids and grammars too. All texts can be read "
+            "from them."
+        ),
+    ] = False
     metrics: Annotated[
         bool, Meta(description="Serve Prometheus metrics at /metrics (extra metrics).")
     ] = False
