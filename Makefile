@@ -1,5 +1,5 @@
-# make serve | quick | test | test-long | test-clients | soak | check | fuzz | bench | clean: each sets
-# up what it needs first, in .venv; the clients have .venv-clients to themselves.
+# make serve | quick | test | test-long | test-clients | test-replicas | soak | check | fuzz | bench | clean: each sets
+# up what it needs first, in .venv; the clients have .venv-clients to themselves, and Ray has .venv-ray.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -20,7 +20,7 @@ ARGS ?=
 # that they start.
 JOBS ?= 3
 
-.PHONY: serve quick test test-long test-clients soak lint check format fuzz bench demo demo-sae clean
+.PHONY: serve quick test test-long test-clients test-replicas soak lint check format fuzz bench demo demo-sae clean
 
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
@@ -66,6 +66,12 @@ else
 	@echo 'make test-clients: there is no node with npm here, so the tests of the Node clients and of the agents are skipped'
 endif
 
+RAY := .venv-ray
+
+# Ray's memory monitor would end processes where a machine has little memory left for all that runs there.
+test-replicas: $(RAY)/.done  ## two replicas under Ray Serve, in an environment of their own (ARGS="-k update")
+	RAY_memory_monitor_refresh_ms=0 OPENBLAS_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray $(ARGS)
+
 soak: $(VENV)/.test  ## everything at once for minutes, then a count of what is left (ARGS="--minutes 120")
 	$(BIN)/python -m tests.soak $(ARGS)
 
@@ -108,7 +114,7 @@ demo-sae: $(VENV)/.serve  ## train the demo model's sparse autoencoder anew (ARG
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz dist build
-	rm -rf $(CLIENTS) $(CLIENT_TEST)/*/node_modules
+	rm -rf $(RAY) $(CLIENTS) $(CLIENT_TEST)/*/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -140,6 +146,11 @@ $(CLIENTS)/.done: pyproject.toml $(CLIENT_TEST)/constraints.txt | $(VENV)/bin/py
 	$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	  print(*project['optional-dependencies']['clients'], sep='\n')" > $(CLIENTS)/wanted.txt
 	$(CLIENTS)/bin/python -m pip install -q -c $(CLIENT_TEST)/constraints.txt -r $(CLIENTS)/wanted.txt
+	touch $@
+
+$(RAY)/.done: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m venv $(RAY)
+	$(RAY)/bin/python -m pip install -q --no-compile -e '.[$(EXTRAS),metrics,structured,ray]' 'httpx>=0.28' 'pytest>=8.3' 'pytest-timeout>=2.3'
 	touch $@
 
 # The packages ask for Node 22, of which npm would warn; what the tests use of them runs on 20 too.

@@ -1,5 +1,5 @@
-"""The commands besides serving: `mlxsrv models`, `mlxsrv pull`, `mlxsrv connect` and
-`mlxsrv replay`.
+"""The commands besides serving: `mlxsrv models`, `mlxsrv pull`, `mlxsrv connect`, `mlxsrv replay`
+and `mlxsrv replicas`.
 
 Each takes its arguments, prints, and raises SettingsError or ServeError.
 """
@@ -24,6 +24,7 @@ from mlxsrv.engine.recording.record_file import RecordError
 from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.options import SettingsError
+from mlxsrv.replicas.command import replicas
 
 
 class ModelLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -232,5 +233,5 @@ def _pairs(flag: str, values: Iterable[str]) -> dict[str, str]:
 
 
 COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = MappingProxyType(
-    {"models": models, "pull": pull, "connect": connect, "replay": replay}
+    {"models": models, "pull": pull, "connect": connect, "replay": replay, "replicas": replicas}
 )

@@ -87,7 +87,8 @@ def option_parser(
     command: str = "",
     does: str = "Serve MLX language models over OpenAI's, Anthropic's and Ollama's APIs.\n"
     "Other commands: mlxsrv models (list what would be served), mlxsrv pull (download a model), "
-    "mlxsrv connect (set up a client), mlxsrv replay (show a record).",
+    "mlxsrv connect (set up a client), mlxsrv replay (show a record), mlxsrv replicas (serve with "
+    "several processes).",
 ) -> argparse.ArgumentParser:
     """Make the parser of all options, for the server or for another command.
 

@@ -34,18 +34,19 @@ FLOORS = {
     "web": 6,
     "connect": 6,
     "server": 7,
-    "replicas": 7,
-    "commands": 8,
-    "cli": 9,
-    "__init__": 9,
-    "__main__": 10,
+    "replicas": 8,
+    "commands": 9,
+    "cli": 10,
+    "__init__": 10,
+    "__main__": 11,
 }
 """A file imports from floors below its own, or from its own package."""
 
 LIBRARIES = {
     "mlx": {"engine"},
     "mlx_lm": {"engine", "prompts/tokenizer", "prompts/token_texts"},
-    "starlette": {"web"},
+    "ray": {"replicas"},
+    "starlette": {"web", "replicas/front"},
     "uvicorn": {"server"},
 }
 """Where a library may be imported: a package, or one file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -40,6 +41,20 @@ class StoredResponse(Struct, frozen=True, kw_only=True):
         return len(self.body) + sum(len(item.body) + len(item.id) + 200 for item in items) + 1000
 
 
+class Responses(Protocol):
+    """Where responses are kept: in this process, or shared with others."""
+
+    def put(self, response: StoredResponse) -> None: ...
+
+    def get(self, id: str) -> StoredResponse: ...
+
+    def delete(self, id: str) -> None: ...
+
+    def conversation(self, id: str | None) -> list[StoredItem]: ...
+
+    def item(self, id: str, path: str) -> StoredItem: ...
+
+
 class ResponseStore:
     """Keeps the responses that were used last. Used on one event loop.
 
@@ -71,7 +86,7 @@ class ResponseStore:
         """Raises ResponseNotFound."""
         response = self._responses.get(id)
         if response is None:
-            raise ResponseNotFound(f"Response with id '{id[:100]}' not found.")
+            raise no_response(id)
         self._responses.move_to_end(id)
         return response
 
@@ -90,10 +105,7 @@ class ResponseStore:
         while id is not None:
             response = self._responses.get(id)
             if response is None:
-                raise PreviousResponseNotFound(
-                    f"Previous response with id '{id[:100]}' not found.",
-                    param="previous_response_id",
-                )
+                raise no_previous(id)
             chain.append(response)
             id = response.previous
         chain.reverse()
@@ -109,7 +121,7 @@ class ResponseStore:
         """
         item = self._items.get(id)
         if item is None:
-            raise StoredItemNotFound(f"{path}: Item with id '{id[:100]}' not found.", param=path)
+            raise no_item(id, path)
         return item
 
     def _forget(self, id: str) -> None:
@@ -118,3 +130,17 @@ class ResponseStore:
         for item in (*response.input, *response.output):
             if self._items.get(item.id) is item:
                 del self._items[item.id]
+
+
+def no_response(id: str) -> ResponseNotFound:
+    return ResponseNotFound(f"Response with id '{id[:100]}' not found.")
+
+
+def no_previous(id: str) -> PreviousResponseNotFound:
+    return PreviousResponseNotFound(
+        f"Previous response with id '{id[:100]}' not found.", param="previous_response_id"
+    )
+
+
+def no_item(id: str, path: str) -> StoredItemNotFound:
+    return StoredItemNotFound(f"{path}: Item with id '{id[:100]}' not found.", param=path)

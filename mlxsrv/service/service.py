@@ -47,7 +47,7 @@ from mlxsrv.service.lifecycle import State
 from mlxsrv.service.observing import Observer
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
-from mlxsrv.service.response_store import ResponseStore
+from mlxsrv.service.response_store import Responses, ResponseStore
 from mlxsrv.service.status import model_object, model_states, read_facts
 from mlxsrv.service.steering.attachments import SAEs, check_steering_settings
 from mlxsrv.service.steering.profiles import Profiles
@@ -114,9 +114,18 @@ def check_llguidance(option: str) -> None:
 
 
 class Service:
-    """The models of one app, and the requests that are under way. Used on one event loop."""
+    """The models of one app, and the requests that are under way. Used on one event loop.
 
-    def __init__(self, settings: Settings, observers: Sequence[Observer] = ()) -> None:
+    Args:
+        responses: where they are stored; None: in this process.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        observers: Sequence[Observer] = (),
+        responses: Responses | None = None,
+    ) -> None:
         self.settings = settings
         self.pool = Pool(Catalogue(settings), settings, observers)
         self._pulls = Pulls(self.pool.catalogue, settings)
@@ -124,7 +133,9 @@ class Service:
         store = ProfileStore(Path(settings.data_dir))
         self.steering = SteeringRegistry(self.pool, self.saes, store)
         self.profiles = Profiles(self.steering, store)
-        self.responses = ResponseStore(settings.max_responses, settings.max_responses_bytes)
+        self.responses = responses or ResponseStore(
+            settings.max_responses, settings.max_responses_bytes
+        )
         self._resources = Resources(
             settings,
             self.pool,

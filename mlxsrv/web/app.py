@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from mlxsrv.configuration import load_settings
 from mlxsrv.errors import MethodNotAllowed, RouteNotFound, ServeError
+from mlxsrv.service.response_store import Responses
 from mlxsrv.service.service import Service, check_models
 from mlxsrv.settings import Settings
 from mlxsrv.web.bodies import Bodies, IgnoredFields
@@ -31,12 +32,24 @@ from mlxsrv.web.routes import make_routes
 from mlxsrv.web.security.api_keys import load_keys
 from mlxsrv.web.security.guard import Guard
 from mlxsrv.web.security.origins import AllowedOrigins, Cors
+from mlxsrv.web.security.rates import Rates
 
 
 class App(Starlette):
-    """The ASGI app; `create_app` makes one."""
+    """The ASGI app; `create_app` makes one.
 
-    def __init__(self, settings: Settings, *, local: bool) -> None:
+    Args:
+        responses, rates: those of several apps together; None: this app's own.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        local: bool,
+        responses: Responses | None = None,
+        rates: Rates | None = None,
+    ) -> None:
         # A wrong model is an error now, not at the first request.
         self.default_model = check_models(settings)
         keys = load_keys(settings)
@@ -48,7 +61,7 @@ class App(Starlette):
             middleware=[
                 *([Middleware(Cors, origins)] if settings.allowed_origin else []),
                 Middleware(RequestLog, telemetry.observers),
-                Middleware(Guard, settings, keys, origins, local=local),
+                Middleware(Guard, settings, keys, origins, local=local, rates=rates),
             ],
             exception_handlers={ServeError: _serve_error, HTTPException: _http_error},
             lifespan=type(self).lifespan,
@@ -58,6 +71,7 @@ class App(Starlette):
         self.ignored = IgnoredFields()
         self.bodies = Bodies(settings.max_bodies or 4 * settings.max_body)
         self._observers = telemetry.observers
+        self._responses = responses
         self._service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -83,7 +97,8 @@ class App(Starlette):
         if self._service is None or self._loop is not loop:
             if self._service is not None:
                 self._service.abandon()
-            self._service, self._loop = Service(self.settings, self._observers), loop
+            self._service = Service(self.settings, self._observers, self._responses)
+            self._loop = loop
         return self._service
 
     @contextlib.asynccontextmanager

@@ -23,6 +23,10 @@ from mlxsrv.wire.dialect import Dialect
 
 R = TypeVar("R", bound=Struct)
 
+CONVERSATION = "mlxsrv.conversation"
+"""The key of a scope under which a replica notes the key of the request's conversation: hexadecimal
+digits, with which the response's id begins."""
+
 
 def generating(dialect: Dialect[R], operation: OperationName) -> Endpoint:
     """Return the handler of a route that generates text."""
@@ -44,7 +48,7 @@ async def start_reply(request: Request, dialect: Dialect[R], asked: R) -> Reply:
     reply = await service_of(request).generate(
         spec,
         request_id(request.scope),
-        dialect.new_id(),
+        dialect.new_id(request.scope.get(CONVERSATION, "")),
         client_of(request, spec.user, spec.priority),
     )
     record_of(request.scope).reply = reply

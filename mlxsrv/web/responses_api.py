@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxsrv.errors import UnsupportedParameter
-from mlxsrv.service.response_store import ResponseStore, StoredItem, StoredResponse
+from mlxsrv.service.response_store import Responses, StoredItem, StoredResponse
 from mlxsrv.web.bodies import share_of
 from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.observability.records import record_of
@@ -51,7 +51,7 @@ async def count_input_tokens(request: Request) -> Response:
     return JSONResponse(InputTokens(input_tokens=count), headers=headers)
 
 
-def _past(store: ResponseStore, asked: ResponsesRequest) -> Past:
+def _past(store: Responses, asked: ResponsesRequest) -> Past:
     """Raises PreviousResponseNotFound, StoredItemNotFound."""
     return Past(
         [item.body for item in store.conversation(asked.previous_response_id)],
@@ -59,9 +59,7 @@ def _past(store: ResponseStore, asked: ResponsesRequest) -> Past:
     )
 
 
-def _keep(
-    store: ResponseStore, asked: ResponsesRequest, past: Past, response: ResponseObject
-) -> None:
+def _keep(store: Responses, asked: ResponsesRequest, past: Past, response: ResponseObject) -> None:
     if asked.stored:
         store.put(
             StoredResponse(
@@ -104,5 +102,5 @@ async def list_input_items(request: Request) -> Response:
     )
 
 
-def _store(request: Request) -> ResponseStore:
+def _store(request: Request) -> Responses:
     return service_of(request).responses

@@ -112,8 +112,9 @@ class Dialect(ABC, Generic[R]):
     requests: ClassVar[RequestDecoder[Any]]
     id_prefix: ClassVar[str]
 
-    def new_id(self) -> str:
-        return f"{self.id_prefix}{uuid.uuid4().hex}"
+    def new_id(self, conversation: str = "") -> str:
+        """Return the id of a new response. `conversation` is put in front of its random part."""
+        return f"{self.id_prefix}{conversation}{uuid.uuid4().hex}"
 
     @abstractmethod
     def spec(self, request: R) -> GenerationSpec:

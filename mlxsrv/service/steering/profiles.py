@@ -14,7 +14,7 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.errors import InvalidFeatureIndex, SAENotAttached
+from mlxsrv.errors import InvalidFeatureIndex, ProfileNotFound, SAENotAttached
 from mlxsrv.models.profile_store import Profile, ProfileStore
 from mlxsrv.service.steering.registry import ModelSteering, SteeringRegistry
 from mlxsrv.wire.management import (
@@ -98,9 +98,16 @@ class Profiles:
     async def remove(self, id: str) -> None:
         """Delete a profile. Default steering that is this profile ends. Raises ProfileNotFound."""
         async with self._changing:
-            await _in_thread(lambda: self._store.remove(id))
-            for attached in self._registry.with_profile(id):
-                attached.remove_features(None)
+            try:
+                await _in_thread(lambda: self._store.remove(id))
+            except ProfileNotFound:  # another process may have deleted it: here it ends as well
+                self._end(id)
+                raise
+            self._end(id)
+
+    def _end(self, id: str) -> None:
+        for attached in self._registry.with_profile(id):
+            attached.remove_features(None)
 
     # The default steering.
 

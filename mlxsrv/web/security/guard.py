@@ -25,11 +25,19 @@ from mlxsrv.web.security.clients import client_address, note_sender
 from mlxsrv.web.security.headers import MOST_HEADER_BYTES, RequestHeaders, adding_headers
 from mlxsrv.web.security.hosts import AllowedHosts
 from mlxsrv.web.security.origins import AllowedOrigins, is_preflight, preflight_response
-from mlxsrv.web.security.rates import Allowance, RateLimit
+from mlxsrv.web.security.rates import Allowance, RateLimit, Rates
+
+INTERNAL = "mlxsrv.internal"
+"""The key of a scope that the program itself has made: what it asks for was allowed before. No
+client can set a key of a scope."""
 
 
 class Guard:
-    """Lets a request through to the app, or answers it with an error."""
+    """Lets a request through to the app, or answers it with an error.
+
+    Args:
+        rates: who counts requests; None: this process, if the settings limit them.
+    """
 
     def __init__(
         self,
@@ -39,16 +47,22 @@ class Guard:
         origins: AllowedOrigins,
         *,
         local: bool,
+        rates: Rates | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
         self._origins = origins
         self._hosts = AllowedHosts(settings, local=local)
-        self._rates = None if settings.rate_limit is None else RateLimit(settings.rate_limit)
+        limit = settings.rate_limit
+        self._rates = rates if rates or limit is None else RateLimit(limit)
         self._body_timeout = settings.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope.get(INTERNAL):
+            note_sender(scope, None, keys=0)
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])

@@ -11,6 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 import msgspec
 
@@ -41,6 +42,12 @@ class Allowance(msgspec.Struct, frozen=True):
         return headers
 
 
+class Rates(Protocol):
+    """Counts the requests of clients: for this process, or for several together."""
+
+    def take(self, client: Hashable) -> Allowance: ...
+
+
 class RateLimit:
     """The buckets of recent clients; the one that was idle longest gives its place to a new one.
 
@@ -58,7 +65,6 @@ class RateLimit:
         most: int = _MOST_CLIENTS,
     ) -> None:
         self._limit = limit
-        self._interval = _MINUTE / limit
         self._clock = clock
         self._most = most
         self._full_at: OrderedDict[Hashable, float] = OrderedDict()
@@ -69,17 +75,25 @@ class RateLimit:
     def take(self, client: Hashable) -> Allowance:
         """Take one request from the client's bucket. If the bucket is empty, nothing is taken."""
         now = self._clock()
-        full_at = max(self._full_at.pop(client, now), now)
-        over = full_at + self._interval - now - _MINUTE
-        # Rounding errors must not cost the last request of a full bucket.
-        if over > 1e-6:
-            self._full_at[client] = full_at
-            return Allowance(self._limit, 0, full_at - now, wait=over)
-        full_at = self._full_at[client] = full_at + self._interval
+        allowance, full_at = grant(self._limit, now, self._full_at.pop(client, now))
+        self._full_at[client] = full_at
         if len(self._full_at) > self._most:
             self._full_at.popitem(last=False)
-        left = max(_MINUTE - (full_at - now), 0)
-        return Allowance(self._limit, int(left / self._interval + 1e-6), full_at - now)
+        return allowance
+
+
+def grant(limit: int, now: float, full_at: float) -> tuple[Allowance, float]:
+    """Take one request from a bucket that will be full at a time, in seconds like `now`. Return
+    what that leaves, and when the bucket will be full then."""
+    interval = _MINUTE / limit
+    full_at = max(full_at, now)
+    over = full_at + interval - now - _MINUTE
+    # Rounding errors must not cost the last request of a full bucket.
+    if over > 1e-6:
+        return Allowance(limit, 0, full_at - now, wait=over), full_at
+    full_at += interval
+    left = max(_MINUTE - (full_at - now), 0)
+    return Allowance(limit, int(left / interval + 1e-6), full_at - now), full_at
 
 
 def _duration(seconds: float) -> str:

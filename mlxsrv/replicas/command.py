@@ -1,0 +1,98 @@
+"""`mlxsrv replicas`: the app under Ray Serve until a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.options import SettingsError
+from mlxsrv.replicas.application import ReplicaScale, deployment, import_serve
+from mlxsrv.replicas.shared_file import SharedFile, shared_path
+from mlxsrv.server.listening import bind, is_loopback, url_of
+from mlxsrv.service.service import check_models
+from mlxsrv.settings import Settings
+from mlxsrv.web.security.api_keys import load_keys
+
+_FLAGS: tuple[tuple[str, type, str, str], ...] = (
+    ("--replicas", int, "NUMBER", "Replicas; the least of them with --max-replicas. Default: 1."),
+    ("--max-replicas", int, "NUMBER", "Most replicas; more than --replicas start under load."),
+    (
+        "--requests-per-replica",
+        float,
+        "NUMBER",
+        "Requests under way at a replica on average, queued ones included, beyond which another "
+        "one starts. Default: half of --max-concurrency.",
+    ),
+    ("--num-cpus-per-replica", float, "NUMBER", "CPUs that Ray sets aside for each. Default: 1."),
+    ("--num-gpus-per-replica", float, "NUMBER", "GPUs that Ray sets aside for each. Default: 0."),
+    ("--memory-per-replica", int, "BYTES", "Memory that Ray sets aside for each."),
+    ("--ray-address", str, "ADDRESS", "Ray cluster to run in, or auto; none starts one here."),
+)
+
+
+_OBJECTS = 128 * 1024 * 1024
+"""Bytes of Ray's object store. Requests and answers are small messages, which do not go there."""
+
+
+def replicas(arguments: Sequence[str]) -> None:
+    """Run replicas of the server until a signal. Raises SettingsError, ListenError."""
+    parser = option_parser(
+        "replicas",
+        "Run the server several times under Ray Serve (extra ray), behind one address. A "
+        "conversation goes to the replica that has its beginning in the prompt cache.",
+    )
+    for flag, kind, metavar, text in _FLAGS:
+        parser.add_argument(flag, type=kind, metavar=metavar, help=text)
+    flags = vars(parser.parse_args(arguments))
+    own = {flag: flags.pop(flag[2:].replace("-", "_")) for flag, *_ in _FLAGS}
+    settings = settings_from(flags)
+    run(settings, _scale(own), own["--ray-address"])
+
+
+def _scale(given: dict[str, Any]) -> ReplicaScale:
+    named = {
+        "replicas": given["--replicas"],
+        "most": given["--max-replicas"],
+        "requests": given["--requests-per-replica"],
+        "cpus": given["--num-cpus-per-replica"],
+        "gpus": given["--num-gpus-per-replica"],
+        "memory": given["--memory-per-replica"],
+    }
+    return ReplicaScale(**{name: value for name, value in named.items() if value is not None})
+
+
+def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
+    """Start Ray Serve, or use the Ray of `address`; stop with a signal what was started."""
+    if settings.record is not None:
+        raise SettingsError("--record: a record is of one engine, and replicas have several")
+    check_models(settings)  # here, so that a wrong one is told at once and on one line
+    load_keys(settings)
+    serve = import_serve()
+    import ray
+
+    listener = bind(settings)
+    local, url, port = is_loopback(listener), url_of(listener), listener.getsockname()[1]
+    listener.close()
+    path = shared_path(settings, "mlxsrv")
+    if address is None:
+        SharedFile.remove(path)  # as one process forgets when it ends
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    if address is None:
+        ray.init(include_dashboard=False, object_store_memory=_OBJECTS)
+    else:
+        ray.init(address=address)
+    try:
+        serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": port})
+        serve.run(deployment(settings, scale, local=local), name="mlxsrv", route_prefix="/")
+        print(f"mlxsrv: {scale.replicas} replicas on {url}", flush=True)
+        stopped.wait()
+    finally:
+        with contextlib.suppress(Exception):
+            serve.shutdown()
+        ray.shutdown()

@@ -1,0 +1,135 @@
+"""Answers about the server, merged from those of all its replicas."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+
+class ReplicaAnswer(msgspec.Struct, frozen=True):
+    """The answer of a replica to a GET: its id, the status and the body."""
+
+    id: str
+    status: int
+    body: bytes
+
+
+Merge = Callable[[ReplicaAnswer, Sequence[ReplicaAnswer]], bytes]
+"""Makes one body of a replica's own answer and those of the others."""
+
+
+def merge_metrics(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
+    """Metrics of all replicas, each sample with the label `replica`; samples of one metric stand
+    together, as the format wants it."""
+    families: dict[str, list[str]] = {}
+    comments: dict[str, list[str]] = {}
+    for answer in (own, *others):
+        if answer.status != 200:
+            continue
+        family = ""
+        for line in answer.body.decode().splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                known = comments.setdefault(family, [])
+                if line not in known:
+                    known.append(line)
+            elif line:
+                families.setdefault(family, []).append(_labelled(line, answer.id))
+    lines = [line for name in comments for line in (*comments[name], *families.get(name, ()))]
+    return ("\n".join(lines) + "\n").encode()
+
+
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})? (\S+.*)")
+
+
+def _labelled(line: str, replica: str) -> str:
+    found = _SAMPLE.fullmatch(line)
+    assert found is not None, line
+    name, labels, value = found.groups()
+    own = f'replica="{replica}"'
+    return f"{name}{{{f'{labels},' if labels else ''}{own}}} {value}"
+
+
+def merge_models(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
+    """The list of models; a model is loaded if one replica has it loaded."""
+    told = msgspec.json.decode(own.body)
+    loaded = {
+        model["id"] for answer in others for model in _listed(answer, "data") if model.get("loaded")
+    }
+    for model in told.get("data", ()):
+        if "loaded" in model:
+            model["loaded"] = model["loaded"] or model["id"] in loaded
+    return msgspec.json.encode(told)
+
+
+def merge_running(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
+    """The models in memory of any replica, each once."""
+    told = msgspec.json.decode(own.body)
+    here = {model["name"] for model in told["models"]}
+    for answer in others:
+        for model in _listed(answer, "models"):
+            if model["name"] not in here:
+                here.add(model["name"])
+                told["models"].append(model)
+    return msgspec.json.encode(told)
+
+
+def merge_history(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
+    """The tokens of all replicas, the newest first, as many as one of them tells at most."""
+    told = msgspec.json.decode(own.body)
+    lists = [told.get("data") or [], *(_listed(answer, "data") for answer in others)]
+    entries = sorted(
+        (entry for entries in lists for entry in entries),
+        key=lambda entry: -entry["timestamp"],
+    )
+    return msgspec.json.encode(told | {"data": entries})
+
+
+def merge_statistics(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
+    """The statistics of each feature over the tokens of all replicas."""
+    told = msgspec.json.decode(own.body)
+    features: dict[int, dict[str, Any]] = {}
+    for answer in (own, *others):
+        for each in _listed(answer, "data"):
+            known = features.get(each["feature_idx"])
+            features[each["feature_idx"]] = each if known is None else _together(known, each)
+    merged = [features[number] for number in sorted(features)]
+    return msgspec.json.encode(told | {"data": merged})
+
+
+def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The statistics of two samples as one, by Chan's formula for the variance."""
+    a, b = one["count"], other["count"]
+    count, difference = a + b, other["mean"] - one["mean"]
+    squares = sum((each["std"] or 0.0) ** 2 * (each["count"] - 1) for each in (one, other))
+    squares += difference**2 * a * b / count
+    return one | {
+        "count": count,
+        "mean": one["mean"] + difference * b / count,
+        "std": math.sqrt(squares / (count - 1)),
+        "min": min(one["min"], other["min"]),
+        "max": max(one["max"], other["max"]),
+        "active_ratio": (one["active_ratio"] * a + other["active_ratio"] * b) / count,
+    }
+
+
+def _listed(answer: ReplicaAnswer, field: str) -> list[dict[str, Any]]:
+    """The list in an answer; empty if it was refused."""
+    if answer.status != 200:
+        return []
+    return msgspec.json.decode(answer.body).get(field) or []
+
+
+MERGERS: Final[Mapping[str, Merge]] = {
+    "/metrics": merge_metrics,
+    "/v1/models": merge_models,
+    "/models": merge_models,
+    "/api/ps": merge_running,
+    "/api/monitoring/history": merge_history,
+    "/api/monitoring/statistics": merge_statistics,
+}
+"""The merger of each path whose answer differs from replica to replica."""

@@ -1,0 +1,242 @@
+"""The state that replicas share, in one SQLite file under `--data-dir`.
+
+It has stored responses, the rates of clients, and the changes of what one process would hold for
+all: steering, and models that were loaded or unloaded on purpose. Every call is short enough for
+the event loop; nothing waits for the disk (`synchronous = OFF`), for after a crash of the machine
+the file may go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sqlite3
+import time
+from collections.abc import Hashable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from mlxsrv.options import SettingsError
+from mlxsrv.service.response_store import (
+    StoredItem,
+    StoredResponse,
+    no_item,
+    no_previous,
+    no_response,
+)
+from mlxsrv.settings import Settings
+from mlxsrv.web.security.rates import Allowance, grant
+
+_BUSY = 5.0  # seconds that a call waits for other replicas' calls
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, previous TEXT, body BLOB, input BLOB, output BLOB, size INTEGER, used REAL
+);
+CREATE INDEX IF NOT EXISTS recent ON responses (used, size);
+CREATE TABLE IF NOT EXISTS items (
+    id TEXT PRIMARY KEY, response TEXT, body BLOB
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS of_response ON items (response);
+CREATE TABLE IF NOT EXISTS rates (client TEXT PRIMARY KEY, full_at REAL) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS changes (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, subject TEXT, replica TEXT, change BLOB
+);
+"""
+
+_items_in = msgspec.msgpack.Decoder(list[StoredItem]).decode
+_items_out = msgspec.msgpack.Encoder().encode
+
+
+class StateChange(msgspec.Struct, frozen=True):
+    """A request that has changed the state of one replica, and is repeated at the others.
+
+    Attributes:
+        subject: which of the state it sets; a later change of the same takes its place.
+    """
+
+    subject: str
+    method: str
+    path: str
+    query: bytes
+    body: bytes
+
+
+def shared_path(settings: Settings, name: str) -> Path:
+    """Return the file of a deployment. Raises SettingsError if there is no home for it."""
+    try:
+        folder = Path(settings.data_dir).expanduser()
+    except RuntimeError:
+        raise SettingsError("--data-dir: this user has no home directory; choose another") from None
+    return folder / f"replicas-{name}.sqlite3"
+
+
+class SharedFile:
+    """The shared file, for one replica, on its event loop.
+
+    Raises:
+        SettingsError: it cannot be opened.
+    """
+
+    def __init__(self, path: Path, settings: Settings, replica: str) -> None:
+        self._replica = replica
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # texts are for this user only
+            self._file = sqlite3.connect(
+                path, timeout=_BUSY, isolation_level=None, check_same_thread=False
+            )
+            self._file.execute("PRAGMA journal_mode = WAL")
+            self._file.execute("PRAGMA synchronous = OFF")
+            self._file.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as error:
+            raise SettingsError(f"--data-dir: {path} cannot be used: {error}") from None
+        self.responses = SharedResponses(
+            self._file, settings.max_responses, settings.max_responses_bytes
+        )
+        limit = settings.rate_limit
+        self.rates = None if limit is None else SharedRates(self._file, limit)
+
+    def close(self) -> None:
+        self._file.close()
+
+    @staticmethod
+    def remove(path: Path) -> None:
+        """Forget all that is shared; no replica may run."""
+        for ending in ("", "-wal", "-shm"):
+            Path(f"{path}{ending}").unlink(missing_ok=True)
+
+    def add_change(self, change: StateChange) -> None:
+        """Have the other replicas repeat a change before their next requests."""
+        with _transaction(self._file):
+            self._file.execute("DELETE FROM changes WHERE subject = ?", (change.subject,))
+            self._file.execute(
+                "INSERT INTO changes (subject, replica, change) VALUES (?, ?, ?)",
+                (change.subject, self._replica, msgspec.msgpack.encode(change)),
+            )
+
+    def changes_after(self, number: int) -> list[tuple[int, StateChange | None]]:
+        """Return the changes since a number, in order, with their own; None: it was made here."""
+        rows = self._file.execute(
+            "SELECT number, replica, change FROM changes WHERE number > ? ORDER BY number",
+            (number,),
+        )
+        decode = msgspec.msgpack.Decoder(StateChange).decode
+        return [
+            (own, None if replica == self._replica else decode(change))
+            for own, replica, change in rows
+        ]
+
+
+class SharedResponses:
+    """Responses, as `ResponseStore` keeps them, for all replicas together."""
+
+    def __init__(self, file: sqlite3.Connection, most: int, most_bytes: int) -> None:
+        self._file = file
+        self._most = most
+        self._most_bytes = most_bytes
+
+    def put(self, response: StoredResponse) -> None:
+        if response.size > self._most_bytes:
+            return
+        items = {item.id: item for item in (*response.input, *response.output)}
+        with _transaction(self._file):
+            self._file.execute(
+                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    response.id,
+                    response.previous,
+                    response.body,
+                    _items_out(response.input),
+                    _items_out(response.output),
+                    response.size,
+                    time.time(),
+                ),
+            )
+            self._file.executemany(
+                "INSERT OR REPLACE INTO items VALUES (?, ?, ?)",
+                [(item.id, response.id, item.body) for item in items.values()],
+            )
+            self._make_room()
+
+    def _make_room(self) -> None:
+        count, size = self._file.execute("SELECT COUNT(*), SUM(size) FROM responses").fetchone()
+        recent = "SELECT id, size FROM responses ORDER BY used"
+        for id, own in self._file.execute(recent).fetchall():
+            if count <= self._most and size <= self._most_bytes:
+                return
+            self._forget(id)
+            count, size = count - 1, size - own
+
+    def get(self, id: str) -> StoredResponse:
+        response = self._find(id)
+        if response is None:
+            raise no_response(id)
+        return response
+
+    def delete(self, id: str) -> None:
+        self.get(id)
+        with _transaction(self._file):
+            self._forget(id)
+
+    def conversation(self, id: str | None) -> list[StoredItem]:
+        chain: list[StoredResponse] = []
+        while id is not None:
+            response = self._find(id)
+            if response is None:
+                raise no_previous(id)
+            chain.append(response)
+            id = response.previous
+        return [item for each in reversed(chain) for item in (*each.input, *each.output)]
+
+    def item(self, id: str, path: str) -> StoredItem:
+        row = self._file.execute("SELECT body FROM items WHERE id = ?", (id,)).fetchone()
+        if row is None:
+            raise no_item(id, path)
+        return StoredItem(id, row[0])
+
+    def _find(self, id: str) -> StoredResponse | None:
+        query = "UPDATE responses SET used = ? WHERE id = ? RETURNING previous, body, input, output"
+        rows = self._file.execute(query, (time.time(), id)).fetchall()
+        if not rows:
+            return None
+        previous, body, given, made = rows[0]
+        return StoredResponse(
+            id=id, body=body, input=_items_in(given), output=_items_in(made), previous=previous
+        )
+
+    def _forget(self, id: str) -> None:
+        self._file.execute("DELETE FROM responses WHERE id = ?", (id,))
+        self._file.execute("DELETE FROM items WHERE response = ?", (id,))
+
+
+class SharedRates:
+    """Rates, as `RateLimit` counts them, for all replicas together; by the machines' clocks."""
+
+    def __init__(self, file: sqlite3.Connection, limit: int) -> None:
+        self._file = file
+        self._limit = limit
+
+    def take(self, client: Hashable) -> Allowance:
+        now = time.time()
+        name = client.hex() if isinstance(client, bytes) else str(client)
+        with _transaction(self._file):
+            self._file.execute("DELETE FROM rates WHERE full_at < ?", (now,))
+            query = "SELECT full_at FROM rates WHERE client = ?"
+            row = self._file.execute(query, (name,)).fetchone()
+            allowance, full_at = grant(self._limit, now, now if row is None else row[0])
+            self._file.execute("INSERT OR REPLACE INTO rates VALUES (?, ?)", (name, full_at))
+        return allowance
+
+
+@contextlib.contextmanager
+def _transaction(file: sqlite3.Connection) -> Iterator[None]:
+    """Do all of the block or nothing, while no other replica writes."""
+    file.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    except BaseException:
+        file.execute("ROLLBACK")
+        raise
+    file.execute("COMMIT")

@@ -1,0 +1,84 @@
+"""Two replicas of the demo model on this machine, under Ray Serve, for all tests."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+import ray
+from ray import serve
+
+from mlxsrv.replicas.application import ReplicaScale, deployment, import_serve
+from mlxsrv.settings import Settings
+
+T = TypeVar("T")
+
+
+def wait_for(what: Callable[[], T | None], why: str, seconds: float = 60) -> T:
+    """The first true value of `what()`; fails with `why` if there is none in time."""
+    deadline = time.monotonic() + seconds
+    while not (value := what()):
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {why}"
+        time.sleep(0.1)
+    return value
+
+
+class Cluster:
+    """Ray on this machine, with Serve and the app."""
+
+    def __init__(self, folder: Path) -> None:
+        self.settings = Settings(data_dir=str(folder), metrics=True, shutdown_grace=20.0)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        import_serve()
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            object_store_memory=96 * 1024 * 1024,
+            log_to_driver=False,
+        )
+        port = int(self.url.rpartition(":")[2])
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
+        self.deploy(self.settings)
+
+    def deploy(self, settings: Settings) -> None:
+        """Bring the replicas to these settings: old ones drain while new ones serve."""
+        scale = ReplicaScale(replicas=2, cpus=0.1, period=1.0)
+        app = deployment(settings, scale, local=True)
+        serve.run(app, name="mlxsrv", route_prefix="/")
+
+    def client(self, **options: Any) -> httpx.AsyncClient:
+        limits = httpx.Limits(max_connections=None)
+        return httpx.AsyncClient(base_url=self.url, timeout=60, limits=limits, **options)
+
+    def replicas(self) -> dict[str, int]:
+        """The processes of the replicas that serve, by the replicas' ids."""
+        details = serve.context._get_global_client().get_serve_details()
+        [app] = details["applications"].values()
+        [deployed] = app["deployments"].values()
+        found = deployed["replicas"]
+        return {each["replica_id"]: each["pid"] for each in found if each["state"] == "RUNNING"}
+
+    def both(self) -> dict[str, int]:
+        """As `replicas`, when there are two."""
+        return wait_for(lambda: found if len(found := self.replicas()) == 2 else None, "two serve")
+
+    def close(self) -> None:
+        serve.shutdown()
+        ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    os.environ.setdefault("HF_HUB_CACHE", "/nonexistent")
+    cluster = Cluster(tmp_path_factory.mktemp("data"))
+    try:
+        yield cluster
+    finally:
+        cluster.close()

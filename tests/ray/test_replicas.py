@@ -1,0 +1,237 @@
+"""Two replicas are one server: real processes under Ray Serve, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import msgspec
+
+from tests.ray.conftest import Cluster, wait_for
+
+CONVERSATIONS = 24
+TURNS = ("Which endpoints do you serve?", "Tell me more.", "How do I stream?", "Thank you.")
+
+
+async def ask(client: httpx.AsyncClient, messages: list[Any], **fields: Any) -> dict[str, Any]:
+    body = {"messages": messages, "max_tokens": 16, "temperature": 0, **fields}
+    answer: dict[str, Any] = (
+        (await client.post("/v1/chat/completions", json=body)).raise_for_status().json()
+    )
+    return answer
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+@contextmanager
+def one_process() -> Iterator[str]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "mlxsrv", "--port", str(port), "--log-level", "error"]
+    process = subprocess.Popen(command)
+    url = f"http://127.0.0.1:{port}"
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.ConnectError:
+            return False
+
+    try:
+        wait_for(healthy, "one process serves")
+        yield url
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+async def converse(client: httpx.AsyncClient, number: int) -> tuple[int, list[str]]:
+    """The cached tokens of a conversation, and its answers."""
+    messages = [{"role": "system", "content": f"You are helper {number}. Be brief."}]
+    cached, answers = 0, []
+    for turn in TURNS:
+        messages.append(user(turn))
+        answer = await ask(client, messages)
+        messages.append(answer["choices"][0]["message"])
+        answers.append(messages[-1]["content"])
+        cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return cached, answers
+
+
+async def converse_all(client: httpx.AsyncClient) -> list[tuple[int, list[str]]]:
+    gate = asyncio.Semaphore(4)
+
+    async def one(number: int) -> tuple[int, list[str]]:
+        async with gate:
+            return await converse(client, number)
+
+    return await asyncio.gather(*map(one, range(CONVERSATIONS)))
+
+
+def test_conversations_find_their_caches(cluster: Cluster) -> None:
+    async def run(url: str) -> list[tuple[int, list[str]]]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            return await converse_all(client)
+
+    with one_process() as url:
+        alone = asyncio.run(run(url))
+    together = asyncio.run(run(cluster.url))
+    assert [texts for _, texts in together] == [texts for _, texts in alone]
+    assert sum(n for n, _ in together) >= 0.95 * sum(n for n, _ in alone) > 0
+    metrics = httpx.get(f"{cluster.url}/metrics").text
+    took = re.findall(r'prefix_cache_queries_total\{.*replica="(\w+)"\} (\S+)', metrics)
+    assert {id for id, _ in took} == set(cluster.both())
+    assert all(float(tokens) > 0 for _, tokens in took), "both have answered"
+
+
+# Each session goes to the same replica; of so many, both have some.
+SESSIONS = [{"x-session-id": str(number)} for number in range(12)]
+
+
+def test_what_one_replica_stores_all_have(cluster: Cluster) -> None:
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        asked = {"input": TURNS[0], "max_output_tokens": 8}
+        first = client.post("/v1/responses", json=asked).raise_for_status()
+        id = first.json()["id"]
+        assert first.headers["x-request-id"].count(",") == 0
+        for session in SESSIONS:
+            assert client.get(f"/v1/responses/{id}", headers=session).status_code == 200
+            later = {**asked, "previous_response_id": id}
+            answer = client.post("/v1/responses", json=later, headers=session)
+            assert answer.status_code == 200, answer.text
+        assert client.delete(f"/v1/responses/{id}", headers=SESSIONS[0]).status_code == 200
+        for session in SESSIONS:
+            assert client.get(f"/v1/responses/{id}", headers=session).status_code == 404
+
+
+def test_a_response_is_followed_where_it_was_made(cluster: Cluster) -> None:
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        for number in range(8):
+            asked = {"input": f"Chat {number}. " + 20 * TURNS[0], "max_output_tokens": 8}
+            first = client.post("/v1/responses", json=asked).raise_for_status().json()
+            later = {**asked, "input": TURNS[1], "previous_response_id": first["id"]}
+            usage = client.post("/v1/responses", json=later).raise_for_status().json()["usage"]
+            assert usage["input_tokens_details"]["cached_tokens"] > 100, number
+
+
+def test_what_one_replica_is_told_all_do(cluster: Cluster) -> None:
+    def states(client: httpx.Client, path: str) -> list[Any]:
+        answers = [client.get(path, headers=session).json()["data"] for session in SESSIONS]
+        return [data for place, data in enumerate(answers) if data not in answers[:place]]
+
+    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+        sae = client.get("/api/saes").json()["data"][0]["id"]
+        client.post(f"/api/saes/{sae}/attach", json={}).raise_for_status()
+        client.post(
+            "/api/saes/steering", json={"feature_idx": 7, "value": 2.0}, headers=SESSIONS[1]
+        ).raise_for_status()
+        [state] = states(client, "/api/saes/steering")
+        assert "7" in json.dumps(state)
+        client.post("/api/monitoring/configure", json={"enabled": True}).raise_for_status()
+        for session in SESSIONS:
+            asked = {"messages": [user("Hello")], "max_tokens": 4}
+            client.post("/v1/chat/completions", json=asked, headers=session).raise_for_status()
+        [history] = states(client, "/api/monitoring/history")
+        assert len({entry["request_id"] for entry in history}) == len(SESSIONS)
+        [statistics] = states(client, "/api/monitoring/statistics")
+        assert statistics
+        client.post(f"/api/saes/{sae}/detach", json={}, headers=SESSIONS[2]).raise_for_status()
+        [attached] = states(client, "/api/saes")
+        assert attached[0]["attached_to"] == []
+
+
+async def stream(client: httpx.AsyncClient, number: int) -> AsyncIterator[str]:
+    body = {
+        "messages": [user(f"Chat {number}: which endpoints are there?")],
+        "max_tokens": 300,
+        "min_tokens": 300,
+        "stream": True,
+    }
+    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+        answer.raise_for_status()
+        async for line in answer.aiter_lines():
+            yield line
+
+
+def test_streams_are_not_buffered(cluster: Cluster) -> None:
+    """The beginning of a stream is here while its end has not been generated: a request that is
+    sent then is answered before it."""
+
+    async def run() -> None:
+        async with cluster.client() as client:
+            lines = stream(client, 1)
+            await anext(lines)
+            await ask(client, [user("Hello")], max_tokens=1)
+            rest = [line async for line in lines]
+            chunks = sum(line.startswith("data: ") for line in rest)
+            assert chunks > 100
+            assert rest[-2] == "data: [DONE]"
+
+    asyncio.run(run())
+
+
+def test_a_replica_that_dies_takes_its_own_requests_only(cluster: Cluster) -> None:
+    victim, process = next(iter(cluster.both().items()))
+    begun = asyncio.Event()
+
+    async def follow(client: httpx.AsyncClient, number: int) -> str:
+        lines: list[str] = []
+        try:
+            async for line in stream(client, number):
+                lines.append(line)
+                begun.set()
+        except httpx.HTTPError as error:
+            return type(error).__name__
+        return lines[-2] if len(lines) > 1 else "nothing"
+
+    async def run() -> list[str]:
+        async with cluster.client() as client:
+            running = [asyncio.create_task(follow(client, number)) for number in range(12)]
+            await begun.wait()
+            await asyncio.sleep(0.3)
+            os.kill(process, signal.SIGKILL)
+            ends = await asyncio.gather(*running)
+            for number in range(4):
+                await ask(client, [user(f"Next {number}")])
+            return ends
+
+    ends = asyncio.run(run())
+    whole = [end for end in ends if end == "data: [DONE]"]
+    broken = [end for end in ends if end in ("RemoteProtocolError", "HTTPStatusError")]
+    assert len(whole) + len(broken) == len(ends), ends
+    assert whole, "the other replica's go on"
+    assert broken, "those of the one that died end with an error"
+    wait_for(lambda: victim not in cluster.replicas(), "the dead one is known")
+    assert len(cluster.both()) == 2
+
+
+def test_an_update_fails_no_request(cluster: Cluster) -> None:
+    before = set(cluster.both())
+
+    async def run() -> int:
+        async with cluster.client() as client:
+            settings = msgspec.structs.replace(cluster.settings, max_concurrency=16)
+            update = asyncio.create_task(asyncio.to_thread(cluster.deploy, settings))
+            count = 0
+            while not update.done() or before & set(cluster.replicas()):
+                await asyncio.gather(
+                    *(ask(client, [user(f"Chat {count} {number}")]) for number in range(4))
+                )
+                count += 4
+            await update
+            return count
+
+    assert asyncio.run(run()) > 8
+    assert not before & set(cluster.both())

@@ -1,0 +1,113 @@
+"""The shared file: two replicas, which have it open both."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxsrv.errors import PreviousResponseNotFound, ResponseNotFound, StoredItemNotFound
+from mlxsrv.options import SettingsError
+from mlxsrv.replicas.shared_file import SharedFile, StateChange, shared_path
+from mlxsrv.service.response_store import StoredItem, StoredResponse
+from mlxsrv.settings import Settings
+
+Pair = tuple[SharedFile, SharedFile]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    settings = Settings(max_responses=3, max_responses_bytes=10_000, rate_limit=3)
+    path = tmp_path / "data" / "shared"
+    one, other = (SharedFile(path, settings, name) for name in ("one", "other"))
+    yield one, other
+    one.close()
+    other.close()
+
+
+def response(number: int, previous: str | None = None, size: int = 10) -> StoredResponse:
+    return StoredResponse(
+        id=f"resp_{number}",
+        body=b"x" * size,
+        input=[StoredItem(f"in_{number}", b"asked")],
+        output=[StoredItem(f"out_{number}", b"answered")],
+        previous=previous,
+    )
+
+
+def test_a_response_is_everywhere(pair: Pair) -> None:
+    one, other = pair
+    one.responses.put(response(1))
+    other.responses.put(response(2, "resp_1"))
+    assert other.responses.get("resp_1") == response(1)
+    assert one.responses.item("out_2", "input[0]") == StoredItem("out_2", b"answered")
+    ids = [item.id for item in one.responses.conversation("resp_2")]
+    assert ids == ["in_1", "out_1", "in_2", "out_2"]
+    other.responses.delete("resp_1")
+    with pytest.raises(ResponseNotFound):
+        one.responses.get("resp_1")
+    with pytest.raises(PreviousResponseNotFound):
+        one.responses.conversation("resp_2")
+    with pytest.raises(StoredItemNotFound):
+        one.responses.item("in_1", "input[0]")
+
+
+def test_those_go_that_were_not_used_for_longest(pair: Pair) -> None:
+    one, other = pair
+    for number in range(3):
+        one.responses.put(response(number))
+    other.responses.get("resp_0")
+    one.responses.put(response(3))
+    with pytest.raises(ResponseNotFound):
+        other.responses.get("resp_1")
+    other.responses.put(response(4, size=8000))
+    assert other.responses.get("resp_4").body == 8000 * b"x"
+    with pytest.raises(ResponseNotFound):
+        one.responses.get("resp_2")
+    one.responses.put(response(5, size=20_000))
+    with pytest.raises(ResponseNotFound):
+        one.responses.get("resp_5")
+    assert one.responses.get("resp_4")
+
+
+def test_the_rate_is_that_of_all_together(pair: Pair) -> None:
+    one, other = (each.rates for each in pair)
+    assert one is not None
+    assert other is not None
+    assert [rates.take("a").remaining for rates in (one, other, one)] == [2, 1, 0]
+    assert one.take("a").wait is not None
+    assert other.take("a").wait is not None
+    assert other.take(b"a").wait is None
+
+
+def test_a_change_comes_to_the_others_once(pair: Pair) -> None:
+    one, other = pair
+    first = StateChange("feature 1", "POST", "/api/saes/steering", b"", b"1")
+    second = StateChange("enabled", "POST", "/api/saes/steering/enable", b"", b"")
+    one.add_change(first)
+    one.add_change(second)
+    assert other.changes_after(0) == [(1, first), (2, second)]
+    assert other.changes_after(2) == []
+    assert one.changes_after(0) == [(1, None), (2, None)]
+    again = StateChange("feature 1", "POST", "/api/saes/steering", b"", b"2")
+    other.add_change(again)
+    assert one.changes_after(2) == [(3, again)]
+    assert other.changes_after(0) == [(2, second), (3, None)], "the later one takes the place"
+
+
+def test_texts_are_for_this_user_only(pair: Pair, tmp_path: Path) -> None:
+    pair[0].responses.put(response(1))
+    for path in (tmp_path / "data").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+
+
+def test_what_cannot_be_a_file_is_an_error(tmp_path: Path) -> None:
+    settings = Settings(data_dir=str(tmp_path))
+    shared_path(settings, "x").mkdir(parents=True)
+    with pytest.raises(SettingsError, match=r"replicas-x\.sqlite3"):
+        SharedFile(shared_path(settings, "x"), settings, "one")
+    shared_path(settings, "y").write_bytes(b"no database" * 100)
+    with pytest.raises(SettingsError, match="not a database"):
+        SharedFile(shared_path(settings, "y"), settings, "one")
