@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -259,3 +260,23 @@ def test_a_client_without_a_file_is_not_written(run: Run, tmp_path: Path) -> Non
     assert done.returncode == 2
     assert "OPENAI_API_BASE_URL=http://127.0.0.1:8000/v1" in done.stdout
     assert "has no file to write" in done.stderr
+
+
+def test_replicas_say_what_is_wrong_before_ray_starts(run: Run) -> None:
+    for arguments, told in (
+        (["--replicas", "0"], "--replicas 0: there is at least 1"),
+        (["--replicas", "3", "--max-replicas", "2"], "--max-replicas 2: it is less"),
+        (["--record", "x"], "--record: a record is of one engine"),
+        (["--model", "/nowhere"], "/nowhere"),
+    ):
+        done = run("replicas", *arguments)
+        assert (done.returncode, done.stdout) == (2, ""), arguments
+        assert told in done.stderr
+    assert "--num-gpus-per-replica" in run("replicas", "--help").stdout
+
+
+@pytest.mark.skipif(find_spec("ray") is not None, reason="Ray is installed here")
+def test_replicas_name_the_extra_that_is_missing(run: Run) -> None:
+    done = run("replicas")
+    assert done.returncode == 2
+    assert "pip install 'mlxsrv[ray]'" in done.stderr

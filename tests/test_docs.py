@@ -17,6 +17,7 @@ import pytest
 from starlette.routing import Route
 
 import mlxsrv
+from mlxsrv.commands import COMMANDS
 from mlxsrv.configuration import option_parser, options_table
 from mlxsrv.engine.scheduling import row
 from mlxsrv.errors import ServeError
@@ -35,6 +36,8 @@ PLACES = (ROOT, ROOT / "mlxsrv", ROOT / "tests")
 OTHER_FLAGS = {
     *("--config", "--json", "--write", "--yes", "--for-model", "--url"),
     *("--print", "--file"),
+    *("--replicas", "--max-replicas", "--requests-per-replica", "--ray-address"),
+    *("--num-cpus-per-replica", "--num-gpus-per-replica", "--memory-per-replica"),
     *("--only", "--pairs", "--no-openblas", "--factory"),
 }
 """Flags of commands, of the benchmarks and of uvicorn."""
@@ -190,7 +193,7 @@ def test_named_commands_are_there(page: Path) -> None:
         module, *arguments = words[2:]
         if module != "mlxsrv":
             assert exists(module.replace(".", "/") + ".py") or exists(module.replace(".", "/"))
-        elif arguments and arguments[0] not in ("models", "pull", "connect", "replay"):
+        elif arguments and arguments[0] not in COMMANDS:
             option_parser().parse_args(arguments)
 
 

@@ -34,8 +34,12 @@ def examples(language: str, containing: str) -> list[tuple[str, str]]:
 CURLS = examples("sh", "curl ")
 MOUNTS = examples("python", "Mount(")
 SDKS = examples("python", "OpenAI(")
-ELSEWHERE = examples("python", "Anthropic(") + examples("python", "from ollama import")
-"""Examples that tests/clients runs, where their libraries are."""
+ELSEWHERE = [
+    *examples("python", "Anthropic("),
+    *examples("python", "from ollama import"),
+    *examples("python", "from mlxsrv.replicas import"),
+]
+"""Examples that tests/clients and tests/ray run, where their libraries are."""
 
 
 def names(found: list[tuple[str, str]]) -> list[str]:

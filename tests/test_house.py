@@ -69,6 +69,9 @@ WITHOUT_MLX = {
 }
 """Parts of the engine that decide or carry, and touch no array."""
 
+PUBLIC_ROOMS = {"replicas"}
+"""Rooms that have public names of their own, which their `__init__.py` imports."""
+
 TRAINING = "models/demo/training/"
 """It makes the demo model: it is run, not imported, and trains with MLX."""
 
@@ -148,7 +151,8 @@ def test_every_file_has_a_floor() -> None:
 def test_no_import_runs_up() -> None:
     for module in served():
         for other in imported(module):
-            inside = "/" in module and module.split("/")[0] == other.split("/")[0]
+            public = module in PUBLIC_ROOMS
+            inside = (public or "/" in module) and module.split("/")[0] == other.split("/")[0]
             assert inside or floor(other) < floor(module), (
                 f"{module} on floor {floor(module)} imports {other} on floor {floor(other)}"
             )
@@ -188,7 +192,8 @@ def test_rooms_say_what_they_are_for() -> None:
         if path.name == "__init__.py" and module:
             text = ast.get_docstring(ast.parse(path.read_text()))
             assert text, f"{module} has no sentence"
-            assert len(ast.parse(path.read_text()).body) == 1, f"{module}/__init__.py holds code"
+            code = ast.parse(path.read_text()).body[1:]
+            assert not code or module in PUBLIC_ROOMS, f"{module}/__init__.py holds code"
 
 
 def test_libraries_stay_in_their_rooms() -> None:

@@ -23,7 +23,7 @@ _CLOSING_SECONDS = 10.0  # after the grace, for models and files
 
 
 class ReplicaScale(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas there are, and what each one takes of its machine.
+    """The number of replicas, and what each one takes of its machine.
 
     Attributes:
         replicas: how many; the least, if `most` is more.

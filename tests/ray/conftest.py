@@ -14,7 +14,8 @@ import pytest
 import ray
 from ray import serve
 
-from mlxsrv.replicas.application import ReplicaScale, deployment, import_serve
+from mlxsrv.replicas import ReplicaScale, deployment
+from mlxsrv.replicas.application import import_serve
 from mlxsrv.settings import Settings
 
 T = TypeVar("T")

@@ -12,10 +12,12 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+from ray.serve import Application
 
 from tests.ray.conftest import Cluster, wait_for
 
@@ -215,6 +217,14 @@ def test_a_replica_that_dies_takes_its_own_requests_only(cluster: Cluster) -> No
     assert broken, "those of the one that died end with an error"
     wait_for(lambda: victim not in cluster.replicas(), "the dead one is known")
     assert len(cluster.both()) == 2
+
+
+def test_the_documented_application_is_one(cluster: Cluster) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text("utf-8")
+    [block] = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert isinstance(names["app"], Application)
 
 
 def test_an_update_fails_no_request(cluster: Cluster) -> None:
