@@ -209,8 +209,8 @@ def replay(arguments: Sequence[str]) -> None:
     parser.add_argument("record", metavar="FILE", help="The record, which may be a .gz file.")
     parser.add_argument("--print", action="store_true", help="Print each round, with its works.")
     for flag, what in (
-        ("--model", "Do the works of the model NAME again, with the model in this folder. Repeatable."),
-        ("--file", "File or folder of an adapter, a draft model, an SAE or a control vector. Repeatable."),
+        ("--model", "Do the works of the model NAME again, with that in this folder. Repeatable."),
+        ("--file", "Path of an adapter, a draft model, an SAE or a control vector. Repeatable."),
     ):
         parser.add_argument(flag, action="append", default=[], metavar="NAME=PATH", help=what)
     asked = parser.parse_args(arguments)

@@ -24,7 +24,7 @@ def require_backend() -> None:
 
 
 def import_engine() -> None:
-    """Import all that serving needs. Called by the device thread, the first that may import MLX.
+    """Import all that serving needs. Called by the device thread, which alone calls MLX.
 
     All at once: an import that fails later, for want of a file descriptor, may leave a module half
     imported, and fail for ever. Raises ImportError.
