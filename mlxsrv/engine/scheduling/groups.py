@@ -15,9 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from itertools import combinations
+from itertools import chain, combinations
 from operator import attrgetter
-from typing import NamedTuple, Protocol
 
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.plans import RowGroup
@@ -39,26 +38,6 @@ class Fit(Enum):
     """They also shrink to what is needed now, which copies all rows."""
 
 
-class Sized(Protocol):
-    """A row, or one that may come.
-
-    `length` tokens has its text now, and `most_length` when its job allows no more.
-    """
-
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def most_length(self) -> int: ...
-
-
-class Coming(NamedTuple):
-    """A row that may come."""
-
-    length: int
-    most_length: int = 1 << 40
-
-
 class _Group:
     """Rows in the order of their slots, and the room that their arrays have.
 
@@ -69,7 +48,7 @@ class _Group:
 
     __slots__ = ("columns", "places", "slots")
 
-    def __init__(self, places: Iterable[Sized | None], slots: int = 0, columns: int = 0) -> None:
+    def __init__(self, places: Iterable[Row | None], slots: int = 0, columns: int = 0) -> None:
         self.places = list(places)
         self.slots = slots
         self.columns = columns
@@ -78,12 +57,13 @@ class _Group:
         return _Group(self.places, self.slots, self.columns)
 
     @property
-    def rows(self) -> list[Sized]:
-        return [row for row in self.places if row is not None]
+    def rows(self) -> list[Row]:
+        return [*filter(None, self.places)]
 
     @property
     def longest(self) -> int:
-        return int(max(map(_LENGTH, self.rows)))
+        length: int = max(map(_LENGTH, filter(None, self.places)))
+        return length
 
     def absorb(self, other: _Group) -> None:
         """Take the rows of another group: first into the slots of those that have left."""
@@ -104,7 +84,7 @@ class _Group:
         first = max(self.rows, key=_LENGTH)
         if first.length + tokens <= first.most_length:  # so no other row has more
             return first.length + tokens
-        return max(max(min(row.length + tokens, row.most_length), row.length) for row in self.rows)
+        return max(min(row.length + tokens, row.most_length) for row in self.rows)
 
     def fit(self, columns: int, most: int, fit: Fit, *, changed: bool) -> None:
         """Choose the room for rows of so many tokens, and at most so many slots."""
@@ -119,10 +99,6 @@ class _Group:
             self.columns = _round_up(max(columns, more))
         elif changed and 2 * columns <= self.columns:
             self.columns = _round_up(columns)
-
-
-def _real(group: _Group) -> list[Row]:
-    return [row for row in group.places if isinstance(row, Row)]
 
 
 def _step_up(rows: int) -> int:
@@ -171,7 +147,7 @@ class Groups:
 
     def bytes_with(
         self,
-        rows: Iterable[Sized] = (),
+        rows: Iterable[Row] = (),
         tokens: int = 1,
         fit: Fit = Fit.AMPLE,
         *,
@@ -199,7 +175,7 @@ class Groups:
             group.fit(columns, self._max_rows, fit, changed=changed)
         return sum(map(self._size, groups)) + absorbed
 
-    def bound(self, rows: Sequence[Sized], tokens: int) -> int:
+    def bound(self, rows: Sequence[Row], tokens: int) -> int:
         """Bytes that `bytes_with` does not exceed for these rows, or some of them, and so many
         `tokens`. This looks at the length of each row only."""
         lengths = [max(each.columns, each.longest) for each in self._groups]
@@ -246,7 +222,7 @@ class Groups:
         self._list_rows()
 
     def _list_rows(self) -> None:
-        self.rows = tuple(row for group in self._groups for row in _real(group))
+        self.rows = tuple(chain.from_iterable(group.rows for group in self._groups))
         self.changes += 1
 
     def take_changed(self, tokens: int = 1) -> tuple[RowGroup, ...] | None:
@@ -262,7 +238,7 @@ class Groups:
             return None
         self._changed = False
         return tuple(
-            RowGroup(tuple(row.id for row in _real(group)), group.slots, group.columns)
+            RowGroup(tuple(row.id for row in group.rows), group.slots, group.columns)
             for group in self._groups
         )
 

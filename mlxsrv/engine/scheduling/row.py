@@ -75,7 +75,7 @@ _NEXT = {
 }
 
 # Looked up once: before Python 3.12 a member of an enum costs as much as the rest of a check.
-_ENDED, _BROKEN, _DECODING = RowState.ENDED, RowState.BROKEN, RowState.DECODING
+_ENDED, _BROKEN = RowState.ENDED, RowState.BROKEN
 
 
 class Source(NamedTuple):
@@ -112,7 +112,9 @@ class Row:
         prompt: the job's prompt as an array; choices of one request share it.
 
     Attributes:
-        drawn: tokens delivered.
+        drawn: tokens delivered; changed by `draw` only, as is `length`.
+        length: tokens of its text: its prompt and the tokens delivered.
+        most_length: the same when its job allows no more.
         incidents: works that failed while the row was in them.
         alone: it shares no slice with other prompts: it was in one that failed.
         read: its prompt was read, and that was told.
@@ -130,7 +132,9 @@ class Row:
         "id",
         "incidents",
         "job",
+        "length",
         "lookup",
+        "most_length",
         "number",
         "prompt",
         "read",
@@ -146,6 +150,8 @@ class Row:
         self.prompt = prompt
         self.state = RowState.WAITING  # changed by `enter` only
         self.drawn: list[int] = []
+        self.length = prompt.size
+        self.most_length = prompt.size + job.max_tokens
         self.incidents: list[Incident] = []
         self.alone = False
         self.read = False
@@ -173,16 +179,6 @@ class Row:
         return self.state is _ENDED or self.state is _BROKEN
 
     @property
-    def length(self) -> int:
-        """Tokens of the row's text: its prompt and the tokens delivered."""
-        return self.prompt.size + len(self.drawn)
-
-    @property
-    def most_length(self) -> int:
-        """Tokens of the row's text when its job allows no more."""
-        return self.prompt.size + self.job.max_tokens
-
-    @property
     def waits(self) -> bool:
         """Whether it is in the queue."""
         return self.state is RowState.WAITING or self.state is RowState.PREEMPTED
@@ -197,8 +193,10 @@ class Row:
         """The number of tokens of its text that the KV cache of a decoding row holds."""
         return self.length - (self.state is RowState.FRESH)
 
-    def finish_reason(self, token: int) -> FinishReason | None:
-        """Why the row ends with `token`, which it has just been given; None if it goes on."""
+    def draw(self, token: int) -> FinishReason | None:
+        """Give the row its next token. Returns why it ends with this one; None if it goes on."""
+        self.drawn.append(token)
+        self.length += 1
         if token in self.job.end_tokens:
             return "stop"
-        return "length" if self.full or len(self.drawn) >= self.job.max_tokens else None
+        return "length" if self.full or self.length >= self.most_length else None

@@ -424,8 +424,7 @@ class TextSchedule:
             if row is None:  # it ended with a token before, in the same round
                 continue
             self._tokens += 1
-            row.drawn.append(token)
-            finish = row.finish_reason(token)
+            finish = row.draw(token)
             likelihood = likelihoods.get(job_id) if likelihoods else None
             events.append(Token(job_id, token, finish, likelihood))
             if finish is not None:
@@ -437,10 +436,10 @@ class TextSchedule:
         """Note that rows have made their first step."""
         if work.groups is None:
             return
-        trial = self._recovery.trial
+        trial, fresh = self._recovery.trial, RowState.FRESH
         rows = self._groups.rows if not work.trial else [trial] if trial is not None else []
         for row in rows:
-            if row.state is RowState.FRESH:
+            if row.state is fresh:
                 row.enter(RowState.DECODING)
 
     def _forget_time(self) -> None:

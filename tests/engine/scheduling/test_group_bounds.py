@@ -36,7 +36,8 @@ class Rows:
     def draw(self, tokens: int) -> None:
         self.groups.take_changed(tokens)
         for row in self.groups.rows:
-            row.drawn += [1] * tokens
+            for _ in range(tokens):
+                row.draw(1)
 
 
 @given(

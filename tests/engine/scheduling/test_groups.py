@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.groups import STEP, Coming, Groups
+from mlxsrv.engine.scheduling.groups import STEP, Groups
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.generation.parameters import Sampling
 
@@ -83,12 +83,13 @@ def test_columns_grow_by_an_eighth_before_they_are_written() -> None:
     [(_, _, columns)] = shapes(groups)
     assert columns == 4096
     while len(row.drawn) < 95:
-        row.drawn.append(1)
+        row.draw(1)
         assert groups.take_changed() is None
     assert groups.take_changed(2) is not None  # for a step of two tokens
-    row.drawn.append(1)
+    row.draw(1)
     assert groups.take_changed() is None
-    row.drawn += [1] * 600
+    for _ in range(600):
+        row.draw(1)
     [(_, _, columns)] = shapes(groups)
     assert columns == 5376
 
@@ -136,7 +137,7 @@ def test_bytes_are_known_before_they_are_taken(
             groups.add([make(number, length)])
         if length % 2:
             groups.take_changed()
-    foreseen = groups.bytes_with(map(Coming, joining), tokens)
+    foreseen = groups.bytes_with([make(100 + each, each) for each in joining], tokens)
     for number, length in enumerate(joining):
         groups.add([make(100 + number, length)])
     absorbed = groups._absorbed  # arrays that go when their rows have gone over to others

@@ -78,22 +78,24 @@ def test_behind_a_round_the_next_input_is_known() -> None:
     rows = [make_row(1, 1, 12, 13, 14, 15), make_row(2, 99)]
     policy = LookupPolicy(Eager)
     assert policy.guess(rows) == ((16, 17, 18, 19), ())
-    rows[0].drawn += [16, 17, 18, 19]
-    rows[1].drawn.append(5)
+    for token in [16, 17, 18, 19]:
+        rows[0].draw(token)
+    rows[1].draw(5)
     policy.saw_round(told(accepted={1: 3}, following={1: 20, 2: 6}))
     assert policy.guess(rows) == ((20, 21, 22, 23), ())
-    rows[0].drawn += [20, 21, 22]
-    rows[1].drawn.append(6)
+    for token in [20, 21, 22]:
+        rows[0].draw(token)
+    rows[1].draw(6)
     policy.saw_round(told(accepted={1: 2}, following={1: 40, 2: 11}))
     assert policy.guess(rows) == (), "it goes another way than before"
-    rows[0].drawn.append(40)
-    rows[1].drawn.append(11)
+    rows[0].draw(40)
+    rows[1].draw(11)
     policy.saw_step(told(), None)
     assert policy.guess(rows) == ()
-    rows[0].drawn.append(41)
-    rows[1].drawn.append(12)
+    rows[0].draw(41)
+    rows[1].draw(12)
     policy.saw_step(told(), None)
-    rows[0].drawn.append(42)
+    rows[0].draw(42)
     policy.saw_step(told(), None)
     assert policy.guess(rows) == ((43, 44, 45), ())
 
@@ -137,11 +139,13 @@ def test_a_round_behind_a_round_takes_all_the_time_since() -> None:
     policy, row = LookupPolicy(lambda: controller), make_row(1, 1, 12, 13, 14, 15)
     policy.guess([row])
     policy.saw_round(Outcome(1.0, 3.0, Decoded(waited=1.8, accepted={1: 3}, following={1: 20})))
-    row.drawn += [16, 17, 18, 19]
+    for token in [16, 17, 18, 19]:
+        row.draw(token)
     policy.guess([row])
     policy.saw_round(Outcome(3.4, 4.5, Decoded(waited=3.5, accepted={1: 3}, following={1: 24})))
     policy.skip()
-    row.drawn += [20, 21, 22, 23]
+    for token in [20, 21, 22, 23]:
+        row.draw(token)
     policy.guess([row])
     policy.saw_round(Outcome(5.0, 6.0, Decoded(waited=5.5, accepted={1: 3}, following={1: 28})))
     seconds = [each[-1] for each in controller.rounds if each[0] != "inputs"]

@@ -59,7 +59,7 @@ def test_a_fresh_rows_cache_holds_its_text_but_for_the_last_token() -> None:
     assert (row.text.tolist(), row.length, row.held) == ([1, 2, 3], 3, 2)
     row.enter(RowState.DECODING)
     assert row.held == 3
-    row.drawn.append(5)
+    row.draw(5)
     assert (row.text.tolist(), row.length, row.held) == ([1, 2, 3, 5], 4, 4)
     row.enter(RowState.RECOVERING)
     row.enter(RowState.FRESH)
@@ -68,8 +68,5 @@ def test_a_fresh_rows_cache_holds_its_text_but_for_the_last_token() -> None:
 
 def test_a_row_finishes_at_an_end_token_or_its_limit() -> None:
     row = reach(RowState.DECODING)
-    row.drawn += [5, 6]
-    assert row.finish_reason(6) is None
-    assert row.finish_reason(9) == "stop"
-    row.drawn += [5, 6]
-    assert row.finish_reason(6) == "length"
+    assert [row.draw(token) for token in (5, 9, 6, 6)] == [None, "stop", None, "length"]
+    assert (row.drawn, row.length) == ([5, 9, 6, 6], 7)
