@@ -139,7 +139,7 @@ class PromptIndex:
         self._cuts = cuts
         self._promised: dict[int, _Entry] = {}
         self._reserved: dict[int, int] = {}  # tokens of entries that come from disk
-        self._entries: list[_Entry] = []
+        self._entries: dict[int, _Entry] = {}
         self._worth = PromptWorth() if worth is None else worth
         self._number = 0
 
@@ -175,9 +175,8 @@ class PromptIndex:
     def use(self, number: int, tokens: int) -> None:
         """Note that the entry saves reading so many tokens just now."""
         # One that is promised has no worth yet; what goes on from it is there soon, and has.
-        for entry in self._entries:
-            if entry.number == number:
-                self._worth.use(number, tokens)
+        if number in self._entries:
+            self._worth.use(number, tokens)
 
     def lend(self, number: int, tokens: int) -> tuple[int, ...] | None:
         """Drop an entry that a row goes on from, if all that it holds behind the first `tokens` is
@@ -186,10 +185,10 @@ class PromptIndex:
         Returns:
             Its uses, which the row's own text takes over when it is kept; None if it stays.
         """
-        for entry in self._entries:
-            if entry.number == number and entry.cuts and entry.answers_behind(tokens):
-                return self._drop(entry)
-        return None
+        entry = self._entries.get(number)
+        if entry is None or not entry.cuts or not entry.answers_behind(tokens):
+            return None
+        return self._drop(entry)
 
     def wants(self, tokens: int) -> bool:
         """Whether a KV cache of so many tokens is kept, if it is not too large. Asked once for
@@ -199,7 +198,7 @@ class PromptIndex:
 
     def bytes_of(self, number: int) -> int:
         """Bytes of a kept prompt; 0 if the runner has yet to keep it."""
-        return next((entry.bytes for entry in self._entries if entry.number == number), 0)
+        return self._entries[number].bytes if number in self._entries else 0
 
     @property
     def promised(self) -> list[int]:
@@ -267,7 +266,7 @@ class PromptIndex:
 
     def has(self, number: int) -> bool:
         """Whether there is an entry of this number, and not only a promise."""
-        return any(entry.number == number for entry in self._entries)
+        return number in self._entries
 
     def forget(self, tokens: Tokens, steering: Steering | None = None) -> None:
         """Drop the entries that a row with these tokens may have left, or begun from."""
@@ -279,10 +278,8 @@ class PromptIndex:
 
     def drop(self, number: int) -> None:
         """Drop one entry, if it is there."""
-        for entry in self._entries:
-            if entry.number == number:
-                self._drop(entry)
-                return
+        if number in self._entries:
+            self._drop(self._entries[number])
 
     def give_way(self, bytes: int) -> int:
         """Drop entries, the least worth first, until so many bytes are free or none is left.
@@ -299,7 +296,7 @@ class PromptIndex:
         return before - self.bytes
 
     def clear(self) -> None:
-        for entry in list(self._entries):
+        for entry in [*self._entries.values()]:
             self._drop(entry)
 
     @property
@@ -323,7 +320,7 @@ class PromptIndex:
         for tokens in entry.uses:
             self._worth.use(entry.number, tokens)
         self._supersede(entry)
-        self._entries.append(entry)
+        self._entries[entry.number] = entry
         self.bytes += entry.bytes
         self.changes += 1
         while self.bytes > self._most_bytes or len(self._entries) > _MOST_ENTRIES:
@@ -357,11 +354,11 @@ class PromptIndex:
                 self._drop(chain[place], heir=entry)
 
     def _alike(self, begins: _Begins) -> list[_Entry]:
-        return [entry for entry in self._entries if entry.begins == begins]
+        return [entry for entry in self._entries.values() if entry.begins == begins]
 
     def _drop(self, entry: _Entry, heir: _Entry | None = None) -> tuple[int, ...]:
         """Drop an entry. Returns its uses, which `heir` has from now on."""
-        self._entries.remove(entry)
+        del self._entries[entry.number]
         self.bytes -= entry.bytes
         self.changes += 1
         self._dropped.append(entry.number)

@@ -36,9 +36,10 @@ class _Record:
     Attributes:
         uses: the tokens that each of its last uses saved.
         expected: uses of all its tokens that are taken for granted.
+        worth: tokens by the byte, above the floor; as `weigh` has found it.
     """
 
-    __slots__ = ("bytes", "expected", "floor", "tokens", "uses")
+    __slots__ = ("bytes", "expected", "floor", "tokens", "uses", "worth")
 
     def __init__(self, tokens: int, bytes: int, floor: float) -> None:
         self.tokens = tokens
@@ -46,11 +47,16 @@ class _Record:
         self.floor = floor
         self.uses: deque[int] = deque(maxlen=_MOST_USES)
         self.expected = _EXPECTED
+        self.weigh()
 
-    @property
-    def worth(self) -> float:
-        """Tokens by the byte, above the floor."""
-        return self.floor + (self.expected * self.tokens + sum(self.uses)) / self.bytes
+    def save(self, *tokens: int) -> None:
+        """Note uses that saved so many tokens each."""
+        self.uses.extend(tokens)
+        self.weigh()
+
+    def weigh(self) -> None:
+        """Find the worth anew: something has changed that it follows from."""
+        self.worth = self.floor + (self.expected * self.tokens + sum(self.uses)) / self.bytes
 
 
 class PromptWorth:
@@ -66,15 +72,16 @@ class PromptWorth:
         older = None if parent is None else self._records[parent]
         # The first to go on from a prompt is its next turn. Others branch off.
         if older is not None and older.expected:
-            record.uses.extend(older.uses)
+            record.save(*older.uses)
             older.uses.clear()
             older.expected = 0.0
+            older.weigh()
 
     def use(self, number: int, tokens: int) -> None:
         """Note that a prompt saves reading so many tokens just now."""
         record = self._records[number] = self._records.pop(number)  # the last from now on
-        record.uses.append(tokens)
         record.floor = self._floor
+        record.save(tokens)
 
     def remove(self, number: int, heir: int | None = None) -> tuple[int, ...]:
         """Forget a prompt. `heir` takes its place, and its uses.
@@ -84,13 +91,12 @@ class PromptWorth:
         """
         uses = tuple(self._records.pop(number).uses)
         if heir is not None:
-            self._records[heir].uses.extend(uses)
+            self._records[heir].save(*uses)
         return uses
 
     def choose(self) -> int:
         """The number of the prompt that goes: the one of least worth, of several the one that was
         kept or used longest ago."""
-        worths = {number: record.worth for number, record in self._records.items()}
-        number = min(worths, key=worths.__getitem__)
-        self._floor = max(self._floor, worths[number])
+        number, record = min(self._records.items(), key=lambda each: each[1].worth)
+        self._floor = max(self._floor, record.worth)
         return number

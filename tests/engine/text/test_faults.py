@@ -307,7 +307,7 @@ def test_weights_that_are_nan_fail_who_reads_them_and_leave_nothing_behind(
         assert {*failures(events)} == {10 * number + 1}
         assert [e.cached for e in events if isinstance(e, PromptRead) and e.job % 10] == [0]
         assert len(texts(events)[10 * number]) == 12
-    assert all(poison not in entry.tokens for entry in engine.schedule._index._entries)
+    assert all(poison not in entry.tokens for entry in engine.schedule._index._entries.values())
     scored = run(engine, [(job(30, bad, scores=0), None), (job(31, bad, 0, scores=0), None)])
     assert {*failures(scored)} == {30, 31}
     assert not [event for event in scored if isinstance(event, PromptScored)]

@@ -52,7 +52,7 @@ def test_agents_who_take_turns_go_on_from_theirs_through_a_flood(models: Any, fa
     model = models(family)
     alone = Asking(model, 1 << 28)
     alone.ask(alone.draw(HEAD + 6 * (NEW + ANSWER)))
-    largest = max(entry.bytes for entry in alone.engine.schedule._index._entries)
+    largest = max(entry.bytes for entry in alone.engine.schedule._index._entries.values())
     # Two states of each of four agents: of caches that cannot be cut back, both are needed.
     asking = Asking(model, 8 * largest)
     texts = [asking.draw(HEAD) for _ in range(4)]

@@ -349,7 +349,7 @@ def test_the_prompt_cache_stays_within_its_bytes(models: Any) -> None:
     run(engine)
     assert 0 < engine.schedule._index.bytes <= 100_000
     assert engine.schedule._index.bytes == sum(
-        entry.bytes for entry in engine.schedule._index._entries
+        entry.bytes for entry in engine.schedule._index._entries.values()
     )
     assert len(engine.schedule._index) > 1
 

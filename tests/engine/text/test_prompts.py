@@ -231,7 +231,7 @@ def test_a_prompt_is_kept_whole_if_its_client_leaves_before_the_first_token(mode
             engine.prefill()
         engine.cancel([0])
         if family == "qwen3":  # whose caches tell their length
-            kept = engine.schedule._index._entries
+            kept = engine.schedule._index._entries.values()
             offsets = [engine.runner._kept[each.number].cache.layers[0].offset for each in kept]
             assert offsets == [each.tokens.size for each in kept]
         engine.submit(job(1, tokens))
@@ -245,7 +245,7 @@ def test_what_is_kept_stays_within_the_prompt_caches_bytes(models: Any) -> None:
     for number in range(12):
         read_some(engine, job(number, prompt(number, 300)), 1 + number % 4)
         index = engine.schedule._index
-        assert index.bytes == sum(entry.bytes for entry in index._entries) <= 60_000
+        assert index.bytes == sum(entry.bytes for entry in index._entries.values()) <= 60_000
 
 
 def test_a_prompt_that_others_want_still_is_read_on(models: Any) -> None:
@@ -330,12 +330,12 @@ def test_nothing_is_kept_of_numbers_that_are_none(tmp_path: Path) -> None:
     tokens = (*prompt(8, 100), 300, *prompt(9, 300))
     engine = make(model, cache_bytes=ENOUGH)
     read_some(engine, job(0, tokens, 0, scores=1), 20)
-    assert all(300 not in entry.tokens for entry in engine.schedule._index._entries)
+    assert all(300 not in entry.tokens for entry in engine.schedule._index._entries.values())
     # Of one that is not scored it shows only when a token is drawn: nothing stays then.
     read_some(engine, job(1, tokens), 3)
     engine.submit(job(2, tokens))
     assert {event.job for event in finish(engine) if isinstance(event, Failed)} == {2}
-    assert all(300 not in entry.tokens for entry in engine.schedule._index._entries)
+    assert all(300 not in entry.tokens for entry in engine.schedule._index._entries.values())
 
 
 # Watched activations.
