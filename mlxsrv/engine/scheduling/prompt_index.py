@@ -18,6 +18,7 @@ trie of nested dicts takes 12 ms to find such a prompt and 61 ms to store it, an
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
@@ -31,7 +32,8 @@ from mlxsrv.generation.parameters import Steering
 Tokens = np.ndarray[tuple[int], np.dtype[np.uint32]]
 """Token ids."""
 
-_Begins = tuple[bytes, Steering | None]
+Beginning = tuple[bytes, Steering | None]
+"""The first tokens of a text, and how it is steered."""
 
 LEAST = 64
 _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes would not
@@ -62,7 +64,7 @@ class _Entry:
         uses: of the entry that was lent to its row: the tokens that each of them saved.
     """
 
-    __slots__ = ("asked", "begins", "bytes", "cuts", "lasting", "number", "tokens", "uses")
+    __slots__ = ("asked", "beginning", "bytes", "cuts", "lasting", "number", "tokens", "uses")
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class _Entry:
         self.tokens = tokens
         self.asked = asked
         self.lasting = lasting
-        self.begins = _begins(tokens, steering)
+        self.beginning = find_beginning(tokens, steering)
         self.bytes = 0
         self.cuts = cuts
         self.uses: tuple[int, ...] = ()
@@ -155,10 +157,10 @@ class PromptIndex:
         if tokens.size < LEAST or not (self._entries or self._promised):
             return None, 0
         best, most = None, 0
-        begins = _begins(tokens, steering)
-        promised = [entry for entry in self._promised.values() if entry.begins == begins]
+        beginning = find_beginning(tokens, steering)
+        promised = [each for each in self._promised.values() if each.beginning == beginning]
         # Of several that share as much, the shortest: it is the least to copy.
-        for entry in sorted((*self._alike(begins), *promised), key=_size):
+        for entry in sorted((*self._alike(beginning), *promised), key=_size):
             # One that shares more has the same token behind what the best one shares.
             size = min(entry.tokens.size, tokens.size)
             if size <= most or entry.tokens[most] != tokens[most]:
@@ -272,7 +274,7 @@ class PromptIndex:
         """Drop the entries that a row with these tokens may have left, or begun from."""
         if tokens.size < LEAST or not self._entries:
             return
-        for entry in self._alike(_begins(tokens, steering)):
+        for entry in self._alike(find_beginning(tokens, steering)):
             if common_prefix(entry.tokens, tokens) == entry.tokens.size:
                 self._drop(entry)
 
@@ -311,7 +313,7 @@ class PromptIndex:
         return dropped
 
     def _put(self, entry: _Entry) -> None:
-        alike = self._alike(entry.begins)
+        alike = self._alike(entry.beginning)
         if entry.bytes > self._most_bytes or any(old.covers(entry) for old in alike):
             self._dropped.append(entry.number)
             return
@@ -336,9 +338,9 @@ class PromptIndex:
 
     def _supersede(self, entry: _Entry) -> None:
         """Drop entries that are of little use beside this one, which is new."""
-        for old in [old for old in self._alike(entry.begins) if entry.covers(old)]:
+        for old in [old for old in self._alike(entry.beginning) if entry.covers(old)]:
             self._drop(old, heir=entry)
-        alike = self._alike(entry.begins)
+        alike = self._alike(entry.beginning)
         chain = [old for old in alike if entry.begins_with(old)]
         chain.sort(key=_size)
         others = [old for old in alike if old not in chain]
@@ -353,8 +355,8 @@ class PromptIndex:
             if not any(other.begins_with(chain[place]) for other in others):
                 self._drop(chain[place], heir=entry)
 
-    def _alike(self, begins: _Begins) -> list[_Entry]:
-        return [entry for entry in self._entries.values() if entry.begins == begins]
+    def _alike(self, beginning: Beginning) -> list[_Entry]:
+        return [entry for entry in self._entries.values() if entry.beginning == beginning]
 
     def _drop(self, entry: _Entry, heir: _Entry | None = None) -> tuple[int, ...]:
         """Drop an entry. Returns its uses, which `heir` has from now on."""
@@ -369,7 +371,8 @@ def _size(entry: _Entry) -> int:
     return entry.tokens.size
 
 
-def _begins(tokens: Tokens, steering: Steering | None) -> _Begins:
+def find_beginning(tokens: Tokens, steering: Steering | None) -> Beginning:
+    """The beginning that all texts have which are of use to one another."""
     return tokens[:LEAST].tobytes(), steering
 
 
@@ -381,6 +384,6 @@ def common_prefix(a: Tokens, b: Tokens) -> int:
     return first if length and differs[first] else length
 
 
-def as_tokens(tokens: Sequence[int] | Tokens) -> Tokens:
-    """Token ids as an array; an array is returned as it is."""
-    return np.asarray(tokens, dtype=np.uint32)
+def as_tokens(tokens: Sequence[int]) -> Tokens:
+    """Token ids as an array. Raises OverflowError for a number that is none."""
+    return np.array(array("I", tokens))  # by way of `array`, since NumPy takes four times as long

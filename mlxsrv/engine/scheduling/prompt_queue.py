@@ -28,7 +28,7 @@ import numpy as np
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.checkpoints import WORTH, choose_checkpoints, widest_part
 from mlxsrv.engine.scheduling.groups import STEP, Groups
-from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, find_beginning
 from mlxsrv.engine.scheduling.row import Row, RowState, Source
 from mlxsrv.engine.scheduling.sources import Sources
 
@@ -61,6 +61,7 @@ class Reading:
         self.scored = not rows[0].read and rows[0].job.scores is not None
         self.number = rows[0].number
         self.steering = rows[0].job.steering
+        self.beginning = find_beginning(self.text, self.steering)
         self.source = source
         self.lent = lent
         self.source_bytes = source_bytes
@@ -275,8 +276,9 @@ class PromptQueue:
         if not self._facts.batched or most <= 0:
             return []
         among = self.waiting if self.granted is None else self.waiting[: most + 1]
-        twins = (row for row in among if row is not head and same_prompt(row, head))
-        return [row for row, _ in zip(twins, range(most), strict=False)]
+        # First what tells most pairs apart, for each waiting row is asked.
+        alike = [row for row in among if row.checksum == head.checksum and row is not head]
+        return [row for row in alike if same_prompt(row, head)][:most]
 
     def find(self, row: Row) -> Source:
         """Find the source of most use to a row whose text is to be read."""
@@ -329,10 +331,7 @@ def restart(reading: Reading) -> None:
 def same_prompt(one: Row, other: Row) -> bool:
     """Whether one reading does for both rows, of which `one` is not scored. Not after a fault: one
     of them may have caused it."""
-    # First what tells most pairs apart, for each waiting row is asked. Then as arrays: to compare
-    # long prompts that begin alike takes tuples twenty times as long.
-    first, second = one.job.prompt, other.job.prompt
-    if len(first) != len(second) or first[len(first) // 2] != second[len(first) // 2]:
+    if one.checksum != other.checksum:
         return False
     if one.prompt is not other.prompt and not np.array_equal(one.prompt, other.prompt):
         return False

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from enum import Enum
 from typing import NamedTuple
+from zlib import crc32
 
 import numpy as np
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Fault
-from mlxsrv.engine.scheduling.prompt_index import Tokens, as_tokens
+from mlxsrv.engine.scheduling.prompt_index import Tokens, as_tokens, find_beginning
 from mlxsrv.engine.scheduling.prompt_lookup import PromptLookup
 from mlxsrv.generation.outputs import FinishReason
 
@@ -115,6 +116,8 @@ class Row:
         drawn: tokens delivered; changed by `draw` only, as is `length`.
         length: tokens of its text: its prompt and the tokens delivered.
         most_length: the same when its job allows no more.
+        beginning: of its prompt.
+        checksum: of its prompt.
         incidents: works that failed while the row was in them.
         alone: it shares no slice with other prompts: it was in one that failed.
         read: its prompt was read, and that was told.
@@ -126,6 +129,8 @@ class Row:
 
     __slots__ = (
         "alone",
+        "beginning",
+        "checksum",
         "drawn",
         "found",
         "full",
@@ -152,6 +157,8 @@ class Row:
         self.drawn: list[int] = []
         self.length = prompt.size
         self.most_length = prompt.size + job.max_tokens
+        self.beginning = find_beginning(prompt, job.steering)
+        self.checksum = crc32(prompt.data)
         self.incidents: list[Incident] = []
         self.alone = False
         self.read = False

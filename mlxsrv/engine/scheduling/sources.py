@@ -9,13 +9,19 @@ and not copied, and it is no kept prompt any more. When the row ends, its longer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.groups import Groups
-from mlxsrv.engine.scheduling.prompt_index import LEAST, PromptIndex, Tokens, common_prefix
+from mlxsrv.engine.scheduling.prompt_index import (
+    LEAST,
+    Beginning,
+    PromptIndex,
+    Tokens,
+    common_prefix,
+    find_beginning,
+)
 from mlxsrv.engine.scheduling.row import Row, Source
-from mlxsrv.generation.parameters import Steering
 
 
 class _Reading(Protocol):
@@ -25,15 +31,7 @@ class _Reading(Protocol):
     opened: bool
     done: int
     text: Tokens
-    steering: Steering | None
-
-
-class _Lender(NamedTuple):
-    """A row, and tokens that its KV cache holds."""
-
-    row: int
-    tokens: Tokens
-    steering: Steering | None
+    beginning: Beginning
 
 
 class Sources:
@@ -89,24 +87,24 @@ class Sources:
         tokens, steering = row.text[:-1], row.job.steering
         entry, most = self._index.find(tokens, steering)
         best = Source(entry=entry, tokens=most)
-        for lender in self._lenders(begun) if tokens.size >= LEAST else ():
+        if tokens.size < LEAST or not self._facts.cuts:
+            return best
+        for lender, held in self._find_lenders(find_beginning(tokens, steering), begun):
             # One that shares more has the same token behind what the best one shares.
-            size = min(lender.tokens.size, tokens.size)
-            if size <= max(best.tokens, LEAST - 1) or lender.steering != steering:
+            if min(held.size, tokens.size) <= most or held[most] != tokens[most]:
                 continue
-            if lender.tokens[best.tokens] != tokens[best.tokens]:
-                continue
-            shared = common_prefix(lender.tokens, tokens)
-            if shared >= LEAST and shared > best.tokens:
-                best = Source(row=lender.row, tokens=shared)
+            shared = common_prefix(held, tokens)
+            if shared >= LEAST and shared > most:
+                best, most = Source(row=lender, tokens=shared), shared
         return best
 
-    def _lenders(self, begun: Sequence[_Reading]) -> Iterator[_Lender]:
-        if not self._facts.cuts:
-            return
+    def _find_lenders(
+        self, beginning: Beginning, begun: Sequence[_Reading]
+    ) -> Iterator[tuple[int, Tokens]]:
+        """The rows whose texts begin so, and the tokens of these that their KV caches hold."""
         for row in self._groups.rows:
-            yield _Lender(row.id, row.prompt[:-1], row.job.steering)
+            if row.beginning == beginning:
+                yield row.id, row.prompt[:-1]
         for reading in begun:
-            if reading.opened:
-                tokens = reading.text[: reading.done]
-                yield _Lender(reading.rows[0].id, tokens, reading.steering)
+            if reading.opened and reading.beginning == beginning:
+                yield reading.rows[0].id, reading.text[: reading.done]
