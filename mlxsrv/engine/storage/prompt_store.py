@@ -50,6 +50,7 @@ from mlxsrv.logs import log
 _log = logging.getLogger("mlxsrv.engine")
 
 _HEADER_ROOM = 64 * 1024  # bytes that a header takes, at most, or about
+_RETRY_SECONDS = 60.0  # after which a disk that took no more is tried again
 _MOST_LOOKS = 16  # files whose tokens are looked at, where several go on from the same text
 
 HostArray = np.ndarray[Any, Any]
@@ -102,6 +103,18 @@ class Abandoned:
         return time.monotonic() >= self._at
 
 
+class _FullDisk(msgspec.Struct, frozen=True):
+    """A disk that took no more.
+
+    Attributes:
+        bytes: that all files in the folder had then.
+        until: when it is tried again, even if none of them was removed.
+    """
+
+    bytes: int
+    until: float
+
+
 class PromptStore:
     """The stored prompts of one model.
 
@@ -110,14 +123,24 @@ class PromptStore:
         shelf: the files of the fingerprint.
         fingerprint: of the model.
         cuts: KV caches can be cut anywhere, so they are stored in chunks.
+        clock: seconds, from any time on.
     """
 
-    def __init__(self, folder: StoreFolder, shelf: Shelf, fingerprint: str, *, cuts: bool) -> None:
+    def __init__(
+        self,
+        folder: StoreFolder,
+        shelf: Shelf,
+        fingerprint: str,
+        *,
+        cuts: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.folder = folder
         self.shelf = shelf
         self._fingerprint = fingerprint
         self._cuts = cuts
-        self._full = False  # the disk took no more; the storage thread's
+        self._clock = clock
+        self._full: _FullDisk | None = None  # the storage thread's
 
     # On the device thread.
 
@@ -205,7 +228,7 @@ class PromptStore:
             for name in names:
                 if self.shelf.holds(name):
                     self.folder.touch(self.shelf, name)
-                elif self._full or abandoned.now:
+                elif not self._may_write or abandoned.now:
                     break
                 else:
                     yield from self._write_file(name, text, caches[0], counts)
@@ -214,14 +237,8 @@ class PromptStore:
         except (FileNotFoundError, FileExistsError, NotANumber):
             _log.debug("a prompt was not stored", exc_info=True)
         except OSError as error:
-            self._full = counts.failed = True
-            log(
-                _log,
-                logging.WARNING,
-                "prompts are no longer stored",
-                folder=str(self.folder.path),
-                reason=error.strerror or str(error),
-            )
+            counts.failed = True
+            self._note_full(error)
         finally:
             # Before it is told: the device thread then drops the arrays, and must be the last.
             caches.clear()
@@ -251,6 +268,27 @@ class PromptStore:
         written = yield from self.folder.write(self.shelf, name, room, pieces)
         counts.files += written > 0
         counts.bytes += written
+        if written and self._full is not None:
+            self._full = None
+            log(_log, logging.INFO, "prompts are stored again", folder=str(self.folder.path))
+
+    @property
+    def _may_write(self) -> bool:
+        """Whether the disk may take a file: it did, or a file was removed since, or time passed."""
+        full = self._full
+        return full is None or self.folder.nbytes < full.bytes or self._clock() >= full.until
+
+    def _note_full(self, error: OSError) -> None:
+        """Write no more for a while. The log says so when it begins."""
+        if self._full is None:
+            log(
+                _log,
+                logging.WARNING,
+                "prompts are not stored for now",
+                folder=str(self.folder.path),
+                reason=error.strerror or str(error),
+            )
+        self._full = _FullDisk(self.folder.nbytes, self._clock() + _RETRY_SECONDS)
 
     # On the storage thread: reading.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import resource
 import shutil
 import time
 from functools import cache
@@ -450,28 +449,6 @@ def test_a_writer_with_the_same_process_id_does_not_end_the_writing(
         assert other.exists()
         assert place.write(tokens).files == 1
     assert not caplog.records
-
-
-# A disk that takes no more.
-
-
-def test_a_full_disk_ends_the_writing_with_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = Place(tmp_path)
-    place.write(text())
-    kept = sorted(place.shelf.path.iterdir())
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        assert place.write(text(seed=6)) == StoreCounts(failed=True)
-        assert place.write(text(seed=7)) == StoreCounts()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert sorted(place.shelf.path.iterdir()) == kept
-    assert place.fetch(text()) is not None, "what is there is of use still"
-    warnings = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert [each.getMessage() for each in warnings] == ["prompts are no longer stored"]
 
 
 def test_only_the_owner_may_read(tmp_path: Path) -> None:

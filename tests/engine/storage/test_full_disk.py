@@ -1,0 +1,114 @@
+"""A disk that takes no more prompts, until it does."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mlxsrv.engine.storage.prompt_store import (
+    Abandoned,
+    FetchedCache,
+    HandedCache,
+    PromptStore,
+    StoreCounts,
+)
+from mlxsrv.engine.storage.store_folder import StoreFolder
+from mlxsrv.engine.storage.stored_names import CHUNK, Text, split
+
+FINGERPRINT = "0" * 32
+STOPS, GOES_ON = "prompts are not stored for now", "prompts are stored again"
+
+
+def text(seed: int) -> Text:
+    """The tokens of one file."""
+    return np.random.default_rng(seed).integers(0, 500, CHUNK).astype(np.uint32)
+
+
+class Disk:
+    """The store of one model, without a thread. Its clock stands unless it is set to `now`."""
+
+    def __init__(self, path: Path) -> None:
+        self.now = 0.0
+        self.folder = StoreFolder(path, 1 << 40)
+        self.shelf = self.folder.open(FINGERPRINT)
+        self.store = PromptStore(
+            self.folder, self.shelf, FINGERPRINT, cuts=True, clock=lambda: self.now
+        )
+
+    def write(self, seed: int) -> StoreCounts:
+        cache = HandedCache((np.ones((1, 2, CHUNK, 16), np.float32),), ("float32",))
+        told: list[StoreCounts] = []
+        for _ in self.store.write(text(seed), cache, Abandoned(), told.append):
+            pass
+        [counts] = told
+        return counts
+
+    def finds(self, seed: int) -> bool:
+        told: list[FetchedCache | None] = []
+        for _ in self.store.fetch(text(seed), Abandoned(), told.append):
+            pass
+        return told != [None]
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    """For a time a file that grows beyond a few bytes is an error, as it is on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_ends_the_writing_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Disk(tmp_path)
+    disk.write(1)
+    kept = sorted(disk.shelf.path.iterdir())
+    with full():
+        assert disk.write(2) == StoreCounts(failed=True)
+        assert disk.write(3) == StoreCounts()
+    assert sorted(disk.shelf.path.iterdir()) == kept
+    assert disk.finds(1), "what is there is of use still"
+    assert [(each.levelname, each.getMessage()) for each in caplog.records] == [("WARNING", STOPS)]
+
+
+def test_a_full_disk_is_tried_again_after_a_minute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    disk = Disk(tmp_path)
+    with full():
+        assert disk.write(1).failed
+        disk.now = 59.0
+        assert disk.write(1) == StoreCounts(), "it is not tried"
+        disk.now = 60.0
+        assert disk.write(1).failed, "it is tried, in vain"
+    disk.now = 119.0
+    assert disk.write(1) == StoreCounts(), "not before another minute"
+    disk.now = 120.0
+    assert disk.write(1).files == 1
+    assert disk.write(2).files == 1
+    assert [each.getMessage() for each in caplog.records] == [STOPS, GOES_ON]
+
+
+@pytest.mark.parametrize("remover", ["this process", "another process"])
+def test_a_full_disk_is_tried_again_when_a_file_was_removed(tmp_path: Path, remover: str) -> None:
+    disk = Disk(tmp_path)
+    disk.write(1)
+    with full():
+        assert disk.write(2).failed
+    assert disk.write(2) == StoreCounts()
+    [name] = split(text(1))
+    if remover == "this process":
+        disk.folder.remove(disk.shelf, name)
+    else:
+        (disk.shelf.path / name.file).unlink()
+    assert disk.write(2).files == 1
