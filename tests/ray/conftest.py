@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import pytest
@@ -19,6 +19,9 @@ from mlxsrv.replicas.application import import_serve
 from mlxsrv.settings import Settings
 
 T = TypeVar("T")
+
+KEY = "sk-of-the-tests"
+KEYED = {"authorization": f"Bearer {KEY}"}
 
 
 def wait_for(what: Callable[[], T | None], why: str, seconds: float = 60) -> T:
@@ -34,7 +37,13 @@ class Cluster:
     """Ray on this machine, with Serve and the app."""
 
     def __init__(self, folder: Path) -> None:
-        self.settings = Settings(data_dir=str(folder), metrics=True, shutdown_grace=20.0)
+        self.settings = Settings(
+            data_dir=str(folder),
+            metrics=True,
+            shutdown_grace=20.0,
+            api_key=(KEY,),
+            rate_limit=2000,
+        )
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         import_serve()
@@ -54,9 +63,12 @@ class Cluster:
         app = deployment(settings, scale, local=True)
         serve.run(app, name="mlxsrv", route_prefix="/")
 
-    def client(self, **options: Any) -> httpx.AsyncClient:
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, headers=KEYED)
+
+    def async_client(self) -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(base_url=self.url, timeout=60, limits=limits, **options)
+        return httpx.AsyncClient(base_url=self.url, timeout=60, limits=limits, headers=KEYED)
 
     def replicas(self) -> dict[str, int]:
         """The processes of the replicas that serve, by the replicas' ids."""

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 from ray.serve import Application
 
-from tests.ray.conftest import Cluster, wait_for
+from tests.ray.conftest import KEYED, Cluster, wait_for
 
 CONVERSATIONS = 24
 TURNS = ("Which endpoints do you serve?", "Tell me more.", "How do I stream?", "Thank you.")
@@ -84,7 +84,7 @@ async def converse_all(client: httpx.AsyncClient) -> list[tuple[int, list[str]]]
 
 def test_conversations_find_their_caches(cluster: Cluster) -> None:
     async def run(url: str) -> list[tuple[int, list[str]]]:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=60, headers=KEYED) as client:
             return await converse_all(client)
 
     with one_process() as url:
@@ -92,7 +92,7 @@ def test_conversations_find_their_caches(cluster: Cluster) -> None:
     together = asyncio.run(run(cluster.url))
     assert [texts for _, texts in together] == [texts for _, texts in alone]
     assert sum(n for n, _ in together) >= 0.95 * sum(n for n, _ in alone) > 0
-    metrics = httpx.get(f"{cluster.url}/metrics").text
+    metrics = httpx.get(f"{cluster.url}/metrics", headers=KEYED).text
     took = re.findall(r'prefix_cache_queries_total\{.*replica="(\w+)"\} (\S+)', metrics)
     assert {id for id, _ in took} == set(cluster.both())
     assert all(float(tokens) > 0 for _, tokens in took), "both have answered"
@@ -102,8 +102,16 @@ def test_conversations_find_their_caches(cluster: Cluster) -> None:
 SESSIONS = [{"x-session-id": str(number)} for number in range(12)]
 
 
+def test_keys_are_asked_for_everywhere(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        for session in SESSIONS:
+            wrong = {**session, "authorization": "Bearer wrong"}
+            assert client.get("/v1/models", headers=wrong).status_code == 401
+            assert client.get("/v1/models", headers=session).status_code == 200
+
+
 def test_what_one_replica_stores_all_have(cluster: Cluster) -> None:
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with cluster.client() as client:
         asked = {"input": TURNS[0], "max_output_tokens": 8}
         first = client.post("/v1/responses", json=asked).raise_for_status()
         id = first.json()["id"]
@@ -119,7 +127,7 @@ def test_what_one_replica_stores_all_have(cluster: Cluster) -> None:
 
 
 def test_a_response_is_followed_where_it_was_made(cluster: Cluster) -> None:
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with cluster.client() as client:
         for number in range(8):
             asked = {"input": f"Chat {number}. " + 20 * TURNS[0], "max_output_tokens": 8}
             first = client.post("/v1/responses", json=asked).raise_for_status().json()
@@ -133,7 +141,7 @@ def test_what_one_replica_is_told_all_do(cluster: Cluster) -> None:
         answers = [client.get(path, headers=session).json()["data"] for session in SESSIONS]
         return [data for place, data in enumerate(answers) if data not in answers[:place]]
 
-    with httpx.Client(base_url=cluster.url, timeout=60) as client:
+    with cluster.client() as client:
         sae = client.get("/api/saes").json()["data"][0]["id"]
         client.post(f"/api/saes/{sae}/attach", json={}).raise_for_status()
         client.post(
@@ -172,7 +180,7 @@ def test_streams_are_not_buffered(cluster: Cluster) -> None:
     sent then is answered before it."""
 
     async def run() -> None:
-        async with cluster.client() as client:
+        async with cluster.async_client() as client:
             lines = stream(client, 1)
             await anext(lines)
             await ask(client, [user("Hello")], max_tokens=1)
@@ -199,7 +207,7 @@ def test_a_replica_that_dies_takes_its_own_requests_only(cluster: Cluster) -> No
         return lines[-2] if len(lines) > 1 else "nothing"
 
     async def run() -> list[str]:
-        async with cluster.client() as client:
+        async with cluster.async_client() as client:
             running = [asyncio.create_task(follow(client, number)) for number in range(12)]
             await begun.wait()
             await asyncio.sleep(0.3)
@@ -231,7 +239,7 @@ def test_an_update_fails_no_request(cluster: Cluster) -> None:
     before = set(cluster.both())
 
     async def run() -> int:
-        async with cluster.client() as client:
+        async with cluster.async_client() as client:
             settings = msgspec.structs.replace(cluster.settings, max_concurrency=16)
             update = asyncio.create_task(asyncio.to_thread(cluster.deploy, settings))
             count = 0

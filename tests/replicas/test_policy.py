@@ -61,3 +61,9 @@ def test_a_little_load_moves_no_conversation() -> None:
     home = choose("chat", {"a": 0, "b": 0})[0]
     assert choose("chat", {"a": 0, "b": 0} | {home: SLACK})[0] == home
     assert choose("chat", {"a": 0, "b": 0} | {home: 5 * SLACK})[0] != home
+
+
+def test_who_spills_over_keeps_the_order_behind() -> None:
+    home, second, third, *rest = choose("chat", dict.fromkeys("abcde", 0))
+    loads = dict.fromkeys("abcde", 0) | {home: 100, second: 2}
+    assert choose("chat", loads) == [third, second, *rest, home]
