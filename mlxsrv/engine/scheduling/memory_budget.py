@@ -28,8 +28,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import count
 
-from mlxsrv.engine.events import Event, MemoryShort, Progress, Shortage
+from mlxsrv.engine.events import Event, Progress, Shortage
 from mlxsrv.engine.scheduling.groups import STEP, Fit
+from mlxsrv.engine.scheduling.memory_question import MemoryQuestion
 from mlxsrv.engine.scheduling.row import Row, RowState
 from mlxsrv.engine.scheduling.row_memory import RowMemory
 from mlxsrv.engine.scheduling.speculation_controller import MOST
@@ -56,15 +57,13 @@ class MemoryBudget:
         self.events: list[Event] = []
         self._models: list[RowMemory] = []
         self._free = 0  # bytes that nothing has taken or reserved in this round
-        self._waits = False  # for the answer to MemoryShort
-        self._asked = 0  # bytes in all for which the client was asked; 0: there is enough
-        self._asked_for: set[int] = set()  # numbers of rows that do not fit alone
+        self._question = MemoryQuestion(lambda event: self.events.append(event))
         self._rounds = 0
 
     def set(self, bytes: int) -> None:
         """Take the client's order, which may be the answer to MemoryShort."""
         self.bytes = bytes
-        self._waits = False
+        self._question.note_answer()
         for model in self._models:
             model.limit_padding(bytes // _PADDING)
 
@@ -152,7 +151,8 @@ class MemoryBudget:
             model.groups.fit, model.proposals_fit = Fit.AMPLE, True
             if model.book.drafts is not None:
                 model.book.drafts.fits = True
-        self._free, self._asked = most - taken, 0
+        self._free = most - taken
+        self._question.note_enough()
         return True
 
     def _suffices(self, most: int) -> bool:
@@ -167,7 +167,8 @@ class MemoryBudget:
         for model in self._models:
             model.grant(())
             model.groups.fit, model.proposals_fit = Fit.AMPLE, True
-        self._free, self._asked = most - taken, 0
+        self._free = most - taken
+        self._question.note_enough()
         return True
 
     # What goes.
@@ -176,7 +177,7 @@ class MemoryBudget:
         """Have kept prompts and rows go until there is room for the next steps."""
         self._give_way(self._count(_NEXT, Fit.AMPLE) - most)
         kept = sum(model.spare_bytes for model in self._models)
-        self._ask(self._count(_NEXT + _FORESIGHT, Fit.EXACT, settled=True) - kept, most)
+        self._question.ask(self._count(_NEXT + _FORESIGHT, Fit.EXACT, settled=True) - kept, most)
         # Where there were more bytes until now, arrays are too large whoever goes, and shrink.
         while self._count(_NEXT, Fit.EXACT, settled=True) > most:
             holders = sorted(self._find_holders(), key=lambda holder: holder[1].number)
@@ -230,7 +231,7 @@ class MemoryBudget:
         if fitting < len(found):
             if self._refuse(*found[fitting], most):
                 return None
-            self._ask(self._count_with(found[: fitting + 1]) - kept, most)
+            self._question.ask(self._count_with(found[: fitting + 1]) - kept, most)
         return granted
 
     def _find_fitting(self, found: Sequence[tuple[RowMemory, Row]], most: int) -> int:
@@ -257,17 +258,10 @@ class MemoryBudget:
     def _refuse(self, model: RowMemory, row: Row, most: int) -> bool:
         """End a row whose text does not fit alone, if the client knows. Returns whether it ends."""
         needed = model.count_alone(row, _step([row]))
-        if needed <= most:
+        if needed <= most or not self._question.ask_for(row.number, needed, most):
             return False
-        if row.number in self._asked_for and not self._waits:
-            self._asked_for.discard(row.number)
-            model.book.refuse(row, Shortage(needed, most, row.length))
-            return True
-        if not self._waits:
-            self._send(needed, most)
-        if needed <= self._asked:
-            self._asked_for.add(row.number)
-        return False
+        model.book.refuse(row, Shortage(needed, most, row.length))
+        return True
 
     # How the arrays grow.
 
@@ -307,15 +301,6 @@ class MemoryBudget:
                 drafts.fits = self._find_room(model, model.draft_growth)
 
     # What the client is told.
-
-    def _ask(self, needed: int, most: int) -> None:
-        """Tell that so many bytes are needed in all, unless that was told, or there are as many."""
-        if needed > max(most, self._asked) and not self._waits:
-            self._send(needed, most)
-
-    def _send(self, needed: int, most: int) -> None:
-        self.events.append(MemoryShort(needed - most))
-        self._waits, self._asked = True, needed
 
     def _tell_progress(self) -> None:
         """Tell now and then that preempted rows are not forgotten."""

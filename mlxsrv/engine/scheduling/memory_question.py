@@ -1,0 +1,97 @@
+"""The question to a client for more memory.
+
+    ENOUGH -> ASKED -> ANSWERED -> ASKED, or ENOUGH
+
+The client may have models that nobody uses. It answers with another budget, or with the same. It is
+asked once, and again if more is needed than it was asked for, or if a text comes that does not fit
+alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+from mlxsrv.engine.events import MemoryShort
+
+
+class QuestionState(Enum):
+    """The states of the question."""
+
+    ENOUGH = "not to be asked"
+    """Nobody was short of memory since the last answer."""
+    ASKED = "asked"
+    """The client was told how much is missing. It is told nothing more until it answers."""
+    ANSWERED = "answered"
+    """The client has said how much there is, and somebody may be short of memory still."""
+
+
+_NEXT = {
+    QuestionState.ENOUGH: {QuestionState.ASKED},
+    QuestionState.ASKED: {QuestionState.ANSWERED},
+    QuestionState.ANSWERED: {QuestionState.ASKED, QuestionState.ENOUGH},
+}
+
+
+class MemoryQuestion:
+    """The bytes and the rows that one client was asked for.
+
+    Args:
+        tell: takes the event that asks it.
+
+    Attributes:
+        state: changed by `enter` only.
+    """
+
+    def __init__(self, tell: Callable[[MemoryShort], None]) -> None:
+        self.state = QuestionState.ENOUGH
+        self._tell = tell
+        self._needed = 0  # bytes in all that it was asked for; 0: there was enough since
+        self._rows: set[int] = (
+            set()
+        )  # numbers of rows that it was asked for, which do not fit alone
+
+    def enter(self, state: QuestionState) -> None:
+        """Go on to `state`.
+
+        Raises:
+            RuntimeError: it may not follow the question's state.
+        """
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(
+                f"a question that is {self.state.value} cannot be {state.value} next"
+            )
+        self.state = state
+
+    def ask(self, needed: int, most: int) -> None:
+        """Ask for so many bytes in all, where there are `most`, unless that was asked."""
+        if needed > max(most, self._needed):
+            self._send(needed, most)
+
+    def ask_for(self, row: int, needed: int, most: int) -> bool:
+        """Ask for a row that does not fit alone. Returns whether that was asked, and answered."""
+        if self.state is QuestionState.ANSWERED and row in self._rows:
+            self._rows.remove(row)
+            return True
+        self._send(needed, most)
+        if needed <= self._needed:
+            self._rows.add(row)
+        return False
+
+    def _send(self, needed: int, most: int) -> None:
+        if self.state is not QuestionState.ASKED:
+            self.enter(QuestionState.ASKED)
+            self._needed = needed
+            self._tell(MemoryShort(needed - most))
+
+    def note_answer(self) -> None:
+        """Note that the client has said how much there is, asked or not."""
+        if self.state is QuestionState.ASKED:
+            self.enter(QuestionState.ANSWERED)
+
+    def note_enough(self) -> None:
+        """Note that nobody is short of memory. What is asked next is a new question."""
+        self._needed = 0
+        self._rows.clear()
+        if self.state is QuestionState.ANSWERED:
+            self.enter(QuestionState.ENOUGH)
