@@ -16,7 +16,7 @@ from tests.fuzz.run import FOUND
 from tests.fuzz.seeds import SEEDS
 from tests.fuzz.targets import DIALECTS, TARGETS
 from tests.support.effort import examples
-from tests.text.test_tools import FAMILIES
+from tests.support.tool_calls import FAMILIES
 
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(400, usual=80)))
 SLOW = {"growth": 10, "grammars": 100}

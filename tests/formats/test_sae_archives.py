@@ -13,7 +13,7 @@ import pytest
 
 from mlxsrv.engine.steering.sae import load_sae
 from mlxsrv.formats.sae_files import read_sae
-from tests.formats.test_sae_files import reason, write
+from tests.support.sae_files import reason, write
 
 
 def _npz(folder: Path) -> Path:

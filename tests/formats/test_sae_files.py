@@ -14,28 +14,8 @@ import numpy as np
 import pytest
 
 from mlxsrv.formats.sae_files import SAEFile, find_saes, read_sae
-from tests.support.saes import Kind, Layout, make_arrays, write_sae, write_safetensors
-
-WEIGHTS = "sae_weights.safetensors"
-
-
-def write(
-    folder: Path, layout: Layout = "saelens", kind: Kind = "standard", **options: Any
-) -> Path:
-    sizes = {"d_in": 8, "d_sae": 16, "k": 3} | options
-    return write_sae(folder, layout=layout, architecture=kind, **sizes)
-
-
-def reason(path: Path) -> str:
-    """Why it is refused: one line that does not say where the files are."""
-    with pytest.raises(ValueError, match=r".") as error:
-        read_sae(path)
-    text = str(error.value)
-    assert len(text.splitlines()) == 1
-    assert str(path.parent) not in text
-    assert len(text) < 300
-    return text
-
+from tests.support.sae_files import WEIGHTS, header, reason, write, write_second_scope
+from tests.support.saes import Kind, Layout, make_arrays
 
 # What they say.
 
@@ -159,26 +139,6 @@ def test_of_gemma_scope_only_the_residual_stream(parent: str, tmp_path: Path) ->
     folder = write(tmp_path, "gemma_scope", "jumprelu")
     (tmp_path / parent).parent.mkdir(parents=True)
     assert "not for a layer's output" in reason(folder.rename(tmp_path / parent))
-
-
-def write_second_scope(folder: Path, **config: Any) -> Path:
-    """As Gemma Scope 2 is: safetensors with lowercase names, and a config.json."""
-    folder.mkdir(parents=True)
-    arrays = make_arrays("jumprelu", d_in=8, d_sae=16)
-    renamed = {name.replace("W_", "w_"): array for name, array in arrays.items()}
-    write_safetensors(folder / "params.safetensors", renamed)
-    said: dict[str, Any] = {
-        "hf_hook_point_in": "model.layers.17.output",
-        "hf_hook_point_out": "model.layers.17.output",
-        "width": 16,
-        "model_name": "google/gemma-3-1b-it",
-        "architecture": "jump_relu",
-        "l0": 20,
-        "affine_connection": False,
-        "type": "sae",
-    }
-    (folder / "config.json").write_text(json.dumps(said | config))
-    return folder
 
 
 def test_the_second_gemma_scope(tmp_path: Path) -> None:
@@ -311,11 +271,6 @@ def test_arrays_that_do_not_belong_together(
     given = {name: array for name, array in held.items() if array is not None}
     folder = write(tmp_path, arrays=given, d_in=..., d_sae=...)
     assert expected in reason(folder)
-
-
-def header(fields: Any, data: int = 64) -> bytes:
-    text = json.dumps(fields).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(data)
 
 
 BROKEN: list[tuple[str, bytes, str]] = [

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from mlxsrv.engine.steering.sae import load_sae
 from mlxsrv.formats.sae_files import SAEFile, read_sae
-from tests.formats.test_sae_files import header, write, write_second_scope
 from tests.support.effort import examples
+from tests.support.sae_files import header, write, write_second_scope
 from tests.support.saes import Layout, make_arrays
 
 JSON = st.recursive(

@@ -14,7 +14,7 @@ from tests.fuzz.targets import DIALECTS
 from tests.support.bodies import KINDS
 from tests.support.ggufs import write_gguf
 from tests.support.saes import make_arrays, write_sae, write_safetensors
-from tests.text.test_tools import FAMILIES, SECTIONS
+from tests.support.tool_calls import FAMILIES, SECTIONS
 
 _SIZES = b"\x01\x00\x03"
 _THOUGHT = "<think>\nhm 你\n</think>\n\n"

@@ -34,7 +34,7 @@ from mlxsrv.wire.sse import DONE, KEEPALIVE, PLACEHOLDER, frame, text_frames
 from tests.fuzz import file_targets
 from tests.fuzz.grammars import check_grammars
 from tests.fuzz.source import LONGEST, Source, cut
-from tests.text.test_tools import family, merge
+from tests.support.tool_calls import family, merge
 
 # Requests.
 

@@ -8,7 +8,7 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,14 @@ from tests.support.client import (
     FIRST_CONTENT,
     Body,
     RawClient,
-    Streamed,
     answer,
     ask,
     chat,
     check_schema,
     read_stream,
     refused,
-    stream,
 )
+from tests.support.crowds import Crowd, states
 from tests.support.effort import examples, often
 from tests.support.serving import PATIENCE, Server, hosted, serving, wait_for
 from tests.support.tiny import write_model
@@ -108,56 +107,6 @@ def many(places: Places, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     variables = {"HF_HUB_CACHE": str(places.cache)}
     with serving(tmp_path_factory.mktemp("many"), *options, variables=variables) as server:
         yield server
-
-
-class Crowd:
-    """Requests that are asked at once, each by a client of its own, told apart by their ids."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-        self._threads = ThreadPoolExecutor(8)
-
-    def __enter__(self) -> Crowd:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._threads.shutdown()
-
-    def stream(self, request: str, model: str, max_tokens: int) -> Future[Streamed]:
-        def work() -> Streamed:
-            body = chat(model=model, max_tokens=max_tokens)
-            with self._server.client() as client:
-                return stream(client, body, **{"X-Request-ID": request})
-
-        return self._threads.submit(work)
-
-    def running(self, request: str) -> None:
-        """Wait until this request is generated."""
-        self._server.logged("stream start", request=request)
-
-    def waiting(self, model: str) -> None:
-        """Wait until the model waits for room."""
-        self._until(model, state="waiting for room")
-
-    def asked(self, model: str, requests: int) -> None:
-        """Wait until so many requests for the model are there."""
-        self._until(model, requests=requests)
-
-    def _until(self, model: str, **wanted: object) -> None:
-        def told() -> bool:
-            return wanted.items() <= states(self._server).get(model, {}).items()
-
-        wait_for(told, why=f"{model} is at {wanted}")
-
-    def order(self, *requests: str) -> list[str]:
-        started = [line["request"] for line in self._server.log("stream start")]
-        return sorted(requests, key=started.index)
-
-
-def states(server: Server) -> dict[str, Body]:
-    with server.client() as client:
-        told = client.get("/health", params={"verbose": "1"}).json()
-    return {model["id"]: model for model in told["models"]}
 
 
 def listed(server: Server) -> dict[str, Body]:

@@ -17,7 +17,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
-from tests.prompts.grammars.test_grammar import CITY, SCHEMAS, TOOLS, Schema, chain, strict_json
 from tests.support.client import (
     CHAT,
     COMPLETIONS,
@@ -34,6 +33,7 @@ from tests.support.client import (
 )
 from tests.support.effort import examples, often
 from tests.support.fixtures import Folders
+from tests.support.grammars import CITY, SCHEMAS, TOOLS, Schema, chain, strict_json
 from tests.support.serving import Server, serving, wait_for
 from tests.support.tiny import END_TOKENS, VOCABULARY, make_tokenizer
 from tests.web.test_choices import by_choice

@@ -39,8 +39,9 @@ from mlxsrv.wire.openai.streams import ChatStream
 from mlxsrv.wire.responses.answers import fail_response, fold_response, make_response
 from mlxsrv.wire.responses.streams import ResponsesStream
 from tests.support.schemas import as_sent, check_schema
-from tests.web.dialects.asking import DIALECTS, Said
+from tests.web.dialects.asking import DIALECTS
 from tests.web.dialects.refusals import ANTHROPICS, told_within
+from tests.web.dialects.spoken import Said
 from tests.wire.anthropic.test_streams import check_type, hear
 from tests.wire.responses.asking import asked, read_events
 from tests.wire.responses.test_streams import WHO, check_order

@@ -12,7 +12,7 @@ import pytest
 
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool
-from tests.models.pool.test_pool import folder, log
+from tests.support.pool_models import folder, log
 from tests.support.pools import Log, entry, loaded, opened, run, until, use
 
 __all__ = ["folder", "log"]

@@ -7,12 +7,9 @@ do.
 from __future__ import annotations
 
 import asyncio
-import json
-import logging
 import random
 import shutil
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +19,7 @@ import pytest
 from mlxsrv.errors import InsufficientMemory, ModelNotLoaded, Overloaded, ShuttingDown
 from mlxsrv.models.pool.model import LoadState
 from mlxsrv.models.pool.pool import Pool
+from tests.support.pool_models import folder, log
 from tests.support.pools import (
     PATIENCE,
     Fields,
@@ -37,31 +35,8 @@ from tests.support.pools import (
     use,
     using,
 )
-from tests.support.tiny import write_model
 
-"""Seconds that anything may take here, on a machine that may be busy."""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models of one size, and `broken`: its weights are incomplete, which only its load notices."""
-    root = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate("abc"):
-        write_model(root / name, "qwen3", seed=seed)
-    config = write_model(root / "broken", "qwen3") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 3}))
-    return root
-
-
-@pytest.fixture
-def log() -> Iterator[Log]:
-    logger, log = logging.getLogger("mlxsrv.models"), Log()
-    level = logger.level
-    logger.addHandler(log)
-    logger.setLevel(logging.INFO)
-    yield log
-    logger.setLevel(level)
-    logger.removeHandler(log)
+__all__ = ["folder", "log"]
 
 
 # Loading.

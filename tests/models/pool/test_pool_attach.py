@@ -17,23 +17,14 @@ from mlxsrv.errors import (
 from mlxsrv.formats.sae_files import read_sae
 from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import Attachment
-from mlxsrv.models.pool.pool import Pool
-from tests.models.pool.test_pool import folder, log
-from tests.support.pools import PATIENCE, Log, entry, opened, run, until, use
+from tests.support.pool_models import folder, log
+from tests.support.pool_saes import attach, sae
+from tests.support.pools import PATIENCE, Log, opened, run, until, use
 from tests.support.saes import write_sae
 
+__all__ = ["sae"]
+
 __all__ = ["folder", "log"]  # fixtures
-
-
-@pytest.fixture(scope="module")
-def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sae(tmp_path_factory.mktemp("sae"))
-
-
-async def attach(
-    saes: Attachments, pool: Pool, name: str, sae: Path, *, layer: int = 1
-) -> Attachment:
-    return await saes.attach(entry(pool, name), "s", sae, read_sae(sae), layer, False)
 
 
 @pytest.mark.slow

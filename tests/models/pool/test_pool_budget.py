@@ -16,11 +16,11 @@ from mlxsrv.errors import InsufficientMemory
 from mlxsrv.models.pool.attachments import Attachments
 from mlxsrv.models.pool.model import LoadState
 from mlxsrv.models.pool.pool import Pool
-from tests.models.pool.test_pool import folder, log
-from tests.models.pool.test_pool_attach import attach, sae
-from tests.models.pool.test_pool_races import World, entered, states, turns
-from tests.models.pool.test_pool_races import folder as places
 from tests.support.jumping_clock import run as play_out
+from tests.support.pool_models import folder, log
+from tests.support.pool_saes import attach, sae
+from tests.support.pool_worlds import World, entered, states, turns
+from tests.support.pool_worlds import folder as places
 from tests.support.pools import Log, entry, loaded, opened, run, size, use, using
 
 __all__ = ["folder", "log", "places", "sae"]  # fixtures

@@ -16,9 +16,9 @@ from mlxsrv.engine.events import Attached
 from mlxsrv.engine.orders import Attach
 from mlxsrv.errors import SAEIncompatible, SAENotAttached, ServeError, ShuttingDown
 from mlxsrv.models.pool.attachments import Attachments
-from tests.models.pool.test_pool_races import Engine, How, World, begin, folder, moves, turns
 from tests.support.effort import often
 from tests.support.jumping_clock import run
+from tests.support.pool_worlds import Engine, How, World, begin, folder, moves, turns
 
 __all__ = ["folder", "moves"]  # fixtures
 

@@ -12,8 +12,8 @@ import pytest
 
 from mlxsrv.models.pool.clients import Client
 from mlxsrv.models.pool.row_queue import RowQueue
-from tests.models.pool.test_pool_races import turns
 from tests.support.jumping_clock import run
+from tests.support.pool_worlds import turns
 
 
 def played(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:

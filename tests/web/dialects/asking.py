@@ -1,16 +1,12 @@
-"""The same conversation in each dialect: requests of one meaning, and answers in no dialect."""
+"""The same conversation in each dialect: requests of one meaning, and their answers."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Any
 
-import httpx
 import msgspec
-from starlette.testclient import TestClient
 
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
@@ -19,151 +15,19 @@ from mlxsrv.wire.openai.requests import CHAT_REQUESTS
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past
 from tests.support.client import Body, read_stream
 from tests.support.ollama import read_lines
+from tests.web.dialects.spoken import (
+    Asked,
+    Call,
+    Counts,
+    Response,
+    Said,
+    Spoken,
+    Turn,
+    present,
+    whole_calls,
+)
 from tests.wire.anthropic.test_streams import hear
 from tests.wire.responses.asking import read_events
-
-Client = httpx.Client | TestClient
-Response = Any  # theirs are of two libraries
-
-# What is asked, in no dialect.
-
-
-class Call(msgspec.Struct, frozen=True):
-    name: str
-    arguments: Mapping[str, Any]
-    id: str = ""
-
-
-def whole_calls(written: Iterable[tuple[str, str, str]]) -> list[Call]:
-    """The calls that can be made, of those with these names, arguments and ids."""
-    calls = []
-    for name, arguments, id in written:
-        with contextlib.suppress(msgspec.DecodeError):
-            calls.append(Call(name, msgspec.json.decode(arguments, type=dict[str, Any]), id))
-    return calls
-
-
-class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """A message. A tool's answers the call of the id `answers`."""
-
-    role: Literal["user", "assistant", "tool"] = "user"
-    text: str = ""
-    thoughts: str = ""
-    calls: Sequence[Call] = ()
-    answers: str = ""
-
-
-class Tool(msgspec.Struct, frozen=True):
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-
-
-class Asked(msgspec.Struct, frozen=True, kw_only=True):
-    """A request.
-
-    Attributes:
-        choice: "required", "none", or the name of the tool that must be called.
-    """
-
-    model: str = "agent"
-    turns: Sequence[Turn]
-    system: str = ""
-    tools: Sequence[Tool] = ()
-    choice: str | None = None
-    schema: Mapping[str, Any] | None = None
-    stop: str | None = None
-    limit: int = 100
-    temperature: float = 0
-    seed: int | None = None
-    thinks: bool | None = None
-
-
-def asking(text: str = "What is the weather in Paris?", /, **fields: Any) -> Asked:
-    return Asked(turns=[Turn(text=text)], **fields)
-
-
-# What is answered, in no dialect.
-
-
-class Counts(msgspec.Struct, frozen=True):
-    """None: the dialect has no place for it."""
-
-    prompt: int
-    answer: int
-    cached: int | None
-    thoughts: int | None
-
-
-class Said(msgspec.Struct, frozen=True, kw_only=True):
-    text: str = ""
-    thoughts: str = ""
-    calls: Sequence[Call] = ()
-    finish: str
-    usage: Counts
-
-    def turn(self) -> Turn:
-        """The message by which a client gives the answer back."""
-        return Turn(role="assistant", text=self.text, thoughts=self.thoughts, calls=self.calls)
-
-    @property
-    def essence(self) -> tuple[Any, ...]:
-        """All but the ids of calls, and counts that not all dialects have."""
-        calls = [(call.name, call.arguments) for call in self.calls]
-        usage = (self.usage.prompt, self.usage.answer)
-        return self.text, self.thoughts, calls, self.finish, usage
-
-
-class Spoken(ABC):
-    """A dialect, as a client speaks it.
-
-    Attributes:
-        lacks: the fields of `Asked` that it has no place for.
-        keepalive: what it sends while nothing is produced, at its beginning.
-    """
-
-    name: ClassVar[str]
-    path: ClassVar[str]
-    lacks: ClassVar[frozenset[str]] = frozenset()
-    stream_type: ClassVar[str] = "text/event-stream; charset=utf-8"
-    keepalive: ClassVar[bytes]
-
-    @abstractmethod
-    def body(self, asked: Asked) -> Body: ...
-
-    @abstractmethod
-    def spec(self, body: Body) -> GenerationSpec:
-        """Return the answer of the server to a body."""
-
-    @abstractmethod
-    def read(self, body: Body) -> Said:
-        """Read a whole answer."""
-
-    @abstractmethod
-    def hear(self, response: Response) -> Said:
-        """Read a stream."""
-
-    def can(self, asked: Asked) -> bool:
-        return all(getattr(asked, name) is None for name in self.lacks)
-
-    def post(self, client: Client, asked: Asked, *, stream: bool = False, **more: Any) -> Response:
-        body = self.body(asked) | {"stream": stream} | more
-        return client.post(self.path, json=body)
-
-    def ask(self, client: Client, asked: Asked) -> Said:
-        response = self.post(client, asked)
-        assert response.status_code == 200, response.text
-        return self.read(response.json())
-
-    def stream(self, client: Client, asked: Asked) -> Said:
-        response = self.post(client, asked, stream=True)
-        assert response.status_code == 200, response.text
-        assert response.headers["content-type"] == self.stream_type
-        return self.hear(response)
-
-
-def _present(**fields: Any) -> Body:
-    return {name: value for name, value in fields.items() if value not in (None, [], "")}
 
 
 class ChatCompletions(Spoken):
@@ -175,7 +39,7 @@ class ChatCompletions(Spoken):
         messages = [{"role": "system", "content": asked.system}] if asked.system else []
         messages += [self._message(turn) for turn in asked.turns]
         schema = asked.schema and {"name": "form", "schema": asked.schema}
-        return _present(
+        return present(
             model=asked.model,
             messages=messages,
             tools=[
@@ -206,7 +70,7 @@ class ChatCompletions(Spoken):
             for call in turn.calls
         ]
         content = None if calls and not turn.text else turn.text
-        return {"content": content} | _present(
+        return {"content": content} | present(
             role=turn.role,
             tool_calls=calls,
             reasoning_content=turn.thoughts,
@@ -269,7 +133,7 @@ class Messages(Spoken):
                 turns.append(message)
         form = asked.schema and {"format": {"type": "json_schema", "schema": asked.schema}}
         thinking = {True: {"type": "enabled", "budget_tokens": 1024}, False: {"type": "disabled"}}
-        return _present(
+        return present(
             model=asked.model,
             system=asked.system,
             messages=turns,
@@ -357,7 +221,7 @@ class Responses(Spoken):
     def body(self, asked: Asked) -> Body:
         format = asked.schema and {"type": "json_schema", "name": "form", "schema": asked.schema}
         efforts = {None: None, True: {"effort": "high"}, False: {"effort": "none"}}
-        return _present(
+        return present(
             model=asked.model,
             instructions=asked.system,
             input=[item for turn in asked.turns for item in self._items(turn)],
@@ -453,13 +317,13 @@ class Ollama(Spoken):
 
     def body(self, asked: Asked) -> Body:
         messages = [{"role": "system", "content": asked.system}] if asked.system else []
-        options = _present(
+        options = present(
             num_predict=asked.limit,
             temperature=asked.temperature,
             seed=asked.seed,
             stop=asked.stop and [asked.stop],
         )
-        return _present(
+        return present(
             model=asked.model,
             messages=messages + [self._message(turn) for turn in asked.turns],
             tools=[
@@ -476,7 +340,7 @@ class Ollama(Spoken):
             {"id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
             for call in turn.calls
         ]
-        return {"content": turn.text} | _present(
+        return {"content": turn.text} | present(
             role=turn.role, thinking=turn.thoughts, tool_calls=calls, tool_call_id=turn.answers
         )
 

@@ -26,8 +26,9 @@ from tests.support.fixtures import Folders
 from tests.support.ollama import read_lines
 from tests.support.scripted import cut, spell, write_scripted
 from tests.support.serving import wait_for
-from tests.web.dialects.asking import DIALECTS, Asked, Client, Response, Spoken, asking
+from tests.web.dialects.asking import DIALECTS
 from tests.web.dialects.refusals import told, told_within
+from tests.web.dialects.spoken import Asked, Client, Response, Spoken, asking
 from tests.wire.anthropic.test_streams import read_events
 from tests.wire.responses.asking import read_events as read_responses
 

@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.client import FIRST_CONTENT, RawClient, answer, ask, chat
 from tests.support.serving import Server, wait_for
-from tests.web.dialects.asking import DIALECTS, Asked, Spoken, asking
+from tests.web.dialects.asking import DIALECTS
+from tests.web.dialects.spoken import Asked, Spoken, asking
 from tests.web.test_disconnect import LONG, left, started
 
 TEXT = {

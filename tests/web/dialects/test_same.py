@@ -22,7 +22,8 @@ from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support.client import Body
 from tests.support.scripted import AFTER_TOOL, cut, write_conversation, write_scripted
 from tests.support.tiny import CHAT_TEMPLATE, write_model
-from tests.web.dialects.asking import DIALECTS, Asked, Call, Said, Tool, Turn, asking
+from tests.web.dialects.asking import DIALECTS
+from tests.web.dialects.spoken import Asked, Call, Said, Tool, Turn, asking
 
 WEATHER = Tool(
     "get_weather",
