@@ -376,6 +376,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "says so, and /health and /health/live answer 503 until the step ends.",
         ),
     ] = 120.0
+    parallel: Annotated[
+        Literal["tensor", "pipeline"] | None,
+        Meta(
+            description="Divide each model among the ranks that mlx.launch has started: tensor, a "
+            "part of every layer; pipeline, some of the layers."
+        ),
+    ] = None
     exit_on_failure: Annotated[
         bool,
         Meta(

@@ -100,7 +100,9 @@ class EngineClient:
         """When an event last came, of any job."""
         self.memory_short: Callable[[int], None] | None = None
         """Called with the bytes that the budget lacks. `set_budget` answers it, in any case."""
-        self._watchdog = Watchdog(device.clock, loop, step_timeout, self._waits)
+        self._watchdog = Watchdog(
+            device.clock, loop, step_timeout, self._waits, device.describe_ranks
+        )
         self._send(Open())
 
     @classmethod
@@ -121,6 +123,11 @@ class EngineClient:
         over = ShuttingDown("the server is shutting down")
         self._mailbox.post([Answered(number, over) for number in self._questions])
         self._send(Close())
+
+    @property
+    def ranks(self) -> int:
+        """The number of processes that divide each model."""
+        return self._device.ranks
 
     @property
     def stalled(self) -> float:

@@ -23,10 +23,11 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from mlxsrv.engine.backend import import_engine
 from mlxsrv.engine.events import EngineStopped
@@ -43,15 +44,24 @@ from mlxsrv.engine.orders import (
     Unload,
     Written,
 )
+from mlxsrv.engine.ranks.follower import RankFollower
+from mlxsrv.engine.ranks.leader import RankLeader
 from mlxsrv.engine.recording.recorder import RecordedScheduler, Recorder, Recording
 from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.engine.watchdog import Clock
 from mlxsrv.generation.parameters import MakeConstraint
 
+if TYPE_CHECKING:
+    from mlxsrv.engine.ranks.rank_group import RankGroup
+
 _log = logging.getLogger("mlxsrv.engine")
 
+JoinRanks = Callable[[Clock, Callable[[str], None]], "tuple[RankGroup, RankLeader | RankFollower]"]
+"""Joins the ranks of this process's; see `ranks.joining`."""
+
 _REST_SECONDS = 0.3  # long enough for the next request of a busy server to find warm buffers
+_LOOK_SECONDS = 0.2
 _PARK_SECONDS = 10.0  # the longest work that the end of the process waits for
 
 
@@ -76,8 +86,13 @@ class DeviceThread:
     _lock: ClassVar[threading.Lock] = threading.Lock()
     _shared: ClassVar[DeviceThread | None] = None
 
-    def __init__(self, recording: Recording | None = None) -> None:
+    def __init__(self, recording: Recording | None = None, join: JoinRanks | None = None) -> None:
         self.clock = Clock()
+        self.ranks = 1  # how many there are
+        self.joined: Future[int] = Future()
+        self._join_ranks = join
+        self._leader: RankLeader | None = None
+        self._follower: RankFollower | None = None
         self._recording = recording
         self._inbox: SimpleQueue[_Parcel | None] = SimpleQueue()
         self._parked = threading.Event()
@@ -86,19 +101,22 @@ class DeviceThread:
         self._runner = Runner(self._send_told)
         self._clients: dict[Mailbox, int] = {}
         self._opened = 0
+        self._failed = False
         self._worked = False  # since memory was released
         threading.Thread(target=self._run, name="mlxsrv-device", daemon=True).start()
         atexit.register(self._park)
 
     @classmethod
-    def shared(cls, recording: Recording | None = None) -> DeviceThread:
+    def shared(
+        cls, recording: Recording | None = None, join: JoinRanks | None = None
+    ) -> DeviceThread:
         """The process's device thread, started if this is the first call. From any thread.
 
         Only the first call can have it recorded: a record has all rounds from the first.
         """
         with cls._lock:
             if cls._shared is None:
-                cls._shared = cls(recording)
+                cls._shared = cls(recording, join)
             elif recording not in (None, cls._shared._recording):
                 _log.warning("not recorded: the device thread runs already, for another app")
         return cls._shared
@@ -123,18 +141,77 @@ class DeviceThread:
         self._inbox.put(None)
         self._parked.wait(_PARK_SECONDS)
 
+    # Ranks.
+
+    def describe_ranks(self) -> str:
+        """The state of the other ranks; "" on a rank that follows, and where there are none."""
+        return "" if self._leader is None else self._leader.describe()
+
+    def ask_to_stop(self) -> None:
+        """Ask rank 0 to shut all ranks down. From any thread of another rank."""
+        if self._follower is not None:
+            self._follower.ask_to_stop()
+
+    def wait(self) -> int:
+        """Wait until rank 0 has stopped all ranks. Returns the exit status."""
+        while not self._parked.wait(_LOOK_SECONDS):  # between two waits, signals are handled
+            pass
+        return 3 if self._failed else 0
+
     # From here on: the device thread.
 
     def _run(self) -> None:
         try:
-            while (orders := self._drain()) is not None:
-                self._work(orders)
+            if self._join():
+                self._serve()
+            if self._leader is not None:
+                self._leader.stop()
             self._runner.storage.close()
         except BaseException as error:
             _log.critical("the device thread died", exc_info=True)
+            self._failed = True
+            if self._join_ranks is not None:
+                self._parked.set()
             self._answer_dead(EngineStopped(f"the device thread died: {type(error).__name__}"))
         self._parked.set()
         threading.Event().wait()
+
+    def _serve(self) -> None:
+        """Do rounds until the end: rank 0's plans on a rank that follows, else those of the own
+        scheduler."""
+        if self._follower is not None:
+            self._follower.follow(self._runner.run)
+            return
+        while (orders := self._drain()) is not None:
+            self._work(orders)
+
+    def _join(self) -> bool:
+        """Wait for all ranks, if there are to be several. False: they have not come, as `joined`
+        tells."""
+        if self._join_ranks is None:
+            self.joined.set_result(0)
+            return True
+        try:
+            import_engine()
+            group, member = self._join_ranks(self.clock, self._lose)
+        except Exception as error:
+            self.joined.set_exception(error)
+            return False
+        self._runner = Runner(self._send_told, ranks=group)
+        if isinstance(member, RankLeader):
+            self._leader = member
+        else:
+            self._follower = member
+        self.ranks = group.size
+        self.joined.set_result(group.rank)
+        return True
+
+    def _lose(self, reason: str) -> None:
+        """Tell every client that a rank is lost. Called on a thread of the leader's: this one may
+        wait for ever in a collective. A client that opens at this moment may not hear of it; the
+        process ends soon."""
+        for mailbox in tuple(self._clients):
+            mailbox.post([EngineStopped(reason)])
 
     def _answer_dead(self, stopped: EngineStopped) -> None:
         """Tell every client, and each that sends an order from now on, so that no request waits
@@ -211,9 +288,13 @@ class DeviceThread:
         self.clock.begin("planning")
         plan = self._scheduler.plan(orders)
         self._deliver()
-        for work in plan.works:
+        if self._leader is not None and plan.works:
+            self._leader.send(plan)
+        for number, work in enumerate(plan.works):
             self.clock.begin(work.title, self._scheduler.name(work.model))
             outcome = self._runner.run(work)
+            if self._leader is not None:
+                self._leader.settle(number, outcome)
             self._scheduler.settle(work, outcome)
             self._deliver()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from struct import iter_unpack
 from time import perf_counter
 from typing import TYPE_CHECKING, assert_never
 
@@ -19,6 +20,7 @@ from mlxsrv.engine.faults import note, survivable
 from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.orders import GetMemory, ImportModelCode, Job, MakeReport, Question, StorageTold
 from mlxsrv.engine.outcomes import (
+    Admitted,
     AttachStep,
     DeviceAnswer,
     Done,
@@ -39,6 +41,7 @@ from mlxsrv.engine.plans import (
     EmbedSlice,
     FetchPrompt,
     Forget,
+    Leave,
     LoadSlice,
     Read,
     ReadDraft,
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
     from mlxsrv.engine.execution.text_runner import TextRunner
     from mlxsrv.engine.loading.loader import Loader
     from mlxsrv.engine.loading.resident import ResidentModel
+    from mlxsrv.engine.ranks.rank_group import RankGroup
     from mlxsrv.engine.steering.steerer import Steerer
 
 
@@ -73,14 +77,17 @@ class Runner:
     Args:
         post: puts an order of the storage thread into the queue of orders.
         clock: tells when works begin and end, in seconds, and never goes back.
+        ranks: those that do the same works; None: this process is alone.
     """
 
     def __init__(
         self,
         post: Callable[[StorageTold], None] = lambda _: None,
         clock: Callable[[], float] = perf_counter,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._clock = clock
+        self._ranks = ranks
         self.storage = Storage(post)
         self.constraint_makers: dict[tuple[int, str], MakeConstraint] = {}
         self._models: dict[int, ResidentModel] = {}
@@ -144,7 +151,7 @@ class Runner:
         text, steerer = self._find(work.model)
         match work:
             case Admit():
-                return text.admit(work.jobs, partial(self._make_constraint, work.client))
+                return self._admit(text, work)
             case Release():
                 return text.release(work.rows)
             case Rewind():
@@ -173,10 +180,19 @@ class Runner:
                 assert_never(work)
         return None
 
+    def _admit(self, text: TextRunner, work: Admit) -> Admitted:
+        admitted = text.admit(work.jobs, partial(self._make_constraint, work.client))
+        if self._ranks is not None and any(job.grammar is not None for job in work.jobs):
+            # A grammar may fail on rank 0, which alone has it: then no rank takes the row.
+            failed = b"".join(each.row.to_bytes(8) for each in admitted.failures)
+            rows = self._ranks.exchange(failed)[0]
+            text.release([Leave(row) for (row,) in iter_unpack("!Q", rows)])
+        return admitted
+
     def _make_constraint(self, client: int, job: Job) -> Constraint | None:
         """The constraint of a job that has a grammar. Raises what is wrong with the grammar."""
-        if job.grammar is None:
-            return None
+        if job.grammar is None or (self._ranks is not None and self._ranks.rank > 0):
+            return None  # rank 0's tokens are every rank's
         make = self.constraint_makers.get((client, job.model))
         if make is None:
             raise RuntimeError("nothing was sent that makes constraints for this model")
@@ -205,7 +221,7 @@ class Runner:
         if self._loader is None:
             from mlxsrv.engine.loading.loader import Loader
 
-            self._loader = Loader(self._models, self.storage)
+            self._loader = Loader(self._models, self.storage, self._ranks)
         return self._loader.load(work)
 
     def _attach(self, work: AttachSlice) -> AttachStep:
@@ -228,9 +244,15 @@ class Runner:
 
         match question:
             case GetMemory():
-                return DeviceAnswer(device_memory.working_memory())
+                return DeviceAnswer(self._least(device_memory.working_memory()))
             case ImportModelCode(path):
                 weights.import_model_code(path)
                 return DeviceAnswer()
             case MakeReport():
                 return DeviceAnswer(device_memory.report())
+
+    def _least(self, own: int) -> int:
+        """The least of all ranks' numbers."""
+        if self._ranks is None:
+            return own
+        return min(int(each) for each in self._ranks.exchange(str(own).encode()))

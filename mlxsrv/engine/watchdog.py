@@ -54,6 +54,7 @@ class Watchdog:
         loop: the event loop.
         timeout: seconds; None reports nothing.
         waiting: tells whether the loop waits for the device thread.
+        others: tells what the other ranks are in; "" where there are none.
     """
 
     def __init__(
@@ -62,11 +63,13 @@ class Watchdog:
         loop: asyncio.AbstractEventLoop,
         timeout: float | None,
         waiting: Callable[[], bool],
+        others: Callable[[], str] = str,
     ) -> None:
         self._clock = clock
         self._loop = loop
         self._timeout = timeout
         self._waiting = waiting
+        self._others = others
         self._timer: asyncio.TimerHandle | None = None
         self.reported: Slice | None = None
 
@@ -103,7 +106,15 @@ class Watchdog:
 
     def _tell(self, event: str, slow: Slice) -> None:
         seconds = monotonic() - slow.since
-        log(_log, logging.WARNING, event, model=slow.model or None, what=slow.what, seconds=seconds)
+        log(
+            _log,
+            logging.WARNING,
+            event,
+            model=slow.model or None,
+            what=slow.what,
+            seconds=seconds,
+            ranks=self._others() or None,
+        )
 
     def close(self) -> None:
         if self._timer is not None:

@@ -11,6 +11,7 @@ from mlxsrv.engine.backend import require_backend
 from mlxsrv.logs import configure, log
 from mlxsrv.server.descriptors import raise_limit
 from mlxsrv.server.listening import bind, is_loopback, listen, url_of
+from mlxsrv.server.ranks import follow_rank_0, join_ranks
 from mlxsrv.server.server import Server
 from mlxsrv.settings import Settings
 from mlxsrv.web.app import create_app
@@ -35,6 +36,10 @@ def serve(settings: Settings) -> int:
     configure(settings.log_level, settings.log_format)
     raise_limit()
     require_backend()
+    if settings.parallel is not None:
+        device = join_ranks(settings)
+        if device.joined.result() > 0:
+            return follow_rank_0(device)
     listener = bind(settings)
     local = is_loopback(listener)
     app = create_app(settings, local=local)

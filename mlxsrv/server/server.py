@@ -82,7 +82,8 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         self._loading = asyncio.create_task(self._collect_after_load())
         while not await self.on_tick(0):
-            if self._app.settings.exit_on_failure and self._app.failed:
+            settings = self._app.settings
+            if (settings.exit_on_failure or settings.parallel) and self._app.failed:
                 self.end.status = 3
                 return
             with anyio.move_on_after(_TICK_SECONDS):

@@ -48,6 +48,7 @@ async def turns(number: int) -> None:
 class Engine:
     """The device thread's part. `held` are the leases that have entered, by model."""
 
+    ranks = 1
     failure = None
     attached = 0
     budget: int | None = None

@@ -40,6 +40,7 @@ from mlxsrv.engine.execution.sub_batches import ReadyRow, SubBatch
 from mlxsrv.engine.execution.told import Told, accept, binds, tell_constraints, tell_tokens
 from mlxsrv.engine.live_row import LiveRow, Place
 from mlxsrv.engine.plans import RowGroup
+from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.sampling.bans import Banning
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.processors import LogprobReader, Masks, Penalties, Proof, StepLogprobs
@@ -55,9 +56,18 @@ class Step:
 
     Args:
         ahead: how many tokens a row that is not fresh has drawn and not delivered.
+        ranks: all have the tokens that rank 0 draws.
     """
 
-    def __init__(self, rows: Sequence[LiveRow], vocabulary: int, *, ahead: int = 1) -> None:
+    def __init__(
+        self,
+        rows: Sequence[LiveRow],
+        vocabulary: int,
+        *,
+        ahead: int = 1,
+        ranks: RankGroup | None = None,
+    ) -> None:
+        self._ranks = ranks
         self._rows = tuple(rows)
         # The input of a row that is not fresh is a token drawn and not delivered: it counts.
         drawn = [len(row.drawn) + ahead * (not row.fresh) for row in rows]
@@ -92,6 +102,8 @@ class Step:
             allowed = self._banning(allowed, inputs)
         blocks = Blocks(allowed)
         tokens, highest = self._sampler.draw_from(blocks)
+        if self._ranks is not None:
+            tokens = self._ranks.share(tokens)
         proof = Proof(self._rows, highest)
         if self._likelihoods is None:
             launch(tokens, highest)
@@ -109,6 +121,8 @@ class Decoder:
         caches: makes the KV caches of rows.
         steerer: what rows are steered with.
         proposer: proposes tokens to a row that is alone.
+        ranks: those that decode the same rows with their parts of the model; None: this process is
+            alone.
     """
 
     def __init__(
@@ -118,6 +132,7 @@ class Decoder:
         *,
         steerer: Steerer,
         proposer: Proposer | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.sub_batches: list[SubBatch] = []
         self.rows: list[LiveRow] = []  # of all sub-batches, in the order of the inputs
@@ -125,6 +140,7 @@ class Decoder:
         self._caches = caches
         self._steerer = steerer
         self._proposer = proposer
+        self._ranks = ranks
         # (rows,), the token that each row is fed next, sub-batch by sub-batch
         self._inputs: mx.array | None = None
         self._launched = Launched()  # with the inputs
@@ -168,7 +184,7 @@ class Decoder:
         self._count_step()
 
     def _prepare(self, rows: Sequence[LiveRow], vocabulary: int) -> Step:
-        self._step = Step(rows, vocabulary)
+        self._step = Step(rows, vocabulary, ranks=self._ranks)
         return self._step
 
     def _forward(self, inputs: mx.array) -> mx.array:
@@ -178,12 +194,13 @@ class Decoder:
             return self.sub_batches[0].decode(self._model, inputs)
         ends = list(accumulate(len(sub_batch.rows) for sub_batch in self.sub_batches))
         parts = mx.split(inputs, ends[:-1])
-        return mx.concatenate(
-            [
-                sub_batch.decode(self._model, part)
-                for sub_batch, part in zip(self.sub_batches, parts, strict=True)
-            ]
-        )
+        logits: list[mx.array] = []
+        for sub_batch, part in zip(self.sub_batches, parts, strict=True):
+            logits.append(sub_batch.decode(self._model, part))
+            if self._ranks is not None:
+                # One pass after the other: collectives must have one order on all ranks.
+                launch(logits[-1])
+        return mx.concatenate(logits)
 
     def _plan_steering(self) -> None:
         if self._step is None:  # rows have changed

@@ -20,6 +20,7 @@ from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
@@ -56,6 +57,8 @@ from mlxsrv.engine.outcomes import (
     StoredBeginning,
 )
 from mlxsrv.engine.plans import Decode, FetchPrompt, Keep, Leave, RestorePrompt, RowGroup, Span
+from mlxsrv.engine.ranks.costs import find_greatest
+from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.steering.plan import forward
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint
@@ -94,6 +97,7 @@ class TextRunner:
         lookup: bool = False,
         padding: int | None = None,
         stored: StoredPrompts | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._model = model
         self._caches = caches
@@ -109,12 +113,16 @@ class TextRunner:
             padding=padding,
             store=None if stored is None else stored.facts,
         )
+        if ranks is not None:
+            self.facts = msgspec.structs.replace(
+                self.facts, kv_costs=find_greatest(self.facts.kv_costs, ranks)
+            )
         self._stored = stored
         self._rows: dict[int, LiveRow] = {}
         self._texts: dict[int, PartialText] = {}  # half read, by each of their rows
         self._ready: dict[int, ReadyRow] = {}  # by id
-        self._main = Decoder(model, caches, steerer=steerer, proposer=self._draft)
-        self._trial = Decoder(model, caches, steerer=steerer)
+        self._main = Decoder(model, caches, steerer=steerer, proposer=self._draft, ranks=ranks)
+        self._trial = Decoder(model, caches, steerer=steerer, ranks=ranks)
         self._kept: dict[int, KeptCache] = {}
 
     def replan(self) -> None:

@@ -27,6 +27,8 @@ from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.warm_up import warm_up, warm_up_encoder
 from mlxsrv.engine.loading.weights import ByteBudget, FileArrays, WeightReader
 from mlxsrv.engine.orders import Load
+from mlxsrv.engine.ranks.in_step import Meet
+from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.engine.storage.storage import Storage
@@ -38,8 +40,13 @@ Residents = Callable[[], Iterable[ResidentModel]]
 
 
 def load(
-    order: Load, budget: ByteBudget, residents: Residents, storage: Storage | None, number: int
-) -> Generator[None, None, ResidentModel]:
+    order: Load,
+    budget: ByteBudget,
+    residents: Residents,
+    storage: Storage | None,
+    number: int,
+    ranks: RankGroup | None = None,
+) -> Generator[Meet | None, None, ResidentModel]:
     """Load a model, yielding between slices.
 
     Args:
@@ -48,6 +55,7 @@ def load(
         residents: the models in memory; those of the same files share their arrays.
         storage: prompts on disk; None: none are stored.
         number: the model's.
+        ranks: those that each load their part; None: this process is alone.
 
     Raises what mlx-lm raises on files that it cannot use.
     """
@@ -56,20 +64,29 @@ def load(
     def resident_files() -> Iterable[FileArrays]:
         return (files for model in residents() for files in model.files)
 
-    reader = WeightReader(budget, resident_files, trust_remote_code=order.trust_remote_code)
+    reader = WeightReader(
+        budget, resident_files, trust_remote_code=order.trust_remote_code, ranks=ranks
+    )
     if is_encoder(read_object(Path(order.path) / "config.json")):
+        if ranks is not None:
+            raise ValueError("an encoder cannot be divided among ranks (--parallel)")
         return (yield from _load_encoder(order, reader))
-    return (yield from _load_decoder(order, reader, storage, number))
+    return (yield from _load_decoder(order, reader, storage, number, ranks))
 
 
 def _load_decoder(
-    order: Load, reader: WeightReader, storage: Storage | None, number: int
-) -> Generator[None, None, ResidentModel]:
+    order: Load,
+    reader: WeightReader,
+    storage: Storage | None,
+    number: int,
+    ranks: RankGroup | None,
+) -> Generator[Meet | None, None, ResidentModel]:
     mapped = yield from reader.map(order.path, order.adapter)
     yield from reader.read(mapped)
     model = mapped.model
+    yield Meet.HERE  # from here on passes of the model run, which need all ranks
     caches = yield from choose_kv_caches(model, order.max_kv_size, order.kv_bits)
-    yield from warm_up(model, caches)
+    yield from warm_up(model, caches, ranks)
     draft, draft_notes = yield from _load_draft(order, reader, model, caches)
     lookup, lookup_notes = _check_lookup(order, caches)
     vectors, vector_notes = fit_vectors(model, order.vectors)
@@ -83,6 +100,7 @@ def _load_decoder(
         draft=draft,
         lookup=lookup,
         stored=stored,
+        ranks=ranks,
     )
     loaded = Loaded(
         order.model,

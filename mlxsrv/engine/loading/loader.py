@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, MutableMapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from mlxsrv.engine.events import Attached
 from mlxsrv.engine.faults import survivable
@@ -18,19 +18,23 @@ from mlxsrv.engine.loading.weights import ByteBudget
 from mlxsrv.engine.orders import Attach
 from mlxsrv.engine.outcomes import AttachStep, LoadStep, Refusal
 from mlxsrv.engine.plans import AttachSlice, LoadSlice
+from mlxsrv.engine.ranks.in_step import Meet, in_step
+from mlxsrv.engine.ranks.rank_group import RankGroup, Split
 from mlxsrv.engine.storage.storage import Storage
 
 _log = logging.getLogger("mlxsrv.engine")
 
+T = TypeVar("T")
+
 
 class _Load(NamedTuple):
-    slices: Generator[None, None, ResidentModel]
+    slices: Generator[Meet | None, None, ResidentModel]
     budget: ByteBudget
 
 
 class _Attachment(NamedTuple):
     model: int
-    slices: Generator[None, None, Attached]
+    slices: Generator[Meet | None, None, Attached]
 
 
 class Loader:
@@ -39,12 +43,17 @@ class Loader:
     Args:
         models: those in memory, by number. A model is put there when its load is done.
         storage: prompts on disk; none are stored, unless given.
+        ranks: those that each load their part; None: this process is alone.
     """
 
     def __init__(
-        self, models: MutableMapping[int, ResidentModel], storage: Storage | None = None
+        self,
+        models: MutableMapping[int, ResidentModel],
+        storage: Storage | None = None,
+        ranks: RankGroup | None = None,
     ) -> None:
         self._models = models
+        self._ranks = ranks
         self._storage = storage
         self._loads: dict[int, _Load] = {}  # by model
         self._attachments: dict[int, _Attachment] = {}  # by their own numbers
@@ -53,8 +62,10 @@ class Loader:
         """Do one slice of a load. One that fails is over, and its step says why."""
         if work.order is not None:
             budget = ByteBudget()
-            slices = load(work.order, budget, self._models.values, self._storage, work.model)
-            self._loads[work.model] = _Load(slices, budget)
+            slices = load(
+                work.order, budget, self._models.values, self._storage, work.model, self._ranks
+            )
+            self._loads[work.model] = _Load(self._keep_in_step(slices), budget)
         slices, budget = self._loads[work.model]
         budget.begin(work.limit)
         step = self._run_load(work.model, slices, budget)
@@ -64,7 +75,7 @@ class Loader:
         return step
 
     def _run_load(
-        self, number: int, slices: Generator[None, None, ResidentModel], budget: ByteBudget
+        self, number: int, slices: Generator[Meet | None, None, ResidentModel], budget: ByteBudget
     ) -> LoadStep:
         try:
             next(slices)
@@ -92,13 +103,18 @@ class Loader:
             self._attachments.pop(work.number, None)
             return AttachStep(refusal=Refusal("model not loaded", "its model is not loaded"))
         if work.order is not None:
-            slices = _attach(self._models[work.model], work.order)
-            self._attachments[work.number] = _Attachment(work.model, slices)
+            slices = _attach(self._models[work.model], work.order, self._ranks)
+            self._attachments[work.number] = _Attachment(work.model, self._keep_in_step(slices))
         step = _run_attachment(self._attachments[work.number].slices)
         if step.attached is not None or step.refusal is not None:
             del self._attachments[work.number]
             release_memory()
         return step
+
+    def _keep_in_step(
+        self, slices: Generator[Meet | None, None, T]
+    ) -> Generator[Meet | None, None, T]:
+        return slices if self._ranks is None else in_step(slices, self._ranks)
 
     def abandon(self, model: int) -> None:
         """Give up what is under way of a model, whether it is loaded or not."""
@@ -107,14 +123,18 @@ class Loader:
             del self._attachments[number]
 
 
-def _attach(model: ResidentModel, order: Attach) -> Generator[None, None, Attached]:
+def _attach(
+    model: ResidentModel, order: Attach, ranks: RankGroup | None
+) -> Generator[None, None, Attached]:
     """Raises ValueError with the reason why the SAE cannot be used."""
     if model.steerer is None:
         raise ValueError("this model does not generate text")
+    if ranks is not None and ranks.split is Split.PIPELINE:
+        raise ValueError("a rank has some of the layers only (--parallel pipeline)")
     return (yield from model.steerer.attach(order))
 
 
-def _run_attachment(slices: Generator[None, None, Attached]) -> AttachStep:
+def _run_attachment(slices: Generator[Meet | None, None, Attached]) -> AttachStep:
     try:
         next(slices)
     except StopIteration as done:

@@ -20,6 +20,7 @@ from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe_error
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.plans import Decode, Leave, RowGroup, Span
+from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Sampling
 
@@ -27,13 +28,17 @@ _STEPS = 3  # two tokens: a step gives the tokens of the step before
 _COLUMNS = 256
 
 
-def warm_up(model: Any, caches: KVCacheFactory) -> Generator[None, None, None]:
+def warm_up(
+    model: Any, caches: KVCacheFactory, ranks: RankGroup | None = None
+) -> Generator[None, None, None]:
     """Generate two tokens in two rows, one greedy and one sampled, yielding between passes.
 
     Raises ValueError if the model cannot compute.
     """
     caches.pads = (yield from try_padding(model)) if caches.batched else False
-    runner = TextRunner(model, caches=caches, steerer=Steerer(model), prompt_cache_bytes=0)
+    runner = TextRunner(
+        model, caches=caches, steerer=Steerer(model), prompt_cache_bytes=0, ranks=ranks
+    )
     jobs = [
         Job(i, "", (0, 1, 2), 2, frozenset(), Sampling(temperature=temperature, top_p=0.9))
         for i, temperature in enumerate((0.0, 1.0))

@@ -21,6 +21,7 @@ from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.execution.facts import weights
 from mlxsrv.engine.faults import describe_error
 from mlxsrv.engine.loading.layout import lay_out_weights
+from mlxsrv.engine.ranks.rank_group import RankGroup
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -76,6 +77,7 @@ class WeightReader:
         budget: how much a slice reads. An array is read whole, so it may be more.
         resident: gives the arrays of the models that are in memory at the moment.
         trust_remote_code: whether code that comes with a model may run.
+        ranks: those that each read their part; None: this process is alone.
 
     Attributes:
         bytes: the size of all arrays of the load.
@@ -89,6 +91,7 @@ class WeightReader:
         resident: Callable[[], Iterable[FileArrays]],
         *,
         trust_remote_code: bool,
+        ranks: RankGroup | None = None,
     ) -> None:
         self.bytes = 0
         self.shared = 0
@@ -96,6 +99,7 @@ class WeightReader:
         self._budget = budget
         self._resident = resident
         self._trust_remote_code = trust_remote_code
+        self._ranks = ranks
 
     def map(
         self, path: str, adapter: str | None = None, *, encoder: bool = False
@@ -103,6 +107,8 @@ class WeightReader:
         """Build the model in folder `path`, with the adapter in folder `adapter` on it."""
         folder = Path(path)
         model = load_encoder(folder) if encoder else self._map_decoder(folder)
+        if self._ranks is not None:
+            self._ranks.divide(model, load_config(folder))
         yield
         lay_out_weights(model)
         stamps = stamp_files(folder)

@@ -52,7 +52,7 @@ async def prepare_model(
         model.enter(LoadState.FETCHING)
     # Abandoned when the server closes: a download may last, and calls `check` itself.
     files = await anyio.to_thread.run_sync(
-        examine, source, draft, settings, model.name, check, abandon_on_cancel=True
+        examine, source, draft, settings, model.name, check, engine.ranks, abandon_on_cancel=True
     )
     if model.state is LoadState.FETCHING:
         model.enter(LoadState.PREPARING)
@@ -83,11 +83,13 @@ def examine(
     settings: Settings,
     name: str,
     check: Callable[[], None],
+    ranks: int = 1,
 ) -> ModelFiles:
     """Read a model's files, and download what is not here. Blocks.
 
     Args:
         check: called during a download; it stops the download by raising.
+        ranks: how many divide the model. The bytes are those of one rank's part.
 
     Raises:
         UnusableFile: the files are no model that can be served.
@@ -108,10 +110,10 @@ def examine(
         folder,
         source.adapter,
         draft_folder,
-        base=described.weights,
+        base=described.weights // ranks,
         own=own,
         # Two blocks for the row's own KV cache, and two for its place among others that it joins.
-        short_row=4 * described.kv_block,
+        short_row=4 * described.kv_block // ranks,
         context_length=capped(described.context_length, settings),
         capabilities=described.capabilities,
         pooling_config=_or_reason(

@@ -1,0 +1,109 @@
+"""The side of a rank that is not 0: it does the works of rank 0's plans, and decides nothing.
+
+Threads, and who owns what: the device thread does the works, and puts what it is in into the
+clock. A second thread receives; what it receives goes through a queue. A third sends a beat every
+second, from the clock. If rank 0 is lost, the second thread ends the process: the device thread may
+wait for ever in a collective.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from time import monotonic
+
+import msgspec
+
+from mlxsrv.engine.free_memory import release_memory
+from mlxsrv.engine.outcomes import Outcome
+from mlxsrv.engine.plans import Work
+from mlxsrv.engine.ranks.messages import (
+    Beat,
+    RankConnection,
+    RankMessage,
+    Round,
+    ShutdownWish,
+    Stop,
+    WorkFailed,
+)
+from mlxsrv.engine.watchdog import Clock
+from mlxsrv.logs import log
+
+_log = logging.getLogger("mlxsrv.engine")
+
+_BEAT_SECONDS = 1.0
+_REST_SECONDS = 0.3
+_FAILURE = 3  # the exit status of `--exit-on-failure`
+
+
+class RankFollower:
+    """Does the works of rank 0's plans.
+
+    Args:
+        connection: with rank 0.
+        clock: is told what the device thread is in.
+    """
+
+    def __init__(self, connection: RankConnection, clock: Clock) -> None:
+        self._connection = connection
+        self._clock = clock
+        self._rounds: SimpleQueue[Round | None] = SimpleQueue()
+        self._round = 0
+        self._sending = threading.Lock()
+        for run in (self._listen, self._beat):
+            threading.Thread(target=run, name="mlxsrv-rank-0", daemon=True).start()
+
+    def follow(self, run: Callable[[Work], Outcome]) -> None:
+        """Do all works until rank 0 stops. On the device thread."""
+        worked = False
+        while True:
+            try:
+                message = self._rounds.get(timeout=_REST_SECONDS if worked else None)
+            except Empty:
+                release_memory()
+                worked = False
+                continue
+            if message is None:
+                return
+            self._round = message.number
+            for number, work in enumerate(message.plan.works):
+                self._clock.begin(work.title)
+                fault = run(work).fault
+                if fault is not None:
+                    self._send(WorkFailed(message.number, number, fault.reason))
+            self._clock.stop()
+            worked = True
+
+    def ask_to_stop(self) -> None:
+        """Ask rank 0 to shut all ranks down."""
+        self._send(ShutdownWish())
+
+    def _send(self, message: RankMessage) -> None:
+        try:
+            with self._sending:
+                self._connection.send(message)
+        except OSError:  # the thread that receives notices as well, and ends the process
+            _log.debug("rank 0 is lost", exc_info=True)
+
+    def _listen(self) -> None:
+        reason = "rank 0 has ended"
+        try:
+            while not isinstance(message := self._connection.receive(), Stop):
+                self._rounds.put(message)
+            self._rounds.put(None)
+        except (OSError, msgspec.DecodeError) as error:
+            log(_log, logging.CRITICAL, "ranks out of step", reason=f"{reason}: {error}")
+            os._exit(_FAILURE)
+
+    def _beat(self) -> None:
+        pause, told = threading.Event(), 0
+        while not pause.wait(_BEAT_SECONDS):
+            current = self._clock.slice
+            if current is not None:
+                self._send(Beat(self._round, current.what, monotonic() - current.since))
+            elif told != self._round:
+                self._send(Beat(self._round, "waiting", 0.0))
+            told = self._round

@@ -1,0 +1,69 @@
+"""Joining the ranks: first MLX's group, then a connection with rank 0 for the plans.
+
+Used on the device thread only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from mlxsrv.engine.ranks.follower import RankFollower
+from mlxsrv.engine.ranks.leader import Meeting, RankLeader, RankLost, Reception
+from mlxsrv.engine.ranks.messages import Hello, RankConnection
+from mlxsrv.engine.ranks.rank_group import RankGroup, Split
+from mlxsrv.engine.watchdog import Clock
+
+_CONNECT_SECONDS = 30.0
+
+
+def join(
+    split: Split, clock: Clock, lost: Callable[[str], None]
+) -> tuple[RankGroup, RankLeader | RankFollower]:
+    """Wait for all ranks.
+
+    Args:
+        split: what each rank is to have of a model.
+        clock: of this rank's device thread.
+        lost: called on rank 0, once, with the reason, when another is lost.
+
+    Raises:
+        RankLost: they did not all come; or there is only one.
+    """
+    try:
+        group = RankGroup.join(split)
+    except RuntimeError as error:
+        raise RankLost(
+            f"--parallel: {error}; start all ranks with MLX's launcher: "
+            "mlx.launch -n 2 -- python -m mlxsrv ..."
+        ) from error
+    if group.size == 1:
+        raise RankLost("--parallel: there is one rank only; start more with mlx.launch -n 2")
+    reception = Reception(own_address(os.environ)) if group.rank == 0 else None
+    told = group.exchange(b"" if reception is None else msgspec.msgpack.encode(reception.meeting))
+    if reception is not None:
+        return group, RankLeader(reception.receive(group.size - 1), lost)
+    meeting = msgspec.msgpack.decode(told[0], type=Meeting)
+    address = (meeting.host, meeting.port)
+    try:
+        connection = RankConnection(socket.create_connection(address, _CONNECT_SECONDS))
+        connection.send(Hello(group.rank, meeting.token))
+    except OSError as error:
+        raise RankLost(f"rank 0 cannot be reached at {address[0]}:{address[1]}: {error}") from error
+    return group, RankFollower(connection, clock)
+
+
+def own_address(environ: Mapping[str, str]) -> str:
+    """The address at which the others reach rank 0, as the launcher of each back end tells it; else
+    that of this host's name."""
+    if path := environ.get("MLX_HOSTFILE"):
+        with open(path, encoding="utf-8") as file:
+            return str(json.load(file)[0][0].rpartition(":")[0])
+    for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
+        if address := environ.get(name):
+            return address.partition(":")[0]
+    return socket.gethostbyname(socket.gethostname())

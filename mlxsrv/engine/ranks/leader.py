@@ -1,0 +1,210 @@
+"""Rank 0's side: it sends each plan to the other ranks, and notices when one of them is lost.
+
+Threads, and who owns what: the device thread sends. Each other rank has a thread here that
+receives. It touches `_beats`, of which it replaces its own entry, and `_faults`, under the lock.
+`lost` is called on such a thread, for the device thread may wait for ever in a collective
+that the lost rank will not join.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from time import monotonic
+
+import msgspec
+
+from mlxsrv.engine.outcomes import Outcome
+from mlxsrv.engine.plans import RoundPlan
+from mlxsrv.engine.ranks.messages import (
+    Beat,
+    Hello,
+    RankConnection,
+    RankMessage,
+    Round,
+    ShutdownWish,
+    Stop,
+    WorkFailed,
+)
+from mlxsrv.logs import log
+
+_log = logging.getLogger("mlxsrv.engine")
+
+_JOIN_SECONDS = 60.0
+_FAULT_SECONDS = 5.0  # in which all ranks must report a fault that one of them has
+_SILENT_SECONDS = 3.0  # a rank that works sends a beat every second
+
+
+class Meeting(msgspec.Struct, frozen=True):
+    """The place where rank 0 waits for the others. `token` keeps strangers out."""
+
+    host: str
+    port: int
+    token: str
+
+
+class RankLost(Exception):
+    """A rank has ended, or is no longer in step. The message names it."""
+
+
+class RankLeader:
+    """The other ranks, as rank 0 knows them.
+
+    Args:
+        connections: with each of them, in their order; the first is rank 1's.
+        lost: called with the reason, once, when a rank is lost.
+    """
+
+    def __init__(self, connections: Sequence[RankConnection], lost: Callable[[str], None]) -> None:
+        self._connections = connections
+        self._lost = lost
+        self._round = 0
+        self._over = threading.Event()  # a rank is lost, or all were told to stop
+        self._beats: dict[int, tuple[float, Beat]] = {}  # when it came, by rank
+        self._faults: dict[tuple[int, int], set[int]] = {}  # ranks, by round and work
+        self._changed = threading.Condition()
+        self._settled = (0, -1)  # the last work of which this rank knows how it ended
+        for rank, connection in enumerate(connections, start=1):
+            name = f"mlxsrv-rank-{rank}"
+            arguments = (rank, connection)
+            threading.Thread(target=self._listen, args=arguments, name=name, daemon=True).start()
+
+    # The device thread's.
+
+    def send(self, plan: RoundPlan) -> None:
+        """Have all ranks do the works of a plan. Raises RankLost."""
+        self._round += 1
+        self._send(Round(self._round, plan))
+
+    def settle(self, work: int, outcome: Outcome) -> None:
+        """Note how a work of the round has ended here.
+
+        Raises:
+            RankLost: it failed on some ranks and not on others. These have not taken part in the
+                same collectives, so they cannot go on together.
+        """
+        key = (self._round, work)
+        with self._changed:
+            self._settled = key
+            if outcome.fault is not None:
+                everyone = set(range(1, len(self._connections) + 1))
+                alike = self._changed.wait_for(
+                    lambda: self._faults.get(key) == everyone, _FAULT_SECONDS
+                )
+                self._faults.pop(key, None)
+                if not alike:
+                    self._fail("a work has failed on rank 0, and not on all ranks")
+            elif key in self._faults:
+                self._fail(f"a work has failed on rank {min(self._faults[key])} only")
+
+    def stop(self) -> None:
+        """Have the other ranks end."""
+        if not self._over.is_set():
+            self._over.set()
+            for connection in self._connections:
+                try:
+                    connection.send(Stop())
+                except OSError:
+                    _log.debug("a rank ended before it was told to", exc_info=True)
+
+    def _send(self, message: RankMessage) -> None:
+        for rank, connection in enumerate(self._connections, start=1):
+            try:
+                connection.send(message)
+            except OSError as error:
+                self._fail(f"rank {rank} is lost: {error}")
+
+    def _fail(self, reason: str) -> None:
+        self._lose(reason)
+        raise RankLost(reason)
+
+    def _lose(self, reason: str) -> None:
+        if not self._over.is_set():
+            self._over.set()
+            log(_log, logging.CRITICAL, "ranks out of step", reason=reason)
+            self._lost(reason)
+
+    # From any thread.
+
+    def describe(self) -> str:
+        """The state of the other ranks, for a report of a slow step."""
+        return "; ".join(
+            f"rank {rank} {self._describe(rank)}" for rank in range(1, len(self._connections) + 1)
+        )
+
+    def _describe(self, rank: int) -> str:
+        if rank not in self._beats:
+            return "is silent"
+        came, beat = self._beats[rank]
+        silent = monotonic() - came
+        if silent > _SILENT_SECONDS:
+            return f"is silent for {silent:.0f} s"
+        return f"{beat.what} for {beat.seconds:.0f} s, round {beat.round} of {self._round}"
+
+    # A rank's own thread.
+
+    def _listen(self, rank: int, connection: RankConnection) -> None:
+        try:
+            while True:
+                self._take(rank, connection.receive())
+        except (OSError, msgspec.DecodeError) as error:
+            self._lose(f"rank {rank} is lost: {error}")
+
+    def _take(self, rank: int, message: RankMessage) -> None:
+        match message:
+            case Beat():
+                self._beats[rank] = (monotonic(), message)
+            case ShutdownWish():
+                log(_log, logging.INFO, "a rank asks for a shutdown", rank=rank)
+                os.kill(os.getpid(), signal.SIGTERM)
+            case WorkFailed(round, work, reason):
+                log(_log, logging.ERROR, "a rank failed", rank=rank, reason=reason)
+                with self._changed:
+                    self._faults.setdefault((round, work), set()).add(rank)
+                    self._changed.notify_all()
+                    alone = (round, work) <= self._settled and (round, work) != self._settled
+                if alone:
+                    self._lose(f"a work has failed on rank {rank} only")
+
+
+class Reception:
+    """The place where rank 0 waits for the others.
+
+    Args:
+        host: the address to listen at.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._socket = socket.create_server((host, 0))
+        self._token = secrets.token_hex(16)
+
+    @property
+    def meeting(self) -> Meeting:
+        host, port = self._socket.getsockname()[:2]
+        return Meeting(host, port, self._token)
+
+    def receive(self, count: int) -> list[RankConnection]:
+        """Wait for so many other ranks. Raises RankLost if they do not come."""
+        found: dict[int, RankConnection] = {}
+        deadline = monotonic() + _JOIN_SECONDS
+        with self._socket:
+            while len(found) < count:
+                self._socket.settimeout(max(deadline - monotonic(), 0.1))
+                try:
+                    connection = RankConnection(self._socket.accept()[0])
+                    hello = connection.receive(_FAULT_SECONDS)
+                except TimeoutError:
+                    missing = sorted(set(range(1, count + 1)) - found.keys())
+                    raise RankLost(f"ranks {missing} have not come") from None
+                except (OSError, msgspec.DecodeError):
+                    continue
+                if isinstance(hello, Hello) and secrets.compare_digest(hello.token, self._token):
+                    found[hello.rank] = connection
+                else:
+                    connection.close()
+        return [found[rank] for rank in sorted(found)]

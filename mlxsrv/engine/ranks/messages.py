@@ -1,0 +1,112 @@
+"""Messages between rank 0 and the other ranks, over a TCP connection with each.
+
+A message is its length, four bytes, and MessagePack. Rank 0 sends Round and Stop, the others send
+Hello, Beat, WorkFailed and ShutdownWish.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import msgspec
+
+from mlxsrv.engine.plans import RoundPlan
+
+_LENGTH = struct.Struct("!I")
+_IDLE, _INTERVAL, _PROBES = 3, 1, 4  # of TCP keep-alive, in seconds: a lost host is noticed in 7
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A rank's first message. `token` shows that it belongs to the ranks."""
+
+    rank: int
+    token: str
+
+
+class Round(msgspec.Struct, frozen=True, tag=True):
+    """Do the works of this plan. The first round has number 1."""
+
+    number: int
+    plan: RoundPlan
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End the process: rank 0 has done its last round."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """The rank has been in a work of a round for so many seconds. Sent about every second, while
+    it has work."""
+
+    round: int
+    what: str
+    seconds: float
+
+
+class WorkFailed(msgspec.Struct, frozen=True, tag=True):
+    """The work of a round with this index failed."""
+
+    round: int
+    work: int
+    reason: str
+
+
+class ShutdownWish(msgspec.Struct, frozen=True, tag=True):
+    """The rank was asked by a signal to end, and asks rank 0 to shut down."""
+
+
+RankMessage = Hello | Round | Stop | Beat | WorkFailed | ShutdownWish
+
+
+class RankConnection:
+    """A connected socket that carries messages. One thread may send while another receives."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RankMessage)
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        idle = getattr(socket, "TCP_KEEPIDLE", None) or getattr(socket, "TCP_KEEPALIVE", None)
+        for option, value in (
+            (idle, _IDLE),
+            (getattr(socket, "TCP_KEEPINTVL", None), _INTERVAL),
+            (getattr(socket, "TCP_KEEPCNT", None), _PROBES),
+        ):
+            if option is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    def send(self, message: RankMessage) -> None:
+        """Raises OSError if the connection is lost."""
+        body = self._encoder.encode(message)
+        self._socket.sendall(_LENGTH.pack(len(body)) + body)
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """Wait for the next message.
+
+        Args:
+            timeout: seconds; None: no bound.
+
+        Raises:
+            OSError: the connection is lost, or the time is over.
+            msgspec.DecodeError: the other side is not of this version.
+        """
+        self._socket.settimeout(timeout)
+        [length] = _LENGTH.unpack(self._read(_LENGTH.size))
+        return self._decoder.decode(self._read(length))
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        rest = memoryview(data)
+        while rest:
+            count = self._socket.recv_into(rest)
+            if not count:
+                raise ConnectionResetError("the connection was closed")
+            rest = rest[count:]
+        return data
+
+    def close(self) -> None:
+        self._socket.close()

@@ -1,0 +1,77 @@
+"""A process that is one of several ranks: it joins them, and unless it is rank 0, follows."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.ranks.follower import RankFollower
+from mlxsrv.engine.ranks.leader import RankLeader, RankLost
+from mlxsrv.engine.recording.recorder import Recording
+from mlxsrv.engine.watchdog import Clock
+from mlxsrv.errors import EngineFailed
+from mlxsrv.logs import log
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
+
+if TYPE_CHECKING:
+    from mlxsrv.engine.ranks.rank_group import RankGroup
+
+_log = logging.getLogger("mlxsrv.server")
+
+
+def check_parallel(settings: Settings) -> None:
+    """Raises SettingsError if an option cannot be used on several ranks."""
+    refused: dict[str, object] = {
+        "draft_model": settings.draft_model,
+        "prompt_cache_dir": settings.prompt_cache_dir,
+        "model": [model for model in settings.model if "+" in model],
+    }
+    if settings.parallel == "pipeline":
+        refused |= {"control_vector": settings.control_vector, "kv_bits": settings.kv_bits}
+    for name, value in refused.items():
+        if value:
+            what = "an adapter" if name == "model" else f"--{name.replace('_', '-')}"
+            raise SettingsError(f"{what} cannot be used with --parallel {settings.parallel}")
+
+
+def join_ranks(settings: Settings) -> DeviceThread:
+    """Wait for all ranks. Raises EngineFailed if they do not come."""
+    check_parallel(settings)
+
+    def join(
+        clock: Clock, lost: Callable[[str], None]
+    ) -> tuple[RankGroup, RankLeader | RankFollower]:
+        # On the device thread, which must be the first to import MLX.
+        from mlxsrv.engine.ranks.joining import join
+        from mlxsrv.engine.ranks.rank_group import Split
+
+        return join(Split(settings.parallel), clock, lost)
+
+    device = DeviceThread.shared(Recording.find(settings), join)
+    try:
+        rank = device.joined.result()
+    except RankLost as error:
+        raise EngineFailed(str(error)) from None
+    log(
+        _log,
+        logging.INFO,
+        "ranks joined",
+        rank=rank,
+        ranks=device.ranks,
+        split=settings.parallel,
+    )
+    return device
+
+
+def follow_rank_0(device: DeviceThread) -> int:
+    """Do what rank 0 says until it stops. Returns the exit status.
+
+    Ctrl-C reaches all ranks, and rank 0 decides then. SIGTERM to this rank asks rank 0 to end.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: device.ask_to_stop())
+    return device.wait()

@@ -1,0 +1,115 @@
+"""Ranks end together: by a signal, when one of them is killed, and when one hangs."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.ranks import Ranks, launch, ranks
+from tests.support.serving import wait_for
+from tests.support.tiny import write_model
+
+pytestmark = [pytest.mark.served, pytest.mark.slow]
+
+ENDLESS = {"prompt": "on and on", "max_tokens": 600, "temperature": 0, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("model"), "qwen3", plain=True)
+
+
+def read_stream(running: Ranks, at_token: int, act: Any) -> list[dict[str, Any]]:
+    """The chunks of an endless answer, until it ends; `act` is called at a token."""
+    chunks: list[dict[str, Any]] = []
+    with httpx.stream(
+        "POST", f"{running.server.url}/v1/completions", json=ENDLESS, timeout=20
+    ) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                chunks.append(json.loads(line.removeprefix("data: ")))
+                if len(chunks) == at_token:
+                    act()
+    return chunks
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_ends_all_requests_and_all_ranks(
+    folder: Path, tmp_path: Path, victim: int
+) -> None:
+    options = ("--model", f"m={folder}", "--parallel", "tensor")
+    with ranks(2, tmp_path, *options) as running:
+        if victim:
+            chunks = read_stream(running, 5, lambda: running.signal(victim, signal.SIGKILL))
+            assert chunks[-1]["error"]["code"] == "engine_failed", chunks[-1]
+        else:
+            with pytest.raises(httpx.RemoteProtocolError):
+                read_stream(running, 5, lambda: running.signal(victim, signal.SIGKILL))
+        statuses = running.exit_statuses()
+        assert statuses[victim] == -signal.SIGKILL
+        assert statuses[1 - victim] == 3
+        assert f"rank {victim}" in running.read_log(1 - victim)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sigterm_to_any_rank_drains_and_ends_all(folder: Path, tmp_path: Path, rank: int) -> None:
+    options = ("--model", f"m={folder}", "--parallel", "tensor", "--shutdown-grace", "1")
+    with ranks(2, tmp_path, *options) as running:
+        chunks = read_stream(running, 5, lambda: running.signal(rank, signal.SIGTERM))
+        assert len(chunks) > 6
+        assert running.exit_statuses() == [0, 0]
+
+
+@pytest.mark.long
+def test_the_watchdog_names_a_rank_that_hangs(folder: Path, tmp_path: Path) -> None:
+    options = ("--model", f"m={folder}", "--parallel", "tensor", "--step-timeout", "4")
+    with ranks(2, tmp_path, *options) as running:
+
+        def hang() -> None:
+            running.signal(1, signal.SIGSTOP)
+            slow = running.server.logged("slow step")
+            assert "rank 1 is silent" in slow["ranks"], slow
+            running.signal(1, signal.SIGCONT)
+
+        chunks = read_stream(running, 5, hang)
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert "length" in reasons, chunks[-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--prompt-cache-dir", "x"), "--prompt-cache-dir cannot be used with --parallel"),
+        (("--draft-model", "ngram"), "--draft-model cannot be used with --parallel"),
+    ],
+)
+def test_options_that_ranks_cannot_have_are_refused_at_start(
+    tmp_path: Path, options: tuple[str, ...], said: str
+) -> None:
+    started = launch(["--port", "0", "--parallel", "tensor", *options], 2, tmp_path)
+    assert started.exit_statuses() == [2, 2]
+    assert said in started.read_log(0)
+
+
+def test_a_model_that_ranks_cannot_share_is_refused_with_the_kinds_that_they_can(
+    tmp_path: Path,
+) -> None:
+    folder = write_model(tmp_path / "model", "mamba", plain=True)
+    with ranks(2, tmp_path / "ranks", "--model", f"m={folder}", "--parallel", "tensor") as running:
+        answer = httpx.post(f"{running.server.url}/v1/completions", json={"prompt": "a"})
+        assert answer.status_code == 503
+        message = answer.json()["error"]["message"]
+        assert "no tensor parallelism" in message
+        assert "qwen3," in message
+
+
+def test_one_rank_alone_is_told_to_use_the_launcher(tmp_path: Path) -> None:
+    started = launch(["--port", "0", "--parallel", "tensor"], 1, tmp_path, variables=False)
+    [status] = started.exit_statuses()
+    assert status == 1
+    assert "mlx.launch" in wait_for(lambda: started.read_log(0), why="it says why")
