@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
+from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import (
     Job,
     Load,
 )
 from mlxsrv.engine.outcomes import Fault, TextFacts
 from mlxsrv.engine.plans import (
+    Decode,
     Read,
+    ReadDraft,
     Work,
 )
 from mlxsrv.generation.parameters import Sampling, Steering
@@ -78,3 +81,27 @@ class FaultyDevice(FakeDevice):
             return None
         self._times -= 1
         return Fault("it broke", memory=self._memory)
+
+
+class DraftDevice(FakeDevice):
+    """A draft model whose proposals hold by this share; rounds take twice as long as steps.
+
+    Args:
+        share: of the proposals.
+        facts: of the model, but for the draft.
+        costs: of the draft's KV cache; none unless given.
+    """
+
+    def __init__(
+        self, share: float, facts: TextFacts = FACTS, costs: tuple[KVCost, ...] = ()
+    ) -> None:
+        super().__init__(msgspec.structs.replace(facts, drafts=True, draft_costs=costs))
+        self._share = share
+
+    def accept(self, job: Job, place: int, proposals: int) -> int:
+        return int(self._share * proposals)
+
+    def time(self, work: Work, passes: Sequence[Any]) -> float:
+        if isinstance(work, ReadDraft):
+            return 0.00001 * work.tokens
+        return 0.002 if isinstance(work, Decode) and work.proposals else 0.001

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
-import msgspec
 import pytest
 
 from mlxsrv.engine.events import PromptRead, Started
@@ -22,10 +20,11 @@ from mlxsrv.engine.plans import (
     RoundPlan,
     Work,
 )
-from tests.support.fake_device import FACTS, FakeDevice
+from tests.support.fake_device import FakeDevice
 from tests.support.scheduling import Bench
 from tests.support.situations import (
     MODEL,
+    DraftDevice,
     FaultyDevice,
     expected,
     job,
@@ -189,22 +188,6 @@ def test_what_the_model_computed_nan_for_is_not_kept() -> None:
 
 
 # Drafts.
-
-
-class DraftDevice(FakeDevice):
-    """A draft model whose proposals hold by this share; rounds take twice as long as steps."""
-
-    def __init__(self, share: float) -> None:
-        super().__init__(msgspec.structs.replace(FACTS, drafts=True))
-        self._share = share
-
-    def accept(self, job: Job, place: int, proposals: int) -> int:
-        return int(self._share * proposals)
-
-    def time(self, work: Work, passes: Sequence[Any]) -> float:
-        if isinstance(work, ReadDraft):
-            return 0.00001 * work.tokens
-        return 0.002 if isinstance(work, Decode) and work.proposals else 0.001
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(1.0, 50, 101), (0.0, 0, 12)])
