@@ -132,6 +132,17 @@ def test_an_error_anywhere_in_a_models_part_is_contained(
     check_others(bench)
 
 
+def test_what_is_no_error_of_the_model_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    bench = make_two()
+    monkeypatch.setattr(TextSchedule, "plan_steps", stop)
+    bench.submit(job(1, 5, 10))
+    with pytest.raises(KeyboardInterrupt):
+        bench.rounds(5)
+
+
 def test_nothing_that_was_planned_before_counts_for_jobs_that_come_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -172,6 +172,12 @@ def test_what_a_row_was_lent_comes_back_with_its_uses() -> None:
     assert index.find(prompt(150)) == (grown, 150)
 
 
+def test_no_row_is_lent_what_cannot_be_cut_back() -> None:
+    index = PromptIndex(BYTES)
+    assert index.lend(keep(index, prompt(100), cuts=False), 100) is None
+    assert len(index) == 1
+
+
 def test_of_several_that_share_as_much_the_shortest_is_found() -> None:
     index = PromptIndex(BYTES)
     begin = prompt(100)

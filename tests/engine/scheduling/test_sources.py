@@ -101,10 +101,12 @@ def test_a_text_that_is_half_read_lends_what_is_read() -> None:
     bench.submit(job(1, 0, prompt=HEAD + prompt(500, 2)))
     bench.rounds(4)
     bench.submit(job(2, 0, prompt=HEAD[:150] + prompt(9, 3)))
+    bench.submit(job(3, 0, prompt=HEAD[:150] + prompt(9, 4), steering=STEERED))
     bench.finish()
     first = opened(bench, 2)
     assert first.lender == 1
     assert 64 <= first.begin <= 150
+    assert opened(bench, 3).lender is None, "steered"
 
 
 def test_no_row_lends_what_cannot_be_cut_back() -> None:
