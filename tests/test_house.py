@@ -231,7 +231,8 @@ def test_files_stay_readable() -> None:
 
 def test_docstrings_begin_with_their_subject() -> None:
     """A docstring says what something is or does: it is no question, and no part of a sentence."""
-    opening = re.compile(r'^ *"""(?:What|Of|Who|Whose|Those|Which|How|That)\b.*', re.MULTILINE)
+    words = "What|Of|Who|Whose|Those|Which|How|That"
+    opening = re.compile(rf'^ *[rR]?"""\s*(?:{words})\b.*', re.MULTILINE)
     for room in ("mlxsrv", "tests", "benchmarks"):
         for path in (ROOT.parent / room).rglob("*.py"):
             assert opening.findall(path.read_text()) == [], path
