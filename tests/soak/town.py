@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from tests.soak.witness import Holdings
+from tests.support.encoder_folders import write as write_encoder
 from tests.support.saes import write_sae
 from tests.support.serving import Line, Server, environment, wait_for
 from tests.support.tiny import write_model
-from tests.web.test_encoders import write as write_encoder
 
 WRITERS = ("plain", "window", "hybrid")
 """Models that nobody steers, so what they say is known."""

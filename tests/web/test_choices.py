@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -15,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 import mlxsrv
 from mlxsrv.models.pool.pool import Pool
+from tests.support.choices import by_choice
 from tests.support.client import (
     CHAT,
     COMPLETIONS,
@@ -53,16 +53,6 @@ def texts(body: Body) -> list[str]:
     """The texts of an answer's choices, which must come in order."""
     assert [choice["index"] for choice in body["choices"]] == [*range(len(body["choices"]))]
     return [answer({"choices": [choice]}) for choice in body["choices"]]
-
-
-def by_choice(streamed: Streamed) -> list[list[Body]]:
-    """The chunks of each choice, in order of their index."""
-    found: defaultdict[int, list[Body]] = defaultdict(list)
-    for chunk in streamed.chunks:
-        for choice in chunk["choices"]:
-            found[choice["index"]].append(chunk | {"choices": [choice]})
-    assert set(found) == set(range(len(found)))
-    return [found[index] for index in range(len(found))]
 
 
 def said(streamed: Streamed) -> list[str]:

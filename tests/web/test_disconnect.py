@@ -17,7 +17,6 @@ from tests.support.client import (
     COMPLETIONS,
     FIRST_CONTENT,
     ROLE,
-    Body,
     HangUp,
     RawClient,
     answer,
@@ -27,21 +26,12 @@ from tests.support.client import (
     refused,
 )
 from tests.support.fixtures import MAX_QUEUE, Folders
+from tests.support.leaving import LONG, endless, left, started
 from tests.support.serving import Server, serving, wait_for
-
-FOR_EVER = 500_000
-"""More tokens than are made while the tests run."""
-
-LONG = [{"role": "user", "content": "ä" * 40_000}]
-"""A prompt that takes longer to read than a test may wait."""
 
 BEHIND = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 KEEPALIVE = rb": keep-alive\n\n"
-
-
-def endless(**fields: object) -> Body:
-    return chat(**{"max_tokens": FOR_EVER, "stream": True, **fields})
 
 
 @pytest.fixture
@@ -55,17 +45,6 @@ def how(request: pytest.FixtureRequest) -> HangUp:
     """Two ways for a client to leave: it says goodbye, or its end of the connection is gone."""
     how: HangUp = request.param
     return how
-
-
-def left(server: Server, client: RawClient) -> bool:
-    """Whether the server has noticed that the client left; waits until its request ended."""
-    return bool(server.logged("stream end", request=client.request)["finish"] == "disconnected")
-
-
-def started(server: Server, *clients: RawClient) -> list[str]:
-    """The requests of `clients` that got a row, in the order in which they did."""
-    mine = {client.request for client in clients}
-    return [line["request"] for line in server.log("stream start") if line["request"] in mine]
 
 
 def test_leaving_mid_stream_frees_the_row(

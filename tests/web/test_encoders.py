@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import re
-import string
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,10 +15,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm.utils import load_model
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, processors
 
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from tests.support.client import chat, refused
+from tests.support.encoder_folders import make_tokenizer, write
 from tests.support.encoders import make_weights, recorded, references, write_encoder
 from tests.support.serving import Server, serving
 from tests.support.tiny import Array, write_model
@@ -28,35 +28,7 @@ EMBEDDINGS = "/v1/embeddings"
 RERANK = "/v1/rerank"
 SCORE = "/score"
 END = "<|endoftext|>"
-SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 DOCUMENTS = ["the cat sat", "a dog", "cats and dogs and more of them", "zzz"]
-
-
-def make_tokenizer() -> Tokenizer:
-    """WordPiece of single letters, as BERT frames its texts and pairs."""
-    words = [*SPECIAL, *string.ascii_lowercase, *(f"##{c}" for c in string.ascii_lowercase)]
-    vocabulary = {word: i for i, word in enumerate(words)}
-    made = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    made.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", vocabulary["[CLS]"]), ("[SEP]", vocabulary["[SEP]"])],
-    )
-    return made
-
-
-def write(folder: Path, name: str, **overrides: Any) -> Path:
-    write_encoder(folder, name, **overrides)
-    make_tokenizer().save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "BertTokenizer",
-        "model_max_length": 40,
-        "model_input_names": ["input_ids", "token_type_ids", "attention_mask"],
-        **{f"{token[1:-1].lower()}_token": token for token in SPECIAL},
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def write_labels(folder: Path, names: dict[str, str]) -> Path:

@@ -22,15 +22,12 @@ from tests.support.client import (
     answer,
     ask,
     chat,
-    completion,
     refused,
     stream,
 )
 from tests.support.fixtures import Folders
+from tests.support.poisoning import FOR_EVER, at_rest, engine, health, poisoned
 from tests.support.serving import Server, serving_faulty, wait_for
-
-BEGIN = (30, 31, 32, 33)
-FOR_EVER = 500_000
 
 
 @pytest.fixture(scope="module")
@@ -50,24 +47,6 @@ def server(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     arguments = [part for model in models for part in ("--model", model)]
     with serving_faulty(folder, *arguments, "--step-timeout", "1") as server:
         yield server
-
-
-def poisoned(token: int, **fields: object) -> Body:
-    return completion([*BEGIN, token], **fields)
-
-
-def engine(client: httpx.Client) -> dict[str, int]:
-    [model] = [each for each in health(client)["models"] if each["id"] == "t"]
-    return dict(model["engine"])
-
-
-def health(client: httpx.Client) -> Body:
-    return dict(client.get("/health?verbose=1").json())
-
-
-def at_rest(client: httpx.Client) -> bool:
-    rows = engine(client)
-    return rows["rows"] == rows["reading"] == rows["waiting"] == 0
 
 
 def refusal_beside_others(client: httpx.Client, bodies: Sequence[Body]) -> list[httpx.Response]:

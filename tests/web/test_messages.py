@@ -14,10 +14,10 @@ from starlette.testclient import TestClient
 
 import mlxsrv
 from mlxsrv.wire.anthropic.blocks import read_chat
+from tests.support.anthropic_streams import check_type, hear
 from tests.support.client import Body
 from tests.support.effort import often
 from tests.support.scripted import AFTER_TOOL, cut, write_conversation, write_scripted
-from tests.wire.anthropic.test_streams import check_type, hear
 
 MESSAGES = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"

@@ -21,11 +21,11 @@ from mlxsrv.errors import (
     ShuttingDown,
 )
 from mlxsrv.wire.anthropic.errors import ERRORS
+from tests.support.anthropic_streams import check_type, hear, read_events
 from tests.support.client import Body, RawClient
 from tests.support.fixtures import MAX_QUEUE, Folders
 from tests.support.schemas import as_sent
 from tests.support.serving import Server, wait_for
-from tests.wire.anthropic.test_streams import check_type, hear, read_events
 
 MESSAGES = "/v1/messages"
 FOR_EVER = 900_000

@@ -23,9 +23,9 @@ from tests.support.client import (
     completion,
 )
 from tests.support.fixtures import Folders
+from tests.support.poisoning import BEGIN, FOR_EVER, at_rest, poisoned
 from tests.support.saes import write_sae
 from tests.support.serving import Server, environment, serving_faulty, wait_for
-from tests.web.test_faults import BEGIN, FOR_EVER, at_rest, poisoned
 
 SYSTEM = "You are a sailor and know all about the sea, the wind and the stars. " * 3
 

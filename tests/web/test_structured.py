@@ -17,6 +17,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
+from tests.support.choices import by_choice
 from tests.support.client import (
     CHAT,
     COMPLETIONS,
@@ -34,11 +35,10 @@ from tests.support.client import (
 from tests.support.effort import examples, often
 from tests.support.fixtures import Folders
 from tests.support.grammars import CITY, SCHEMAS, TOOLS, Schema, chain, strict_json
+from tests.support.leaving import endless, left, started
 from tests.support.serving import Server, serving, wait_for
+from tests.support.streamed_calls import put_together
 from tests.support.tiny import END_TOKENS, VOCABULARY, make_tokenizer
-from tests.web.test_choices import by_choice
-from tests.web.test_disconnect import endless, left, started
-from tests.web.test_tools import put_together
 
 FORMS: dict[str, Callable[..., Body]] = {CHAT: chat, COMPLETIONS: completion}
 JSON = {"Accept": "application/json"}

@@ -17,6 +17,7 @@ from tests.support.client import CHAT, Body, Streamed, ask, chat, check_schema, 
 from tests.support.effort import often
 from tests.support.scripted import cut, write_scripted
 from tests.support.serving import Server, serving
+from tests.support.streamed_calls import put_together
 from tests.support.tiny import CHAT_TEMPLATE
 
 
@@ -125,26 +126,6 @@ def calls(message: Body) -> list[tuple[str, Any]]:
         (call["function"]["name"], json.loads(call["function"]["arguments"]))
         for call in message.get("tool_calls", [])
     ]
-
-
-def put_together(streamed: Streamed) -> Body:
-    """The message that a stream's deltas make, to the letter of how they come."""
-    message: Body = {"content": streamed.content, "reasoning": streamed.reasoning}
-    made: list[Body] = []
-    for chunk in streamed.chunks:
-        for delta in chunk["choices"][0]["delta"].get("tool_calls", []):
-            if "id" in delta:
-                assert delta["index"] == len(made), "calls come one after the other"
-                assert delta["type"] == "function"
-                assert delta["function"]["name"]
-                made.append({"id": delta["id"], "function": {**delta["function"]}})
-            else:
-                assert delta.keys() == {"index", "function"}
-                assert delta["index"] == len(made) - 1
-                assert delta["function"].keys() == {"arguments"}
-                assert delta["function"]["arguments"]
-                made[-1]["function"]["arguments"] += delta["function"]["arguments"]
-    return message | {"tool_calls": made}
 
 
 # The demo model's calls.

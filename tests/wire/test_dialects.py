@@ -38,13 +38,13 @@ from mlxsrv.wire.openai import answers as openai
 from mlxsrv.wire.openai.streams import ChatStream
 from mlxsrv.wire.responses.answers import fail_response, fold_response, make_response
 from mlxsrv.wire.responses.streams import ResponsesStream
+from tests.support.anthropic_streams import check_type, hear
+from tests.support.responses_streams import WHO, check_order
 from tests.support.schemas import as_sent, check_schema
 from tests.web.dialects.asking import DIALECTS
 from tests.web.dialects.refusals import ANTHROPICS, told_within
 from tests.web.dialects.spoken import Said
-from tests.wire.anthropic.test_streams import check_type, hear
 from tests.wire.responses.asking import asked, read_events
-from tests.wire.responses.test_streams import WHO, check_order
 
 REQUEST = asked()
 USAGE = Usage(prompt_tokens=9, completion_tokens=7, reasoning_tokens=1, cached_tokens=4)

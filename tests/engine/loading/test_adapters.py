@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,57 +9,17 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.utils import linear_to_lora_layers, load_adapters
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config
 
 from mlxsrv.engine.loading.resident import ResidentModel
+from tests.support.adapters import arrays, write_adapter
 from tests.support.effort import often
 from tests.support.fixtures import ModelFolder
-from tests.support.loading import (
-    Refused,
-    generate,
-    load,
-    nothing_left,
-)
+from tests.support.loading import Refused, generate, load, nothing_left
 from tests.support.tiny import write_model
 
 PROMPT = (5, 6, 7, 8, 9, 10)
-
-
-# Adapters.
-
-
-def write_adapter(
-    folder: Path, base: Path, kind: str = "lora", *, seed: int = 0, **parameters: Any
-) -> Path:
-    """An adapter of random numbers, large enough to change the text."""
-    folder.mkdir()
-    model, _ = load_model(base, lazy=True)
-    config = {
-        "fine_tune_type": kind,
-        "num_layers": 2,
-        "lora_parameters": {"rank": 4, "scale": 4.0, "dropout": 0.1, **parameters},
-    }
-    if kind == "full":
-        chosen = [name for name in names(model) if "q_proj" in name]
-    else:
-        linear_to_lora_layers(model, 2, config["lora_parameters"], use_dora=kind == "dora")
-        leaves = ("lora_a", "lora_b", "m")
-        chosen = [name for name in names(model) if name.split(".")[-1] in leaves]
-    shapes = names(model)
-    dice = np.random.default_rng(seed)
-    arrays = {
-        name: mx.array(dice.standard_normal(shapes[name]) / 8 + name.endswith(".m"))
-        for name in chosen
-    }
-    mx.save_safetensors(str(folder / "adapters.safetensors"), arrays)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
-
-
-def names(model: Any) -> dict[str, tuple[int, ...]]:
-    """The shapes of a model's arrays."""
-    return {name: array.shape for name, array in dict(tree_flatten(model.parameters())).items()}
 
 
 def quantized(folder: Path, base: Path) -> Path:
@@ -138,11 +97,6 @@ def logits_of(resident: ResidentModel) -> Any:
 
 def logits(model: Any) -> Any:
     return np.array(model(mx.array([PROMPT])))
-
-
-def arrays(adapter: Path) -> list[mx.array]:
-    loaded: dict[str, mx.array] = mx.load(str(adapter / "adapters.safetensors"))  # type: ignore[assignment]
-    return list(loaded.values())
 
 
 def test_the_base_may_come_after_its_adapter_and_of_a_full_one_in_parts(

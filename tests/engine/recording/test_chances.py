@@ -27,13 +27,7 @@ from mlxsrv.engine.orders import (
 from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.plans import Rewind
 from mlxsrv.generation.parameters import Sampling
-from tests.engine.scheduling.test_scheduler_chances import (
-    END,
-    STEERINGS,
-    ChanceDevice,
-    Rates,
-    text_facts,
-)
+from tests.support.chance_device import END, STEERINGS, ChanceDevice, Rates, text_facts
 from tests.support.effort import examples
 from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.recording import recorded, replay

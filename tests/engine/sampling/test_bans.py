@@ -16,9 +16,9 @@ from mlxsrv.engine.events import Event, Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Bans, Constraint, Mask, Sampling
-from tests.engine.text.test_speculation import Always
 from tests.support.effort import often
 from tests.support.faulty_text import Faulty
+from tests.support.speculating import Always
 from tests.support.text_engine import TextEngine
 
 GREEDY = Sampling(temperature=0)

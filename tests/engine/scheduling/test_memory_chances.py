@@ -16,13 +16,7 @@ from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.plans import Rewind
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.generation.parameters import Sampling
-from tests.engine.scheduling.test_scheduler_chances import (
-    END,
-    ChanceDevice,
-    Rates,
-    most_rounds,
-    text_facts,
-)
+from tests.support.chance_device import END, ChanceDevice, Rates, most_rounds, text_facts
 from tests.support.effort import examples
 from tests.support.fake_device import FACTS
 from tests.support.scheduling import Bench, JobLog

@@ -18,20 +18,12 @@ from mlxsrv.engine.steering.control_vectors import load_vector
 from mlxsrv.formats.control_vectors import read_vector
 from tests.support.effort import examples
 from tests.support.ggufs import REPENG, Array, Tensors, text, write_gguf
+from tests.support.vectors import write_safetensors
 
 WIDTH = 8
 ONE = np.arange(WIDTH, dtype=np.float32) / 3
 TWO = -ONE
 BOTH = [("direction.2", TWO), ("direction.1", ONE)]
-
-
-def write_safetensors(path: Path, tensors: Tensors) -> Path:
-    """As MLX writes them; arrays of uint16 are the bytes of bfloat16."""
-    arrays = {name: mx.array(array) for name, array in tensors}
-    for name, array in arrays.items():
-        arrays[name] = array.view(mx.bfloat16) if array.dtype == mx.uint16 else array
-    mx.save_safetensors(str(path.with_suffix(".safetensors")), arrays)
-    return path.with_suffix(".safetensors")
 
 
 def write_header(path: Path, header: bytes, data: bytes = b"") -> Path:

@@ -24,9 +24,9 @@ from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
 from mlxsrv.engine.steering.plan import forward
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Steering
-from tests.engine.text.test_speculation import Always
 from tests.support.effort import often, per_cache
 from tests.support.saes import make_arrays, write_sae, write_safetensors
+from tests.support.speculating import Always
 from tests.support.steering import (
     FEATURES,
     STRONG,

@@ -18,13 +18,13 @@ from mlxsrv.engine.recording.record_file import RecordReader
 from mlxsrv.engine.recording.replay import Replay
 from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.generation.parameters import Steering
-from tests.engine.loading.test_adapters import write_adapter
-from tests.engine.steering.test_control_vectors import write_safetensors
+from tests.support.adapters import write_adapter
 from tests.support.fixtures import ModelFolder
 from tests.support.recording import replay
 from tests.support.serving import PATIENCE
 from tests.support.stored import StoringEngine, make_job
 from tests.support.tiny import write_model
+from tests.support.vectors import write_safetensors
 
 PROMPT = tuple(20 + i * 7 % 300 for i in range(700))
 MORE = tuple(range(40, 60))

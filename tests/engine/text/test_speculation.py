@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cache
 from typing import Any, ClassVar, cast
 
@@ -23,6 +23,7 @@ from mlxsrv.generation.parameters import Sampling
 from tests.support.constraints import Anything, WakesUp
 from tests.support.effort import often, per_cache
 from tests.support.greedy import assert_greedy
+from tests.support.speculating import Always
 from tests.support.text_engine import TextEngine
 from tests.support.tiny import write_model
 
@@ -56,31 +57,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return model
 
     return load
-
-
-class Always(SpeculationController):
-    """Finds rounds worth it at all times with as many proposals as given, or else as the dice
-    fall, some plain steps among them."""
-
-    def __init__(self, proposals: int | None = None) -> None:
-        super().__init__()
-        self._dice = random.Random(0)
-        self._fixed = proposals
-
-    def affords(self, unread: int) -> bool:
-        return self._fixed is not None or unread > 16 or self._dice.random() < 0.8
-
-    def choose(self, found: Sequence[int], *, known: bool = True) -> int:
-        return min(self._fixed or self._dice.randint(1, 5), max(found))
-
-    def saw_round(self, *args: Any, **more: Any) -> None:
-        """Nothing to find out."""
-
-    def saw_reading(self, tokens: int, seconds: float) -> None:
-        """Nothing to find out."""
-
-    def bound(self, limit: int) -> int:
-        return limit
 
 
 def job(number: int, prompt: tuple[int, ...], max_tokens: int = 30, **more: Any) -> Job:

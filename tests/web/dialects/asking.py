@@ -13,6 +13,7 @@ from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
 from mlxsrv.wire.ollama.requests import OLLAMA_CHATS
 from mlxsrv.wire.openai.requests import CHAT_REQUESTS
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past
+from tests.support.anthropic_streams import hear
 from tests.support.client import Body, read_stream
 from tests.support.ollama import read_lines
 from tests.web.dialects.spoken import (
@@ -26,7 +27,6 @@ from tests.web.dialects.spoken import (
     present,
     whole_calls,
 )
-from tests.wire.anthropic.test_streams import hear
 from tests.wire.responses.asking import read_events
 
 

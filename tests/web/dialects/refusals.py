@@ -6,10 +6,10 @@ import json
 
 from mlxsrv import errors
 from mlxsrv.errors import ServeError
+from tests.support.anthropic_streams import check_type, read_events
 from tests.support.client import Body, check_schema
 from tests.support.ollama import read_lines
 from tests.web.dialects.spoken import Response, Spoken
-from tests.wire.anthropic.test_streams import check_type, read_events
 from tests.wire.responses.asking import read_events as read_responses
 
 ANTHROPICS = {

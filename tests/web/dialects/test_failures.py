@@ -21,6 +21,7 @@ import mlxsrv
 from mlxsrv import errors
 from mlxsrv.errors import ServeError
 from mlxsrv.web.app import App
+from tests.support.anthropic_streams import read_events
 from tests.support.client import Body
 from tests.support.fixtures import Folders
 from tests.support.ollama import read_lines
@@ -29,7 +30,6 @@ from tests.support.serving import wait_for
 from tests.web.dialects.asking import DIALECTS
 from tests.web.dialects.refusals import told, told_within
 from tests.web.dialects.spoken import Asked, Client, Response, Spoken, asking
-from tests.wire.anthropic.test_streams import read_events
 from tests.wire.responses.asking import read_events as read_responses
 
 FOR_EVER = 900_000

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from tests.support.client import FIRST_CONTENT, RawClient, answer, ask, chat
+from tests.support.leaving import LONG, left, started
 from tests.support.serving import Server, wait_for
 from tests.web.dialects.asking import DIALECTS
 from tests.web.dialects.spoken import Asked, Spoken, asking
-from tests.web.test_disconnect import LONG, left, started
 
 TEXT = {
     "chat": FIRST_CONTENT,
