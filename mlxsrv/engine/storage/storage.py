@@ -35,7 +35,7 @@ PromptKey = tuple[int, int]
 """A model's number, and that of the entry of a kept prompt."""
 
 
-class _Fetch:
+class _Read:
     """A read under way. `cache` and `over` are set by the storage thread before it posts the
     order."""
 
@@ -73,8 +73,8 @@ class Storage:
         self._post = post
         self._thread = StorageThread()
         self._folders: dict[str, StoreFolder] = {}
-        self._fetches: dict[PromptKey, _Fetch] = {}
-        self._given_up: list[_Fetch] = []  # that the storage thread may still be at
+        self._reads: dict[PromptKey, _Read] = {}
+        self._given_up: list[_Read] = []  # that the storage thread may still be at
         self._fetched: dict[PromptKey, FetchedCache] = {}
         # In the order of writes. The numbers of a model's entries may begin anew meanwhile.
         self._handed: dict[PromptKey, list[_Handed]] = {}
@@ -141,16 +141,16 @@ class Storage:
         self._drop_over()
         now = time.monotonic()
         if self._given_up:
-            self._fetches[key] = fetch = _Fetch(now)
-            fetch.over = True
+            self._reads[key] = read = _Read(now)
+            read.over = True
             return
-        fetch = self._fetches[key] = _Fetch(now + seconds)
+        read = self._reads[key] = _Read(now + seconds)
 
         def told(cache: FetchedCache | None) -> None:
-            fetch.cache, fetch.over = cache, True
+            read.cache, read.over = cache, True
             self._post(Fetched(*key, tokens=0 if cache is None else cache.tokens))
 
-        self._thread.add_read(store.fetch(text, fetch.abandoned, told))
+        self._thread.add_read(store.fetch(text, read.abandoned, told))
 
     def take(self, key: PromptKey) -> FetchedCache | None:
         """Take what was read."""
@@ -159,27 +159,27 @@ class Storage:
     @property
     def busy(self) -> bool:
         """Whether the storage thread is yet to tell something."""
-        return bool(self._fetches or self._handed)
+        return bool(self._reads or self._handed)
 
     @property
     def seconds_left(self) -> float | None:
         """The time that the next read may still take; None if none is under way."""
-        if not self._fetches:
+        if not self._reads:
             return None
-        return min(fetch.deadline for fetch in self._fetches.values()) - time.monotonic()
+        return min(read.deadline for read in self._reads.values()) - time.monotonic()
 
     def give_up(self) -> list[Fetched]:
         """Give up reads that have taken too long. Returns the orders that tell of it."""
         now = time.monotonic()
-        late = [key for key, fetch in self._fetches.items() if fetch.deadline <= now]
+        late = [key for key, read in self._reads.items() if read.deadline <= now]
         for key in late:
             self._abandon(key)
         return [Fetched(*key, tokens=0) for key in late]
 
     def _abandon(self, key: PromptKey) -> None:
-        fetch = self._fetches.pop(key)
-        fetch.abandoned.within(0.0)
-        self._given_up.append(fetch)
+        read = self._reads.pop(key)
+        read.abandoned.within(0.0)
+        self._given_up.append(read)
 
     def _drop_over(self) -> None:
         """Drop reads that were given up and are over, with what they have read."""
@@ -193,12 +193,12 @@ class Storage:
             if not self._handed[key]:
                 del self._handed[key]
             return True
-        fetch = self._fetches.pop(key, None)
-        if fetch is None:
+        read = self._reads.pop(key, None)
+        if read is None:
             self._drop_over()
             return False
-        if fetch.cache is not None:
-            self._fetched[key] = fetch.cache
+        if read.cache is not None:
+            self._fetched[key] = read.cache
         return True
 
     # The end.
@@ -206,7 +206,7 @@ class Storage:
     def forget(self, model: int) -> None:
         """Drop what was read for a model that goes. What is to be written is written at once, for
         some seconds: others want the memory."""
-        for key in [key for key in self._fetches if key[0] == model]:
+        for key in [key for key in self._reads if key[0] == model]:
             self._abandon(key)
         handed = [each for key, many in self._handed.items() if key[0] == model for each in many]
         for each in handed:

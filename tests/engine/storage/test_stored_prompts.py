@@ -247,7 +247,7 @@ def test_a_read_that_takes_too_long_is_given_up(model_folder: ModelFolder, tmp_p
     engine.round([])
     [fetch] = engine.find(FetchPrompt)
     storage = engine.runner.storage
-    for each in storage._fetches.values():
+    for each in storage._reads.values():
         each.deadline = 0.0
     late = storage.give_up()
     assert [(order.entry, order.tokens) for order in late] == [(fetch.entry, 0)]
@@ -278,9 +278,9 @@ def test_prompts_do_not_wait_in_turn_for_a_disk_that_hangs(
     jobs = [make_job(number, prompt) for number, prompt in enumerate(prompts[:2])]
     engine.round([Received(1, Submit(job)) for job in jobs])
     engine.round([])
-    [under_way] = storage._fetches.values()
+    [under_way] = storage._reads.values()
     under_way.deadline = 0.0
-    while not engine.scheduler.idle or storage._fetches:
+    while not engine.scheduler.idle or storage._reads:
         assert storage.seconds_left is None or storage.seconds_left <= 0
         engine.round([Received(0, order) for order in storage.give_up()])
     assert len(engine.find(FetchPrompt)) == 2
