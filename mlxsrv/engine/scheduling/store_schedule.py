@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from enum import Enum
 
 import numpy as np
 
@@ -38,7 +39,29 @@ _SLICE = 256 * 1024 * 1024  # bytes that are brought into the device's memory in
 _SLICE_BESIDE_STEPS = 8 * 1024 * 1024
 
 
-class _Fetch:
+class FetchState(Enum):
+    """The states of a fetch."""
+
+    QUEUED = "queued"
+    """It is behind others, or the next to begin."""
+    READING = "reading"
+    """The storage thread reads files, and will tell how many tokens it has read."""
+    RESTORING = "restoring"
+    """Its KV cache is brought into the device's memory, a slice in each round."""
+    OVER = "over"
+    """Its rows go on from what there is."""
+
+
+# A fetch may end at any time: its rows may leave, a work may fail, and files may be gone.
+_NEXT = {
+    FetchState.QUEUED: {FetchState.READING, FetchState.OVER},
+    FetchState.READING: {FetchState.RESTORING, FetchState.OVER},
+    FetchState.RESTORING: {FetchState.OVER},
+    FetchState.OVER: set[FetchState](),
+}
+
+
+class Fetch:
     """The beginning of a prompt that is to be fetched.
 
     Args:
@@ -47,16 +70,28 @@ class _Fetch:
 
     Attributes:
         rows: all that wait for it.
-        entry: the kept prompt that it becomes; 0: not begun.
-        read: tokens that were read, and are brought into the device's memory; 0: none yet.
+        state: changed by `enter` only.
+        entry: the kept prompt that it becomes, once it has begun.
+        read: tokens that were read, once it is being restored.
     """
 
     def __init__(self, row: Row, tokens: int) -> None:
         self.rows = [row]
         self.tokens = tokens
         self.text = row.prompt[:-1]
-        self.entry = 0
+        self.state = FetchState.QUEUED
+        self.entry: int | None = None
         self.read = 0
+
+    def enter(self, state: FetchState) -> None:
+        """Go on to `state`.
+
+        Raises:
+            RuntimeError: it may not follow the fetch's state.
+        """
+        if state not in _NEXT[self.state]:
+            raise RuntimeError(f"a fetch that is {self.state.value} cannot be {state.value} next")
+        self.state = state
 
     def serves(self, row: Row, tokens: int) -> bool:
         same = np.array_equal(row.prompt[:tokens], self.text[:tokens])
@@ -92,7 +127,7 @@ class StoreSchedule:
         self._unwritten: deque[int] = deque()  # entries
         self._writing: int | None = None
         self._patience = _PATIENCE
-        self._fetches: deque[_Fetch] = deque()  # the first may be under way
+        self._fetches: deque[Fetch] = deque()  # the first may be under way
         self._counts = {"files": 0, "bytes": 0, "hits": 0, "hit_tokens": 0, "writes": 0}
         if facts.store is not None:
             self._counts |= {"files": facts.store.files, "bytes": facts.store.bytes}
@@ -100,7 +135,7 @@ class StoreSchedule:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to plan until the storage thread tells something."""
-        fetches = bool(self._fetches) and (not self._fetches[0].entry or self._fetches[0].read)
+        fetches = bool(self._fetches) and self._fetches[0].state is not FetchState.READING
         return not fetches and (self._writing is not None or not self._unwritten)
 
     @property
@@ -128,7 +163,7 @@ class StoreSchedule:
             elif (fetch := self._find(row, stored)) is not None:
                 fetch.rows.append(row)
             else:
-                self._fetches.append(_Fetch(row, stored))
+                self._fetches.append(Fetch(row, stored))
 
     def take(self, order: StorageTold) -> None:
         """Take in what the storage thread tells."""
@@ -139,8 +174,10 @@ class StoreSchedule:
                 self._counts["files"] = order.held_files
                 self._counts["bytes"] = order.held_bytes
             case Fetched() if self._fetches and self._fetches[0].entry == order.entry:
-                self._fetches[0].read = order.tokens
-                if not order.tokens:
+                if order.tokens:
+                    self._fetches[0].enter(FetchState.RESTORING)
+                    self._fetches[0].read = order.tokens
+                else:
                     self._end_fetch()
 
     # Planning.
@@ -163,11 +200,10 @@ class StoreSchedule:
     def _plan_fetch(self, *, streaming: bool) -> list[Work]:
         while self._fetches:
             fetch = self._fetches[0]
-            if fetch.read:
-                limit = _SLICE_BESIDE_STEPS if streaming else _SLICE
-                return [RestorePrompt(model=self._model, entry=fetch.entry, limit=limit)]
-            if fetch.entry:
+            if fetch.state is FetchState.READING:
                 return []
+            if fetch.state is FetchState.RESTORING:
+                return [self._restore(fetch, streaming=streaming)]
             fetch.rows = [row for row in fetch.rows if not row.ended]
             # Meanwhile another fetch may have brought as much, and memory may be short.
             saves = bool(fetch.rows) and self._saves(fetch.rows[0], fetch.tokens)
@@ -176,13 +212,19 @@ class StoreSchedule:
             self._end_fetch()
         return []
 
-    def _begin(self, fetch: _Fetch) -> Work:
+    def _begin(self, fetch: Fetch) -> Work:
         row = fetch.rows[0]
+        fetch.enter(FetchState.READING)
         fetch.entry = self._index.reserve(fetch.text.size)
         known = self._queue.find(row).tokens
         estimate = self._pace.estimate(fetch.tokens - known)
         seconds = _LONGEST_FETCH if estimate is None else max(estimate, _LEAST_FETCH)
         return FetchPrompt(model=self._model, entry=fetch.entry, row=row.id, seconds=seconds)
+
+    def _restore(self, fetch: Fetch, *, streaming: bool) -> Work:
+        assert fetch.entry is not None, "it has begun"
+        limit = _SLICE_BESIDE_STEPS if streaming else _SLICE
+        return RestorePrompt(model=self._model, entry=fetch.entry, limit=limit)
 
     def _plan_write(self, *, busy: bool) -> list[Work]:
         while self._unwritten and not self._index.has(self._unwritten[0]):
@@ -226,10 +268,12 @@ class StoreSchedule:
     def _end_fetch(self) -> None:
         """Have the rows of the first fetch wait to be read, from what there is."""
         fetch = self._fetches.popleft()
-        self._index.cancel(fetch.entry)
+        fetch.enter(FetchState.OVER)
+        if fetch.entry is not None:
+            self._index.cancel(fetch.entry)
         self._queue.put_back(row for row in fetch.rows if not row.ended)
 
-    def _find(self, row: Row, tokens: int) -> _Fetch | None:
+    def _find(self, row: Row, tokens: int) -> Fetch | None:
         """The fetch that serves a row as well."""
         return next((each for each in self._fetches if each.serves(row, tokens)), None)
 
