@@ -121,6 +121,11 @@ class DeviceThread:
                 _log.warning("not recorded: the device thread runs already, for another app")
         return cls._shared
 
+    @classmethod
+    def joins_ranks(cls) -> bool:
+        """Whether the process's device thread was started as that of one of several ranks."""
+        return cls._shared is not None and cls._shared._join_ranks is not None
+
     def send(
         self, mailbox: Mailbox, order: Order, make_constraint: MakeConstraint | None = None
     ) -> None:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 import anyio
 import anyio.to_thread
 
+from mlxsrv.engine.device import DeviceThread
 from mlxsrv.errors import (
     EngineFailed,
     InvalidRequest,
@@ -96,6 +97,11 @@ def check_models(settings: Settings) -> str:
         SettingsError: a model, an adapter, an SAE or a control vector cannot be used, or an extra
             is not installed.
     """
+    if settings.parallel is not None and not DeviceThread.joins_ranks():
+        raise SettingsError(
+            "parallel: an app in a server of another's is one process; start ranks with "
+            "mlx.launch -n 2 -- python -m mlxsrv ..."
+        )
     catalogue = Catalogue(settings)
     check_steering_settings(settings, catalogue)
     if settings.tool_grammar:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from mlxsrv import create_app
+from mlxsrv.options import SettingsError
+from mlxsrv.settings import Settings
 from tests.support.ranks import Ranks, launch, ranks
-from tests.support.serving import wait_for
+from tests.support.serving import Server, environment, wait_for
 from tests.support.tiny import write_model
 
 pytestmark = [pytest.mark.served, pytest.mark.slow]
@@ -113,3 +120,35 @@ def test_one_rank_alone_is_told_to_use_the_launcher(tmp_path: Path) -> None:
     [status] = started.exit_statuses()
     assert status == 1
     assert "mlx.launch" in wait_for(lambda: started.read_log(0), why="it says why")
+
+
+def test_a_mounted_app_cannot_be_one_of_several_ranks() -> None:
+    with pytest.raises(SettingsError, match=r"mlx\.launch"):
+        create_app(Settings(parallel="tensor"))
+
+
+def test_the_launcher_starts_ranks_and_ends_them(folder: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    launcher = Path(sys.executable).with_name("mlx.launch")
+    # The ranks' own output comes by way of the launcher.
+    command = f"{launcher} -n 2 --backend ring -p {port} -- {sys.executable} -m mlxsrv"
+    options = f"--port 0 --log-format json --parallel tensor --model m={folder}"
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command.split(), *options.split()],
+            stdout=log,
+            stderr=log,
+            env=environment(),
+            start_new_session=True,  # so that all its processes can be killed together
+        )
+    server = Server(process, tmp_path / "log")
+    try:
+        with server.client() as client:
+            wait_for(lambda: client.get("/health").status_code == 200, why="the model is loaded")
+            [rank0] = server.log("listening")
+            assert rank0["model"] == "m"
+            assert len(server.log("ranks joined")) == 2
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
