@@ -20,7 +20,7 @@ from mlxsrv.prompts.grammars import sandbox
 @pytest.fixture(scope="module")
 def near_sandbox() -> Iterator[None]:
     """The sandbox's own code tries grammars in this process: a process for each takes ten times as
-    long. Nothing may hang or crash here; test_grammar.py tries that in real ones."""
+    long. Nothing may hang or crash here; test_grammar_refusals.py tries that in real ones."""
     spec = spec_from_file_location("sandbox_process", sandbox._PROCESS)
     assert spec is not None
     assert spec.loader is not None

@@ -36,10 +36,11 @@ from tests.text.conftest import sentencepiece, wordpiece  # noqa: F401 (fixtures
 
 __all__ = ["model"]
 
-pytestmark = pytest.mark.served  # a process of its own tries each grammar
+pytestmark = pytest.mark.usefixtures("near_sandbox")
 
 
-@settings(max_examples=examples(60, usual=10))  # each starts a process
+@pytest.mark.slow
+@settings(max_examples=examples(60, usual=10))
 @given(schema=SCHEMAS, seed=st.integers(0, 2**32))
 def test_text_that_ends_is_valid_json_of_its_schema(
     model: Model, schema: Schema, seed: int
