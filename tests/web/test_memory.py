@@ -45,12 +45,12 @@ def preemptions(client: httpx.Client) -> int:
 
 
 def make_long_prompts(number: int, model: str) -> list[Body]:
-    """About 200 tokens each, and answers of fewer."""
-    return make_work(number, model=model, prompts=range(42, 60), answers=range(40, 90))
+    """About 220 tokens each, and answers of fewer."""
+    return make_work(number, model=model, prompts=range(50, 62), answers=range(40, 90))
 
 
 def make_long_answers(number: int, model: str) -> list[Body]:
-    """As long prompts, and answers of more than the 256 tokens by which KV caches grow."""
+    """Shorter prompts, and answers of more than the 256 tokens by which KV caches grow."""
     return make_work(number, model=model, prompts=range(42, 52), answers=range(340, 380), seed=1)
 
 
