@@ -55,7 +55,7 @@ def _launch(arguments: list[str], count: int) -> int:
 
 def _run(rows: int, rounds: int) -> None:
     tokens = mx.zeros((rows,), dtype=mx.uint32)
-    group, member = join(Split.TENSOR, Clock(), sys.exit)
+    group, member = join(Split.TENSOR, Clock(), sys.exit, sys.exit)
 
     def run(work: Work) -> Outcome:
         mx.eval(group.share(tokens))

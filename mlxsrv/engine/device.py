@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -57,7 +59,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("mlxsrv.engine")
 
-JoinRanks = Callable[[Clock, Callable[[str], None]], "tuple[RankGroup, RankLeader | RankFollower]"]
+JoinRanks = Callable[
+    [Clock, Callable[[str], None], Callable[[], None]],
+    "tuple[RankGroup, RankLeader | RankFollower]",
+]
 """Joins the ranks of this process's; see `ranks.joining`."""
 
 _REST_SECONDS = 0.3  # long enough for the next request of a busy server to find warm buffers
@@ -91,6 +96,7 @@ class DeviceThread:
         self.ranks = 1  # how many there are
         self.joined: Future[int] = Future()
         self._join_ranks = join
+        self.shutdown_wished: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         self._leader: RankLeader | None = None
         self._follower: RankFollower | None = None
         self._recording = recording
@@ -198,7 +204,7 @@ class DeviceThread:
             return True
         try:
             import_engine()
-            group, member = self._join_ranks(self.clock, self._lose)
+            group, member = self._join_ranks(self.clock, self._lose, lambda: self.shutdown_wished())
         except Exception as error:
             self.joined.set_exception(error)
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 from collections.abc import Callable
@@ -43,13 +44,13 @@ def join_ranks(settings: Settings) -> DeviceThread:
     check_parallel(settings)
 
     def join(
-        clock: Clock, lost: Callable[[str], None]
+        clock: Clock, lost: Callable[[str], None], wished: Callable[[], None]
     ) -> tuple[RankGroup, RankLeader | RankFollower]:
         # On the device thread, which must be the first to import MLX.
         from mlxsrv.engine.ranks.joining import join
         from mlxsrv.engine.ranks.rank_group import Split
 
-        return join(Split(settings.parallel), clock, lost)
+        return join(Split(settings.parallel), clock, lost, wished)
 
     device = DeviceThread.shared(Recording.find(settings), join)
     try:
@@ -72,6 +73,8 @@ def follow_rank_0(device: DeviceThread) -> int:
 
     Ctrl-C reaches all ranks, and rank 0 decides then. SIGTERM to this rank asks rank 0 to end.
     """
+    gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a connection that Ctrl-C has ended
     signal.signal(signal.SIGTERM, lambda *_: device.ask_to_stop())
     return device.wait()

@@ -36,10 +36,9 @@ def serve(settings: Settings) -> int:
     configure(settings.log_level, settings.log_format)
     raise_limit()
     require_backend()
-    if settings.parallel is not None:
-        device = join_ranks(settings)
-        if device.joined.result() > 0:
-            return follow_rank_0(device)
+    device = None if settings.parallel is None else join_ranks(settings)
+    if device is not None and device.joined.result() > 0:
+        return follow_rank_0(device)
     listener = bind(settings)
     local = is_loopback(listener)
     app = create_app(settings, local=local)
@@ -57,6 +56,8 @@ def serve(settings: Settings) -> int:
     # there is nothing left to do for them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
+    if device is not None:
+        device.shutdown_wished = server.exit_once
     server.run(sockets=[listener])
     server.end.within(_THREADS_SECONDS)
     return server.end.status

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
 from enum import Enum, auto
 from types import FrameType
@@ -127,6 +128,11 @@ class Server(uvicorn.Server):
             super().handle_exit(sig, frame)
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._leave)
+
+    def exit_once(self) -> None:
+        """Shut down, unless that has begun. From any thread."""
+        if not self.should_exit:
+            self.handle_exit(signal.SIGTERM, None)
 
     def _leave(self) -> None:
         """Leave the main loop and, after a second signal, skip the rest of the grace."""

@@ -86,6 +86,9 @@ def _load_decoder(
     model = mapped.model
     yield Meet.HERE  # from here on passes of the model run, which need all ranks
     caches = yield from choose_kv_caches(model, order.max_kv_size, order.kv_bits)
+    if ranks is not None:
+        kinds = {type(layer).__name__ for layer in caches.make().layers}
+        ranks.require_alike("kinds of KV caches", " ".join(sorted(kinds)))
     yield from warm_up(model, caches, ranks)
     draft, draft_notes = yield from _load_draft(order, reader, model, caches)
     lookup, lookup_notes = _check_lookup(order, caches)

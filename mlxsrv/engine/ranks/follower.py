@@ -20,6 +20,7 @@ import msgspec
 from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.outcomes import Outcome
 from mlxsrv.engine.plans import Work
+from mlxsrv.engine.ranks.leader import find_failure
 from mlxsrv.engine.ranks.messages import (
     Beat,
     RankConnection,
@@ -71,9 +72,8 @@ class RankFollower:
             self._round = message.number
             for number, work in enumerate(message.plan.works):
                 self._clock.begin(work.title)
-                fault = run(work).fault
-                if fault is not None:
-                    self._send(WorkFailed(message.number, number, fault.reason))
+                if (reason := find_failure(run(work))) is not None:
+                    self._send(WorkFailed(message.number, number, reason))
             self._clock.stop()
             worked = True
 

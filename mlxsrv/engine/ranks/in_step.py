@@ -48,6 +48,7 @@ def in_step(slices: Generator[Meet | None, None, T], ranks: RankGroup) -> Genera
     own = _Told(_State.GOING)
     result: list[T] = []
     error: Exception | None = None
+    met = False  # passes of the model run: a rank that fails cannot tell in a collective
     while True:
         if own.state is _State.GOING:
             try:
@@ -56,6 +57,8 @@ def in_step(slices: Generator[Meet | None, None, T], ranks: RankGroup) -> Genera
                 result.append(done.value)
                 own = _Told(_State.DONE)
             except Exception as raised:
+                if met:
+                    raise
                 own, error = _Told(_State.FAILED, str(raised)), raised
         all_told = [
             msgspec.msgpack.decode(each, type=_Told)
@@ -70,5 +73,5 @@ def in_step(slices: Generator[Meet | None, None, T], ranks: RankGroup) -> Genera
         if states == {_State.DONE}:
             return result[0]
         if states == {_State.MET}:
-            own = _Told(_State.GOING)
+            own, met = _Told(_State.GOING), True
         yield

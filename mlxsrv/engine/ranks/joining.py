@@ -6,6 +6,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -18,11 +19,13 @@ from mlxsrv.engine.ranks.messages import Hello, RankConnection
 from mlxsrv.engine.ranks.rank_group import RankGroup, Split
 from mlxsrv.engine.watchdog import Clock
 
+_log = logging.getLogger("mlxsrv.engine")
+
 _CONNECT_SECONDS = 30.0
 
 
 def join(
-    split: Split, clock: Clock, lost: Callable[[str], None]
+    split: Split, clock: Clock, lost: Callable[[str], None], wished: Callable[[], None]
 ) -> tuple[RankGroup, RankLeader | RankFollower]:
     """Wait for all ranks.
 
@@ -30,10 +33,13 @@ def join(
         split: what each rank is to have of a model.
         clock: of this rank's device thread.
         lost: called on rank 0, once, with the reason, when another is lost.
+        wished: called on rank 0 when another asks for a shutdown.
 
     Raises:
         RankLost: they did not all come; or there is only one.
     """
+    if "NCCL_HOST_IP" in os.environ:
+        raise RankLost("--parallel: not with nccl, which has no collectives of the CPU; use ring")
     try:
         group = RankGroup.join(split)
     except RuntimeError as error:
@@ -43,10 +49,12 @@ def join(
         ) from error
     if group.size == 1:
         raise RankLost("--parallel: there is one rank only; start more with mlx.launch -n 2")
-    reception = Reception(own_address(os.environ)) if group.rank == 0 else None
+    reception = _open_reception() if group.rank == 0 else None
     told = group.exchange(b"" if reception is None else msgspec.msgpack.encode(reception.meeting))
+    if not told[0]:  # all ranks have to hear of it, for they wait
+        raise RankLost("rank 0 cannot listen for the other ranks at its address")
     if reception is not None:
-        return group, RankLeader(reception.receive(group.size - 1), lost)
+        return group, RankLeader(reception.receive(group.size - 1), lost, wished)
     meeting = msgspec.msgpack.decode(told[0], type=Meeting)
     address = (meeting.host, meeting.port)
     try:
@@ -57,13 +65,20 @@ def join(
     return group, RankFollower(connection, clock)
 
 
+def _open_reception() -> Reception | None:
+    try:
+        return Reception(own_address(os.environ))
+    except (OSError, ValueError, LookupError):
+        _log.exception("rank 0 cannot listen for the other ranks")
+        return None
+
+
 def own_address(environ: Mapping[str, str]) -> str:
     """The address at which the others reach rank 0, as the launcher of each back end tells it; else
     that of this host's name."""
     if path := environ.get("MLX_HOSTFILE"):
         with open(path, encoding="utf-8") as file:
             return str(json.load(file)[0][0].rpartition(":")[0])
-    for name in ("MLX_JACCL_COORDINATOR", "NCCL_HOST_IP"):
-        if address := environ.get(name):
-            return address.partition(":")[0]
+    if address := environ.get("MLX_JACCL_COORDINATOR"):
+        return address.partition(":")[0]
     return socket.gethostbyname(socket.gethostname())

@@ -9,9 +9,7 @@ that the lost rank will not join.
 from __future__ import annotations
 
 import logging
-import os
 import secrets
-import signal
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -37,6 +35,8 @@ _log = logging.getLogger("mlxsrv.engine")
 
 _JOIN_SECONDS = 60.0
 _FAULT_SECONDS = 5.0  # in which all ranks must report a fault that one of them has
+_HELLO_SECONDS, _HELLO_BYTES = 2.0, 1024
+_WISH_SECONDS = 0.5
 _SILENT_SECONDS = 3.0  # a rank that works sends a beat every second
 
 
@@ -46,6 +46,14 @@ class Meeting(msgspec.Struct, frozen=True):
     host: str
     port: int
     token: str
+
+
+def find_failure(outcome: Outcome) -> str | None:
+    """Why a work has failed, or was refused; None if neither."""
+    if outcome.fault is not None:
+        return outcome.fault.reason
+    refusal = getattr(outcome.done, "refusal", None)
+    return None if refusal is None else str(refusal.reason)
 
 
 class RankLost(Exception):
@@ -58,17 +66,24 @@ class RankLeader:
     Args:
         connections: with each of them, in their order; the first is rank 1's.
         lost: called with the reason, once, when a rank is lost.
+        wished: called when a rank asks for a shutdown.
     """
 
-    def __init__(self, connections: Sequence[RankConnection], lost: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        connections: Sequence[RankConnection],
+        lost: Callable[[str], None],
+        wished: Callable[[], None] = lambda: None,
+    ) -> None:
         self._connections = connections
+        self._wished = wished
         self._lost = lost
         self._round = 0
         self._over = threading.Event()  # a rank is lost, or all were told to stop
         self._beats: dict[int, tuple[float, Beat]] = {}  # when it came, by rank
         self._faults: dict[tuple[int, int], set[int]] = {}  # ranks, by round and work
         self._changed = threading.Condition()
-        self._settled = (0, -1)  # the last work of which this rank knows how it ended
+        self._reason: str | None = None  # why a rank is lost
         for rank, connection in enumerate(connections, start=1):
             name = f"mlxsrv-rank-{rank}"
             arguments = (rank, connection)
@@ -78,6 +93,8 @@ class RankLeader:
 
     def send(self, plan: RoundPlan) -> None:
         """Have all ranks do the works of a plan. Raises RankLost."""
+        if self._reason is not None:  # a send to a closed connection may succeed
+            raise RankLost(self._reason)
         self._round += 1
         self._send(Round(self._round, plan))
 
@@ -90,8 +107,7 @@ class RankLeader:
         """
         key = (self._round, work)
         with self._changed:
-            self._settled = key
-            if outcome.fault is not None:
+            if find_failure(outcome) is not None:
                 everyone = set(range(1, len(self._connections) + 1))
                 alike = self._changed.wait_for(
                     lambda: self._faults.get(key) == everyone, _FAULT_SECONDS
@@ -126,6 +142,7 @@ class RankLeader:
     def _lose(self, reason: str) -> None:
         if not self._over.is_set():
             self._over.set()
+            self._reason = reason
             log(_log, logging.CRITICAL, "ranks out of step", reason=reason)
             self._lost(reason)
 
@@ -154,6 +171,8 @@ class RankLeader:
                 self._take(rank, connection.receive())
         except (OSError, msgspec.DecodeError) as error:
             self._lose(f"rank {rank} is lost: {error}")
+        finally:
+            connection.close()
 
     def _take(self, rank: int, message: RankMessage) -> None:
         match message:
@@ -161,15 +180,27 @@ class RankLeader:
                 self._beats[rank] = (monotonic(), message)
             case ShutdownWish():
                 log(_log, logging.INFO, "a rank asks for a shutdown", rank=rank)
-                os.kill(os.getpid(), signal.SIGTERM)
+                # A signal to all ranks reaches rank 0 as well, and is then the first. A second one
+                # would end its requests at once.
+                wish = threading.Timer(_WISH_SECONDS, self._wished)
+                wish.daemon = True
+                wish.start()
             case WorkFailed(round, work, reason):
                 log(_log, logging.ERROR, "a rank failed", rank=rank, reason=reason)
                 with self._changed:
                     self._faults.setdefault((round, work), set()).add(rank)
                     self._changed.notify_all()
-                    alone = (round, work) <= self._settled and (round, work) != self._settled
-                if alone:
-                    self._lose(f"a work has failed on rank {rank} only")
+                check = threading.Timer(_FAULT_SECONDS, self._check, ((round, work),))
+                check.daemon = True
+                check.start()
+
+    def _check(self, key: tuple[int, int]) -> None:
+        """Notice a failure that rank 0 does not have. It has settled the work before it heard, or
+        it waits in a collective that the other rank has left."""
+        with self._changed:
+            ranks = self._faults.get(key)
+        if ranks:
+            self._lose(f"a work has failed on rank {min(ranks)} only")
 
 
 class Reception:
@@ -196,15 +227,24 @@ class Reception:
             while len(found) < count:
                 self._socket.settimeout(max(deadline - monotonic(), 0.1))
                 try:
-                    connection = RankConnection(self._socket.accept()[0])
-                    hello = connection.receive(_FAULT_SECONDS)
+                    sock = self._socket.accept()[0]
                 except TimeoutError:
                     missing = sorted(set(range(1, count + 1)) - found.keys())
                     raise RankLost(f"ranks {missing} have not come") from None
-                except (OSError, msgspec.DecodeError):
-                    continue
-                if isinstance(hello, Hello) and secrets.compare_digest(hello.token, self._token):
-                    found[hello.rank] = connection
-                else:
+                connection = RankConnection(sock)
+                if (rank := self._greet(connection)) is None:
                     connection.close()
+                else:
+                    found[rank] = connection
         return [found[rank] for rank in sorted(found)]
+
+    def _greet(self, connection: RankConnection) -> int | None:
+        """The rank that has connected; None for a stranger."""
+        try:
+            hello = connection.receive(_HELLO_SECONDS, _HELLO_BYTES)
+        except (OSError, msgspec.DecodeError):
+            return None
+        if not isinstance(hello, Hello):
+            return None
+        known = secrets.compare_digest(hello.token.encode(), self._token.encode())
+        return hello.rank if known else None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import socket
 import struct
+from time import monotonic
 from typing import Any
 
 import msgspec
 
 from mlxsrv.engine.plans import RoundPlan
 
+_SHORTEST = 0.001  # 0 would not wait at all
 _LENGTH = struct.Struct("!I")
 _IDLE, _INTERVAL, _PROBES = 3, 1, 4  # of TCP keep-alive, in seconds: a lost host is noticed in 7
 
@@ -75,6 +77,8 @@ class RankConnection:
             (idle, _IDLE),
             (getattr(socket, "TCP_KEEPINTVL", None), _INTERVAL),
             (getattr(socket, "TCP_KEEPCNT", None), _PROBES),
+            # While data is on its way there is no keep-alive.
+            (getattr(socket, "TCP_USER_TIMEOUT", None), 1000 * (_IDLE + _INTERVAL * _PROBES)),
         ):
             if option is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -84,24 +88,30 @@ class RankConnection:
         body = self._encoder.encode(message)
         self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
-    def receive(self, timeout: float | None = None) -> Any:
+    def receive(self, timeout: float | None = None, most: int | None = None) -> Any:
         """Wait for the next message.
 
         Args:
             timeout: seconds; None: no bound.
+            most: bytes that it may have; None: no bound.
 
         Raises:
-            OSError: the connection is lost, or the time is over.
+            OSError: the connection is lost, the time is over, or the message is too long.
             msgspec.DecodeError: the other side is not of this version.
         """
-        self._socket.settimeout(timeout)
-        [length] = _LENGTH.unpack(self._read(_LENGTH.size))
-        return self._decoder.decode(self._read(length))
+        deadline = None if timeout is None else monotonic() + timeout
+        [length] = _LENGTH.unpack(self._read(_LENGTH.size, deadline))
+        if most is not None and length > most:
+            raise OSError(f"a message of {length} bytes")
+        return self._decoder.decode(self._read(length, deadline))
 
-    def _read(self, size: int) -> bytearray:
+    def _read(self, size: int, deadline: float | None) -> bytearray:
         data = bytearray(size)
         rest = memoryview(data)
         while rest:
+            self._socket.settimeout(
+                None if deadline is None else max(deadline - monotonic(), _SHORTEST)
+            )
             count = self._socket.recv_into(rest)
             if not count:
                 raise ConnectionResetError("the connection was closed")

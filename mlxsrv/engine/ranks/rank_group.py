@@ -73,8 +73,13 @@ class RankGroup:
         gathered = mx.distributed.all_gather(array, group=self._group, stream=mx.cpu)
         return np.array(gathered)
 
+    def require_alike(self, what: str, text: str) -> None:
+        """Raises ValueError, on all ranks, unless all have the same text."""
+        if len(set(self.exchange(text.encode()))) > 1:
+            raise ValueError(f"its ranks would have different {what}: use other numbers of ranks")
+
     def divide(self, model: Any, config: dict[str, Any]) -> None:
-        """ShutdownWish this rank's part of one of mlx-lm's models. Nothing is evaluated.
+        """Leave this rank's part of one of mlx-lm's models. Nothing is evaluated.
 
         Raises:
             ValueError: the model cannot be divided, or not among so many ranks.

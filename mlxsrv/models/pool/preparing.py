@@ -89,7 +89,7 @@ def examine(
 
     Args:
         check: called during a download; it stops the download by raising.
-        ranks: how many divide the model. The bytes are those of one rank's part.
+        ranks: how many divide the model. The bytes are about those of one rank's part.
 
     Raises:
         UnusableFile: the files are no model that can be served.

@@ -1,0 +1,125 @@
+"""Rank 0 notices other ranks that are lost, and those that are no longer in step."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from mlxsrv.engine.outcomes import Fault, LoadStep, Outcome, Refusal
+from mlxsrv.engine.plans import Decode, RoundPlan
+from mlxsrv.engine.ranks import leader
+from mlxsrv.engine.ranks.leader import RankLeader, RankLost, Reception
+from mlxsrv.engine.ranks.messages import Hello, RankConnection, Round, Stop, WorkFailed
+
+PLAN = RoundPlan((Decode(model=1),))
+GOOD = Outcome(0.0, 1.0)
+BAD = Outcome(0.0, 1.0, fault=Fault("no memory"))
+REFUSED = Outcome(0.0, 1.0, LoadStep(refusal=Refusal("model not loaded", "it is broken")))
+
+
+class Pair:
+    """Rank 0 and two others, whose ends of the connections are `others`."""
+
+    def __init__(self) -> None:
+        ends = _pairs(2)
+        self.others = [RankConnection(end) for _, end in ends]
+        self.lost: SimpleQueue[str] = SimpleQueue()
+        self.leader = RankLeader([RankConnection(own) for own, _ in ends], self.lost.put)
+
+
+def _pairs(count: int) -> list[tuple[socket.socket, socket.socket]]:
+    """Connected TCP sockets."""
+    found = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        for _ in range(count):
+            end = socket.create_connection(server.getsockname())
+            found.append((server.accept()[0], end))
+    return found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "_FAULT_SECONDS", 0.3)
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    made = Pair()
+    yield made
+    made.leader.stop()
+    for other in made.others:
+        other.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("mlxsrv-rank-"):
+            thread.join(5)
+
+
+def test_plans_reach_all_ranks_in_order(pair: Pair) -> None:
+    pair.leader.send(PLAN)
+    pair.leader.send(RoundPlan())
+    pair.leader.stop()
+    for other in pair.others:
+        assert other.receive(5) == Round(1, PLAN)
+        assert other.receive(5) == Round(2, RoundPlan())
+        assert other.receive(5) == Stop()
+
+
+@pytest.mark.parametrize("outcome", [BAD, REFUSED])
+def test_a_work_that_fails_on_all_ranks_is_no_loss(pair: Pair, outcome: Outcome) -> None:
+    pair.leader.send(PLAN)
+    for other in pair.others:
+        other.send(WorkFailed(1, 0, "no memory"))
+    pair.leader.settle(0, outcome)
+    pair.leader.send(PLAN)
+    pair.leader.settle(0, GOOD)
+    threading.Event().wait(0.5)
+    assert pair.lost.empty()
+
+
+def test_a_work_that_fails_on_rank_0_only_ends_all(pair: Pair) -> None:
+    pair.leader.send(PLAN)
+    with pytest.raises(RankLost, match="not on all ranks"):
+        pair.leader.settle(0, BAD)
+    assert "not on all ranks" in pair.lost.get(timeout=5)
+
+
+@pytest.mark.parametrize("settled", [True, False])
+def test_a_work_that_fails_on_another_rank_only_ends_all(pair: Pair, settled: bool) -> None:
+    """Also while rank 0 waits in the collective that the other has left."""
+    pair.leader.send(PLAN)
+    if settled:
+        pair.leader.settle(0, GOOD)
+    pair.others[1].send(WorkFailed(1, 0, "no memory"))
+    assert pair.lost.get(timeout=5) == "a work has failed on rank 2 only"
+    with pytest.raises(RankLost, match="rank 2 only"):
+        pair.leader.send(PLAN)
+
+
+def test_a_rank_that_ends_is_noticed_at_once_and_no_plan_follows(pair: Pair) -> None:
+    pair.others[0].close()
+    assert pair.lost.get(timeout=5).startswith("rank 1 is lost")
+    with pytest.raises(RankLost, match="rank 1 is lost"):
+        pair.leader.send(PLAN)
+
+
+def test_strangers_do_not_keep_ranks_from_coming(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leader, "_HELLO_SECONDS", 0.2)
+    reception = Reception("127.0.0.1")
+    meeting = reception.meeting
+    address = (meeting.host, meeting.port)
+    strangers = [socket.create_connection(address) for _ in range(4)]
+    strangers[1].sendall(b"\xff\xff\xff\xff")
+    strangers[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
+    wrong = RankConnection(strangers[3])
+    wrong.send(Hello(1, "\xe9 wrong"))
+    own = RankConnection(socket.create_connection(address))
+    own.send(Hello(1, meeting.token))
+    [met] = reception.receive(1)
+    for stranger in strangers:
+        stranger.close()
+    own.close()
+    met.close()
