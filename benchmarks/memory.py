@@ -85,12 +85,7 @@ def main() -> None:
     arguments = _parse()
     machine = describe_machine()
     print(format_machine(machine), flush=True)
-    bodies = make_work(
-        arguments.requests,
-        model="bench",
-        answers=range(_ANSWER // 2, _ANSWER),
-        prompts=range(_ANSWER // 32, _ANSWER // 8),
-    )
+    bodies = make_work(arguments.requests, model="bench", answer=_ANSWER)
     with tempfile.TemporaryDirectory() as folder:
         model = write_heavy(Path(folder) / "model")
         ample = run_work(model, bodies, None)

@@ -36,16 +36,14 @@ def write_heavy(folder: Path, *, seed: int = 0) -> Path:
     )
 
 
-def make_work(
-    requests: int, *, model: str, answers: range, prompts: range, seed: int = 0
-) -> list[Body]:
-    """Greedy chats, each with its own prompt. `answers` are the lengths of answers in tokens, and
-    `prompts` those of prompts in words."""
+def make_work(requests: int, *, model: str, answer: int, seed: int = 0) -> list[Body]:
+    """Greedy chats, each with its own prompt. The answers have at most `answer` tokens, and at
+    least half as many; the prompts are shorter."""
     dice = random.Random(seed)
     bodies = []
     for number in range(requests):
-        words = dice.choices(_WORDS, k=dice.choice(prompts))
-        limit = dice.choice(answers)
+        words = dice.choices(_WORDS, k=dice.randrange(answer // 32, answer // 8))
+        limit = dice.randrange(answer // 2, answer)
         bodies.append(chat(" ".join([f"{number}.", *words]), model=model, max_tokens=limit))
     return bodies
 
