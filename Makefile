@@ -1,5 +1,5 @@
-# make serve | quick | test | test-long | test-clients | test-replicas | soak | check | fuzz | bench | clean: each sets
-# up what it needs first, in .venv; the clients have .venv-clients to themselves, and Ray has .venv-ray.
+# make serve | quick | test | test-ranks | test-long | test-clients | test-replicas | soak | check |
+# fuzz | bench | clean: each sets up what it needs first, in .venv; the clients have .venv-clients to themselves, and Ray has .venv-ray.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -20,7 +20,7 @@ ARGS ?=
 # that they start.
 JOBS ?= 3
 
-.PHONY: serve quick test test-long test-clients test-replicas soak lint check format fuzz bench demo demo-sae clean
+.PHONY: serve quick test test-ranks test-long test-clients test-replicas soak lint check format fuzz bench demo demo-sae clean
 
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
@@ -32,7 +32,7 @@ quick test test-long: export OPENBLAS_NUM_THREADS := 1
 
 quick: check  ## lint, types, then the tests that need neither socket nor process: under a minute
 	MLXSRV_TESTS=quick $(BIN)/python -m pytest -q -n $(JOBS) --ignore tests/web --ignore tests/server \
-	  -m 'not (slow or served or long)' $(ARGS)
+	  -m 'not (slow or served or long or ranks)' $(ARGS)
 
 # Types beside the tests: without the cache of an earlier run, mypy takes half a minute of one core. On the
 # other, pytest then compiles the tests once, which each of its processes would do for itself.
@@ -42,6 +42,9 @@ test: lint  ## lint, types and every test that is not long (ARGS="-k stream")
 	$(BIN)/python -m pytest -q --collect-only >/dev/null; \
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS); \
 	tests=$$?; wait $$types || { echo 'make test: mypy has found errors, told above'; exit 1; }; exit $$tests
+
+test-ranks: $(VENV)/.test  ## a model that several processes share (ARGS="-k killed")
+	$(BIN)/python -m pytest -q -m 'ranks and not long' tests/ranks $(ARGS)
 
 test-long: $(VENV)/.test  ## what takes long, and sixteen times the examples of hypothesis
 	MLXSRV_TESTS=long $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1200 -m 'long or hypothesis' $(ARGS)

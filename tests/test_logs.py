@@ -70,5 +70,5 @@ def test_the_names_of_loggers_do_not_follow_the_files() -> None:
     [root] = mlxsrv.__path__
     sources = [path.read_text() for path in Path(root).rglob("*.py")]
     names = {name for text in sources for name in re.findall(r'getLogger\("(mlxsrv\..+?)"\)', text)}
-    rooms = ("access", "engine", "models", "security", "server", "service", "web")
+    rooms = ("access", "engine", "models", "replicas", "security", "server", "service", "web")
     assert names == {f"mlxsrv.{room}" for room in rooms}

@@ -31,6 +31,7 @@ def import_engine() -> None:
     """
     patch_imports()
     import mlxsrv.engine.loading.loader
+    import mlxsrv.engine.ranks.joining
     import mlxsrv.prompts.grammars.grammar  # noqa: F401
 
     with suppress(ImportError):  # an optional library

@@ -21,7 +21,7 @@ from tests.support.ranks import Ranks, launch, ranks
 from tests.support.serving import Server, environment, wait_for
 from tests.support.tiny import write_model
 
-pytestmark = [pytest.mark.served, pytest.mark.slow]
+pytestmark = [pytest.mark.served, pytest.mark.slow, pytest.mark.ranks]
 
 ENDLESS = {"prompt": "on and on", "max_tokens": 600, "temperature": 0, "stream": True}
 

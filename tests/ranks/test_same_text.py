@@ -14,7 +14,7 @@ from tests.support.ranks import Ranks, ranks
 from tests.support.serving import serving
 from tests.support.tiny import write_model
 
-pytestmark = [pytest.mark.served, pytest.mark.slow]
+pytestmark = [pytest.mark.served, pytest.mark.slow, pytest.mark.ranks]
 
 LONG = pytest.param(("tensor", 3), marks=pytest.mark.long)
 SCHEMA = {
