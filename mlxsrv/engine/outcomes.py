@@ -272,3 +272,11 @@ class Outcome(msgspec.Struct, frozen=True):
     @property
     def seconds(self) -> float:
         return self.ended - self.began
+
+    @property
+    def failure(self) -> str | None:
+        """The reason why the work failed, or was refused; None if neither."""
+        if self.fault is not None:
+            return self.fault.reason
+        refusal: Refusal | None = getattr(self.done, "refusal", None)
+        return None if refusal is None else refusal.reason

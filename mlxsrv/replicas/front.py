@@ -18,9 +18,8 @@ from mlxsrv.replicas.beginnings import MOST_BODY, conversation_key, key_of_respo
 
 SESSION = b"x-session-id"
 
-_WAIT = (
-    10.0  # seconds for a body; then the replica is chosen without it, and refuses it if it is late
-)
+# Seconds for a body. Then the replica is chosen without it, and refuses it if it is late.
+_WAIT = 10.0
 _MANAGEMENT = ("/api/saes", "/api/steering", "/api/profiles", "/api/monitoring")
 
 

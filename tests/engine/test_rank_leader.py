@@ -11,7 +11,6 @@ import pytest
 
 from mlxsrv.engine.outcomes import Fault, LoadStep, Outcome, Refusal
 from mlxsrv.engine.plans import Decode, RoundPlan
-from mlxsrv.engine.ranks import leader
 from mlxsrv.engine.ranks.leader import RankLeader, RankLost, Reception
 from mlxsrv.engine.ranks.messages import Hello, RankConnection, Round, Stop, WorkFailed
 
@@ -28,7 +27,8 @@ class Pair:
         ends = _pairs(2)
         self.others = [RankConnection(end) for _, end in ends]
         self.lost: SimpleQueue[str] = SimpleQueue()
-        self.leader = RankLeader([RankConnection(own) for own, _ in ends], self.lost.put)
+        own = [RankConnection(end) for end, _ in ends]
+        self.leader = RankLeader(own, self.lost.put, patience=0.3)
 
 
 def _pairs(count: int) -> list[tuple[socket.socket, socket.socket]]:
@@ -39,11 +39,6 @@ def _pairs(count: int) -> list[tuple[socket.socket, socket.socket]]:
             end = socket.create_connection(server.getsockname())
             found.append((server.accept()[0], end))
     return found
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "_FAULT_SECONDS", 0.3)
 
 
 @pytest.fixture
@@ -106,9 +101,8 @@ def test_a_rank_that_ends_is_noticed_at_once_and_no_plan_follows(pair: Pair) -> 
         pair.leader.send(PLAN)
 
 
-def test_strangers_do_not_keep_ranks_from_coming(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader, "_HELLO_SECONDS", 0.2)
-    reception = Reception("127.0.0.1")
+def test_strangers_do_not_keep_ranks_from_coming() -> None:
+    reception = Reception("127.0.0.1", patience=0.2)
     meeting = reception.meeting
     address = (meeting.host, meeting.port)
     strangers = [socket.create_connection(address) for _ in range(4)]

@@ -20,7 +20,6 @@ import msgspec
 from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.outcomes import Outcome
 from mlxsrv.engine.plans import Work
-from mlxsrv.engine.ranks.leader import find_failure
 from mlxsrv.engine.ranks.messages import (
     Beat,
     RankConnection,
@@ -72,7 +71,7 @@ class RankFollower:
             self._round = message.number
             for number, work in enumerate(message.plan.works):
                 self._clock.begin(work.title)
-                if (reason := find_failure(run(work))) is not None:
+                if (reason := run(work).failure) is not None:
                     self._send(WorkFailed(message.number, number, reason))
             self._clock.stop()
             worked = True

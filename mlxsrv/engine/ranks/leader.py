@@ -34,7 +34,7 @@ from mlxsrv.logs import log
 _log = logging.getLogger("mlxsrv.engine")
 
 _JOIN_SECONDS = 60.0
-_FAULT_SECONDS = 5.0  # in which all ranks must report a fault that one of them has
+_FAULT_SECONDS = 5.0
 _HELLO_SECONDS, _HELLO_BYTES = 2.0, 1024
 _WISH_SECONDS = 0.5
 _SILENT_SECONDS = 3.0  # a rank that works sends a beat every second
@@ -48,14 +48,6 @@ class Meeting(msgspec.Struct, frozen=True):
     token: str
 
 
-def find_failure(outcome: Outcome) -> str | None:
-    """Why a work has failed, or was refused; None if neither."""
-    if outcome.fault is not None:
-        return outcome.fault.reason
-    refusal = getattr(outcome.done, "refusal", None)
-    return None if refusal is None else str(refusal.reason)
-
-
 class RankLost(Exception):
     """A rank has ended, or is no longer in step. The message names it."""
 
@@ -67,6 +59,7 @@ class RankLeader:
         connections: with each of them, in their order; the first is rank 1's.
         lost: called with the reason, once, when a rank is lost.
         wished: called when a rank asks for a shutdown.
+        patience: seconds in which all ranks must report a fault that one of them has.
     """
 
     def __init__(
@@ -74,8 +67,10 @@ class RankLeader:
         connections: Sequence[RankConnection],
         lost: Callable[[str], None],
         wished: Callable[[], None] = lambda: None,
+        patience: float = _FAULT_SECONDS,
     ) -> None:
         self._connections = connections
+        self._patience = patience
         self._wished = wished
         self._lost = lost
         self._round = 0
@@ -107,10 +102,10 @@ class RankLeader:
         """
         key = (self._round, work)
         with self._changed:
-            if find_failure(outcome) is not None:
+            if outcome.failure is not None:
                 everyone = set(range(1, len(self._connections) + 1))
                 alike = self._changed.wait_for(
-                    lambda: self._faults.get(key) == everyone, _FAULT_SECONDS
+                    lambda: self._faults.get(key) == everyone, self._patience
                 )
                 self._faults.pop(key, None)
                 if not alike:
@@ -190,7 +185,7 @@ class RankLeader:
                 with self._changed:
                     self._faults.setdefault((round, work), set()).add(rank)
                     self._changed.notify_all()
-                check = threading.Timer(_FAULT_SECONDS, self._check, ((round, work),))
+                check = threading.Timer(self._patience, self._check, ((round, work),))
                 check.daemon = True
                 check.start()
 
@@ -208,9 +203,11 @@ class Reception:
 
     Args:
         host: the address to listen at.
+        patience: seconds in which one that has connected must say who it is.
     """
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, patience: float = _HELLO_SECONDS) -> None:
+        self._patience = patience
         self._socket = socket.create_server((host, 0))
         self._token = secrets.token_hex(16)
 
@@ -241,7 +238,7 @@ class Reception:
     def _greet(self, connection: RankConnection) -> int | None:
         """The rank that has connected; None for a stranger."""
         try:
-            hello = connection.receive(_HELLO_SECONDS, _HELLO_BYTES)
+            hello = connection.receive(self._patience, _HELLO_BYTES)
         except (OSError, msgspec.DecodeError):
             return None
         if not isinstance(hello, Hello):

@@ -89,12 +89,12 @@ class RankGroup:
             _check_heads(config, self.size)
             model.shard(self._group)
             return
-        inner = getattr(model, "model", None)
+        inner: Any = getattr(model, "model", None)
         self._require(hasattr(inner, "pipeline"))
-        layers = len(inner.layers)  # type: ignore[union-attr]  # it has been asked for
+        layers = len(inner.layers)
         if layers < self.size:
             raise ValueError(f"its {layers} layers cannot be divided among {self.size} ranks")
-        inner.pipeline(self._group)  # type: ignore[union-attr]
+        inner.pipeline(self._group)
 
     def _require(self, can: bool) -> None:
         if not can:

@@ -47,9 +47,7 @@ class MemoryQuestion:
         self.state = QuestionState.ENOUGH
         self._tell = tell
         self._needed = 0  # bytes in all that it was asked for; 0: there was enough since
-        self._rows: set[int] = (
-            set()
-        )  # numbers of rows that it was asked for, which do not fit alone
+        self._rows: set[int] = set()  # that it was asked for: numbers of rows that do not fit alone
 
     def enter(self, state: QuestionState) -> None:
         """Go on to `state`.
