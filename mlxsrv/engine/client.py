@@ -59,7 +59,7 @@ from mlxsrv.engine.orders import (
 )
 from mlxsrv.engine.recording.recorder import Recording
 from mlxsrv.engine.watchdog import Watchdog
-from mlxsrv.errors import EngineFailed, ServeError, ShuttingDown
+from mlxsrv.errors import EngineFailed, InsufficientMemory, ServeError, ShuttingDown
 from mlxsrv.generation.outputs import Vectors
 from mlxsrv.generation.parameters import MakeConstraint
 
@@ -100,9 +100,8 @@ class EngineClient:
         """When an event last came, of any job."""
         self.memory_short: Callable[[int], None] | None = None
         """Called with the bytes that the budget lacks. `set_budget` answers it, in any case."""
-        self._watchdog = Watchdog(
-            device.clock, loop, step_timeout, self._waits, device.describe_ranks
-        )
+        others = str if device.leader is None else device.leader.describe
+        self._watchdog = Watchdog(device.clock, loop, step_timeout, self._waits, others)
         self._send(Open())
 
     @classmethod
@@ -158,6 +157,7 @@ class EngineClient:
 
         Raises:
             EngineFailed: the device thread died.
+            InsufficientMemory: a text can never fit into memory; the message has the numbers.
             ServeError: the model cannot do it; the message says why.
         """
         self._require_alive()
@@ -172,6 +172,8 @@ class EngineClient:
         if isinstance(event, Embedded):
             return event.vectors
         self._require_alive()
+        if isinstance(event, Failed) and event.shortage is not None:
+            raise InsufficientMemory(event.shortage.message)
         reason = event.reason if isinstance(event, Failed) else "no vectors came"
         raise ServeError(f"the model failed while embedding: {reason}")
 

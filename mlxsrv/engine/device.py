@@ -94,11 +94,11 @@ class DeviceThread:
     def __init__(self, recording: Recording | None = None, join: JoinRanks | None = None) -> None:
         self.clock = Clock()
         self.ranks = 1  # how many there are
+        self.leader: RankLeader | None = None  # on rank 0 of several, once they have joined
+        self.follower: RankFollower | None = None  # on each of the others
         self.joined: Future[int] = Future()
         self._join_ranks = join
         self.shutdown_wished: Callable[[], None] = lambda: os.kill(os.getpid(), signal.SIGTERM)
-        self._leader: RankLeader | None = None
-        self._follower: RankFollower | None = None
         self._recording = recording
         self._inbox: SimpleQueue[_Parcel | None] = SimpleQueue()
         self._parked = threading.Event()
@@ -152,17 +152,6 @@ class DeviceThread:
         self._inbox.put(None)
         self._parked.wait(_PARK_SECONDS)
 
-    # Ranks.
-
-    def describe_ranks(self) -> str:
-        """The state of the other ranks; "" on a rank that follows, and where there are none."""
-        return "" if self._leader is None else self._leader.describe()
-
-    def ask_to_stop(self) -> None:
-        """Ask rank 0 to shut all ranks down. From any thread of another rank."""
-        if self._follower is not None:
-            self._follower.ask_to_stop()
-
     def wait(self) -> int:
         """Wait until rank 0 has stopped all ranks. Returns the exit status."""
         while not self._parked.wait(_LOOK_SECONDS):  # between two waits, signals are handled
@@ -175,8 +164,8 @@ class DeviceThread:
         try:
             if self._join():
                 self._serve()
-            if self._leader is not None:
-                self._leader.stop()
+            if self.leader is not None:
+                self.leader.stop()
             self._runner.storage.close()
         except BaseException as error:
             _log.critical("the device thread died", exc_info=True)
@@ -190,8 +179,8 @@ class DeviceThread:
     def _serve(self) -> None:
         """Do rounds until the end: rank 0's plans on a rank that follows, else those of the own
         scheduler."""
-        if self._follower is not None:
-            self._follower.follow(self._runner.run)
+        if self.follower is not None:
+            self.follower.follow(self._runner.run)
             return
         while (orders := self._drain()) is not None:
             self._work(orders)
@@ -210,9 +199,9 @@ class DeviceThread:
             return False
         self._runner = Runner(self._send_told, ranks=group)
         if isinstance(member, RankLeader):
-            self._leader = member
+            self.leader = member
         else:
-            self._follower = member
+            self.follower = member
         self.ranks = group.size
         self.joined.set_result(group.rank)
         return True
@@ -299,13 +288,13 @@ class DeviceThread:
         self.clock.begin("planning")
         plan = self._scheduler.plan(orders)
         self._deliver()
-        if self._leader is not None and plan.works:
-            self._leader.send(plan)
+        if self.leader is not None and plan.works:
+            self.leader.send(plan)
         for number, work in enumerate(plan.works):
             self.clock.begin(work.title, self._scheduler.name(work.model))
             outcome = self._runner.run(work)
-            if self._leader is not None:
-                self._leader.settle(number, outcome)
+            if self.leader is not None:
+                self.leader.settle(number, outcome)
             self._scheduler.settle(work, outcome)
             self._deliver()
 

@@ -106,6 +106,14 @@ class Shortage(msgspec.Struct, frozen=True):
     available: int
     tokens: int
 
+    @property
+    def message(self) -> str:
+        """The numbers, and what helps."""
+        return (
+            f"{self.tokens} tokens need {self.needed} bytes of memory, and beside the loaded "
+            f"models there are {self.available}: send fewer, or raise --memory-limit"
+        )
+
 
 class Failed(msgspec.Struct, frozen=True):
     """The job ended because the engine could not go on with it. `reason` is for the log; `clear`
@@ -153,7 +161,8 @@ class Loaded(msgspec.Struct, frozen=True):
     Attributes:
         batched: rows share a pass; false where its caches cannot be merged.
         cuts: its KV caches can be cut back to any length. If not, jobs should give checkpoints.
-        bytes: the size of its weights, adapter and draft model included.
+        bytes: the size of its weights, adapter and draft model included; on several ranks, that of
+            the largest share.
         shared: how many of these bytes are also another loaded model's.
         notes: which of the load's wishes could not be had, and why.
         vectors: names of the control vectors that fit.

@@ -189,7 +189,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 class Written(msgspec.Struct, frozen=True, tag=True):
     """The kept prompt `entry` is stored, or cannot be. So many `files`, of so many bytes, were
-    written for it; other files were there. `failed`: the disk takes no more. The model has
+    written for it; other files were there. `failed`: the disk takes no more for now. The model has
     `held_files` now, of `held_bytes`."""
 
     model: int

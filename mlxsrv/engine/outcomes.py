@@ -155,12 +155,13 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         batched: rows can share a KV cache.
+        shares: groups of rows can share a pass of the model.
         cuts: KV caches can be cut back to any length.
         pads: a padded prompt is read as it would be alone.
         drafts: there is a draft model, and it can be used.
         draft_costs: of a text that it reads.
         lookup: tokens may be proposed to all rows, each looked up in the row's own text.
-        padding: bytes of padding that cost as much as another pass of the model.
+        padding: bytes of padding for which groups of rows are not kept apart.
         vocabulary: entries of the logits.
         prompt_cache_bytes: the most bytes of kept prompts.
         store: kept prompts are written to disk; None: they are not.
@@ -168,6 +169,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     batched: bool
+    shares: bool = False
     cuts: bool
     pads: bool
     drafts: bool = False
@@ -182,13 +184,17 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     def cuts_at(self, tokens: int) -> bool:
         """Whether the KV cache of a row with so many tokens can be cut back: not where layers are
         recurrent, nor where a sliding window is full."""
-        return not any(
-            cost.fixed or (cost.window and tokens >= cost.window) for cost in self.kv_costs
-        )
+        for cost in self.kv_costs:
+            if cost.fixed or (cost.window and tokens >= cost.window):
+                return False
+        return True
 
     def kv_bytes(self, tokens: int) -> int:
         """Bytes of the KV cache of a row with so many tokens."""
-        return sum(cost.bytes(tokens) for cost in self.kv_costs)
+        taken = 0
+        for cost in self.kv_costs:
+            taken += cost.bytes(tokens)
+        return taken
 
 
 class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -198,18 +204,32 @@ class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):
         slices: a text may be read in several slices.
         labels: logits for a pair of texts; 0: the model makes vectors and judges no pairs.
         longest: tokens that it has positions for; None: no bound of its own.
+        token_bytes: that a pass works with for each token, but for attention's scores.
+        score_bytes: the same for each pair of tokens of a text: attention's scores.
+        hidden_bytes: of the last hidden state of a token.
+        kv_costs: of a text that is read in several slices.
     """
 
     slices: bool
     labels: int = 0
     longest: int | None = None
+    token_bytes: int = 0
+    score_bytes: int = 0
+    hidden_bytes: int = 0
+    kv_costs: tuple[KVCost, ...] = ()
+
+    def pass_bytes(self, tokens: int, longest: int) -> int:
+        """The bytes that a pass works with, estimated from above.
+
+        Args:
+            tokens: of the pass, padding included.
+            longest: tokens of the longest of its texts.
+        """
+        return tokens * (self.token_bytes + longest * self.score_bytes)
 
 
 class LoadStep(msgspec.Struct, frozen=True, tag=True):
-    """A slice of a load. `bytes` were read.
-
-    The load is over if `loaded` or `refusal` is given.
-    """
+    """A slice of a load. `bytes` were read."""
 
     bytes: int = 0
     loaded: Loaded | None = None
@@ -217,12 +237,22 @@ class LoadStep(msgspec.Struct, frozen=True, tag=True):
     embed: EmbedFacts | None = None
     refusal: Refusal | None = None
 
+    @property
+    def over(self) -> bool:
+        """Whether the load is."""
+        return self.loaded is not None or self.refusal is not None
+
 
 class AttachStep(msgspec.Struct, frozen=True, tag=True):
-    """A slice of an attachment. It is over if `attached` or `refusal` is given."""
+    """A slice of an attachment."""
 
     attached: Attached | None = None
     refusal: Refusal | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the attachment is."""
+        return self.attached is not None or self.refusal is not None
 
 
 class Watched(msgspec.Struct, frozen=True, tag=True):

@@ -155,6 +155,11 @@ class Decode(_Work, frozen=True):
     proposals: tuple[int, ...] = ()
     guesses: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def plain(self) -> bool:
+        """Whether each row only draws its next token, beside the same rows as before."""
+        return not (self.trial or self.groups or self.proposals or self.guesses)
+
 
 class ReadDraft(_Work, frozen=True):
     """Have the draft model read `tokens` more of a row's text, behind the first `begin`, which are
@@ -309,13 +314,12 @@ class AnswerQuestion(_Work, frozen=True):
     question: Question
 
 
-Work = (
+PlainWork = (
     Admit
     | Release
     | Rewind
     | Forget
     | Read
-    | Decode
     | ReadDraft
     | StorePrompts
     | FetchPrompt
@@ -331,6 +335,9 @@ Work = (
     | UnloadModel
     | AnswerQuestion
 )
+"""Works that tell nothing if they fail; a step may tell the tokens of the step before."""
+
+Work = Decode | PlainWork
 
 
 class RoundPlan(msgspec.Struct, frozen=True):

@@ -43,6 +43,7 @@ from mlxsrv.engine.plans import (
     Forget,
     Leave,
     LoadSlice,
+    PlainWork,
     Read,
     ReadDraft,
     Release,
@@ -99,7 +100,10 @@ class Runner:
         done: Done | None = None
         fault: Fault | None = None
         try:
-            done, fault = self._do(work)
+            if isinstance(work, Decode):
+                done, fault = self._text(work.model).decode(work)
+            else:
+                done = self._do(work)
         except BaseException as error:
             if not survivable(error):
                 raise
@@ -110,72 +114,53 @@ class Runner:
         """Read these tokens and keep their KV cache as `entry`: what a replay does in place of
         reading it from disk."""
         began = self._clock()
-        prompt = self._find(model)[0].read_kept(entry, tokens)
+        prompt = self._text(model).read_kept(entry, tokens)
         return Outcome(began, self._clock(), Restored(over=True, prompt=prompt))
 
-    def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
+    def _do(self, work: PlainWork) -> Done | None:
         match work:
-            case Decode():
-                return self._find(work.model)[0].decode(work)
-            case LoadSlice():
-                return self._load(work), None
-            case AttachSlice():
-                return self._attach(work), None
-            case AnswerQuestion():
-                return self._answer(work.question), None
-            case UnloadModel():
-                self._unload(work.model)
-                return None, None
-            case Reset():
-                self._models[work.model].reset()
-                return None, None
-            case AdmitTexts() | EmbedSlice() | ReleaseTexts():
-                return self._embed(work), None
-            case _:
-                return self._change_rows(work), None
-
-    def _change_rows(
-        self,
-        work: Admit
-        | Release
-        | Rewind
-        | Forget
-        | Read
-        | StorePrompts
-        | FetchPrompt
-        | RestorePrompt
-        | ReadDraft
-        | DetachSAE
-        | WatchFeatures,
-    ) -> Done | None:
-        text, steerer = self._find(work.model)
-        match work:
-            case Admit():
-                return self._admit(text, work)
-            case Release():
-                return text.release(work.rows)
-            case Rewind():
-                text.rewind(work.rows)
-            case Forget():
-                text.forget(work.entries, draft=work.draft, spare=work.spare)
             case Read():
-                return text.read(work.spans)
-            case StorePrompts():
-                return text.store(work.entries)
-            case FetchPrompt():
-                text.fetch(work)
-            case RestorePrompt():
-                return text.restore(work)
+                return self._text(work.model).read(work.spans)
+            case Admit():
+                return self._admit(self._text(work.model), work)
+            case Release():
+                return self._text(work.model).release(work.rows)
+            case Rewind():
+                self._text(work.model).rewind(work.rows)
+            case Forget():
+                self._text(work.model).forget(work.entries, draft=work.draft, spare=work.spare)
             case ReadDraft():
-                return text.read_draft(work.row, work.begin, work.tokens)
+                return self._text(work.model).read_draft(work.row, work.begin, work.tokens)
+            case StorePrompts():
+                return self._text(work.model).store(work.entries)
+            case FetchPrompt():
+                self._text(work.model).fetch(work)
+            case RestorePrompt():
+                return self._text(work.model).restore(work)
             case DetachSAE():
-                steerer.detach()
-                text.replan()
+                self._steerer(work).detach()
+                self._text(work.model).replan()
                 release_memory()
             case WatchFeatures():
-                steerer.watch(work)
-                text.replan()
-                return Watched(steerer.watches)
+                self._steerer(work).watch(work)
+                self._text(work.model).replan()
+                return Watched(self._steerer(work).watches)
+            case AdmitTexts(order=order):
+                self._models[work.model].embedder.admit(order)
+            case ReleaseTexts(jobs=jobs):
+                self._models[work.model].embedder.release(jobs)
+            case EmbedSlice():
+                return self._models[work.model].embedder.embed(work)
+            case LoadSlice():
+                return self._load(work)
+            case AttachSlice():
+                return self._attach(work)
+            case Reset():
+                self._models[work.model].reset()
+            case UnloadModel():
+                self._unload(work.model)
+            case AnswerQuestion():
+                return self._answer(work.question)
             case _:
                 assert_never(work)
         return None
@@ -198,22 +183,15 @@ class Runner:
             raise RuntimeError("nothing was sent that makes constraints for this model")
         return make(job.grammar)
 
-    def _find(self, number: int) -> tuple[TextRunner, Steerer]:
-        model = self._models[number]
-        assert model.text is not None
-        assert model.steerer is not None
-        return model.text, model.steerer
+    def _text(self, number: int) -> TextRunner:
+        text = self._models[number].text
+        assert text is not None
+        return text
 
-    def _embed(self, work: AdmitTexts | EmbedSlice | ReleaseTexts) -> Done | None:
-        embedder = self._models[work.model].embedder
-        match work:
-            case AdmitTexts(order=order):
-                embedder.admit(order)
-            case ReleaseTexts(jobs=jobs):
-                embedder.release(jobs)
-            case EmbedSlice():
-                return embedder.embed(work)
-        return None
+    def _steerer(self, work: Work) -> Steerer:
+        steerer = self._models[work.model].steerer
+        assert steerer is not None
+        return steerer
 
     # Models.
 
@@ -255,4 +233,4 @@ class Runner:
         """The least of all ranks' numbers."""
         if self._ranks is None:
             return own
-        return min(int(each) for each in self._ranks.exchange(str(own).encode()))
+        return min(self._ranks.exchange_number(own))

@@ -78,6 +78,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         format: "mlx" where mlx-lm has written the weights, else "safetensors".
         size: bytes of the weight files on disk.
         weights: bytes of the tensors in them.
+        weights_outside_layers: of these, bytes of tensors that belong to no layer.
         kv_block: bytes of the first block of a KV cache for one row, recurrent state included;
             an estimate, 0 where the config does not say.
         hidden_size: numbers of a hidden state; None where the config does not say.
@@ -95,6 +96,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     format: str = "mlx"
     size: int
     weights: int
+    weights_outside_layers: int
     kv_block: int
     hidden_size: int | None
     layers: int | None
@@ -154,6 +156,7 @@ def describe_model(
             format="mlx" if weights.from_mlx or config.get("quantization") else "safetensors",
             size=weights.size,
             weights=weights.bytes,
+            weights_outside_layers=weights.bytes_outside_layers,
             kv_block=0 if encoder else kv_block_bytes(config, 4 if level == "F32" else 2),
             hidden_size=hidden_size(config),
             layers=layer_count(config),

@@ -20,6 +20,7 @@ from mlxsrv.formats.safetensors import Tensor, read_header
 _WEIGHTS = "model*.safetensors"  # what mlx-lm's load_model reads
 _OTHER_WEIGHTS = (".bin", ".gguf", ".npz", ".pt", ".pth", ".ckpt", ".h5", ".onnx", ".safetensors")
 _INDEX = "model.safetensors.index.json"
+_LAYER = re.compile(r"(?:^|\.)layers\.\d+\.")
 
 
 class Weights(msgspec.Struct, frozen=True):
@@ -38,6 +39,11 @@ class Weights(msgspec.Struct, frozen=True):
     def bytes(self) -> int:
         """Bytes of the tensors."""
         return sum(tensor.bytes for tensor in self.tensors.values())
+
+    @property
+    def bytes_outside_layers(self) -> int:
+        """Bytes of the tensors that belong to no layer, such as embeddings and the output head."""
+        return sum(tensor.bytes for name, tensor in self.tensors.items() if not _LAYER.search(name))
 
 
 def read_weights(folder: Path, files: Iterable[str]) -> Weights:

@@ -17,8 +17,6 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.prompts.messages import Chat, PlainMessage
 from mlxsrv.prompts.time_limit import time_limit
 
-_SECONDS = 5.0  # for a client's template
-
 # End-of-turn tokens by family. Published models often forget to list theirs. So in chats, the
 # marker that the template writes at the end of a turn also counts as an end token.
 _TURN_ENDS = (
@@ -39,10 +37,12 @@ class ChatTemplate:
 
     Args:
         wrapper: mlx-lm's tokenizer.
+        limit: seconds that a client's template may take.
     """
 
-    def __init__(self, wrapper: Any) -> None:
+    def __init__(self, wrapper: Any, *, limit: float = 5.0) -> None:
         self._wrapper = wrapper
+        self._limit = limit
         self._reserved = _RENDERED.union(inspect.signature(self._apply).parameters)
 
     @property
@@ -90,7 +90,7 @@ class ChatTemplate:
         try:
             if chat.template is None:
                 return str(apply())
-            with time_limit(_SECONDS, "the template"):
+            with time_limit(self._limit, "the template"):
                 return str(apply(chat_template=chat.template))
         except (
             TemplateError,

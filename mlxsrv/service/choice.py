@@ -28,8 +28,9 @@ from mlxsrv.generation.outputs import (
     ToolInput,
     ToolStarted,
 )
-from mlxsrv.service.lifecycle import State, follow
+from mlxsrv.service.lifecycle import FOLLOWS, State
 from mlxsrv.service.scores import Scores, cut_top, rank_prompt
+from mlxsrv.states import follow
 from mlxsrv.text.tools import ToolArguments, ToolOpened
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ class Choice:
 
     def enter(self, state: State) -> None:
         """Change to `state`. Raises RuntimeError if it may not follow the current state."""
-        self.state = follow(self.state, state)
+        self.state = follow("a choice", self.state, state, FOLLOWS)
 
     def expire(self) -> None:
         """End the choice with what has arrived, because the time of its reply is over."""

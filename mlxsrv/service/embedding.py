@@ -15,6 +15,7 @@ import anyio.to_thread
 from mlxsrv.engine.orders import Embed
 from mlxsrv.errors import (
     EngineFailed,
+    InsufficientMemory,
     ServeError,
     UnsupportedParameter,
 )
@@ -118,7 +119,7 @@ class EmbeddingTask:
         self._work.enter(State.SUBMITTED)
         try:
             return await self._resources.pool.engine.embed(order, self._work.note_progress)
-        except EngineFailed:
+        except (EngineFailed, InsufficientMemory):
             raise
         except ServeError as error:
             # The reason may tell of the inside, so it is for the log only.

@@ -23,6 +23,7 @@ from enum import Enum
 
 from mlxsrv.errors import DeadlineExceeded, Overloaded, ServeError
 from mlxsrv.settings import Settings
+from mlxsrv.states import follow
 
 
 class State(Enum):
@@ -63,13 +64,6 @@ FOLLOWS: Mapping[State, frozenset[State]] = {
 
 ENDED = frozenset({State.FINISHED, State.FAILED, State.CLOSED})
 """The states in which a request takes no more of the engine."""
-
-
-def follow(before: State, after: State) -> State:
-    """Return `after`. Raises RuntimeError if it may not follow `before`."""
-    if after not in FOLLOWS[before]:
-        raise RuntimeError(f"a request that is {before.value} cannot become {after.value}")
-    return after
 
 
 class Lifecycle:
@@ -120,7 +114,7 @@ class Lifecycle:
         """
         before = self.state
         if state is not before:
-            self.state = follow(before, state)
+            self.state = follow("a request", before, state, FOLLOWS)
         if state in ENDED:
             self._stop()
             return

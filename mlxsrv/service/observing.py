@@ -1,15 +1,14 @@
 """Observers of the service, such as metrics and traces, and the records that they get.
 
-There are none by default, and then nothing here runs for a token, and little for a request. Times
-are seconds of `time.monotonic`, because a loop's own clock may have a resolution of
-milliseconds.
+As long as no observer is `timed`, nothing here runs for a token, and little for a request. Times
+are seconds of `time.monotonic`, because a loop's own clock may have a resolution of milliseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from time import monotonic
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from msgspec import Struct
 
@@ -39,8 +38,10 @@ class Generated(Struct, frozen=True, kw_only=True):
     Attributes:
         reasons: why each choice ended; empty if the reply failed or its client left.
         begun: when the reply was made.
+        ttft: seconds until its first text was read, as the log tells it; None if none was.
         submitted: when the engine got its first job; None if it got none.
-        first_token, last_token: when they arrived; None if there is none.
+        first_token, last_token: when they arrived; None if there is none, or if no observer is
+            timed.
         error: the code of the error that ended the reply, if one did.
     """
 
@@ -49,6 +50,7 @@ class Generated(Struct, frozen=True, kw_only=True):
     usage: Usage
     reasons: tuple[FinishReason, ...]
     begun: float
+    ttft: float | None
     submitted: float | None
     first_token: float | None
     last_token: float | None
@@ -89,7 +91,14 @@ class RequestEnded(Struct, frozen=True, kw_only=True):
 
 class Observer(ModelObserver, Protocol):
     """Its methods are called on the event loop, between other work: they must be quick, and must
-    not raise. An observer inherits from it, and implements only what it needs."""
+    not raise. An observer inherits from it, and implements only what it needs.
+
+    Attributes:
+        timed: whether it wants to know when tokens arrived. If no observer does, nothing is called
+            for a token.
+    """
+
+    timed: ClassVar[bool] = True
 
     def tokens(self, model: str) -> TokenCallback | None:
         """Return what is called for each token of a reply of this model; None: nothing."""
@@ -114,9 +123,14 @@ class Observer(ModelObserver, Protocol):
 
 class Timing:
     """The times at which the tokens of one reply arrived. The time at which they are read depends
-    on the client, not on the engine."""
+    on the client, not on the engine.
 
-    def __init__(self, observers: Sequence[Observer], model: str) -> None:
+    Args:
+        wanted: whether somebody wants to know them, beside the observers.
+    """
+
+    def __init__(self, observers: Sequence[Observer], model: str, *, wanted: bool) -> None:
+        self._wanted = wanted or any(observer.timed for observer in observers)
         told = [observer.tokens(model) for observer in observers]
         self._tells = tuple(tell for tell in told if tell is not None)
         self.begun = monotonic()
@@ -146,9 +160,12 @@ class Timing:
         return Timings(self._prompts_to - self._prompts_from, answer, load, total)
 
     def watch(self, receive: Receiver) -> Receiver:
-        """Return `receive` for a job that is submitted now, with the time of each token noted."""
+        """Return `receive` for a job that is submitted now, with the time of each token noted if
+        somebody wants to know it."""
         if self.submitted is None:
             self.submitted = monotonic()
+        if not self._wanted:
+            return receive
         tells = self._tells
         last: float | None = None
 

@@ -19,7 +19,6 @@ from mlxsrv.engine.events import (
     JobEvent,
     Progress,
     Receiver,
-    Shortage,
     Started,
 )
 from mlxsrv.engine.faults import survivable
@@ -95,9 +94,7 @@ class Reply:
         self._prompt_tokens = 0
         self._thinks = False
 
-        observers = resources.observers
-        timed = spec.timed or observers
-        self._timing = Timing(observers, self.identity.model) if timed else None
+        self._timing = Timing(resources.observers, self.identity.model, wanted=spec.timed)
         self._loop = asyncio.get_running_loop()
         self._begun = self._loop.time()
         self._first_text: float | None = None  # when the first text was read
@@ -220,9 +217,7 @@ class Reply:
         choice.opens_late = not room
         self._engine = self._resources.pool.engine
         receive: Receiver = partial(self._receive, choice)
-        if self._timing is not None:
-            receive = self._timing.watch(receive)
-        self._engine.submit(choice.job, receive)
+        self._engine.submit(choice.job, self._timing.watch(receive))
         choice.enter(State.SUBMITTED)
         self._follow_choices()
 
@@ -292,7 +287,7 @@ class Reply:
         if self._resources.pool.failure is not None:
             error = EngineFailed("the inference engine has failed; restart the server")
         elif event.shortage is not None:
-            error = _no_room(event.shortage)
+            error = InsufficientMemory(event.shortage.message)
         else:
             reason = f": {event.clear}" if event.clear else ""
             error = self._internal_error(f"failed while generating{reason}")
@@ -361,9 +356,7 @@ class Reply:
             completion_tokens=sum(choice.tokens for choice in self._choices),
             reasoning_tokens=reasoning if self._thinks else None,
             cached_tokens=sum(choice.cached_tokens for choice in first_answers),
-            timings=self._timing.timings(self._lease.load_seconds)
-            if self._timing and self.spec.timed
-            else None,
+            timings=self._timing.timings(self._lease.load_seconds) if self.spec.timed else None,
         )
 
     # The end.
@@ -405,11 +398,9 @@ class Reply:
         return self._error is None and not self._all_read
 
     @property
-    def generated(self) -> Generated | None:
-        """The result of a closed reply, if somebody observes it."""
+    def generated(self) -> Generated:
+        """The result of a closed reply."""
         timing = self._timing
-        if timing is None:
-            return None
         ended = self._error is None and not self._disconnected
         return Generated(
             id=self.identity.id,
@@ -417,20 +408,25 @@ class Reply:
             usage=self.usage(),
             reasons=tuple(choice.reason for choice in self._choices) if ended else (),
             begun=timing.begun,
+            ttft=self._ttft,
             submitted=timing.submitted,
             first_token=timing.first_token,
             last_token=timing.last_token,
             error=None if self._error is None else self._error.code,
         )
 
+    @property
+    def _ttft(self) -> float | None:
+        """Seconds until the first text was read."""
+        return None if self._first_text is None else self._first_text - self._begun
+
     # The log.
 
     def _log_end(self) -> None:
         now = self._loop.time()
         tokens = sum(choice.tokens for choice in self._choices)
-        ttft = rate = None
+        rate = None
         if self._first_text is not None:
-            ttft = self._first_text - self._begun
             # Some clocks have a resolution of milliseconds, and an answer can take less than that.
             decoding = now - self._first_text
             rate = (tokens - 1) / decoding if tokens > 1 and decoding > 0 else None
@@ -442,7 +438,7 @@ class Reply:
             finish=self._outcome(),
             prompt_tokens=self._prompt_tokens,
             tokens=tokens,
-            ttft=ttft,
+            ttft=self._ttft,
             tokens_per_second=rate,
             seconds=now - self._begun,
         )
@@ -474,10 +470,3 @@ class Reply:
         return ServeError(
             f"the server {what}; its log says why under request id {self._request_id}"
         )
-
-
-def _no_room(shortage: Shortage) -> InsufficientMemory:
-    return InsufficientMemory(
-        f"{shortage.tokens} tokens need {shortage.needed} bytes of memory, and beside the loaded "
-        f"models there are {shortage.available} (--memory-limit)"
-    )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from itertools import count
 
 import pytest
 
 from mlxsrv.engine.events import Failed
-from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Decode
+from mlxsrv.engine.outcomes import Decoded, Outcome
+from mlxsrv.engine.plans import Work
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from tests.support.device import Listener, generate, job, load, open_client, run
 from tests.support.fixtures import ModelFolder
@@ -20,15 +21,16 @@ def test_an_error_in_deciding_ends_the_jobs_of_one_model(
 ) -> None:
     """It comes when a step of the broken model is done, and works of the same plan are left."""
     bad, reading = job(10**6, "broken"), job(10**6, "broken", prompt=(5,) * 3000)
-    real = TextSchedule._settle_step
+    real, told = TextSchedule.settle, count(1)
 
-    def settle(self: TextSchedule, work: Decode, outcome: Outcome) -> None:
-        row = self._book.find(bad.id)
-        if row is not None and len(row.drawn) == 20:
-            raise LookupError("a policy is wrong")
+    def settle(self: TextSchedule, work: Work, outcome: Outcome) -> None:
+        if isinstance(outcome.done, Decoded):
+            for row, _ in outcome.done.tokens:
+                if row == bad.id and next(told) == 21:
+                    raise LookupError("a policy is wrong")
         real(self, work, outcome)
 
-    monkeypatch.setattr(TextSchedule, "_settle_step", settle)
+    monkeypatch.setattr(TextSchedule, "settle", settle)
 
     async def test() -> None:
         async with open_client() as client:

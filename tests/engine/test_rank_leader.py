@@ -23,12 +23,20 @@ REFUSED = Outcome(0.0, 1.0, LoadStep(refusal=Refusal("model not loaded", "it is 
 class Pair:
     """Rank 0 and two others, whose ends of the connections are `others`."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience: float = 0.3) -> None:
         ends = _pairs(2)
         self.others = [RankConnection(end) for _, end in ends]
         self.lost: SimpleQueue[str] = SimpleQueue()
         own = [RankConnection(end) for end, _ in ends]
-        self.leader = RankLeader(own, self.lost.put, patience=0.3)
+        self.leader = RankLeader(own, self.lost.put, patience=patience)
+
+    def close(self) -> None:
+        self.leader.stop()
+        for other in self.others:
+            other.close()
+        for thread in threading.enumerate():
+            if thread.name.startswith("mlxsrv-rank-"):
+                thread.join(5)
 
 
 def _pairs(count: int) -> list[tuple[socket.socket, socket.socket]]:
@@ -45,12 +53,7 @@ def _pairs(count: int) -> list[tuple[socket.socket, socket.socket]]:
 def pair() -> Iterator[Pair]:
     made = Pair()
     yield made
-    made.leader.stop()
-    for other in made.others:
-        other.close()
-    for thread in threading.enumerate():
-        if thread.name.startswith("mlxsrv-rank-"):
-            thread.join(5)
+    made.close()
 
 
 def test_plans_reach_all_ranks_in_order(pair: Pair) -> None:
@@ -94,6 +97,30 @@ def test_a_work_that_fails_on_another_rank_only_ends_all(pair: Pair, settled: bo
         pair.leader.send(PLAN)
 
 
+@pytest.fixture
+def patient() -> Iterator[Pair]:
+    """Here, what is noticed is noticed at once."""
+    made = Pair(patience=60)
+    yield made
+    made.close()
+
+
+def test_a_failure_that_is_heard_before_the_work_has_ended_ends_all_at_once(patient: Pair) -> None:
+    patient.leader.send(PLAN)
+    patient.others[0].send(WorkFailed(1, 0, "no memory"))
+    patient.others[0].close()  # which is heard after the failure
+    patient.lost.get(timeout=5)
+    with pytest.raises(RankLost, match="rank 1 only"):
+        patient.leader.settle(0, GOOD)
+
+
+def test_a_failure_that_is_heard_after_the_work_has_ended_ends_all_at_once(patient: Pair) -> None:
+    patient.leader.send(PLAN)
+    patient.leader.settle(0, GOOD)
+    patient.others[0].send(WorkFailed(1, 0, "no memory"))
+    assert patient.lost.get(timeout=5) == "a work has failed on rank 1 only"
+
+
 def test_a_rank_that_ends_is_noticed_at_once_and_no_plan_follows(pair: Pair) -> None:
     pair.others[0].close()
     assert pair.lost.get(timeout=5).startswith("rank 1 is lost")
@@ -113,6 +140,8 @@ def test_strangers_do_not_keep_ranks_from_coming() -> None:
     own = RankConnection(socket.create_connection(address))
     own.send(Hello(1, meeting.token))
     [met] = reception.receive(1)
+    own.send(Stop())
+    assert met.receive(5) == Stop(), "it is no stranger"
     for stranger in strangers:
         stranger.close()
     own.close()

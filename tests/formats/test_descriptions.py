@@ -38,6 +38,9 @@ def test_all_that_a_chat_model_says(original: Path) -> None:
         format="mlx",
         size=(original / "model.safetensors").stat().st_size,
         weights=sum(value.nbytes for value in weights.values()),
+        weights_outside_layers=sum(
+            value.nbytes for name, value in weights.items() if ".layers." not in name
+        ),
         kv_block=256 * 2 * 2 * 16 * 2 * 4,
         hidden_size=64,
         layers=2,

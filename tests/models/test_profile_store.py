@@ -232,7 +232,7 @@ def _add_some(folder: Path, start: int, count: int) -> None:
 def test_no_writer_loses_anything(file: Path) -> None:
     """Threads and processes write at once, and begin before the file is there."""
     count, spawn = 6, multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(3, spawn) as processes, ThreadPoolExecutor(4) as threads:
+    with ProcessPoolExecutor(2, spawn) as processes, ThreadPoolExecutor(4) as threads:
         jobs = [
             pool.submit(_add_some, file.parent, count * (4 * i + j), count)
             for i, pool in enumerate((processes, threads))

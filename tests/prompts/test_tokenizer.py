@@ -12,6 +12,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
@@ -112,6 +113,15 @@ def test_what_a_template_refuses_is_the_clients_error(folder: Path) -> None:
     with pytest.raises(InvalidRequest, match="roles must alternate") as error:
         render(Tokenizer(folder))
     assert error.value.param == "messages"
+
+
+def test_a_clients_template_that_never_ends_is_refused(folder: Path) -> None:
+    """The model's own may take as long as it likes."""
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    template = ChatTemplate(load_tokenizer(folder), limit=0.1)
+    with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s") as error:
+        template.render(Chat(messages=HELLO, template=endless))
+    assert error.value.param == "chat_template"
 
 
 def test_a_model_without_a_template_does_not_chat(folder: Path) -> None:

@@ -159,7 +159,7 @@ FORMS: dict[str, RegexForm | GrammarForm] = {
     ("form", "required"),
     often(
         [(form, required) for form in FORMS for required in (True, False)],
-        [("regex", True), ("regular", False), ("recursive", False)],
+        [("regex", True), ("recursive", False)],
     ),
 )
 def test_the_input_of_a_custom_tool_follows_its_grammar(

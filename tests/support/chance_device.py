@@ -106,6 +106,7 @@ def text_facts(draw: Any) -> TextFacts:
     proposer = draw(st.sampled_from(["draft", "lookup", "nobody"]))
     return TextFacts(
         batched=batched,
+        shares=batched and draw(st.booleans()),
         cuts=kind == "attention",
         pads=draw(st.booleans()),
         drafts=kind == "attention" and proposer == "draft",

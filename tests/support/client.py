@@ -193,11 +193,22 @@ class RawClient:
         """All that has come once it has `pattern`."""
         deadline = time.monotonic() + seconds
         while not re.search(pattern, self.data):
-            self.socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            part = self.socket.recv(65536)
-            assert part, f"closed before {pattern!r} came: {self.data[-500:]!r}"
-            self.data += part
+            more = self.read(seconds=max(deadline - time.monotonic(), 0.001))
+            assert more, f"closed before {pattern!r} came: {self.data[-500:]!r}"
         return self.data
+
+    def read(self, *, seconds: float = PATIENCE) -> bool:
+        """Wait for more. Returns whether there is any, or the connection is closed."""
+        self.socket.settimeout(seconds)
+        part = self.socket.recv(65536)
+        self.data += part
+        return bool(part)
+
+    @property
+    def text(self) -> str:
+        """The text of a streamed chat, as far as it has come."""
+        found = re.findall(rb'"content":("(?:[^"\\]|\\.)*")', self.data)
+        return "".join(map(json.loads, found))
 
     def hang_up(self, how: HangUp = "fin") -> None:
         if how == "rst":

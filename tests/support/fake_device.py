@@ -26,12 +26,13 @@ FACTS = TextFacts(
 
 
 class Pass(NamedTuple):
-    """One pass of the model over rows that share a KV cache.
+    """One pass of the model.
 
     Attributes:
         rows: how many there are.
         tokens: that each of them is fed, padding included.
-        held: tokens that the KV cache of the longest row holds before.
+        held: tokens that the KV cache of a row holds before, padding included; of rows in several
+            groups, the mean.
     """
 
     rows: int

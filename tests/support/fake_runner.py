@@ -53,10 +53,17 @@ from tests.support.fake_text import FakeText
 
 
 class FakeTexts:
-    """The texts to embed of one model, and how far each is read."""
+    """The texts to embed of one model, and how far each is read.
 
-    def __init__(self, facts: EmbedFacts) -> None:
+    Args:
+        facts: of the model.
+        slice: tokens of a pass whose memory is a step's, and does not count.
+    """
+
+    def __init__(self, facts: EmbedFacts, slice: int) -> None:
         self._facts = facts
+        self._slice = slice
+        self._peak = 0
         self._jobs: dict[int, Embed] = {}
         self._read: dict[tuple[int, int], int] = {}
         self._long: tuple[int, int] | None = None
@@ -85,8 +92,27 @@ class FakeTexts:
         longest = max(text.end - text.begin for text in work.texts)
         return [Pass(len(work.texts), longest, work.texts[0].begin)]
 
+    def _note_peak(self, work: EmbedSlice) -> None:
+        """Note what a work takes: the pass, and what there is of a text in several slices."""
+        [only], text = self.passes(work), work.texts[0]
+        taken = self._facts.pass_bytes(only.rows * only.tokens, only.tokens)
+        step = self._facts.pass_bytes(self._slice, self._slice)
+        whole = (text.begin, text.end) == (0, len(self._jobs[text.job].texts[text.index]))
+        self._peak = max(taken - step, 0) + (0 if whole else self._measure(text.end))
+
+    def _measure(self, tokens: int) -> int:
+        cache = sum(cost.bytes(tokens) for cost in self._facts.kv_costs)
+        return cache + self._facts.hidden_bytes * tokens
+
+    def take_peak(self) -> int:
+        """Bytes that were taken while the last work was done."""
+        held = 0 if self._long is None else self._measure(self._read[self._long])
+        peak, self._peak = max(self._peak, held), 0
+        return peak
+
     def read(self, work: EmbedSlice, fault: Fault | None) -> TextsRead | None:
         require(work.texts, "a slice without texts")
+        self._note_peak(work)
         for text in work.texts:
             require(text.job in self._jobs, "job", text.job, "is not there")
             place, length = (text.job, text.index), len(self._jobs[text.job].texts[text.index])
@@ -123,7 +149,7 @@ class _FakeModel:
     def reset(self) -> None:
         """Forget all rows, texts and kept prompts."""
         order, device = self.order, self._device
-        self.texts = FakeTexts(device.embed)
+        self.texts = FakeTexts(device.embed, order.prefill_chunk)
         self.text: FakeText | None = None
         if device.text is not None:
             self.text = FakeText(
@@ -230,6 +256,7 @@ class FakeRunner:
     def _check_budget(self, work: Work) -> None:
         texts = [model.text for model in self._models.values() if model.text is not None]
         taken = sum(text.take_peak() for text in texts)
+        taken += sum(model.texts.take_peak() for model in self._models.values())
         self.most = max(self.most, taken)
         if self.budget is not None:
             require(taken <= self.budget, taken, "bytes of", self.budget, "after", work)

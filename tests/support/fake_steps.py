@@ -114,7 +114,9 @@ class FakeSteps:
         rows = decoder.rows
         require(self._facts.lookup, "nothing is looked up in this model")
         require(not work.trial, "proposals to a row on trial")
-        require(len(decoder.groups) == 1, "proposals to rows in several passes")
+        require(
+            self._facts.shares or len(decoder.groups) == 1, "proposals to rows in several passes"
+        )
         require(len(work.guesses) == len(rows), "guesses for other rows")
         require(any(work.guesses), "no guesses")
         accepted: dict[int, int] = {}

@@ -416,10 +416,14 @@ class FakeText:
         """The passes of a step that was just done, or would be."""
         guessed = max(map(len, work.guesses), default=0)
         tokens = max(1 + sum(work.proposals), guessed)
-        return [
+        passes = [
             Pass(len(group.rows), tokens, max(row.held for row in group.rows))
             for group in self._decoders.find(trial=work.trial).groups
         ]
+        if not self._facts.shares or len(passes) < 2:
+            return passes
+        rows = sum(each.rows for each in passes)
+        return [Pass(rows, tokens, sum(each.rows * each.held for each in passes) // rows)]
 
     def read_draft(self, work: ReadDraft, fault: Fault | None) -> None:
         self._require_rows([work.row])

@@ -1,4 +1,5 @@
-"""`python -m tests.support.faulty` is the real server, but its model fails at certain tokens.
+"""`python -m tests.support.faulty` is the real server, but its model fails at certain tokens, and
+its threads sleep at certain texts.
 
 A prompt that ends in one of them meets the fault in a decode step, beside everybody else's rows;
 the plain tiny models never write one. One that has SLUGGISH in it is read slowly, on any machine.
@@ -8,14 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 from mlxsrv.cli import main
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.engine.runner import Runner
+from mlxsrv.prompts.grammars import sandbox
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
+from tests.support import sleepy_sandbox
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY
 
 RAISES, NAN, MEMORY, DEADLY = range(VOCABULARY - len(MARKER_TOKENS), VOCABULARY)
@@ -25,7 +29,7 @@ SLUGGISH = SLOW - 1
 SLUGGISH_SECONDS = 0.1
 """The time that each slice of a prompt takes if it has such a token."""
 PANIC = "panic, please"
-ASLEEP = "sleep, please"
+ASLEEP = sleepy_sandbox.ASLEEP
 """A thread is at such a chat for hours, and needs no processor for it."""
 
 
@@ -74,6 +78,7 @@ def plug() -> None:
             time.sleep(3600)
         return render(self, chat, *args, **named)
 
+    sandbox._PROCESS, sandbox._PATIENCE = Path(sleepy_sandbox.__file__), 3600.0
     Runner._load = faulty_load  # type: ignore[method-assign]
     Tokenizer.render = faulty_render  # type: ignore[method-assign]
 

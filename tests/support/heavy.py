@@ -14,22 +14,27 @@ from tests.support.tiny import write_model
 
 _LAYERS = 4
 _HEADS, _WIDTH = 4, 64
-PER_TOKEN = 2 * _LAYERS * _HEADS * _WIDTH * 4
-"""Bytes of a row's KV cache for each token: keys and values in float32."""
+PER_LAYER = 2 * _HEADS * _WIDTH * 4
+"""Bytes of a layer's KV cache for each token: keys and values in float32."""
+
+PER_TOKEN = _LAYERS * PER_LAYER
+"""Bytes of a row's KV cache for each token, in a model of the usual number of layers."""
 
 _WORDS = ("sea", "ship", "sail", "wind", "wave", "rope", "deck", "mast", "crew", "port", "star")
 _PATIENCE = 300.0
 
 
-def write_heavy(folder: Path, *, seed: int = 0) -> Path:
+def write_heavy(
+    folder: Path, *, seed: int = 0, layers: int = _LAYERS, family: str = "qwen3"
+) -> Path:
     """Write a model whose weights are as large as the KV cache of 200 tokens. It says whole words
     for ever."""
     return write_model(
         folder,
-        "qwen3",
+        family,
         seed=seed,
         plain=True,
-        num_hidden_layers=_LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=_HEADS,
         num_key_value_heads=_HEADS,
         head_dim=_WIDTH,

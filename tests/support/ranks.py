@@ -9,10 +9,27 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.support.serving import PATIENCE, Server, environment, wait_for
+from mlxsrv.formats.safetensors import read_header
+from tests.support.serving import Server, environment, wait_for
+from tests.support.tiny import write_model
+
+PATIENCE = 60.0
+"""Seconds that a test waits for ranks: each collective waits until all of them had a core."""
+
+
+def write_divisible(folder: Path) -> Path:
+    """Write a model that two and three ranks can share, by either split, and return its folder."""
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 3}
+    sizes = {"hidden_size": 96, "intermediate_size": 192, "moe_intermediate_size": 96}
+    write_model(folder, "qwen3_moe", plain=True, **heads, **sizes)
+    # mlx-lm looks up in it which files a rank of a pipeline needs.
+    names, _ = read_header(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
 
 class Ranks:
@@ -33,6 +50,10 @@ class Ranks:
 
     def read_log(self, rank: int) -> str:
         return self.log(rank).read_text()
+
+    def ended(self) -> bool:
+        """Whether one of them has ended."""
+        return any(each.poll() is not None for each in self.processes)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
         self.processes[rank].send_signal(number)
@@ -72,19 +93,34 @@ def launch(arguments: Sequence[str], count: int, folder: Path, variables: bool =
 
 
 @contextmanager
-def ranks(count: int, folder: Path, *options: str) -> Iterator[Ranks]:
-    """Ranks that serve; all are killed at the end, if they still run."""
-    arguments = ["--port", "0", "--log-format", "json", *options]
-    started = launch(arguments, count, folder)
-    try:
-        wait_for(
-            lambda: (
-                started.server.url or any(each.poll() is not None for each in started.processes)
-            ),
-            why="the ranks do not serve",
+def launched(count: int, log: Path, *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
+    """MLX's launcher, which starts Python on so many ranks; what they write comes to `log`. All of
+    them are killed at the end."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    program = Path(sys.executable).with_name("mlx.launch")
+    options = ["-n", str(count), "--backend", "ring", "-p", str(port)]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [program, *options, "--", sys.executable, *arguments],
+            stdout=file,
+            stderr=file,
+            env=environment(),
+            start_new_session=True,
         )
-        with started.server.client() as client:
-            wait_for(lambda: client.get("/health").status_code == 200, why="no model is loaded")
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):  # all have ended
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@contextmanager
+def starting(count: int, folder: Path, *options: str) -> Iterator[Ranks]:
+    """Ranks that were started; all are killed at the end, if they still run."""
+    started = launch(["--port", "0", "--log-format", "json", *options], count, folder)
+    try:
         yield started
     finally:
         for each in started.processes:
@@ -92,3 +128,17 @@ def ranks(count: int, folder: Path, *options: str) -> Iterator[Ranks]:
                 os.kill(each.pid, signal.SIGCONT)
                 each.kill()
             each.wait()
+
+
+@contextmanager
+def ranks(count: int, folder: Path, *options: str) -> Iterator[Ranks]:
+    """Ranks that serve."""
+    with starting(count, folder, *options) as started:
+        wait_for(lambda: started.server.url or started.ended(), why="the ranks do not serve")
+        with started.server.client() as client:
+            wait_for(
+                lambda: client.get("/health").status_code == 200,
+                seconds=PATIENCE,
+                why="no model is loaded",
+            )
+        yield started

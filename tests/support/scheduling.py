@@ -169,7 +169,7 @@ class Bench:
             self.scheduler.settle(work, self.runner.run(work))
             self._deliver()
         self.runner.end_round()
-        if self._shrunk is not None:
+        if self._shrunk is not None and not self._texts_hold_memory:
             self.runner.budget, self._shrunk = self._shrunk, None
         for job in self.jobs.values():
             if not job.ended:
@@ -194,6 +194,13 @@ class Bench:
                 return
             self.round()
         raise AssertionError("it does not end")
+
+    @property
+    def _texts_hold_memory(self) -> bool:
+        """Whether texts to embed have begun, which keep their memory to their ends: until then a
+        budget that has become smaller does not hold, and nothing is loaded."""
+        budgets = [client.budget for client in self.scheduler._clients.values()]
+        return any(texts.held for budget in budgets for texts in budget._texts)
 
     def _note(self, received: Received) -> None:
         """Note which jobs are told nothing any more."""

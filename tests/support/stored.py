@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -30,6 +32,17 @@ from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.generation.parameters import Sampling
 from tests.support.recording import BYTES
 from tests.support.serving import PATIENCE
+
+
+@contextmanager
+def full() -> Iterator[None]:
+    """For a time a file that grows beyond a few bytes is an error, as it is on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 class StoringEngine:

@@ -108,7 +108,7 @@ class TextEngine:
         """The steps of a round."""
         unsent, self._unsent = self._unsent, []
         self.budget.arrange()
-        if any(isinstance(event, MemoryShort) for event in self.budget.take_events()):
+        if any(isinstance(event, MemoryShort) for event in self.budget.events):
             assert self.budget.bytes is not None
             self.budget.set(self.budget.bytes)
         events = self._run(self.schedule.plan_rows())
@@ -133,8 +133,9 @@ class TextEngine:
             except Exception as error:
                 fault = note(error, "a work failed")
             self.schedule.settle(work, Outcome(began, perf_counter(), done, fault))
-        events = self.schedule.take_events()
-        return [event for event in events if not isinstance(event, Progress)]
+        events = [*self.budget.events]
+        self.budget.events.clear()
+        return [event for event in events if not isinstance(event, (Progress, MemoryShort))]
 
     def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
         match work:

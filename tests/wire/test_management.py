@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from typing import Any
 
 import jsonschema
@@ -39,7 +40,6 @@ PROFILE: Body = {
 }
 EXPORT: Body = {"format": "mlxsrv-profile", "version": 1, "profile": PROFILE}
 MANAGED = [operation for operation in OPERATIONS if operation.enveloped]
-DOCUMENT: Body = json.loads(json.dumps(document([(each.method, each.path) for each in MANAGED])))
 
 Table = list[tuple[RequestDecoder[Any], Body, str | None]]
 """Bodies by what reads them; with the param of the error, or None where they are fine."""
@@ -102,10 +102,17 @@ CASES: Table = [
 ]
 
 
+@cache
+def read_document() -> Body:
+    """The document of these routes, as a client reads it."""
+    routes = [(each.method, each.path) for each in MANAGED]
+    return dict(json.loads(json.dumps(document(routes))))
+
+
 def described(decoder: RequestDecoder[Any]) -> jsonschema.Draft202012Validator:
     """The schema of what the decoder reads."""
     name = type(decoder.decode(json.dumps(_least(decoder)).encode())[0]).__name__
-    schema = {"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]}
+    schema = {"$ref": f"#/components/schemas/{name}", "components": read_document()["components"]}
     return jsonschema.Draft202012Validator(schema)
 
 
@@ -185,11 +192,11 @@ def test_the_envelope() -> None:
 
 @pytest.mark.parametrize("operation", MANAGED, ids=lambda each: f"{each.method} {each.path}")
 def test_answers_and_refusals_are_described_in_their_envelope(operation: Operation) -> None:
-    responses = DOCUMENT["paths"][operation.path][operation.method.lower()]["responses"]
+    responses = read_document()["paths"][operation.path][operation.method.lower()]["responses"]
     for status, response in responses.items():
         schema = response["content"]["application/json"]["schema"]
         validator = jsonschema.Draft202012Validator(
-            {**schema, "components": DOCUMENT["components"]}
+            {**schema, "components": read_document()["components"]}
         )
         failed = as_sent(management.failure(InvalidRequest("no", param="a")))
         assert validator.is_valid(failed) == (int(status) >= 400)
@@ -197,9 +204,9 @@ def test_answers_and_refusals_are_described_in_their_envelope(operation: Operati
 
 
 def test_queries_are_described() -> None:
-    parameters = DOCUMENT["paths"]["/api/monitoring/history"]["get"]["parameters"]
+    parameters = read_document()["paths"]["/api/monitoring/history"]["get"]["parameters"]
     found = {each["name"]: each["schema"] for each in parameters}
     assert found["limit"] == {"type": "integer", "minimum": 1, "maximum": 1000, "default": 100}
     assert found["request_id"] == found["model"] == {"type": "string"}
-    [id, *_] = DOCUMENT["paths"]["/api/saes/{id}/compatibility"]["get"]["parameters"]
+    [id, *_] = read_document()["paths"]["/api/saes/{id}/compatibility"]["get"]["parameters"]
     assert (id["name"], id["in"], id["required"]) == ("id", "path", True)

@@ -57,14 +57,6 @@ class KVCacheFactory:
         self.cuts = all(type(layer) in (KVCache, QuantizedKVCache) for layer in empty)
 
     @property
-    def quantized(self) -> bool:
-        return self._bits is not None
-
-    @property
-    def bounded(self) -> bool:
-        return self._max_size is not None
-
-    @property
     def settings(self) -> str:
         """The settings that all its KV caches have in common, beside the kinds of their layers."""
         return f"max_size={self._max_size} group={self._group} bits={self._bits}"

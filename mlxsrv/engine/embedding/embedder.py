@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 
 from mlxsrv.engine.embedding.embedding_models import EmbeddingDecoder, EmbeddingModel
 from mlxsrv.engine.embedding.pooling import Pooler
 from mlxsrv.engine.orders import Embed
-from mlxsrv.engine.outcomes import EmbedFacts, TextsRead
+from mlxsrv.engine.outcomes import TextsRead
 from mlxsrv.engine.plans import EmbedSlice, TextSpan
+from mlxsrv.engine.ranks.costs import find_greatest
+from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.formats.pooling import read_pooling_config
 from mlxsrv.generation.outputs import Vectors
 
@@ -64,9 +67,12 @@ class Embedder:
         model: reads texts.
         folder: its files, which say how vectors are pooled; read when first needed.
         name: what the model is called, for files that leave the pooling to it.
+        ranks: those that each have their part of the model; None: this process is alone.
     """
 
-    def __init__(self, model: EmbeddingModel, folder: Path, name: str) -> None:
+    def __init__(
+        self, model: EmbeddingModel, folder: Path, name: str, ranks: RankGroup | None = None
+    ) -> None:
         self._model = model
         self._folder = folder
         self._name = name
@@ -74,9 +80,10 @@ class Embedder:
         self._long: _LongText | None = None
         self._pooler: Pooler | None = None
         self._slices = 0
-        self.facts = EmbedFacts(
-            slices=model.reads_slices, labels=model.labels, longest=model.longest
-        )
+        self.facts = model.find_facts()
+        if ranks is not None:
+            costs = find_greatest(self.facts.kv_costs, ranks)
+            self.facts = msgspec.structs.replace(self.facts, kv_costs=costs)
 
     def admit(self, order: Embed) -> None:
         """Take the texts of a job.
@@ -149,6 +156,7 @@ class Embedder:
         long.hidden.append(hidden)
         if part.end == len(text):
             self._long = None
+            long.cache.clear()  # now, since pooling needs memory as well
             whole = mx.concatenate(long.hidden, axis=1)
             mask = mx.ones(whole.shape[:2], mx.bool_)
             self._put([part], self._make_vectors(whole, mask))

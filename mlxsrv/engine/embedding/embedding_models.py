@@ -11,7 +11,10 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxsrv.engine.cache.kv_costs import find_costs
 from mlxsrv.engine.embedding.encoders.layers import Encoder
+from mlxsrv.engine.embedding.pass_costs import find_pass_costs
+from mlxsrv.engine.outcomes import EmbedFacts
 
 _INNER = ("language_model", "model", "transformer", "backbone")
 """Names in mlx-lm's models for the part of a model that is nearer to the layers."""
@@ -42,6 +45,9 @@ class EmbeddingModel(Protocol):
     def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
         """The logits `(rows, labels)` for hidden states; ValueError if `labels` is 0."""
 
+    def find_facts(self) -> EmbedFacts:
+        """The facts that the scheduler needs. Nothing is computed: shapes are enough."""
+
 
 class EmbeddingDecoder:
     """Runs one of mlx-lm's models without its output head.
@@ -63,6 +69,22 @@ class EmbeddingDecoder:
 
     def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
         raise ValueError("it is no cross-encoder")
+
+    def find_facts(self) -> EmbedFacts:
+        costs = find_costs(self._model)
+        try:
+            hidden = self.read(mx.array([[0, 0]]), None)
+        except Exception:  # it generates text all the same; who has it embed is told so
+            return EmbedFacts(slices=True, kv_costs=costs)
+        recurrent = any(cost.fixed for cost in costs)
+        token, score = find_pass_costs(self._model, hidden.dtype, recurrent=recurrent)
+        return EmbedFacts(
+            slices=True,
+            token_bytes=token,
+            score_bytes=score,
+            hidden_bytes=hidden.nbytes // 2,
+            kv_costs=costs,
+        )
 
     def make_cache(self) -> list[Any]:
         """A KV cache for `read`."""
@@ -120,3 +142,16 @@ class EmbeddingEncoder:
 
     def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
         return self._encoder.classify(hidden, mask)
+
+    def find_facts(self) -> EmbedFacts:
+        tokens = mx.array([[0, 0]])
+        hidden = self.run(tokens, tokens == 0, [1] if self.labels else None)
+        token, score = find_pass_costs(self._encoder, hidden.dtype, recurrent=False)
+        return EmbedFacts(
+            slices=False,
+            labels=self.labels,
+            longest=self.longest,
+            token_bytes=token,
+            score_bytes=score,
+            hidden_bytes=hidden.nbytes // 2,
+        )

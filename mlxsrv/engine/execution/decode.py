@@ -3,7 +3,8 @@
 - Decode-ahead: a step is launched before the tokens of the last one are read, so the device works
   while Python looks at tokens. A row that ends has therefore drawn one token too many, which is
   dropped with the row.
-- Rows that share a KV cache are a sub-batch, see `sub_batches`; each takes a pass of the model.
+- Rows that share a KV cache are a sub-batch, see `sub_batches`. All of them share a pass of the
+  model where it can, else each takes its own.
 - Rows may be decoded several tokens at a time, in speculative rounds: see `speculation`.
 
 Between any two of a decoder's methods, after a plain step and after a speculative round:
@@ -35,8 +36,8 @@ import mlx.core as mx
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.execution.launch import Launched, launch
-from mlxsrv.engine.execution.speculation import Proposer, check_proposals
-from mlxsrv.engine.execution.sub_batches import ReadyRow, SubBatch
+from mlxsrv.engine.execution.speculation import Draft, check_proposals
+from mlxsrv.engine.execution.sub_batches import Pass, ReadyRow, SubBatch
 from mlxsrv.engine.execution.told import Told, accept, binds, tell_constraints, tell_tokens
 from mlxsrv.engine.live_row import LiveRow, Place
 from mlxsrv.engine.plans import RowGroup
@@ -120,7 +121,8 @@ class Decoder:
         model: a model of mlx-lm's.
         caches: makes the KV caches of rows.
         steerer: what rows are steered with.
-        proposer: proposes tokens to a row that is alone.
+        shares: sub-batches can share a pass of the model.
+        draft: proposes tokens to a row that is alone.
         ranks: those that decode the same rows with their parts of the model; None: this process is
             alone.
     """
@@ -131,7 +133,8 @@ class Decoder:
         caches: KVCacheFactory,
         *,
         steerer: Steerer,
-        proposer: Proposer | None = None,
+        shares: bool,
+        draft: Draft | None = None,
         ranks: RankGroup | None = None,
     ) -> None:
         self.sub_batches: list[SubBatch] = []
@@ -139,7 +142,9 @@ class Decoder:
         self._model = model
         self._caches = caches
         self._steerer = steerer
-        self._proposer = proposer
+        self._shares = shares
+        self._draft = draft
+        self._passes: list[Pass] = []  # of a step
         self._ranks = ranks
         # (rows,), the token that each row is fed next, sub-batch by sub-batch
         self._inputs: mx.array | None = None
@@ -189,32 +194,35 @@ class Decoder:
 
     def _forward(self, inputs: mx.array) -> mx.array:
         """The next logits of all rows."""
-        self._plan_steering()
-        if len(self.sub_batches) == 1:
-            return self.sub_batches[0].decode(self._model, inputs)
-        ends = list(accumulate(len(sub_batch.rows) for sub_batch in self.sub_batches))
+        self._plan_passes()
+        if len(self._passes) == 1:
+            return self._passes[0].decode(self._model, inputs)
+        ends = list(accumulate(len(each.rows) for each in self._passes))
         parts = mx.split(inputs, ends[:-1])
         logits: list[mx.array] = []
-        for sub_batch, part in zip(self.sub_batches, parts, strict=True):
-            logits.append(sub_batch.decode(self._model, part))
+        for each, part in zip(self._passes, parts, strict=True):
+            logits.append(each.decode(self._model, part))
             if self._ranks is not None:
                 # One pass after the other: collectives must have one order on all ranks.
                 launch(logits[-1])
         return mx.concatenate(logits)
 
-    def _plan_steering(self) -> None:
+    def _plan_passes(self) -> None:
         if self._step is None:  # rows have changed
-            for sub_batch in self.sub_batches:
-                sub_batch.plan = self._steerer.plan([row.steering for row in sub_batch.rows])
+            together = [self.sub_batches] if self._shares else [[each] for each in self.sub_batches]
+            self._passes = [
+                Pass(part, self._steerer.plan([row.steering for each in part for row in each.rows]))
+                for part in together
+            ]
 
     def _look(self) -> tuple[tuple[PassActivations, list[Place]], ...]:
         """The activations that are watched in the step that was just launched."""
         if not self._steerer.watches:
             return ()
         activations = tuple(
-            (sub_batch.plan.activations, [row.place for row in sub_batch.rows])
-            for sub_batch in self.sub_batches
-            if sub_batch.plan is not None and sub_batch.plan.activations is not None
+            (each.plan.activations, [row.place for row in each.rows])
+            for each in self._passes
+            if each.plan is not None and each.plan.activations is not None
         )
         for seen, _ in activations:
             launch(seen.arrays)
@@ -266,16 +274,16 @@ class Decoder:
             proposals: how many tokens are proposed to each row.
             told: what is told.
         """
-        if self._proposer is None or len(self.rows) != 1 or self.rows[0].fresh:
+        if self._draft is None or len(self.rows) != 1 or self.rows[0].fresh:
             raise RuntimeError("tokens are proposed to a row that is alone, after its first step")
         assert self._inputs is not None
-        self._plan_steering()
+        self._plan_passes()
         mx.eval(self._inputs)  # so that a plain step under way is not timed as well
         told.waited = perf_counter()
         [count], [row] = proposals, self.rows
-        proposed = self._proposer.propose(row, self._inputs, count)
+        proposed = self._draft.propose(row, self._inputs, count)
         self._check(proposed[None], proposals, told)
-        self._proposer.settle()
+        self._draft.settle()
 
     def run_guesses(self, guesses: Sequence[Sequence[int]], told: Told) -> None:
         """Tell each row's input, and the proposals behind it that hold.
@@ -285,7 +293,8 @@ class Decoder:
                 guessed rightly, this is a plain step.
             told: what is told.
         """
-        if len(self.sub_batches) != 1 or self._fresh or len(guesses) != len(self.rows):
+        self._plan_passes()
+        if len(self._passes) != 1 or self._fresh or len(guesses) != len(self.rows):
             raise RuntimeError("tokens are proposed to rows of one pass, after their first step")
         assert self._inputs is not None
         inputs = cast(list[int], self._inputs.tolist())  # waits for the step under way
@@ -298,7 +307,6 @@ class Decoder:
         if not any(counts):
             self.run_step(told)
             return
-        self._plan_steering()
         padded = [[*each, *[0] * (max(counts) - len(each))] for each in proposals]
         self._check(mx.array(padded, dtype=mx.uint32), counts, told)
 
@@ -306,10 +314,10 @@ class Decoder:
         """Run the model over the inputs and the proposals `(rows, most)`, so many of each row. The
         inputs are known."""
         assert self._inputs is not None
-        [sub_batch], rows = self.sub_batches, self.rows
+        [whole], rows = self._passes, self.rows
         broken = self._launched.broken()
         self._launched = Launched()
-        checked = check_proposals(self._model, sub_batch, self._inputs, proposals, counts)
+        checked = check_proposals(self._model, whole, self._inputs, proposals, counts)
         self._inputs = mx.array([each.following for each in checked], dtype=mx.uint32)
         self._step = None  # the sampler of the last plain step is out of date
         self._count_step()
@@ -322,7 +330,7 @@ class Decoder:
             if count:
                 told.accepted[row.id] = len(each.seen) - 1
             taken.append(tell_tokens(row, each.seen, told))
-        sub_batch.caches.cut([proposals.shape[1] + 1 - each for each in taken])
+        whole.cut([proposals.shape[1] + 1 - each for each in taken])
         woken = [i for i, row in enumerate(rows) if binds(row, told)]
         for i, row in enumerate(rows):
             if i not in woken and taken[i] == len(checked[i].seen):
@@ -375,7 +383,7 @@ class Decoder:
         if joining:
             last = [each.row.last for each in joining.values()]
             self._feed(self.sub_batches, mx.array(last, dtype=mx.uint32))
-        left = self.sub_batches
+        left, self._passes = self.sub_batches, []
         self._set([self._form(group, left, joining) for group in groups])
         order = [places[row_id] for row_id in wanted]
         if order != [*range(len(order))]:
@@ -425,6 +433,7 @@ class Decoder:
 
     def _set(self, sub_batches: list[SubBatch]) -> None:
         self._step = None
+        self._passes = []
         self.sub_batches = sub_batches
         self.rows = [row for sub_batch in sub_batches for row in sub_batch.rows]
         self._row_ids = [row.id for row in self.rows]

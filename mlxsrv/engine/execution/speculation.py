@@ -23,14 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import isfinite
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
     BatchRotatingKVCache,
     CacheList,
     ChunkedKVCache,
-    KVCache,
     RotatingKVCache,
     make_prompt_cache,
     trim_prompt_cache,
@@ -39,25 +38,12 @@ from mlx_lm.models.cache import (
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.row_cache import Layers
 from mlxsrv.engine.execution.launch import launch
-from mlxsrv.engine.execution.sub_batches import SubBatch
+from mlxsrv.engine.execution.sub_batches import Pass
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.sampling.sampler import Sampler
 
+_UNCUTTABLE = "the model's cache cannot be cut back"
 _MOST_PADDING = 128  # entries by which families pad the vocabularies of their sizes differently
-
-
-class Proposer(Protocol):
-    """Proposes the tokens that may follow a row's text."""
-
-    def propose(self, row: LiveRow, inputs: mx.array, count: int) -> mx.array:
-        """Propose `(count,)` tokens to follow the row's text and its input `(1,)`, not
-        evaluated."""
-
-    def settle(self) -> None:
-        """Go back to the row's text, which has grown by the tokens that held."""
-
-    def forget(self) -> None:
-        """Forget what was read, which may be half of a pass on after an error."""
 
 
 class Draft:
@@ -75,6 +61,7 @@ class Draft:
         self.forget()
 
     def forget(self) -> None:
+        """Forget what was read, which may be half of a pass on after an error."""
         self._cache: Layers = make_prompt_cache(self._model)
         self._row: LiveRow | None = None
         self._read = 0  # tokens of the row's text that the cache holds
@@ -116,6 +103,7 @@ class Draft:
         return mx.concatenate(proposals)
 
     def settle(self) -> None:
+        """Go back to the row's text, which has grown by the tokens that held."""
         assert self._row is not None
         self._cut(self._read - self._row.length)
 
@@ -153,7 +141,7 @@ class Checked(NamedTuple):
 
 
 def check_proposals(
-    model: Any, sub_batch: SubBatch, inputs: mx.array, proposals: mx.array, counts: Sequence[int]
+    model: Any, whole: Pass, inputs: mx.array, proposals: mx.array, counts: Sequence[int]
 ) -> list[Checked]:
     """Check tokens that are proposed to rows. The KV caches then hold all of them; they are to be
     cut back to the rows' texts.
@@ -163,9 +151,9 @@ def check_proposals(
         proposals: `(rows, most)`.
         counts: how many are proposed to each row; the others are padding.
     """
-    rows = sub_batch.rows
+    rows = whole.rows
     fed = mx.concatenate([inputs[:, None], proposals], axis=1)
-    logits = sub_batch.check(model, fed)
+    logits = whole.check(model, fed)
     places = [(i, place) for i, count in enumerate(counts) for place in range(count + 1)]
     sampler = Sampler(
         [rows[i].job.sampling for i, _ in places],
@@ -219,17 +207,16 @@ def check_draft(model: Any, draft: Any) -> None:
 def find_lookup_obstacle(caches: KVCacheFactory) -> str | None:
     """Why tokens cannot be looked up for rows with such KV caches; None if they can. Proposals that
     do not hold must be cut from them, a different number of each row's."""
-    if all(type(layer) is KVCache for layer in caches.make().layers):
-        return None
-    return "the model's cache cannot be cut back, so no tokens can be looked up"
+    return None if caches.cuts else f"{_UNCUTTABLE}, so no tokens can be looked up"
 
 
-def find_obstacle(model: Any, draft: Any) -> str | None:
-    """Why `draft` cannot propose tokens to `model`; None if it can. Proposals that do not hold must
-    be cut from both KV caches."""
-    for whose, each in (("the model's", model), ("the draft model's", draft)):
-        if not always_cuts(make_prompt_cache(each)):
-            return f"{whose} cache cannot be cut back, so a draft model cannot be used"
+def find_obstacle(caches: KVCacheFactory, draft: Any | None = None) -> str | None:
+    """Why a draft model, or this one, cannot propose tokens to a row with such a KV cache; None if
+    it can. Proposals that do not hold must be cut from both KV caches."""
+    if not _always_cuts(caches.make().layers):
+        return f"{_UNCUTTABLE}, so a draft model cannot be used"
+    if draft is not None and not _always_cuts(make_prompt_cache(draft)):
+        return "the draft model's cache cannot be cut back, so it cannot be used"
     return None
 
 
@@ -238,11 +225,11 @@ def count_vocabulary(model: Any) -> int:
     return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
 
 
-def always_cuts(cache: Sequence[Any]) -> bool:
+def _always_cuts(cache: Sequence[Any]) -> bool:
     """Whether the KV cache can be cut back at any length. One with a window can be until it is
     full, which may be in the middle of a speculative round."""
     return all(
-        always_cuts(layer.caches)
+        _always_cuts(layer.caches)
         if isinstance(layer, CacheList)
         else layer.is_trimmable()
         and not isinstance(layer, (RotatingKVCache, BatchRotatingKVCache, ChunkedKVCache))

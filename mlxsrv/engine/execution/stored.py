@@ -44,7 +44,7 @@ class StoredPrompts:
         self._model = model
         self._store = store
         self._caches = caches
-        self._texts: dict[int, Text] = {}  # of kept prompts that are not handed over yet
+        self._texts: dict[int, Text] = {}  # of kept prompts that may be written
         self._builders: dict[int, CacheBuilder] = {}
 
     @property
@@ -66,7 +66,7 @@ class StoredPrompts:
 
     def hand_over(self, entry: int, cache: RowCache) -> bool:
         """Have a kept prompt written. Returns whether it is: it may be one that cannot be."""
-        text = self._texts.pop(entry, None)
+        text = self._texts.get(entry)
         if text is None:
             return False
         try:

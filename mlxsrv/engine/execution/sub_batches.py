@@ -1,17 +1,19 @@
-"""Rows that share KV cache arrays, decoded by one pass of the model.
+"""Rows that share KV cache arrays, and the passes of the model that decode them.
 
 Used on the device thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
 from mlxsrv.engine.cache.row_cache import RowCache
 from mlxsrv.engine.cache.row_caches import RowCaches
+from mlxsrv.engine.cache.shared_layers import share_layers
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.outcomes import KeptPrompt
 from mlxsrv.engine.plans import Keep, RowGroup
@@ -26,26 +28,13 @@ class ReadyRow(NamedTuple):
 
 
 class SubBatch:
-    """Rows and their KV caches. `plan` is the steering of its rows, to be made anew whenever they
-    change."""
+    """Rows and their KV caches."""
 
-    __slots__ = ("caches", "plan", "rows")
+    __slots__ = ("caches", "rows")
 
     def __init__(self, caches: RowCaches) -> None:
         self.rows: list[LiveRow] = []
         self.caches = caches
-        self.plan: SteeringPlan | None = None
-
-    def decode(self, model: Any, inputs: mx.array) -> mx.array:
-        """Feed each row its input `(rows,)`. Returns logits `(rows, vocabulary)`, not evaluated."""
-        return self.check(model, inputs[:, None])[:, -1, :]
-
-    def check(self, model: Any, tokens: mx.array) -> mx.array:
-        """Feed each row tokens `(rows, n)`. Returns the logits behind each,
-        `(rows, n, vocabulary)`, not evaluated."""
-        logits: mx.array = forward(model, self.plan, tokens, self.caches.layers)
-        self.caches.advance(tokens.shape[1])
-        return logits
 
     def arrange(self, group: RowGroup, joining: Mapping[int, ReadyRow]) -> None:
         """Have the rows be those of the group: rows that it has, and some that join, by id."""
@@ -84,6 +73,42 @@ class SubBatch:
             self.caches.drop(gone)
             self.rows = [row for row in self.rows if row.id not in row_ids]
         return bool(self.rows)
+
+
+class Pass:
+    """Sub-batches that one pass of the model decodes. It is made anew whenever rows change.
+
+    Args:
+        sub_batches: one, or several of a model that can share passes.
+        plan: the steering of their rows.
+    """
+
+    __slots__ = ("_sub_batches", "plan", "rows")
+
+    def __init__(self, sub_batches: Sequence[SubBatch], plan: SteeringPlan | None) -> None:
+        self._sub_batches = sub_batches
+        self.plan = plan
+        self.rows = [row for each in sub_batches for row in each.rows]
+
+    def decode(self, model: Any, inputs: mx.array) -> mx.array:
+        """Feed each row its input `(rows,)`. Returns logits `(rows, vocabulary)`, not evaluated."""
+        return self.check(model, inputs[:, None])[:, -1, :]
+
+    def check(self, model: Any, tokens: mx.array) -> mx.array:
+        """Feed each row tokens `(rows, n)`. Returns the logits behind each,
+        `(rows, n, vocabulary)`, not evaluated."""
+        caches = [each.caches for each in self._sub_batches]
+        layers = caches[0].layers if len(caches) == 1 else share_layers(caches)
+        logits: mx.array = forward(model, self.plan, tokens, layers)
+        for each in caches:
+            each.advance(tokens.shape[1])
+        return logits
+
+    def cut(self, surplus: Sequence[int]) -> None:
+        """Forget the last tokens of each row, so many of each `(rows,)`."""
+        left = iter(surplus)
+        for each in self._sub_batches:
+            each.caches.cut(list(islice(left, len(each.rows))))
 
 
 class KeptCache(NamedTuple):

@@ -16,6 +16,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -27,11 +28,10 @@ from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.kv_costs import find_costs
 from mlxsrv.engine.cache.row_cache import RowCache
 from mlxsrv.engine.execution.decode import Decoder
-from mlxsrv.engine.execution.facts import find_facts
+from mlxsrv.engine.execution.facts import find_facts, shares_passes
 from mlxsrv.engine.execution.read import PartialText, SpansRead, read_alone, read_whole
 from mlxsrv.engine.execution.speculation import (
     Draft,
-    always_cuts,
     check_draft,
     count_vocabulary,
     find_lookup_obstacle,
@@ -75,7 +75,7 @@ class TextRunner:
         draft: a small model that proposes tokens to a row that is alone. Unused where a KV cache
             cannot be cut back.
         lookup: tokens may be looked up for rows. They are not where KV caches cannot be cut back.
-        padding: bytes of padding that cost as much as another pass of the model; as many as the
+        padding: bytes of padding for which groups of rows are not kept apart; as many as the
             weights have, unless given.
         stored: its prompts on disk, if they are stored.
 
@@ -103,10 +103,12 @@ class TextRunner:
         self._caches = caches
         self._steerer = steerer
         self._draft = _make_draft(model, caches, draft)
+        shares = shares_passes(model, caches)
         self.facts = find_facts(
             model,
             caches,
             prompt_cache_bytes=prompt_cache_bytes,
+            shares=shares if ranks is None else all(ranks.exchange_number(int(shares))),
             drafts=self._draft is not None,
             draft_costs=() if draft is None or self._draft is None else find_costs(draft),
             lookup=lookup and find_lookup_obstacle(caches) is None,
@@ -121,8 +123,10 @@ class TextRunner:
         self._rows: dict[int, LiveRow] = {}
         self._texts: dict[int, PartialText] = {}  # half read, by each of their rows
         self._ready: dict[int, ReadyRow] = {}  # by id
-        self._main = Decoder(model, caches, steerer=steerer, proposer=self._draft, ranks=ranks)
-        self._trial = Decoder(model, caches, steerer=steerer, ranks=ranks)
+        make = partial(
+            Decoder, model, caches, steerer=steerer, shares=self.facts.shares, ranks=ranks
+        )
+        self._main, self._trial = make(draft=self._draft), make()
         self._kept: dict[int, KeptCache] = {}
 
     def replan(self) -> None:
@@ -462,10 +466,7 @@ class TextRunner:
 
 def _make_draft(model: Any, caches: KVCacheFactory, draft: Any | None) -> Draft | None:
     """None if there is no draft, or if it cannot be used. Raises ValueError as `check_draft`."""
-    if draft is None or find_obstacle(model, draft) is not None:
-        return None
-    # Rows may have another kind of KV cache than the model's.
-    if not always_cuts(caches.make().layers):
+    if draft is None or find_obstacle(caches, draft) is not None:
         return None
     check_draft(model, draft)
     return Draft(draft, count_vocabulary(model))

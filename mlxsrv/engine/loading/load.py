@@ -88,11 +88,15 @@ def _load_decoder(
     caches = yield from choose_kv_caches(model, order.max_kv_size, order.kv_bits)
     if ranks is not None:
         kinds = {type(layer).__name__ for layer in caches.make().layers}
-        ranks.require_alike("kinds of KV caches", " ".join(sorted(kinds)))
+        what = "kinds of KV caches: use another number of ranks"
+        ranks.require_alike(what, " ".join(sorted(kinds)))
     yield from warm_up(model, caches, ranks)
     draft, draft_notes = yield from _load_draft(order, reader, model, caches)
     lookup, lookup_notes = _check_lookup(order, caches)
     vectors, vector_notes = fit_vectors(model, order.vectors)
+    if ranks is not None:
+        what = "control vectors: each needs the files at the same paths"
+        ranks.require_alike(what, " ".join(vectors))
     steerer = Steerer(model, vectors)
     stored, stored_notes = yield from open_stored(storage, number, order, caches)
     text = TextRunner(
@@ -109,14 +113,15 @@ def _load_decoder(
         order.model,
         text.facts.batched,
         text.facts.cuts,
-        bytes=reader.bytes,
+        # The budget is kept on every rank, so it counts with the rank that has the largest share.
+        bytes=reader.bytes if ranks is None else max(ranks.exchange_number(reader.bytes)),
         shared=reader.shared,
         notes=caches.notes + draft_notes + lookup_notes + vector_notes + stored_notes,
         vectors=tuple(vectors),
         kv_costs=text.facts.kv_costs,
         draft_costs=text.facts.draft_costs,
     )
-    embedder = Embedder(EmbeddingDecoder(model), Path(order.path), order.model)
+    embedder = Embedder(EmbeddingDecoder(model), Path(order.path), order.model, ranks)
     return ResidentModel(loaded, reader.files, embedder, text, steerer)
 
 
@@ -144,11 +149,11 @@ def _load_draft(
     """
     if order.draft is None:
         return None, ()
-    if (note := _find_setting(caches)) is not None:
-        return None, (note,)
+    if (obstacle := find_obstacle(caches)) is not None:  # before anything of the draft is read
+        return None, (f"draft_model: {obstacle}",)
     mapped = yield from reader.map(order.draft)
     check_draft(model, mapped.model)
-    if (obstacle := find_obstacle(model, mapped.model)) is not None:
+    if (obstacle := find_obstacle(caches, mapped.model)) is not None:
         return None, (f"draft_model: {obstacle}",)
     yield from reader.read(mapped)
     yield from warm_up(mapped.model, KVCacheFactory(mapped.model))
@@ -159,19 +164,9 @@ def _check_lookup(order: Load, caches: KVCacheFactory) -> tuple[bool, tuple[str,
     """Whether tokens are looked up for the rows; and a note, if they should be and cannot."""
     if not order.lookup:
         return False, ()
-    if (note := _find_setting(caches)) is not None:
-        return False, (note,)
     if (obstacle := find_lookup_obstacle(caches)) is not None:
         return False, (f"draft_model: {obstacle}",)
     return True, ()
-
-
-def _find_setting(caches: KVCacheFactory) -> str | None:
-    """A note of the setting with which nothing can be proposed, if it is set."""
-    if not caches.quantized and not caches.bounded:
-        return None
-    setting = "kv_bits" if caches.quantized else "max_kv_size"
-    return f"draft_model: not with {setting}, so it is not used"
 
 
 def _prompt_cache_bytes(order: Load) -> int:

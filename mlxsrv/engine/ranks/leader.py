@@ -28,6 +28,7 @@ from mlxsrv.engine.ranks.messages import (
     ShutdownWish,
     Stop,
     WorkFailed,
+    encode_message,
 )
 from mlxsrv.logs import log
 
@@ -78,6 +79,7 @@ class RankLeader:
         self._beats: dict[int, tuple[float, Beat]] = {}  # when it came, by rank
         self._faults: dict[tuple[int, int], set[int]] = {}  # ranks, by round and work
         self._changed = threading.Condition()
+        self._done = (0, -1)  # the last work that ended well here
         self._reason: str | None = None  # why a rank is lost
         for rank, connection in enumerate(connections, start=1):
             name = f"mlxsrv-rank-{rank}"
@@ -112,6 +114,8 @@ class RankLeader:
                     self._fail("a work has failed on rank 0, and not on all ranks")
             elif key in self._faults:
                 self._fail(f"a work has failed on rank {min(self._faults[key])} only")
+            else:
+                self._done = key
 
     def stop(self) -> None:
         """Have the other ranks end."""
@@ -124,9 +128,10 @@ class RankLeader:
                     _log.debug("a rank ended before it was told to", exc_info=True)
 
     def _send(self, message: RankMessage) -> None:
+        encoded = encode_message(message)
         for rank, connection in enumerate(self._connections, start=1):
             try:
-                connection.send(message)
+                connection.send_encoded(encoded)
             except OSError as error:
                 self._fail(f"rank {rank} is lost: {error}")
 
@@ -185,13 +190,17 @@ class RankLeader:
                 with self._changed:
                     self._faults.setdefault((round, work), set()).add(rank)
                     self._changed.notify_all()
+                    late = (round, work) <= self._done
+                if late:
+                    self._check((round, work))
+                    return
                 check = threading.Timer(self._patience, self._check, ((round, work),))
                 check.daemon = True
                 check.start()
 
     def _check(self, key: tuple[int, int]) -> None:
-        """Notice a failure that rank 0 does not have. It has settled the work before it heard, or
-        it waits in a collective that the other rank has left."""
+        """Notice a failure that rank 0 does not have. The work has ended well here, or rank 0 waits
+        in a collective that the other rank has left."""
         with self._changed:
             ranks = self._faults.get(key)
         if ranks:

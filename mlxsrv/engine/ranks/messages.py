@@ -62,12 +62,17 @@ class ShutdownWish(msgspec.Struct, frozen=True, tag=True):
 RankMessage = Hello | Round | Stop | Beat | WorkFailed | ShutdownWish
 
 
+def encode_message(message: RankMessage) -> bytes:
+    """Encode a message that several ranks are to have."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
 class RankConnection:
     """A connected socket that carries messages. One thread may send while another receives."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
-        self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(RankMessage)
         sock.settimeout(None)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -85,8 +90,11 @@ class RankConnection:
 
     def send(self, message: RankMessage) -> None:
         """Raises OSError if the connection is lost."""
-        body = self._encoder.encode(message)
-        self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        self.send_encoded(encode_message(message))
+
+    def send_encoded(self, message: bytes) -> None:
+        """Send what `encode_message` returned. Raises OSError if the connection is lost."""
+        self._socket.sendall(message)
 
     def receive(self, timeout: float | None = None, most: int | None = None) -> Any:
         """Wait for the next message.

@@ -69,14 +69,23 @@ class RankGroup:
         rows = self._gather(mx.array(padded)).reshape(self.size, width)
         return [row.tobytes()[:length] for row, length in zip(rows, lengths, strict=True)]
 
+    def exchange_number(self, number: int) -> list[int]:
+        """Each rank's number, on every rank, in their order."""
+        return [int(each) for each in self.exchange(str(number).encode())]
+
     def _gather(self, array: mx.array) -> np.ndarray[Any, Any]:
         gathered = mx.distributed.all_gather(array, group=self._group, stream=mx.cpu)
         return np.array(gathered)
 
     def require_alike(self, what: str, text: str) -> None:
-        """Raises ValueError, on all ranks, unless all have the same text."""
+        """Raise ValueError on all ranks, unless all have the same text.
+
+        Args:
+            what: the kind of things that the text names, and what may help; for the message.
+            text: this rank's.
+        """
         if len(set(self.exchange(text.encode()))) > 1:
-            raise ValueError(f"its ranks would have different {what}: use other numbers of ranks")
+            raise ValueError(f"its ranks would have different {what}")
 
     def divide(self, model: Any, config: dict[str, Any]) -> None:
         """Leave this rank's part of one of mlx-lm's models. Nothing is evaluated.

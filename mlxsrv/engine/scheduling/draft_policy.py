@@ -14,7 +14,7 @@ from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.outcomes import Decoded, Outcome
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.prompt_index import common_prefix
-from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.speculation_controller import (
     MOST,
     MOST_UNREAD,
@@ -166,7 +166,7 @@ def takes_proposals(row: Row, bound: Collection[int]) -> bool:
     token."""
     job = row.job
     return (
-        row.state is not RowState.FRESH
+        not row.fresh
         and row.id not in bound
         and job.logprobs is None
         and not job.sampling.changes_logits

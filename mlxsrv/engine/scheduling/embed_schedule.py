@@ -4,6 +4,7 @@
   quarter of a second, for a stream may begin at any moment.
 - A decoder reads a text that does not fit a slice in several. An encoder looks both ways and reads
   any text whole.
+- What texts take of the memory budget, and which of them wait for it: see `embed_memory`.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from mlxsrv.engine.events import Embedded, Event, Failed
+from mlxsrv.engine.events import Embedded, Event, Failed, Shortage
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextsRead
 from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, TextSpan
+from mlxsrv.engine.scheduling.embed_memory import EmbedMemory
+from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.scheduling.text_queue import TextQueue
+from mlxsrv.engine.scheduling.text_queue import QueuedText, TextQueue
 
 _SECONDS = 0.25  # of a slice while nothing streams: how long a new request may have to wait
 _MOST_TOKENS = 16 * 1024  # of a slice, padding included; the layers' memory grows with it
@@ -42,13 +45,19 @@ class EmbedSchedule:
         model: its number.
         facts: what it can do.
         pace: how long a slice may be beside streams; shared with the prompts of the same model.
+        budget: of the client; without bounds, unless given.
     """
 
-    def __init__(self, model: int, facts: EmbedFacts, pace: Pace) -> None:
+    def __init__(
+        self, model: int, facts: EmbedFacts, pace: Pace, budget: MemoryBudget | None = None
+    ) -> None:
         self._model = model
         self._facts = facts
         self._pace = pace
-        self._queue = TextQueue(slices=facts.slices)
+        self.budget = MemoryBudget() if budget is None else budget
+        self._queue = TextQueue(slices=facts.slices, most=pace.most)
+        self._memory = EmbedMemory(facts, pace.most, self._queue, self._refuse)
+        self.budget.add_texts(self._memory)
         self._admissions: dict[int, Embed] = {}  # by job; the runner does not have them yet
         self._releases: list[int] = []  # jobs that ended, which the runner still has
         self._streams = _Streams(False, False)  # when the last slice was planned
@@ -57,23 +66,31 @@ class EmbedSchedule:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to plan: no texts to read, and none for the runner to forget."""
-        return not (self._queue.jobs or self._releases)
+        """Whether there is nothing to plan: no texts that can be read now, and nothing to tell the
+        runner."""
+        if self._queue.ready or self._admissions or self._releases:
+            return False
+        return not (self._queue.jobs and self._memory.waits and self.budget.admits_more)
 
     @property
     def pending(self) -> bool:
-        """Whether there are texts to read."""
-        return bool(self._queue.jobs)
+        """Whether there are texts that can be read now."""
+        return self._queue.ready
 
     def statistics(self) -> dict[str, int]:
         return {"texts": len(self._queue)}
+
+    @property
+    def reading_bytes(self) -> int:
+        """Bytes of texts that are large, or are read in several slices."""
+        return self._memory.held
 
     # Jobs.
 
     def submit(self, order: Embed) -> None:
         """Take the job. Raises ValueError if the model cannot do it."""
         self._check(order)
-        self._queue.add(order)
+        self._queue.add(order, next(self.budget.numbers))
         self._admissions[order.id] = order
 
     def _check(self, order: Embed) -> None:
@@ -98,8 +115,14 @@ class EmbedSchedule:
     def fail(self) -> list[int]:
         """Forget all jobs, since the model goes. Returns their ids; nothing is planned for them."""
         jobs = list(self._queue.jobs)
-        self._queue = TextQueue(slices=self._facts.slices)
+        self._queue.remove(jobs)
+        self.budget.remove_texts(self._memory)
         return jobs
+
+    def _refuse(self, job: int, shortage: Shortage) -> None:
+        """End a job with a text that does not fit into memory."""
+        self._drop([job])
+        self.budget.events.append(Failed(job, shortage.message, shortage=shortage))
 
     def _drop(self, job_ids: Iterable[int]) -> list[int]:
         """Forget jobs that the runner is to forget as well. Returns their ids."""
@@ -128,7 +151,7 @@ class EmbedSchedule:
         return works
 
     def plan(self, *, decoding: bool, beside: bool) -> EmbedSlice | None:
-        """The next slice; None if there are no texts.
+        """The next slice; None if there are no texts that can be read now.
 
         Args:
             decoding: the model has streams.
@@ -138,7 +161,7 @@ class EmbedSchedule:
             return None
         self._streams = _Streams(decoding, beside)
         limit, most = self._limit()
-        parts = [(text, 0, text.length) for text in self._queue.choose(limit, most)]
+        parts = [(text, 0, text.length) for text in self._choose(limit, most)]
         if not parts:
             parts = [self._queue.read_on(limit)]
         return EmbedSlice(
@@ -147,6 +170,16 @@ class EmbedSchedule:
             completes=self._count_off(text.job for text, _, end in parts if end == text.length),
         )
 
+    def _choose(self, limit: int, most: int) -> list[QueuedText]:
+        """Take whole texts for the next slice; none if the slice belongs to the long text."""
+        slice, before = self._pace.most, self._queue.long
+        if before is None and self._memory.measure(slice) > self.budget.free:
+            limit = slice  # in several slices a text would take memory that is not there
+        found = self._queue.choose(limit, most)
+        if before is None and (long := self._queue.long) is not None and long.length <= slice:
+            self.budget.take(self._memory.measure(long.length))
+        return found
+
     def _limit(self) -> tuple[int, int]:
         """The most tokens of one text, and of a slice with its padding."""
         decoding, beside = self._streams
@@ -154,8 +187,10 @@ class EmbedSchedule:
         if not (decoding or beside):
             fitting = 0 if self._rate is None else int(_SECONDS * self._rate)
             most = max(limit, min(fitting, _MOST_TOKENS))
-            return max(limit, min(most, _MOST_WHOLE)), most
-        if self._queue.long is not None or self._queue.tokens > limit:
+            most = self._memory.fit_pass(most, limit, self.budget.free)
+            whole = min(most, _MOST_WHOLE)
+            return self._memory.fit_pass(whole, _MOST_WHOLE, self.budget.free), most
+        if self._queue.begun or self._queue.tokens > limit:
             # It takes many slices, and streams must not be slow all that time.
             limit = self._pace.limit(decoding=decoding, long=True, beside=beside)
             limit = limit if decoding else max(_LEAST, limit // _BESIDE)

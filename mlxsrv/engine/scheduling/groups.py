@@ -1,10 +1,11 @@
-"""Groups: rows of about one length, which share KV cache arrays and a pass of the model.
+"""Groups: rows of about one length, which share KV cache arrays.
 
 The arrays of a group have so many slots, one for each row, and so many columns, one for each token.
 Every row has as many columns as the longest: one row of 30,000 tokens beside seven of 300 would
-fill the memory of 240,000, all of it read at each step. A row like that gets a group of its own, at
-the cost of another pass over the weights at each step. So groups are kept apart only while padding
-them to one length would take more bytes than the weights have.
+fill the memory of 240,000, all of it read at each step. A row like that gets a group of its own.
+That has a cost at each step: another pass over the weights, or, where groups share passes, other
+calls of attention. So groups are kept apart only while padding them to one length would take more
+bytes than the weights have.
 
 Slots and columns grow in steps, since arrays that grow are copied, and shrink when at most half is
 used and rows have changed anyway. So the bytes are known before they are taken. Where memory is
@@ -17,6 +18,8 @@ from collections.abc import Iterable, Sequence
 from enum import Enum
 from itertools import chain, combinations
 from operator import attrgetter
+
+import msgspec
 
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.plans import RowGroup
@@ -38,6 +41,59 @@ class Fit(Enum):
     """They also shrink to what is needed now, which copies all rows."""
 
 
+_SPARING, _EXACT = Fit.SPARING, Fit.EXACT  # see `row` on members of enums
+
+
+class Growth(msgspec.Struct, frozen=True):
+    """Growth of rows, and of their arrays, until their bytes are counted.
+
+    Attributes:
+        tokens: of each row; no more than its job allows, unless `free` is given.
+        fit: how much room arrays have when they change.
+        free: rows may have more tokens than their jobs allow: those that are proposed to others of
+            their group.
+        settled: what goes with the next steps is gone.
+    """
+
+    tokens: int
+    fit: Fit = Fit.AMPLE
+    free: bool = False
+    settled: bool = False
+
+
+class _Shape(msgspec.Struct, frozen=True):
+    """Rows of one group, and the room that their arrays have: `slots` rows of `columns` tokens."""
+
+    rows: tuple[Row, ...]
+    longest: Row
+    slots: int = 0
+    columns: int = 0
+
+    def join(self, other: _Shape) -> _Shape:
+        """The same with the rows of another group."""
+        longest = max(self.longest, other.longest, key=_LENGTH)
+        return _Shape(self.rows + other.rows, longest, self.slots, self.columns)
+
+    def choose_room(self, growth: Growth, most: int, *, changed: bool) -> tuple[int, int]:
+        """The slots and the columns for these rows when they have grown, and at most so many slots.
+        `changed`: rows have, so that arrays are copied anyway."""
+        longest, tokens, fit = self.longest, growth.tokens, growth.fit
+        columns = longest.length + tokens
+        if columns > longest.most_length and not growth.free:  # or no other row has more
+            grown = [(row.length + tokens, row.most_length) for row in self.rows]
+            columns = max([length if length < most else most for length, most in grown])
+        rows, slots, room = len(self.rows), self.slots, self.columns
+        if fit is _EXACT:
+            return rows, _round_up(columns)
+        if rows > slots or (changed and 2 * rows <= slots):
+            slots = rows if fit is _SPARING else min(_step_up(rows), max(most, rows))
+        if columns > room:
+            room = _round_up(max(columns, 0 if fit is _SPARING else room + room // 8))
+        elif changed and 2 * columns <= room:
+            room = _round_up(columns)
+        return slots, room
+
+
 class _Group:
     """Rows in the order of their slots, and the room that their arrays have.
 
@@ -53,17 +109,14 @@ class _Group:
         self.slots = slots
         self.columns = columns
 
-    def copy(self) -> _Group:
-        return _Group(self.places, self.slots, self.columns)
-
     @property
     def rows(self) -> list[Row]:
         return [*filter(None, self.places)]
 
     @property
-    def longest(self) -> int:
-        length: int = max(map(_LENGTH, filter(None, self.places)))
-        return length
+    def shape(self) -> _Shape:
+        rows = tuple(filter(None, self.places))
+        return _Shape(rows, max(rows, key=_LENGTH), self.slots, self.columns)
 
     def absorb(self, other: _Group) -> None:
         """Take the rows of another group: first into the slots of those that have left."""
@@ -77,28 +130,6 @@ class _Group:
             last = self.places.pop()
             if last is not None:
                 self.places[self.places.index(None)] = last
-
-    def reach(self, tokens: int) -> int:
-        """Tokens of the row that is the longest once each has so many more, or all that its job
-        allows."""
-        first = max(self.rows, key=_LENGTH)
-        if first.length + tokens <= first.most_length:  # so no other row has more
-            return first.length + tokens
-        return max(min(row.length + tokens, row.most_length) for row in self.rows)
-
-    def fit(self, columns: int, most: int, fit: Fit, *, changed: bool) -> None:
-        """Choose the room for rows of so many tokens, and at most so many slots."""
-        slots = len(self.places)
-        if fit is Fit.EXACT:
-            self.slots, self.columns = slots, _round_up(columns)
-            return
-        if slots > self.slots or (changed and 2 * slots <= self.slots):
-            self.slots = slots if fit is Fit.SPARING else min(_step_up(slots), max(most, slots))
-        if columns > self.columns:
-            more = 0 if fit is Fit.SPARING else self.columns + self.columns // 8
-            self.columns = _round_up(max(columns, more))
-        elif changed and 2 * columns <= self.columns:
-            self.columns = _round_up(columns)
 
 
 def _step_up(rows: int) -> int:
@@ -120,78 +151,59 @@ class Groups:
         max_rows: rows that are decoded together, at most.
 
     Attributes:
+        count: of the rows.
         fit: how much room arrays have when they change next.
         padding: bytes of padding for which two groups are not kept apart.
-        rows: of all groups, in the order of the inputs.
-        changes: grows when rows come, go, or change places.
+        changes: grows when rows come or go.
+        max_rows: as above.
     """
 
     def __init__(self, facts: TextFacts, max_rows: int) -> None:
+        self.count = 0
         self.fit = Fit.AMPLE
         self.padding = facts.padding
-        self.rows: tuple[Row, ...] = ()
         self.changes = 0
+        self.max_rows = max_rows
         self._facts = facts
-        self._max_rows = max_rows
         self._absorbed = 0  # bytes of arrays whose rows have gone over to others
         self._groups: list[_Group] = []
         self._changed = False  # rows have
+        self._rows: tuple[Row, ...] | None = ()  # None: to be listed anew
 
     def __len__(self) -> int:
         return len(self._groups)
 
     @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of all groups, in the order of the inputs."""
+        if self._rows is None:
+            self._rows = tuple(chain.from_iterable([group.rows for group in self._groups]))
+        return self._rows
+
+    @property
     def bytes(self) -> int:
         """Bytes of the KV caches, as they were planned last."""
-        return sum(map(self._size, self._groups)) + self._absorbed
+        return (
+            sum([self.measure(each.slots, each.columns) for each in self._groups]) + self._absorbed
+        )
 
-    def bytes_with(
-        self,
-        rows: Iterable[Row] = (),
-        tokens: int = 1,
-        fit: Fit = Fit.AMPLE,
-        *,
-        bounded: bool = False,
-    ) -> int:
-        """Bytes of the KV caches if these rows joined, once each row has so many `tokens` more.
+    @property
+    def arrays(self) -> GroupArrays:
+        """The arrays that there are."""
+        shapes = [each.shape for each in self._groups]
+        return GroupArrays(self, shapes, self._absorbed, self._changed)
 
-        Arrays whose rows go over to others count until the step after.
-
-        Args:
-            rows: that join.
-            tokens: of each row.
-            fit: how much room arrays have when they change.
-            bounded: no row has more tokens than its job allows.
-        """
-        groups = [group.copy() for group in self._groups]
-        absorbed, changed = self._absorbed, self._changed
-        for row in rows:
-            groups.append(_Group([row]))
-            absorbed += self._unite(groups)
-            changed = True
-        for group in groups:
-            group.close_up()
-            columns = group.reach(tokens) if bounded else group.longest + tokens
-            group.fit(columns, self._max_rows, fit, changed=changed)
-        return sum(map(self._size, groups)) + absorbed
-
-    def bound(self, rows: Sequence[Row], tokens: int) -> int:
-        """Bytes that `bytes_with` does not exceed for these rows, or some of them, and so many
-        `tokens`. This looks at the length of each row only."""
-        lengths = [max(each.columns, each.longest) for each in self._groups]
-        longest = max([*lengths, *(row.length for row in rows)], default=0) + tokens
-        # However rows are grouped, there are at most three slots more than a group has rows, and
-        # two for each row that is alone.
-        slots = sum(max(each.slots, len(each.places)) + _MORE for each in self._groups)
-        most = (slots + 2 * len(rows)) * self._facts.kv_bytes(_round_up(longest))
-        return most + (self.bytes if len(self._groups) > 1 else self._absorbed)
+    def measure(self, slots: int, columns: int) -> int:
+        """Bytes of arrays with so much room."""
+        return slots * self._facts.kv_bytes(columns) if slots else 0
 
     def add(self, rows: Sequence[Row], room: RowGroup | None = None) -> None:
         """Take rows that were read together; or one that was decoded alone, in arrays with this
         `room`."""
         slots, columns = (0, 0) if room is None else (room.slots, room.columns)
         self._groups.append(_Group(rows, slots, columns))
-        self._absorbed += self._unite(self._groups)
+        self.count += len(rows)
+        self._unite()
         self._note_change()
 
     def remove(self, row: Row) -> None:
@@ -199,74 +211,106 @@ class Groups:
         for group in self._groups:
             if row in group.places:
                 group.places[group.places.index(row)] = None
-                self._groups = [group for group in self._groups if group.rows]
-                self._absorbed += self._unite(self._groups)
+                self.count -= 1
+                self._groups = [group for group in self._groups if any(group.places)]
+                self._unite()
                 self._absorbed *= bool(self._groups)  # all arrays go with the last row
                 self._note_change()
                 return
 
     def close_up(self) -> None:
         """Have the rows in the order that they have in the next step."""
-        if self._changed:
-            for group in self._groups:
+        for group in self._groups if self._changed else ():
+            if None in group.places:
+                self._rows = None
                 group.close_up()
-            self._list_rows()
 
     def clear(self) -> None:
         self._groups.clear()
+        self.count = 0
         self._absorbed = 0
         self._note_change()
 
     def _note_change(self) -> None:
         self._changed = True
-        self._list_rows()
-
-    def _list_rows(self) -> None:
-        self.rows = tuple(chain.from_iterable(group.rows for group in self._groups))
+        self._rows = None
         self.changes += 1
 
     def take_changed(self, tokens: int = 1) -> tuple[RowGroup, ...] | None:
         """The groups, with room for a step of so many `tokens`; None if they are the same as at the
         last call."""
-        before = [(group.slots, group.columns) for group in self._groups]
         self.close_up()
+        self._absorbed, changed = 0, self._changed
+        growth = Growth(tokens, self.fit, free=True)
         for group in self._groups:
-            group.fit(group.longest + tokens, self._max_rows, self.fit, changed=self._changed)
-        self._absorbed = 0
-        grown = before != [(group.slots, group.columns) for group in self._groups]
-        if not (self._changed or grown):
-            return None
+            room = group.shape.choose_room(growth, self.max_rows, changed=self._changed)
+            changed |= room != (group.slots, group.columns)
+            group.slots, group.columns = room
         self._changed = False
+        if not changed:
+            return None
         return tuple(
-            RowGroup(tuple(row.id for row in group.rows), group.slots, group.columns)
-            for group in self._groups
+            [
+                RowGroup(tuple([row.id for row in group.rows]), group.slots, group.columns)
+                for group in self._groups
+            ]
         )
 
-    def _size(self, group: _Group) -> int:
-        return group.slots * self._facts.kv_bytes(group.columns)
-
-    def _unite(self, groups: list[_Group]) -> int:
-        """Merge groups that need not be apart, since rows have changed. Returns the bytes of arrays
-        that are left without rows."""
-        absorbed = 0
-        while (pair := self._find_close(groups)) is not None:
-            one, other = pair
+    def _unite(self) -> None:
+        """Merge groups that need not be apart, since rows have changed."""
+        while len(self._groups) > 1:
+            pair = self.find_close([group.shape for group in self._groups])
+            if pair is None:
+                return
+            one, other = self._groups[pair[0]], self._groups.pop(pair[1])
             one.absorb(other)
-            absorbed += self._size(other)
-            groups.remove(other)
-        return absorbed
+            self._absorbed += self.measure(other.slots, other.columns)
 
-    def _find_close(self, groups: list[_Group]) -> tuple[_Group, _Group] | None:
-        """The first two groups that need not be apart."""
-        pairs = combinations(groups, 2)
-        return next((pair for pair in pairs if self._padding(*pair) <= self.padding), None)
+    def find_close(self, groups: Sequence[_Shape]) -> tuple[int, int] | None:
+        """The places of the first two groups that need not be apart: their KV caches would grow by
+        little if all rows were as long as the longest."""
+        bytes = [self._facts.kv_bytes(group.longest.length) for group in groups]  # of its longest
+        for one, other in combinations(range(len(groups)), 2):
+            more = bytes[other] - bytes[one]
+            shorter = groups[one if more > 0 else other]
+            if abs(more) * len(shorter.rows) <= self.padding:
+                return one, other
+        return None
 
-    def _padding(self, one: _Group, other: _Group) -> int:
-        """Bytes by which the KV caches would grow if all rows were as long as the longest."""
-        counts = [len(each.rows) for each in (one, other)]
-        sizes = [self._facts.kv_bytes(each.longest) for each in (one, other)]
-        together = max(sizes) * sum(counts)
-        return together - sizes[0] * counts[0] - sizes[1] * counts[1]
+
+class GroupArrays(msgspec.Struct, frozen=True):
+    """The arrays of groups as they would be if some rows joined.
+
+    Attributes:
+        owner: has the groups that there are.
+        groups: those that there would be.
+        absorbed: bytes of arrays whose rows go over to others. They count until the step after.
+        changed: rows have, since the last plan.
+    """
+
+    owner: Groups
+    groups: list[_Shape]
+    absorbed: int
+    changed: bool
+
+    def join(self, rows: Iterable[Row]) -> GroupArrays:
+        """The same if these rows joined as well."""
+        groups, absorbed = [*self.groups], self.absorbed
+        for row in rows:
+            groups.append(_Shape((row,), row))
+            while (pair := self.owner.find_close(groups)) is not None:
+                one, other = groups[pair[0]], groups.pop(pair[1])
+                groups[pair[0]] = one.join(other)
+                absorbed += self.owner.measure(other.slots, other.columns)
+        return GroupArrays(self.owner, groups, absorbed, True)
+
+    def bytes(self, growth: Growth) -> int:
+        """Bytes of the arrays once each row has grown."""
+        taken, owner = self.absorbed, self.owner
+        for group in self.groups:
+            room = group.choose_room(growth, owner.max_rows, changed=self.changed)
+            taken += owner.measure(*room)
+        return taken
 
 
 def alone(row: Row, tokens: int) -> RowGroup:

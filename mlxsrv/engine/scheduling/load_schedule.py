@@ -19,76 +19,54 @@ _LEAST_SLICE = 1024 * 1024
 _MOST_SLICE = 256 * 1024 * 1024
 
 
-class FinishedLoad(NamedTuple):
-    """A load that is over. With its `loaded` or its `refusal` the question is answered.
-
-    `question` is the number that the client gave it.
-    """
+class FinishedTask(NamedTuple):
+    """A load or an attachment that is over. With what its `step` has, or its refusal, the question
+    is answered; `question` is the number that the client gave it."""
 
     question: int
     model: int
-    order: Load
-    step: LoadStep
+    order: Load | Attach
+    step: LoadStep | AttachStep
 
 
-class FinishedAttachment(NamedTuple):
-    """An attachment that is over, as a FinishedLoad is."""
+class _Task:
+    """One load, or one attachment of an SAE. `limit` is how many bytes the next slice of a load
+    reads; `number` is an attachment's own in the process, and that of the order is its client's."""
 
-    question: int
-    model: int
-    order: Attach
-    step: AttachStep
-
-
-FinishedTask = FinishedLoad | FinishedAttachment
-
-
-class _LoadTask:
-    """One load. `limit` is how many bytes its next slice reads."""
-
-    def __init__(self, order: Load, model: int, question: int) -> None:
+    def __init__(self, order: Load | Attach, model: int, question: int, number: int) -> None:
         self.order = order
         self.model = model
         self.question = question
+        self.number = number
         self.limit = _FIRST_SLICE
-        self.begun = False
+        self._begun = False
 
-    def plan(self) -> LoadSlice:
-        order = None if self.begun else self.order
-        self.begun = True
-        return LoadSlice(model=self.model, limit=self.limit, order=order)
+    def plan(self) -> LoadSlice | AttachSlice:
+        begun, self._begun = self._begun, True
+        if isinstance(self.order, Load):
+            order = None if begun else self.order
+            return LoadSlice(model=self.model, limit=self.limit, order=order)
+        return AttachSlice(
+            model=self.model, number=self.number, order=None if begun else self.order
+        )
 
     def learn(self, bytes: int, seconds: float) -> None:
-        """Choose the next limit, after a slice that has read so many bytes: as many as take half
-        of the longest gap that streams may have."""
-        if bytes:
+        """Choose the next limit, after a slice of a load that has read so many bytes: as many as
+        take half of the longest gap that streams may have."""
+        if bytes and isinstance(self.order, Load):
             fitting = bytes * self.order.max_gap / 2 / max(seconds, 1e-6)
             # At most doubled: a slice from the system's file cache says little of one from the
             # disk.
             self.limit = max(_LEAST_SLICE, min(int(fitting), 2 * self.limit, _MOST_SLICE))
 
-    def finish(self, step: LoadStep) -> FinishedLoad:
-        return FinishedLoad(self.question, self.model, self.order, step)
+    def finish(self, step: LoadStep | AttachStep) -> FinishedTask:
+        return FinishedTask(self.question, self.model, self.order, step)
 
-
-class _AttachTask:
-    """One attachment of an SAE. `number` is its own in the process; that of the order is its
-    client's."""
-
-    def __init__(self, order: Attach, number: int, model: int, question: int) -> None:
-        self.order = order
-        self.number = number
-        self.model = model
-        self.question = question
-        self.begun = False
-
-    def plan(self) -> AttachSlice:
-        order = None if self.begun else self.order
-        self.begun = True
-        return AttachSlice(model=self.model, number=self.number, order=order)
-
-    def finish(self, step: AttachStep) -> FinishedAttachment:
-        return FinishedAttachment(self.question, self.model, self.order, step)
+    def refuse(self, refusal: Refusal) -> LoadStep | AttachStep:
+        """The step with which it is over, and has failed."""
+        if isinstance(self.order, Load):
+            return LoadStep(refusal=refusal)
+        return AttachStep(refusal=refusal)
 
 
 class LoadSchedule:
@@ -96,88 +74,69 @@ class LoadSchedule:
     each attachment."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, _LoadTask] = {}  # by model, in the order of arrival
-        self._attachments: dict[int, _AttachTask] = {}  # by their own numbers
+        # By the numbers of the model and of the attachment, 0 for the load; as they came.
+        self._tasks: dict[tuple[int, int], _Task] = {}
         self._numbers = count(1)  # of attachments
 
     @property
     def idle(self) -> bool:
-        return not (self._loads or self._attachments)
+        return not self._tasks
 
     def name(self, model: int) -> str:
         """The client's name of a model that is being loaded; empty if it is not."""
-        return self._loads[model].order.model if model in self._loads else ""
+        task = self._tasks.get((model, 0))
+        return "" if task is None else task.order.model
 
-    def start_load(self, order: Load, model: int, question: int) -> None:
-        """Begin to load `model`.
+    def start(self, order: Load | Attach, model: int, question: int) -> None:
+        """Begin to load `model`, or to attach an SAE to it.
 
         Args:
-            order: what to load.
-            model: the number that the model gets.
-            question: the number of the client's question, which the end of the load answers.
+            order: what to load or to attach.
+            model: the number that the model has, or gets.
+            question: the number of the client's question, which the end of this answers.
         """
-        self._loads[model] = _LoadTask(order, model, question)
-
-    def start_attachment(self, order: Attach, model: int, question: int) -> None:
-        """Begin to attach an SAE to `model`, as with `start_load`."""
-        number = next(self._numbers)
-        self._attachments[number] = _AttachTask(order, number, model, question)
+        number = next(self._numbers) if isinstance(order, Attach) else 0
+        self._tasks[model, number] = _Task(order, model, question, number)
 
     def abandon(self, model: int) -> list[FinishedTask]:
         """Give up what is under way of a model that goes."""
         finished: list[FinishedTask] = []
-        load = self._loads.pop(model, None)
-        if load is not None:
-            refusal = Refusal("model not loaded", "it was unloaded before it was there")
-            finished.append(load.finish(LoadStep(refusal=refusal)))
-        for number in [n for n, task in self._attachments.items() if task.model == model]:
-            refusal = Refusal("model not loaded", "its model was unloaded")
-            finished.append(self._attachments.pop(number).finish(AttachStep(refusal=refusal)))
+        for key in [key for key in self._tasks if key[0] == model]:
+            task = self._tasks.pop(key)
+            loading = isinstance(task.order, Load)
+            reason = "it was unloaded before it was there" if loading else "its model was unloaded"
+            finished.append(task.finish(task.refuse(Refusal("model not loaded", reason))))
         return finished
 
     def plan(self) -> list[LoadSlice | AttachSlice]:
         """The works of the next round: one slice of each that need not wait."""
         works: list[LoadSlice | AttachSlice] = []
         folders: set[str] = set()
-        for load in self._loads.values():
-            if load.order.path not in folders:
-                folders.add(load.order.path)
-                works.append(load.plan())
-        works += [attachment.plan() for attachment in self._attachments.values()]
+        for task in self._tasks.values():
+            if isinstance(task.order, Attach) or task.order.path not in folders:
+                works.append(task.plan())
+            if isinstance(task.order, Load):
+                folders.add(task.order.path)
         return works
 
     def settle(self, work: LoadSlice | AttachSlice, outcome: Outcome) -> FinishedTask | None:
         """Learn from the outcome of a work. Returns the load or attachment if it is over: a fault
         ends it."""
-        if isinstance(work, LoadSlice):
-            return self._settle_load(work.model, outcome)
-        return self._settle_attachment(work.number, outcome)
-
-    def _settle_load(self, model: int, outcome: Outcome) -> FinishedLoad | None:
-        task = self._loads.get(model)
+        key = work.model, work.number if isinstance(work, AttachSlice) else 0
+        task = self._tasks.get(key)
         if task is None:  # abandoned since it was planned
             return None
         if outcome.fault is not None:
-            step = LoadStep(refusal=Refusal("model not loaded", outcome.fault.reason))
+            loading = isinstance(work, LoadSlice)
+            step = task.refuse(
+                Refusal("model not loaded" if loading else "engine failed", outcome.fault.reason)
+            )
         else:
-            assert isinstance(outcome.done, LoadStep)
+            assert isinstance(outcome.done, (LoadStep, AttachStep))
             step = outcome.done
-        task.learn(step.bytes, outcome.seconds)
-        if step.loaded is None and step.refusal is None:
+        if isinstance(step, LoadStep):
+            task.learn(step.bytes, outcome.seconds)
+        if not step.over:
             return None
-        del self._loads[model]
-        return task.finish(step)
-
-    def _settle_attachment(self, number: int, outcome: Outcome) -> FinishedAttachment | None:
-        task = self._attachments.get(number)
-        if task is None:  # abandoned since it was planned
-            return None
-        if outcome.fault is not None:
-            step = AttachStep(refusal=Refusal("engine failed", outcome.fault.reason))
-        else:
-            assert isinstance(outcome.done, AttachStep)
-            step = outcome.done
-        if step.attached is None and step.refusal is None:
-            return None
-        del self._attachments[number]
+        del self._tasks[key]
         return task.finish(step)

@@ -1,4 +1,5 @@
-"""The memory budget: the KV caches of all models of a client stay within a number of bytes.
+"""The memory budget: the KV caches of all models of a client stay within a number of bytes, and
+large texts to embed with them.
 
 What is to be done is decided at the beginning of each round, before a plan takes anything.
 
@@ -12,6 +13,8 @@ What is to be done is decided at the beginning of each round, before a plan take
   is read again when it fits as a new one does, with a growth step for all. So between two
   preemptions of a row each of the others draws tokens of a growth step, or all that it has left.
   No row is preempted for a younger one, and the oldest row of the client is never.
+- **A large text to embed** has its place among the rows that wait; see `embed_memory`. Rows that
+  need its memory, even the oldest, wait for its end.
 - **A draft model** follows the only row where there is room for what it reads. Kept prompts give
   way to that, and it gives way to rows.
 - **The oldest row** goes on until the budget is full of it alone. Then it ends, as at its limit.
@@ -24,22 +27,72 @@ texts that do not fit alone: it is asked for while rows still have room for some
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from heapq import merge
+from collections.abc import Iterator
 from itertools import count
 
+import msgspec
+
 from mlxsrv.engine.events import Event, Progress, Shortage
-from mlxsrv.engine.scheduling.groups import STEP, Fit
+from mlxsrv.engine.scheduling.embed_memory import EmbedMemory
+from mlxsrv.engine.scheduling.groups import STEP, Fit, Growth
 from mlxsrv.engine.scheduling.memory_question import MemoryQuestion
 from mlxsrv.engine.scheduling.row import Row, RowState
-from mlxsrv.engine.scheduling.row_memory import RowMemory
+from mlxsrv.engine.scheduling.row_memory import Forecast, RowMemory
 from mlxsrv.engine.scheduling.speculation_controller import MOST
 
 _NEXT = 2  # tokens of each row that are reserved: of the next step, and one more to end with
 _ROUND = MOST + 2  # the same where tokens are proposed
 _FORESIGHT = 64  # tokens before which memory is asked for: steps enough for an answer
+
+# What is counted.
+_STEP = Growth(_NEXT)
+_LEAST = Growth(_NEXT, Fit.EXACT, settled=True)
+_LAST = Growth(1, Fit.EXACT, settled=True)
+_SOON = Growth(_NEXT + _FORESIGHT, Fit.EXACT, settled=True)
+_GROWN = Growth(STEP + _NEXT, Fit.EXACT)  # reserved for all rows when a text is read
+_AMPLE = Growth(_FORESIGHT + _ROUND, free=True)
+_AMPLE_WITH_MORE = Growth(STEP + _NEXT, free=True)
+
+_FITS = tuple(Fit)
+_UNBOUNDED = 1 << 62  # bytes
 _PADDING = 8  # a group's padding may take this part of the budget
 _SIGN_OF_LIFE = 32  # rounds after which the client is told that a preempted row goes on
+
+
+Holder = tuple[RowMemory, Row]
+Waiting = Holder | EmbedMemory
+"""A row that waits, or the large text of a model that does."""
+
+
+class _Forecasts(msgspec.Struct, frozen=True):
+    """The bytes that all models take, if certain texts are read.
+
+    Attributes:
+        rows: of each model's rows.
+        texts: bytes of large texts.
+        begun: models whose large text, which waits, is among these.
+    """
+
+    rows: dict[RowMemory, Forecast]
+    texts: int
+    begun: tuple[EmbedMemory, ...] = ()
+
+    def bytes(self, growth: Growth) -> int:
+        """The bytes; see `Forecast.bytes`."""
+        return self.texts + sum([each.bytes(growth) for each in self.rows.values()])
+
+    def grant(self, *waiting: Waiting) -> _Forecasts:
+        """Foresee what is taken if these are given memory as well."""
+        found, texts, begun = {**self.rows}, self.texts, self.begun
+        granted: dict[RowMemory, list[Row]] = {}
+        for each in waiting:
+            if isinstance(each, EmbedMemory):
+                texts, begun = texts + each.needed, (*begun, each)
+            else:
+                granted.setdefault(each[0], []).append(each[1])
+        for model, rows in granted.items():
+            found[model] = model.foresee_granted(found[model], rows)
+        return _Forecasts(found, texts, begun)
 
 
 class MemoryBudget:
@@ -47,18 +100,22 @@ class MemoryBudget:
 
     Attributes:
         bytes: that there are; None: as many as are wanted.
-        numbers: of rows, in the order in which they come, over all models.
-        events: what the client is to be told.
+        numbers: of rows and of texts' jobs, in the order in which they come, over all models.
+        free: bytes that nothing has taken or reserved in this round.
+        events: what the client is to be told, by the budget and by all who share it.
     """
 
     def __init__(self) -> None:
         self.bytes: int | None = None
         self.numbers = count()
         self.events: list[Event] = []
+        self.free = _UNBOUNDED
         self._models: list[RowMemory] = []
-        self._free = 0  # bytes that nothing has taken or reserved in this round
-        self._question = MemoryQuestion(lambda event: self.events.append(event))
+        self._texts: list[EmbedMemory] = []
+        self._question = MemoryQuestion(self.events.append)
         self._rounds = 0
+        self._changes = 0  # of all groups, when it was last decided
+        self._lasting = 0  # rounds for which that holds, if rows only draw tokens
 
     def set(self, bytes: int) -> None:
         """Take the client's order, which may be the answer to MemoryShort."""
@@ -79,219 +136,203 @@ class MemoryBudget:
         if model in self._models:
             self._models.remove(model)
 
+    def add_texts(self, texts: EmbedMemory) -> None:
+        """Count the texts of a model from now on."""
+        self._texts.append(texts)
+
+    def remove_texts(self, texts: EmbedMemory) -> None:
+        """Count the texts of a model no more, if they were: it is gone."""
+        if texts in self._texts:
+            self._texts.remove(texts)
+
     @property
     def short(self) -> bool:
         """Whether arrays have less room than they would have."""
         return any(model.groups.fit is not Fit.AMPLE for model in self._models)
 
-    def take_events(self) -> list[Event]:
-        """The events that the client is to be told."""
-        events, self.events = self.events, []
-        return events
-
     @property
     def exceeded(self) -> bool:
         """Whether arrays are larger than they may be, until they shrink in the next steps."""
-        if self.bytes is None or self._free >= 0:
+        if self.bytes is None or self.free >= 0:
             return False
-        return sum(model.held for model in self._models) > self.bytes
+        texts = sum(each.held for each in self._texts)
+        return texts + sum(model.held for model in self._models) > self.bytes
 
     @property
     def admits_more(self) -> bool:
-        """Whether the next plan lets the text of a row be read that waits."""
+        """Whether the next plan lets a text be read that waits for memory."""
         if self.bytes is None:
             return True
-        first = next(self._candidates(), None)
-        if first is None:
+        waiting = self._find_candidates()
+        if not waiting:
             return False
-        kept = sum(model.spare_bytes for model in self._models)
-        return self._count_with([first]) - kept <= self.bytes
+        return self._foresee().grant(min(waiting, key=_number)).bytes(_GROWN) <= self.bytes
 
     def _find_room(self, model: RowMemory, bytes: int) -> bool:
         """Whether there is room for a KV cache of so many bytes that is kept. Others of its model
         give way, if they go before it comes."""
         if self.bytes is None:
             return True
-        if bytes > self._free and not model.index.late:
-            self._free += model.index.give_way(bytes - self._free)
-        if bytes > self._free:
+        if bytes > self.free and not model.index.late:
+            self.free += model.index.give_way(bytes - self.free)
+        return self.take(bytes)
+
+    def take(self, bytes: int) -> bool:
+        """Take so many bytes for this round, if they are free. Nothing gives way."""
+        if bytes > self.free:
             return False
-        self._free -= bytes
+        self.free -= bytes
         return True
 
     # A round.
 
-    def arrange(self) -> None:
+    def arrange(self, *, quiet: bool = False) -> None:
         """Decide what goes, how much room arrays have, and which texts may be read, in the next
-        plan."""
+        plan. `quiet`: in the last plan rows only drew tokens, and no orders came since."""
         if self.bytes is None:
+            self.free = _UNBOUNDED
+            for texts in self._find_waiting_texts():
+                texts.begin()
             return
+        changes = 0
         for model in self._models:
             model.index.late = False
+            changes += model.groups.changes
         self._tell_progress()
-        if self._is_ample(self.bytes):
+        if quiet and self._lasting and changes == self._changes:
+            self._lasting -= 1
             return
-        if not self._suffices(self.bytes):
-            self._keep_within(self.bytes)
-            granted = self._grant(self.bytes)
-            self._fit(self.bytes, granted)
+        self._changes, self._lasting = changes, 0
+        found = self._foresee()
+        if not self._suffices(found, self.bytes):
+            found = self._keep_within(found, self.bytes)
+            self._fit(self._grant(found, self.bytes), self.bytes)
         self._fit_drafts()
 
-    def _is_ample(self, most: int) -> bool:
-        """Whether half of the memory is left, even if all who wait are let in. So it is on most
-        servers, where to count each row would take longer than all other decisions."""
-        taken = 0
-        for model in self._models:
-            bound = model.bound(_FORESIGHT + _ROUND)
-            taken += most if bound is None else bound
-        if 2 * taken > most:
-            return False
-        for model in self._models:
-            model.grant(None)
-            model.groups.fit, model.proposals_fit = Fit.AMPLE, True
-            if model.book.drafts is not None:
-                model.book.drafts.fits = True
-        self._free = most - taken
-        self._question.note_enough()
-        return True
+    @property
+    def _spare(self) -> int:
+        """Bytes of what can give way."""
+        return sum([model.spare_bytes for model in self._models])
 
-    def _suffices(self, most: int) -> bool:
-        """Whether nobody waits, and no row needs memory soon that there is not."""
-        if any(model.book.waits for model in self._models):
+    def _foresee(self) -> _Forecasts:
+        """Foresee what each model takes, if no more texts are read."""
+        texts = sum([each.held for each in self._texts])
+        return _Forecasts({model: model.forecast() for model in self._models}, texts)
+
+    def _suffices(self, found: _Forecasts, most: int) -> bool:
+        """Whether there is room for all who wait, and for what all rows may need soon."""
+        waiting = self._find_candidates()
+        left, growth = most - self._spare, _AMPLE_WITH_MORE if waiting else _AMPLE
+        taken = found.bytes(growth)
+        if waiting and taken <= left:
+            found = found.grant(*sorted(waiting, key=_number))
+            taken = found.bytes(growth)
+        if taken > left:
             return False
-        taken = sum(
-            model.count(_FORESIGHT + _ROUND, Fit.AMPLE, free=True) for model in self._models
-        )
-        if taken > most:
-            return False
-        for model in self._models:
-            model.grant(())
-            model.groups.fit, model.proposals_fit = Fit.AMPLE, True
-        self._free = most - taken
+        for texts in found.begun:
+            texts.begin()
+        for model, each in found.rows.items():
+            # Where half of the memory is left, it is not counted how texts are padded.
+            model.grant(None if left - taken >= most // 2 else each.granted)
+            model.groups.fit, model.proposals_fit = growth.fit, True
+        self.free = left - taken
         self._question.note_enough()
+        if all(model.book.drafts is None for model in self._models):  # they grow by themselves
+            self._lasting = _FORESIGHT
         return True
 
     # What goes.
 
-    def _keep_within(self, most: int) -> None:
-        """Have kept prompts and rows go until there is room for the next steps."""
-        self._give_way(self._count(_NEXT, Fit.AMPLE) - most)
-        kept = sum(model.spare_bytes for model in self._models)
-        self._question.ask(self._count(_NEXT + _FORESIGHT, Fit.EXACT, settled=True) - kept, most)
+    def _keep_within(self, found: _Forecasts, most: int) -> _Forecasts:
+        """Have kept prompts and rows go until there is room for the next steps. Returns what is
+        taken then."""
+        self._give_way(found.bytes(_STEP) + self._spare - most)
+        needed = found.bytes(_SOON)
+        self._question.ask(needed, most)
         # Where there were more bytes until now, arrays are too large whoever goes, and shrink.
-        while self._count(_NEXT, Fit.EXACT, settled=True) > most:
-            holders = sorted(self._find_holders(), key=lambda holder: holder[1].number)
+        while needed > most and found.bytes(_LEAST) > most:
+            holders = sorted(self._find_holders(), key=_number)
             if not holders:
-                return
+                break
             model, youngest = holders[-1]
-            if len(holders) == 1 and self._count(1, Fit.EXACT, settled=True) <= most:
-                youngest.full = True
-                return
+            alone = len(holders) == 1 and not found.texts
+            if alone and found.bytes(_LAST) <= most:
+                youngest.end_soon()
+                break
             model.preempt(youngest)
+            found = self._foresee()
+        return found
 
-    def _find_holders(self) -> Iterator[tuple[RowMemory, Row]]:
+    def _find_holders(self) -> Iterator[Holder]:
         for model in self._models:
             for row in model.rows:
                 yield model, row
 
-    def _give_way(self, bytes: int) -> int:
+    def _give_way(self, bytes: int) -> None:
         """Have kept prompts and drafts give way to so many bytes, first those of models without
-        rows. Returns the bytes that are free then."""
-        freed = 0
-        for model in sorted(self._models, key=lambda model: bool(model.rows)):
-            if freed < bytes:
-                freed += model.give_way(bytes - freed)
-        return freed
+        rows, and no more than are needed."""
+        models = sorted(self._models, key=lambda model: bool(model.rows)) if bytes > 0 else ()
+        for model in models:
+            if bytes > 0:
+                bytes -= model.give_way(bytes)
 
     # Whose text is read.
 
-    def _candidates(self) -> Iterator[tuple[RowMemory, Row]]:
-        """The rows that may be given memory, in their order."""
-        lists = [[(row.number, model, row) for row in model.candidates] for model in self._models]
-        for _, model, row in merge(*lists, key=lambda each: each[0]):
-            yield model, row
+    def _find_candidates(self) -> list[Waiting]:
+        """The rows and large texts that may be given memory, those of each model in their order."""
+        found: list[Waiting] = [(model, row) for model in self._models for row in model.candidates]
+        return [*found, *self._find_waiting_texts()]
 
-    def _grant(self, most: int) -> list[tuple[RowMemory, Row]]:
-        """Let texts be read for which there is memory, up to the first for which there is none."""
-        while (granted := self._choose(most)) is None:
-            pass
-        for model in self._models:
-            model.grant([row for each, row in granted if each is model])
-        return granted
+    def _find_waiting_texts(self) -> list[EmbedMemory]:
+        return [texts for texts in self._texts if texts.waits]
 
-    def _choose(self, most: int) -> list[tuple[RowMemory, Row]] | None:
-        """The rows whose texts may be read; None if one was refused, so that another may have its
-        place."""
-        found = list(self._candidates())
-        kept = sum(each.spare_bytes for each in self._models)
-        fitting = self._find_fitting(found, most + kept)
-        granted = found[:fitting]
-        if granted:
-            self._give_way(self._count_with(granted) - most)
-        if fitting < len(found):
-            if self._refuse(*found[fitting], most):
-                return None
-            self._question.ask(self._count_with(found[: fitting + 1]) - kept, most)
-        return granted
+    def _grant(self, now: _Forecasts, most: int) -> _Forecasts:
+        """Let texts be read for which there is memory, up to the first for which there is none.
+        Returns what is taken then."""
+        found, taken = now, 0
+        for waiting in sorted(self._find_candidates(), key=_number):
+            wider = found.grant(waiting)
+            needed = wider.bytes(_GROWN)
+            if needed > most:
+                if self._refuse(waiting, most):
+                    return self._grant(now, most)  # another may have its place
+                self._question.ask(needed, most)
+                break
+            found, taken = wider, needed
+        self._give_way(taken + self._spare - most)
+        for texts in found.begun:
+            texts.begin()
+        for model, each in found.rows.items():
+            model.grant(each.granted)
+        return found
 
-    def _find_fitting(self, found: Sequence[tuple[RowMemory, Row]], most: int) -> int:
-        """Return how many of the first of these rows fit.
+    def _refuse(self, waiting: Waiting, most: int) -> bool:
+        """End a row or a job whose text does not fit alone, if the client knows. Returns whether it
+        ends."""
+        if isinstance(waiting, EmbedMemory):
+            if refused := self._exceeds(waiting.number, waiting.needed, most):
+                waiting.refuse(most)
+            return refused
+        model, row = waiting
+        needed = model.count_alone(row, _GROWN)
+        if refused := self._exceeds(row.number, needed, most):
+            model.book.refuse(row, Shortage(needed, most, row.length))
+        return refused
 
-        To count many takes long. So each attempt takes twice as many, and when these are too many
-        one between the last two.
-        """
-        fitting, over = 0, len(found) + 1
-        while over - fitting > 1:
-            doubled = min(2 * fitting or 1, len(found))
-            tried = doubled if over > len(found) else (fitting + over) // 2
-            if self._count_with(found[:tried]) <= most:
-                fitting = tried
-            else:
-                over = tried
-        return fitting
-
-    def _count_with(self, granted: Sequence[tuple[RowMemory, Row]]) -> int:
-        """Bytes that are taken if these texts are read, and each row grows by a step."""
-        step = _step(row for _, row in [*granted, *self._find_holders()])
-        return self._count(step, Fit.EXACT, granted)
-
-    def _refuse(self, model: RowMemory, row: Row, most: int) -> bool:
-        """End a row whose text does not fit alone, if the client knows. Returns whether it ends."""
-        needed = model.count_alone(row, _step([row]))
-        if needed <= most or not self._question.ask_for(row.number, needed, most):
-            return False
-        model.book.refuse(row, Shortage(needed, most, row.length))
-        return True
+    def _exceeds(self, number: int, needed: int, most: int) -> bool:
+        """Whether so many bytes are not there, even alone, and the client knows."""
+        return needed > most and self._question.ask_for(number, needed, most)
 
     # How the arrays grow.
 
-    def _fit(self, most: int, granted: Sequence[tuple[RowMemory, Row]]) -> None:
+    def _fit(self, found: _Forecasts, most: int) -> None:
         """Choose how much room the arrays have when they change."""
-        fit = next(
-            (fit for fit in Fit if self._count(_NEXT, fit, granted) <= most),
-            Fit.EXACT,
-        )
-        proposing = self._count(_ROUND, fit, granted, free=True)
+        left = most - self._spare
+        fit = next((fit for fit in _FITS if found.bytes(Growth(_NEXT, fit)) <= left), Fit.EXACT)
+        taken = found.bytes(Growth(_ROUND, fit, free=True))
         for model in self._models:
-            model.groups.fit, model.proposals_fit = fit, proposing <= most
-        self._free = most - max(
-            proposing if proposing <= most else 0, self._count(_NEXT, fit, granted)
-        )
-
-    def _count(
-        self,
-        tokens: int,
-        fit: Fit,
-        granted: Sequence[tuple[RowMemory, Row]] = (),
-        *,
-        free: bool = False,
-        settled: bool = False,
-    ) -> int:
-        """Bytes that all KV caches take; see RowMemory.count."""
-        rows = {model: [row for each, row in granted if each is model] for model in self._models}
-        return sum(
-            model.count(tokens, fit, own, free=free, settled=settled) for model, own in rows.items()
-        )
+            model.groups.fit, model.proposals_fit = fit, taken <= left
+        self.free = left - (taken if taken <= left else found.bytes(Growth(_NEXT, fit)))
 
     def _fit_drafts(self) -> None:
         """Find room for what drafts read in this round. Kept prompts give way to it; it gives way
@@ -306,13 +347,11 @@ class MemoryBudget:
         """Tell now and then that preempted rows are not forgotten."""
         self._rounds += 1
         if self._rounds % _SIGN_OF_LIFE == 0:
+            state = RowState.PREEMPTED
             for model in self._models:
-                waiting = model.queue.waiting
-                preempted = [row for row in waiting if row.state is RowState.PREEMPTED]
+                preempted = [row for row in model.queue.waiting if row.state is state]
                 self.events += [Progress(row.id) for row in preempted]
 
 
-def _step(rows: Iterable[Row]) -> int:
-    """The tokens of a growth step, or those that the rows have left if these are fewer."""
-    left = max((row.most_length - row.length for row in rows), default=0)
-    return min(STEP, left) + _NEXT
+def _number(waiting: Waiting) -> int:
+    return waiting.number if isinstance(waiting, EmbedMemory) else waiting[1].number

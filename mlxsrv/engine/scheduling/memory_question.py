@@ -13,6 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 
 from mlxsrv.engine.events import MemoryShort
+from mlxsrv.states import follow
 
 
 class QuestionState(Enum):
@@ -55,11 +56,7 @@ class MemoryQuestion:
         Raises:
             RuntimeError: it may not follow the question's state.
         """
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(
-                f"a question that is {self.state.value} cannot be {state.value} next"
-            )
-        self.state = state
+        self.state = follow("the question", self.state, state, _NEXT)
 
     def ask(self, needed: int, most: int) -> None:
         """Ask for so many bytes in all, where there are `most`, unless that was asked."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from mlxsrv.engine.events import Event, Failed, Finished, Progress, Token
+from mlxsrv.engine.events import Failed, Finished, Progress, Token
+from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Embed, Job, Load
-from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextFacts
-from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, Reset, Work
+from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextFacts, Watched
+from mlxsrv.engine.plans import (
+    AdmitTexts,
+    DetachSAE,
+    EmbedSlice,
+    ReleaseTexts,
+    Reset,
+    WatchFeatures,
+    Work,
+)
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
@@ -43,6 +52,7 @@ class ModelSchedule:
         self._order = order
         self._facts = text, embed
         self._budget = MemoryBudget() if budget is None else budget
+        self._events = self._budget.events
         self._watched = False
         self._reset = False  # the runner is to forget what it has of jobs that are forgotten here
         self._start()
@@ -50,7 +60,7 @@ class ModelSchedule:
     def _start(self) -> None:
         text, embed = self._facts
         pace = Pace(self._order.prefill_chunk, self._order.max_gap)
-        self._embed = EmbedSchedule(self.number, embed, pace)
+        self._embed = EmbedSchedule(self.number, embed, pace, self._budget)
         self._text: TextSchedule | None = None
         if text is not None:
             self._text = TextSchedule(
@@ -95,7 +105,9 @@ class ModelSchedule:
     def statistics(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
         texts = self._embed.statistics()
-        return texts | ({"tokens": 0} if self._text is None else self._text.statistics())
+        rows = {"tokens": 0} if self._text is None else self._text.statistics()
+        reading = rows.get("reading_bytes", 0) + self._embed.reading_bytes
+        return texts | rows | {"reading_bytes": reading}
 
     # Jobs.
 
@@ -117,30 +129,35 @@ class ModelSchedule:
         texts = [Failed(job, reason) for job in self._embed.fail()]
         return [*(() if self._text is None else self._text.fail(reason)), *texts]
 
-    def end_all(self, reason: str) -> tuple[list[Failed], list[Work]]:
-        """End all jobs, since the model goes. Returns what is told of them, and the last works."""
+    def end_all(self, reason: str) -> list[Work]:
+        """End all jobs, since the model goes. Returns the last works."""
         if self._text is None or self._reset:  # what the runner has is of no use any more
-            return self.fail(reason), []
-        events, works = self._text.end_all(reason)
-        return [*events, *(Failed(job, reason) for job in self._embed.fail())], works
+            self._events += self.fail(reason)
+            return []
+        works = self._text.end_all(reason)
+        self._events += [Failed(job, reason) for job in self._embed.fail()]
+        return works
 
-    def begin_anew(self, reason: str) -> list[Event]:
+    def contain(self, error: Exception) -> None:
+        """End the jobs of this model only, after an error in deciding for it."""
+        fault = note(error, f"deciding for model {self.name!r} failed: all its jobs end")
+        self.begin_anew(fault.reason)
+
+    def begin_anew(self, reason: str) -> None:
         """End all jobs and forget all that was decided, after an error in deciding.
 
         The runner's part goes with the next plan. What comes of works that were planned before is
         of no use any more.
         """
-        told = [] if self._text is None else self._text.take_events()
         ended = {
             event.job
-            for event in told
+            for event in self._events
             if isinstance(event, (Failed, Finished))
             or (isinstance(event, Token) and event.finish is not None)
         }
-        failed = [event for event in self.fail(reason) if event.job not in ended]
+        self._events += [event for event in self.fail(reason) if event.job not in ended]
         self._reset = True
         self._start()
-        return [*told, *failed]
 
     def watch(self, *, active: bool) -> None:
         """Note whether activations are looked at from now on."""
@@ -163,9 +180,9 @@ class ModelSchedule:
     def plan_changes(self) -> list[Work]:
         """The works of a round with which rows, texts and kept prompts come and go."""
         works = self.plan_reset()
-        if self.idle:  # nothing is decided, so nothing can go wrong again and again
-            return works
-        works += self._embed.take_changes()
+        # Where all is idle nothing is decided, so nothing can go wrong again and again.
+        if not self._embed.idle:
+            works += self._embed.take_changes()
         if self._text is not None and not self._text.idle:
             works += self._text.plan_rows()
         return works
@@ -176,31 +193,36 @@ class ModelSchedule:
         if self.idle:
             return works
         text = self._text
-        streaming = self.streaming
         if text is not None:
             works += text.plan_steps()
         prompts, texts = self._choose(beside=beside)
         if text is not None and prompts and (work := text.plan_slice(beside=beside)) is not None:
             works.append(work)
-        if texts and (slice := self._embed.plan(decoding=streaming, beside=beside)) is not None:
-            works.append(slice)
+        if texts:
+            slice = self._embed.plan(decoding=self.streaming, beside=beside)
+            if slice is not None:
+                works.append(slice)
         return works
 
     def _choose(self, *, beside: bool) -> tuple[bool, bool]:
-        """Whether a slice of prompts is read, and one of texts: both. But while there are streams
-        they take turns, since a slice of each may fill the streams' gap."""
-        both = self._text is not None and self._text.pending and self._embed.pending
+        """Whether a slice of prompts is read, and one of texts: both, if there are texts. But while
+        there are streams they take turns, since a slice of each may fill the streams' gap."""
+        texts = self._embed.pending
+        both = texts and self._text is not None and self._text.pending
         if not both or not (beside or self.streaming):
-            return True, True
+            return True, texts
         self._texts_are_next = not self._texts_are_next
         return not self._texts_are_next, self._texts_are_next
 
-    def settle(self, work: Work, outcome: Outcome) -> Sequence[Event]:
-        """Learn what came of a work. Returns what the client is told."""
+    def settle(self, work: Work, outcome: Outcome) -> None:
+        """Learn what came of a work."""
+        if isinstance(work, (WatchFeatures, DetachSAE)):
+            self.watch(active=isinstance(outcome.done, Watched) and outcome.done.active)
+            return
         if self._reset or isinstance(work, Reset):
-            return ()
+            return
         if isinstance(work, (AdmitTexts, EmbedSlice, ReleaseTexts)):
-            events = self._embed.settle(work, outcome)
-            return [*events, *(Progress(job) for job in self._embed.progress())]
-        self.text.settle(work, outcome)
-        return self.text.take_events()
+            self._events += self._embed.settle(work, outcome)
+            self._events += [Progress(job) for job in self._embed.progress()]
+        elif self._text is not None:
+            self._text.settle(work, outcome)

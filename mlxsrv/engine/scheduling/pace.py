@@ -34,6 +34,7 @@ class Pace:
         self.most = most
         self._max_gap = max_gap
         self._steps: deque[float] = deque(maxlen=_STEPS_KEPT)  # seconds of each
+        self._median: float | None = 0.0  # of these; None: it is to be found anew
         self._token: float | None = None  # seconds of one, beyond the two passes of a gap
         self._read = 0  # tokens read since the last step
 
@@ -85,6 +86,7 @@ class Pace:
             return
         if read == 0:
             self._steps.append(seconds)
+            self._median = None
         elif self._steps:
             self._learn(read, seconds, passes=2)
 
@@ -104,4 +106,6 @@ class Pace:
     def _step(self) -> float:
         """Seconds of a plain step: the median, for other work holds up some, above all the
         tokenizing of the very prompt that is to be read."""
-        return sorted(self._steps)[len(self._steps) // 2] if self._steps else 0.0
+        if self._median is None:
+            self._median = sorted(self._steps)[len(self._steps) // 2]
+        return self._median

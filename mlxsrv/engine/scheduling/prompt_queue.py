@@ -55,12 +55,13 @@ class Reading:
     def __init__(
         self, rows: Sequence[Row], source: Source, *, lent: bool = False, source_bytes: int = 0
     ) -> None:
+        first = rows[0]
         self.rows = list(rows)
-        self.recovering = rows[0].state is RowState.RECOVERING
-        self.text = rows[0].text
-        self.scored = not rows[0].read and rows[0].job.scores is not None
-        self.number = rows[0].number
-        self.steering = rows[0].job.steering
+        self.recovering = first.recovering
+        self.text = first.text
+        self.scored = not first.read and first.job.scores is not None
+        self.number = first.number
+        self.steering = first.job.steering
         self.beginning = find_beginning(self.text, self.steering)
         self.source = source
         self.lent = lent
@@ -85,7 +86,7 @@ class Reading:
     @property
     def decoded(self) -> tuple[int, ...]:
         """The rows that are decoded when the text is read."""
-        return tuple(row.id for row in self.rows if row.job.max_tokens > 0)
+        return tuple([row.id for row in self.rows if row.job.max_tokens > 0])
 
     def drop(self, row: Row) -> bool:
         """Forget a row. Returns whether none is left."""
@@ -130,7 +131,7 @@ class PromptQueue:
     @property
     def rows(self) -> int:
         """Rows of the prompts that are half read."""
-        return sum(len(reading.rows) for reading in self.begun)
+        return len(self.half_read) if self.begun else 0
 
     @property
     def half_read(self) -> list[Row]:
@@ -189,8 +190,9 @@ class PromptQueue:
         """
         if self.granted is not None:
             free = min(free, self.granted)
-        self.ready = len(self.begun) + len(self.waiting[: max(free, 0)])
-        chosen = self._choose(free, limit)
+        first = self.waiting[: max(free, 0)]
+        self.ready = len(self.begun) + len(first)
+        chosen = self._choose(first, limit)
         if chosen is None or isinstance(chosen, Reading):
             return [] if chosen is None else [chosen]
         fits = self._fits(chosen, limit)
@@ -209,19 +211,18 @@ class PromptQueue:
         entry, tokens = self._index.find(row.text[:-1], row.job.steering)
         return Reading([row], Source(entry=entry, tokens=tokens))
 
-    def _choose(self, free: int, limit: int) -> Row | Reading | None:
+    def _choose(self, first: Sequence[Row], limit: int) -> Row | Reading | None:
         for reading in self.begun:
             if not reading.left:
                 return reading  # its row is to join, which takes no reading
         full = len(self.begun) >= self._most_begun
-        among: list[Row | Reading] = [*self.begun]
-        for row in self.waiting[: max(free, 0)]:
-            if not full or self._fits(row, limit):
-                among.append(row)
+        fitting = [row for row in first if self._fits(row, limit)] if full else first
+        among: list[Row | Reading] = [*self.begun, *fitting]
         if not among:
             return None
         oldest = min(among, key=attrgetter("number"))
-        chosen = oldest if self._oldest_is_next else min(among, key=self._order)
+        alone = self._oldest_is_next or len(among) == 1
+        chosen = oldest if alone else min(among, key=self._order)
         self._oldest_is_next = chosen is not oldest
         return chosen
 
@@ -230,9 +231,9 @@ class PromptQueue:
         longest = first.left
         group = [first]
         # A prompt with nothing to read cannot be padded beside others.
-        if longest == 0 or first.rows[0].alone or not self._facts.batched:
-            return group
         free -= len(first.rows)
+        if free <= 0 or longest == 0 or first.rows[0].alone or not self._facts.batched:
+            return group
         for row in self._shortest(free, limit):
             left = self._measure(row)
             if free <= 0 or max(left, longest) * (len(group) + 1) > limit:
@@ -272,13 +273,12 @@ class PromptQueue:
         return Reading(rows, source, lent=uses is not None, source_bytes=source_bytes)
 
     def _find_twins(self, head: Row, most: int) -> list[Row]:
-        """At most so many waiting rows that have the same text and are not scored."""
+        """At most so many waiting rows that have the same text and are not scored: of those for
+        which there are rows, so that none takes the place of one that came before it."""
         if not self._facts.batched or most <= 0:
             return []
-        among = self.waiting if self.granted is None else self.waiting[: most + 1]
-        # First what tells most pairs apart, for each waiting row is asked.
-        alike = [row for row in among if row.checksum == head.checksum and row is not head]
-        return [row for row in alike if same_prompt(row, head)][:most]
+        among = self.waiting[: most + 1]
+        return [row for row in among if row is not head and same_prompt(row, head)][:most]
 
     def find(self, row: Row) -> Source:
         """Find the source of most use to a row whose text is to be read."""
@@ -286,6 +286,8 @@ class PromptQueue:
 
     def source_bytes(self, row: Row) -> int:
         """Bytes of the kept prompt that a waiting row goes on from; 0 if there is none."""
+        if not (row.drawn or self._index.begins(row.beginning)):
+            return 0
         entry = self.find(row).entry
         return 0 if entry is None else self._index.bytes_of(entry)
 
@@ -313,7 +315,7 @@ class PromptQueue:
     def _shortest(self, free: int, limit: int) -> list[Row]:
         """Prompts that fit a slice of `limit` tokens and may share it, the shortest first, among
         those for which there are `free` rows."""
-        first = self.waiting[: max(free, 0)]
+        first = self.waiting[:free]
         fitting = [row for row in first if not row.alone and self._fits(row, limit)]
         return sorted(fitting, key=self._order)
 

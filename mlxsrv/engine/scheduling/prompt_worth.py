@@ -20,15 +20,18 @@ This is GreedyDual-Size-Frequency (Cherkasova, 1998), with what prompts alone ha
 from __future__ import annotations
 
 from collections import deque
+from operator import attrgetter
 
 _MOST_USES = 4  # of one prompt that count, so that it goes in time when nobody comes back to it
 _EXPECTED = 0.5  # uses that are taken for granted
+_WORTH = attrgetter("worth")
 
 
 class _Record:
     """The facts of one kept prompt.
 
     Args:
+        number: the prompt's.
         tokens: that it holds.
         bytes: that it takes.
         floor: that it stands on.
@@ -39,9 +42,10 @@ class _Record:
         worth: tokens by the byte, above the floor; as `weigh` has found it.
     """
 
-    __slots__ = ("bytes", "expected", "floor", "tokens", "uses", "worth")
+    __slots__ = ("bytes", "expected", "floor", "number", "tokens", "uses", "worth")
 
-    def __init__(self, tokens: int, bytes: int, floor: float) -> None:
+    def __init__(self, number: int, tokens: int, bytes: int, floor: float) -> None:
+        self.number = number
         self.tokens = tokens
         self.bytes = max(bytes, 1)
         self.floor = floor
@@ -68,7 +72,7 @@ class PromptWorth:
 
     def add(self, number: int, tokens: int, bytes: int, parent: int | None = None) -> None:
         """Take a prompt of so many tokens. It goes on from `parent`, which is there."""
-        record = self._records[number] = _Record(tokens, bytes, self._floor)
+        record = self._records[number] = _Record(number, tokens, bytes, self._floor)
         older = None if parent is None else self._records[parent]
         # The first to go on from a prompt is its next turn. Others branch off.
         if older is not None and older.expected:
@@ -97,6 +101,6 @@ class PromptWorth:
     def choose(self) -> int:
         """The number of the prompt that goes: the one of least worth, of several the one that was
         kept or used longest ago."""
-        number, record = min(self._records.items(), key=lambda each: each[1].worth)
+        record = min(self._records.values(), key=_WORTH)
         self._floor = max(self._floor, record.worth)
-        return number
+        return record.number

@@ -23,7 +23,7 @@ from collections.abc import Iterable, Sequence
 from mlxsrv.engine.events import Failed
 from mlxsrv.engine.faults import OUT_OF_MEMORY
 from mlxsrv.engine.plans import RowGroup
-from mlxsrv.engine.scheduling.groups import alone
+from mlxsrv.engine.scheduling.groups import Groups, alone
 from mlxsrv.engine.scheduling.prompt_index import Tokens
 from mlxsrv.engine.scheduling.prompt_queue import Reading, restart
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
@@ -38,6 +38,7 @@ class Recovery:
 
     Args:
         max_rows: rows that are decoded together while memory suffices.
+        groups: rows that run.
 
     Attributes:
         fitting: rows whose KV caches fit into memory, as far as known.
@@ -47,13 +48,14 @@ class Recovery:
         granted: there is memory for the next row.
     """
 
-    def __init__(self, max_rows: int) -> None:
+    def __init__(self, max_rows: int, groups: Groups) -> None:
         self.fitting = max_rows
         self.reading: Reading | None = None
         self.trial: Row | None = None
         self.room: RowGroup | None = None
         self.granted = True
         self._max_rows = max_rows
+        self._groups = groups
         self._lost: deque[Row] = deque()  # rows to be read anew and tried, in turn
         # Tokens that the row must have drawn, counted from its beginning, before its trial ends.
         self._passed = 0
@@ -63,15 +65,16 @@ class Recovery:
         """Rows without a KV cache, one of them perhaps half read."""
         return [*([] if self.reading is None else self.reading.rows), *self._lost]
 
-    def next_lost(self, decoding: int) -> Row | None:
-        """The row to read anew now, while so many are decoded."""
-        if not self._lost or self.trial is not None or decoding >= self.fitting:
+    @property
+    def next_lost(self) -> Row | None:
+        """The row to read anew now."""
+        if not self._lost or self.reading is not None or self.trial is not None:
             return None
-        return self._lost[0]
+        return self._lost[0] if self._groups.count < self.fitting else None
 
     def put_back(self, row: Row) -> None:
         """Have a row that was being read, or tried, be read anew: its KV cache has gone."""
-        if row.state is not RowState.RECOVERING:
+        if not row.recovering:
             row.enter(RowState.RECOVERING)
         self._lost.appendleft(row)
 

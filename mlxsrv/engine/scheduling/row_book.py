@@ -7,11 +7,12 @@ begin with it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from mlxsrv.engine.events import Activations, Event, Failed, Finished, Shortage, Started
 from mlxsrv.engine.faults import NOT_A_NUMBER
-from mlxsrv.engine.orders import Job, StorageTold
+from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
 from mlxsrv.engine.plans import Admit, Forget, Keep, Leave, Release, Rewind, Work
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
@@ -24,7 +25,7 @@ from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 from mlxsrv.generation.parameters import Steering
 
 
-class _Leaving(NamedTuple):
+class _Leaving(msgspec.Struct, frozen=True):
     """A row that has ended, and the text that its KV cache is of use for: the prompt, so many
     tokens of it `asked`, and the answer."""
 
@@ -44,11 +45,12 @@ class RowBook:
         index: prompts that are kept.
         queue, groups, recovery: where a row may be.
         numbers: for rows that come.
+        events: what the client is to be told; more is added here.
         store: prompts on disk; None: there are none.
         drafts: proposals of a draft model; None: there is none.
 
     Attributes:
-        events: what the client is to be told.
+        rows: by the ids of their jobs.
         short_of_memory: what is not needed goes with the next plan.
         index, queue, groups, recovery, drafts: as above.
     """
@@ -62,10 +64,11 @@ class RowBook:
         groups: Groups,
         recovery: Recovery,
         numbers: Iterator[int],
+        events: list[Event],
         store: StoreSchedule | None = None,
         drafts: DraftPolicy | None = None,
     ) -> None:
-        self.events: list[Event] = []
+        self.rows: dict[int, Row] = {}
         self.short_of_memory = False
         self._model = model
         self._client = client
@@ -75,8 +78,8 @@ class RowBook:
         self.groups = groups
         self.recovery = recovery
         self.drafts = drafts
-        self._rows: dict[int, Row] = {}
         self._numbers = numbers
+        self._events = events
         # For the next plan.
         self._coming: list[Job] = []
         self._leaving: list[_Leaving] = []
@@ -88,7 +91,7 @@ class RowBook:
         KV cache."""
         # First what is seen at once, for this is asked several times a round.
         if (
-            self.groups
+            self.groups.count
             or self.recovery.reading
             or (self._store is not None and not self._store.idle)
             or self._coming
@@ -99,18 +102,30 @@ class RowBook:
             or (self.drafts is not None and self.drafts.leaving)
         ):
             return False
-        fetching = sum(row.state is RowState.FETCHING for row in self._rows.values())
+        fetching = sum(row.state is RowState.FETCHING for row in self.rows.values())
         waiting = len(self.queue.waiting) + len(self.recovery.rows) + fetching
-        return len(self._rows) == waiting
+        return len(self.rows) == waiting
 
     @property
     def waits(self) -> bool:
         """Whether there are rows that have no KV cache."""
         return bool(self.queue.waiting or self.recovery.rows)
 
+    @property
+    def decoding(self) -> int:
+        """The number of rows that are decoded."""
+        return self.groups.count + (self.recovery.trial is not None)
+
+    @property
+    def free(self) -> int:
+        """Rows for which there is a place beside those that are read, decoded or lost."""
+        recovery = self.recovery
+        running = self.groups.count + (recovery.trial is not None)
+        return recovery.fitting - running - len(recovery.rows) - self.queue.rows
+
     def find(self, job_id: int) -> Row | None:
         """None if the row has ended."""
-        return self._rows.get(job_id)
+        return self.rows.get(job_id)
 
     def add(self, job: Job) -> None:
         """Take a job: its row waits for its prompt to be read.
@@ -121,14 +136,14 @@ class RowBook:
         """
         if not job.prompt:
             raise ValueError("its prompt has no tokens")
-        if job.id in self._rows:
+        if job.id in self.rows:
             raise ValueError("there is a job of this id")
-        last = self._rows.get(self._coming[-1].id) if self._coming else None
+        last = self.rows.get(self._coming[-1].id) if self._coming else None
         # The choices of one request share a prompt, so they share the array made of it.
         known = last is not None and last.job.prompt is job.prompt
         prompt = last.prompt if last is not None and known else as_tokens(job.prompt)
         row = Row(job, next(self._numbers), prompt)
-        self._rows[row.id] = row
+        self.rows[row.id] = row
         if self._store is not None:
             row.enter(RowState.FETCHING)
         else:
@@ -157,83 +172,73 @@ class RowBook:
         """End a row, and have its KV cache kept, if it has any and `kept` is given."""
         text = self._withdraw(row)
         row.enter(state)
-        del self._rows[row.id]
+        del self.rows[row.id]
         asked, steering = row.prompt.size, row.job.steering
         self._leaving.append(_Leaving(row.id, text if kept else None, asked, row.uses, steering))
 
     def fail(self, row: Row, reason: str, clear: str | None = None, *, kept: bool = True) -> None:
         """End a row that cannot go on; `clear` is what a client may be told of the reason."""
-        self.events.append(Failed(row.id, reason, clear=clear))
+        self._events.append(Failed(row.id, reason, clear=clear))
         self.end(row, kept=kept)
 
     def refuse(self, row: Row, shortage: Shortage) -> None:
         """End a row whose text does not fit into memory. One that has drawn tokens ends as at its
         limit."""
         if row.drawn:
-            self.events.append(Finished(row.id))
+            self._events.append(Finished(row.id))
         else:
-            reason = (
-                f"{shortage.tokens} tokens take {shortage.needed} bytes of KV cache, and there are "
-                f"{shortage.available}"
-            )
-            self.events.append(Failed(row.id, reason, shortage=shortage))
+            self._events.append(Failed(row.id, shortage.message, shortage=shortage))
         self.end(row, kept=False)
 
     def fail_broken(self, row: Row) -> None:
         """End a row for which the model computed NaN."""
         self.index.forget(row.text, row.job.steering)
-        self.events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
+        self._events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
         self.end(row, RowState.BROKEN, kept=False)
 
     def fail_all_broken(self, job_ids: Iterable[int]) -> None:
         """End these rows, for which the model computed NaN."""
         for job_id in job_ids:
-            if (row := self._rows.get(job_id)) is not None:
+            if (row := self.rows.get(job_id)) is not None:
                 self.fail_broken(row)
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """End the rows of these jobs, at whatever stage they are."""
         for job_id in job_ids:
-            if (row := self._rows.get(job_id)) is not None:
+            if (row := self.rows.get(job_id)) is not None:
                 self.end(row)
 
-    def end_all(self, reason: str) -> tuple[list[Failed], list[Work]]:
+    def end_all(self, reason: str) -> list[Work]:
         """End all rows, since the model goes. Where prompts are stored, all that is kept is, and
-        what these rows have read.
-
-        Returns:
-            What their clients are told, and the last works of the model.
-        """
+        what these rows have read. Returns the last works of the model."""
         if self._store is None:
-            return self.fail_all(reason), []
-        events = [Failed(job_id, reason) for job_id in self._rows]
-        self.events += events  # they are told also if what follows goes wrong
-        self.cancel(list(self._rows))
+            self._events += self.fail_all(reason)
+            return []
+        self._events += [Failed(job_id, reason) for job_id in self.rows]
+        self.cancel(list(self.rows))
         works = self._plan_rows()
         leaves = [leave for work in works if isinstance(work, Release) for leave in work.rows]
         promised = [leave.keep.entry for leave in leaves if leave.keep is not None]
-        works += self._store.plan_all(promised)
-        self.events.clear()
-        return events, works
+        return [*works, *self._store.plan_all(promised)]
 
     def fail_all(self, reason: str) -> list[Failed]:
         """Forget all rows, since the model goes. Nothing is planned for them any more."""
-        events = [Failed(job_id, reason) for job_id in self._rows]
-        self._rows.clear()
+        events = [Failed(job_id, reason) for job_id in self.rows]
+        self.rows.clear()
         return events
 
     def _withdraw(self, row: Row) -> Tokens | None:
         """Take the row out of where it is. Returns the tokens that its KV cache holds, if it has
         one to itself."""
         match row.state:
+            case RowState.DECODING | RowState.FRESH:
+                self.recovery.drop(row)
+                self.groups.remove(row)
+                return row.text[: row.held]
             case RowState.WAITING | RowState.PREEMPTED:
                 self.queue.waiting.remove(row)
             case RowState.PREFILLING:
                 return self.queue.stop_reading(row)
-            case RowState.FRESH | RowState.DECODING:
-                self.recovery.drop(row)
-                self.groups.remove(row)
-                return row.text[: row.held]
             case RowState.RECOVERING:
                 return self.recovery.drop(row)
         return None
@@ -244,7 +249,7 @@ class RowBook:
         """Rows come and go, and kept prompts go; and what is stored and fetched."""
         works = self._plan_rows()
         if self._store is not None:
-            streaming = bool(self.groups) or self.recovery.trial is not None
+            streaming = self.decoding > 0
             busy = streaming or bool(self.queue) or bool(self.recovery.rows)
             works += self._store.plan(streaming=streaming, busy=busy)
         return works
@@ -260,7 +265,7 @@ class RowBook:
             if self.drafts is not None:
                 self.drafts.drop()
             self._rewound += self.queue.shrink()
-        if rows := tuple(row.id for row in self._rewound if not row.ended):
+        if rows := tuple([row.id for row in self._rewound if not row.ended]):
             works.append(Rewind(model=self._model, rows=rows))
         self._rewound = []
         leaves = tuple(map(self._plan_leave, self._leaving))
@@ -288,7 +293,7 @@ class RowBook:
         done = outcome.done if isinstance(outcome.done, Admitted) else Admitted()
         failed = {failure.row: failure for failure in done.failures}
         for job in work.jobs:
-            row = self._rows.get(job.id)
+            row = self.rows.get(job.id)
             if row is None:
                 continue
             if outcome.fault is not None:
@@ -296,9 +301,9 @@ class RowBook:
             elif (failure := failed.get(job.id)) is not None:
                 self.fail(row, failure.reason, failure.clear)
             else:
-                self.events.append(Started(job.id))
+                self._events.append(Started(job.id))
         if self._store is not None:
-            found = (self._rows.get(job.id) for job in work.jobs)
+            found = (self.rows.get(job.id) for job in work.jobs)
             self._store.note_admitted([row for row in found if row is not None], done)
 
     def settle_release(self, work: Release, outcome: Outcome) -> None:
@@ -314,22 +319,6 @@ class RowBook:
     def find_untold(self, activations: Iterable[Activations]) -> Iterator[Activations]:
         """The activations of tokens of which nothing was told before a fault had them read anew."""
         for each in activations:
-            row = self._rows.get(each.job)
+            row = self.rows.get(each.job)
             if row is not None and not row.read and each.position >= row.told:
                 yield each
-
-    # Prompts on disk.
-
-    def take(self, order: StorageTold) -> None:
-        """Take in what the storage thread tells."""
-        if self._store is not None:
-            self._store.take(order)
-
-    def settle(self, work: Work, outcome: Outcome) -> None:
-        """Learn what came of a work that stores prompts, or fetches them."""
-        if self._store is not None:
-            self._store.settle(work, outcome)
-
-    def statistics(self) -> dict[str, int]:
-        """In numbers, as `/health` lists them."""
-        return {} if self._store is None else self._store.statistics()

@@ -16,12 +16,49 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import msgspec
+
+from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.groups import STEP, Fit, Groups
+from mlxsrv.engine.scheduling.groups import STEP, GroupArrays, Growth
 from mlxsrv.engine.scheduling.prompt_queue import Reading, same_prompt
 from mlxsrv.engine.scheduling.recovery import choose_room
-from mlxsrv.engine.scheduling.row import Row, RowState
+from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.row_book import RowBook
+
+
+class Forecast(msgspec.Struct, frozen=True):
+    """The bytes that the KV caches of one model take, if certain texts are read. One forecast
+    answers several questions: how far rows grow, and how arrays do, is asked last.
+
+    Attributes:
+        now: bytes of arrays until the next steps are done.
+        arrays: those of the groups, before any row joins.
+        joined: the same with the rows of the texts.
+        beside: bytes of the texts, and of prompts that are kept soon.
+        least: bytes of the text that takes the least; 0: there is none whose rows join.
+        trial: bytes of the arrays in which a row is tried.
+        tried: the same, of one that goes over to the arrays of others.
+        granted: rows that wait and whose texts are read.
+    """
+
+    now: int
+    arrays: GroupArrays
+    joined: GroupArrays
+    beside: int = 0
+    least: int = 0
+    trial: int = 0
+    tried: int = 0
+    granted: tuple[Row, ...] = ()
+
+    def bytes(self, growth: Growth) -> int:
+        """The most bytes that are taken until rows have grown."""
+        taken = self.arrays.bytes(growth) + self.trial
+        if self.joined is not self.arrays:
+            # A layer's arrays take the rows that were read, whose own caches of the layer then go.
+            # Of several texts it is not known which is read first.
+            taken = max(taken, self.joined.bytes(growth) + self.tried - self.least)
+        return (taken if growth.settled else max(self.now, taken)) + self.beside
 
 
 class RowMemory:
@@ -62,12 +99,8 @@ class RowMemory:
     def candidates(self) -> list[Row]:
         """Rows whose texts may be read next, in the order of their numbers: those that wait and
         have a place beside the others, and the first of those that were lost in a fault."""
-        recovery = self._recovery
-        decoding = len(self.groups.rows) + (recovery.trial is not None)
-        free = recovery.fitting - decoding - len(recovery.rows) - self.queue.rows
-        found = self.queue.waiting[: max(free, 0)]
-        lost = None if recovery.reading is not None else recovery.next_lost(decoding)
-        if lost is not None:
+        found = self.queue.waiting[: max(self.book.free, 0)]
+        if (lost := self._recovery.next_lost) is not None:
             found = sorted([lost, *found], key=lambda row: row.number)
         return found
 
@@ -76,7 +109,7 @@ class RowMemory:
         if rows is None:
             self.queue.granted, self._recovery.granted = None, True
             return
-        lost = sum(row.state is RowState.RECOVERING for row in rows)
+        lost = sum([row.recovering for row in rows])
         self.queue.granted, self._recovery.granted = len(rows) - lost, lost > 0
 
     def preempt(self, row: Row) -> None:
@@ -103,8 +136,8 @@ class RowMemory:
 
     @property
     def _joining_bytes(self) -> int:
-        joining = [each for each in self._joining if any(_is_fresh(row) for row in each.rows)]
-        return sum(map(self._measure, joining))
+        fresh = [each for each in self._joining if any(row.fresh for row in each.rows)]
+        return sum([self._measure(each) for each in fresh])
 
     @property
     def spare_bytes(self) -> int:
@@ -126,78 +159,68 @@ class RowMemory:
         rows, drafts = self.groups.rows, self.book.drafts
         return drafts.growth(rows[0]) if drafts is not None and len(rows) == 1 else 0
 
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of what is spare, with prompts that the runner has yet to keep."""
-        return self.spare_bytes + sum(map(self.measure, self.index.promised))
+    def forecast(self) -> Forecast:
+        """Foresee the bytes that rows take, and prompts that the runner has yet to keep."""
+        groups, trial = self.groups, self._recovery.trial
+        arrays = joined = groups.arrays
+        trying = tried = 0
+        if trial is not None:
+            joined = arrays.join([trial])
+            trying = self._measure_trial(trial)
+            tried = trying if groups.count else 0
+        found = Forecast(
+            now=groups.bytes + self._joining_bytes + self._count_trial(),
+            arrays=arrays,
+            joined=joined,
+            beside=sum(map(self.measure, self.index.promised)),
+            trial=trying,
+            tried=tried,
+        )
+        for reading in self._readings:
+            found = self._foresee_texts(found, reading.rows, [self._measure(reading)])
+        return found
 
-    def count(
-        self,
-        tokens: int,
-        fit: Fit,
-        granted: Sequence[Row] = (),
-        *,
-        free: bool = False,
-        settled: bool = False,
-    ) -> int:
-        """The most bytes that all KV caches take until each row has so many tokens more, or as many
-        as its job allows.
-
-        Args:
-            tokens: of each row.
-            fit: how arrays grow.
-            granted: rows whose texts are to be read as well.
-            free: rows may have more tokens than their jobs allow: those that are proposed to others
-                of their group.
-            settled: but for what goes with the next steps.
-        """
-        coming = [row for reading in self._readings for row in reading.rows]
-        own = list(map(self._measure, self._readings))
-        for place, row in enumerate(granted):
-            coming.append(row)
-            if not any(same_prompt(row, other) for other in granted[:place]):
+    def foresee_granted(self, found: Forecast, rows: Sequence[Row]) -> Forecast:
+        """Foresee what is taken if the texts of these rows, which wait, are read as well."""
+        granted, own = [*found.granted], list[int]()
+        for row in rows:
+            if not any(same_prompt(row, each) for each in granted):
                 own.append(self._measure_text(row, self.queue.source_bytes(row)))
-        drawing = [row for row in coming if row.job.max_tokens > 0 and self._facts.batched]
-        texts, trial, tried = sum(own), self._trial_bytes, self._recovery.trial
-        # A layer's arrays take the rows that were read, whose own caches of the layer then go.
-        before = self.groups.bytes + self._joining_bytes + texts + self._count_trial()
-        then = self.groups.bytes_with((), tokens, fit, bounded=not free) + texts + trial
-        joining = drawing if tried is None else [*drawing, tried]
-        if joining:  # of several texts it is not known which is read first
-            last = self.groups.bytes_with(joining, tokens, fit, bounded=not free)
-            last += self._count_tried(coming)
-            then = max(then, last + texts - (min(own) if drawing else 0))
-        return (then if settled else max(before, then)) + self.kept_bytes
+            granted.append(row)
+        return self._foresee_texts(found, rows, own, tuple(granted))
 
-    def bound(self, tokens: int) -> int | None:
-        """Bytes that `count` does not exceed, whichever candidates are granted. It is counted in a
-        few steps, with no look at each row; None after a fault, when only `count` knows."""
-        if self._recovery.rows or self._recovery.trial is not None:
-            return None
-        candidates = self.candidates
-        reading = [row for each in self._readings for row in each.rows]
-        # A text may go on from a kept prompt that is longer, and was cut back.
-        own = sum(self.measure(row.length) + self.index.bytes for row in candidates)
-        arrays = self.groups.bound([*reading, *candidates], tokens)
-        return arrays + own + self.reading_bytes + self.kept_bytes + self.draft_growth
+    def _foresee_texts(
+        self,
+        found: Forecast,
+        rows: Sequence[Row],
+        own: Sequence[int],
+        granted: tuple[Row, ...] = (),
+    ) -> Forecast:
+        """Foresee what is taken if these rows' texts are read, whose KV caches take so many bytes
+        of their `own`. There are fewer of these where rows share a text."""
+        joining = [row for row in rows if row.job.max_tokens > 0 and self._facts.batched]
+        lost = [row for row in rows if row.recovering] if self.groups.count else []
+        return Forecast(
+            found.now,
+            found.arrays,
+            joined=found.joined.join(joining) if joining else found.joined,
+            beside=found.beside + sum(own),
+            least=min([found.least or max(own), *own]) if joining and own else found.least,
+            trial=found.trial,
+            tried=max(map(self._measure_trial, lost)) if lost else found.tried,
+            granted=granted,
+        )
 
-    def count_alone(self, row: Row, tokens: int) -> int:
-        """Bytes that a row takes that is read, and then decoded alone, until it has so many tokens
-        more."""
+    def count_alone(self, row: Row, growth: Growth) -> int:
+        """Bytes that a row takes that is read, and then decoded alone, until it has grown."""
         own = self.measure(row.length)
         if row.job.max_tokens == 0 or not self._facts.batched:
             return own
-        return max(own, Groups(self._facts, 1).bytes_with([row], tokens, Fit.EXACT))
+        return max(own, GroupArrays(self.groups, [], 0, True).join([row]).bytes(growth))
 
     def measure(self, tokens: int) -> int:
-        """Bytes of the KV cache of one row with so many tokens, at most: mlx-lm's grows by STEP,
-        from whatever it has, and one with a window keeps a slice more while a prompt is read."""
-        room = tokens + STEP - 1
-        return sum(
-            cost.fixed
-            + cost.per_token * (min(room, cost.window + self._slice) if cost.window else room)
-            for cost in self._facts.kv_costs
-        )
+        """Bytes of the KV cache of one row with so many tokens, at most."""
+        return measure_cache(self._facts.kv_costs, tokens, self._slice)
 
     def statistics(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
@@ -210,12 +233,13 @@ class RowMemory:
     @property
     def held(self) -> int:
         """Bytes that all KV caches take before the next steps, at most."""
-        return self.groups.bytes + self._count_trial() + self.reading_bytes + self.kept_bytes
+        found = self.forecast()
+        return found.now + found.beside + self.spare_bytes
 
     @property
     def growth(self) -> int:
         """Bytes by which the arrays of the groups grow with the next step."""
-        return self.groups.bytes_with((), 1, self.groups.fit) - self.groups.bytes
+        return self.groups.arrays.bytes(Growth(1, self.groups.fit)) - self.groups.bytes
 
     def limit_padding(self, bytes: int) -> None:
         """Keep groups apart for which so many bytes would be padding."""
@@ -228,7 +252,7 @@ class RowMemory:
         """Bytes of the KV cache of a row's text when it is read, or of the arrays in which the row
         is then tried. One that was cut back is as large as it was."""
         own = max(self.measure(row.length), source_bytes)
-        if row is self._recovery.trial or row.state is RowState.RECOVERING:
+        if row is self._recovery.trial or row.recovering:
             return max(own, self._measure_trial(row))
         return own
 
@@ -237,31 +261,34 @@ class RowMemory:
         recovering = self._recovery.reading
         return [*self.queue.begun, *([] if recovering is None else [recovering])]
 
-    @property
-    def _trial_bytes(self) -> int:
-        """Bytes of the arrays in which a row is tried."""
-        row = self._recovery.trial
-        return 0 if row is None else self._measure_trial(row)
-
     def _count_trial(self) -> int:
-        """The same, once they are there, and not only the text that was read."""
+        """Bytes of the arrays in which a row is tried, once they are there, and not only the text
+        that was read."""
         row = self._recovery.trial
-        coming = self._facts.batched and row is not None and _is_fresh(row)
-        return 0 if coming else self._trial_bytes
-
-    def _count_tried(self, coming: Iterable[Row]) -> int:
-        """Bytes of the arrays in which a row was tried, when it goes over to those of others."""
-        if not self.groups:
+        if row is None or (self._facts.batched and row.fresh):
             return 0
-        lost = [row for row in coming if row.state is RowState.RECOVERING]
-        return max(map(self._measure_trial, lost), default=self._trial_bytes)
+        return self._measure_trial(row)
 
     def _measure_trial(self, row: Row) -> int:
         room = self._recovery.room
-        if room is None or row.id not in room.rows or row.state is RowState.RECOVERING:
+        if room is None or row.id not in room.rows or row.recovering:
             room = choose_room(row)  # its text has not grown since it was chosen, if it was
         return self._facts.kv_bytes(room.columns)
 
 
-def _is_fresh(row: Row) -> bool:
-    return row.state is RowState.FRESH
+def measure_cache(costs: Iterable[KVCost], tokens: int, slice: int) -> int:
+    """Bytes of the KV cache of a text of so many tokens, at most: mlx-lm's grows by STEP, from
+    whatever it has, and one with a window keeps a slice more while the text is read.
+
+    Args:
+        costs: of the model's layers.
+        tokens: of the text.
+        slice: the most tokens of a slice.
+    """
+    room = tokens + STEP - 1
+    return sum(
+        [
+            cost.fixed + cost.per_token * (min(room, cost.window + slice) if cost.window else room)
+            for cost in costs
+        ]
+    )

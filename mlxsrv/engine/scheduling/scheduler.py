@@ -43,10 +43,11 @@ from mlxsrv.engine.orders import (
     Watch,
     Written,
 )
-from mlxsrv.engine.outcomes import DeviceAnswer, Outcome, Refusal, Watched
+from mlxsrv.engine.outcomes import AttachStep, DeviceAnswer, LoadStep, Outcome, Refusal
 from mlxsrv.engine.plans import (
     AnswerQuestion,
     AttachSlice,
+    Decode,
     DetachSAE,
     LoadSlice,
     RoundPlan,
@@ -54,12 +55,7 @@ from mlxsrv.engine.plans import (
     WatchFeatures,
     Work,
 )
-from mlxsrv.engine.scheduling.load_schedule import (
-    FinishedAttachment,
-    FinishedLoad,
-    FinishedTask,
-    LoadSchedule,
-)
+from mlxsrv.engine.scheduling.load_schedule import FinishedTask, LoadSchedule
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
 from mlxsrv.errors import (
@@ -93,40 +89,16 @@ class _Client:
     Attributes:
         models: the numbers of its models, by their names.
         loading: the same of those on their way.
-        events: that are to be delivered.
         cancelled: jobs to cancel. All at once, since each row that leaves costs copies of others'
             KV caches.
-        budget: of the KV caches of its models.
+        budget: of the KV caches of its models; has the events that are to be delivered.
     """
 
     def __init__(self) -> None:
         self.models: dict[str, int] = {}
         self.budget = MemoryBudget()
         self.loading: dict[str, int] = {}
-        self.events: list[Event] = []
         self.cancelled: set[int] = set()
-
-
-class _Contained:
-    """Within it an error of a model's part ends the model's jobs only, and its schedule begins
-    anew."""
-
-    # It is entered for each work: a generator with `contextmanager` takes three times as long.
-    __slots__ = ("_client", "_model")
-
-    def __init__(self, model: ModelSchedule, client: _Client) -> None:
-        self._model = model
-        self._client = client
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, Exception):
-            return False
-        fault = note(error, f"deciding for model {self._model.name!r} failed: all its jobs end")
-        self._client.events += self._model.begin_anew(fault.reason)
-        return True
 
 
 class Scheduler:
@@ -138,6 +110,7 @@ class Scheduler:
         self._owners: dict[int, int] = {}  # the client of each model, loaded or on its way
         self._loads = LoadSchedule()
         self._numbers = count(1)
+        self._quiet = False  # in the last plan rows only draw tokens
 
     @property
     def idle(self) -> bool:
@@ -154,9 +127,9 @@ class Scheduler:
         """The events that are to be delivered now, by the client's number."""
         taken: list[tuple[int, list[Event]]] = []
         for number, client in self._clients.items():
-            if client.events:
-                taken.append((number, client.events))
-                client.events = []
+            if client.budget.events:
+                taken.append((number, [*client.budget.events]))
+                client.budget.events.clear()
         return taken
 
     # Planning.
@@ -168,42 +141,44 @@ class Scheduler:
             works += self._obey(received.client, received.order)
         if orders:
             self._cancel()
-        exceeded = [self._arrange(client) for client in self._clients.values()]
+        quiet = self._quiet and not orders
+        exceeded = [self._arrange(client, quiet=quiet) for client in self._clients.values()]
         # What goes, goes first, so that there is room for what others of the plan take.
         for model in self._models.values():
-            with self._contain(model):
+            try:
                 works += model.plan_changes()
-            works += model.plan_reset()  # if that was an error
+            except Exception as error:
+                model.contain(error)
+                works += model.plan_reset()
         if not any(exceeded):
             works += self._loads.plan()
-        streaming = [model.number for model in self._models.values() if model.streaming]
+        streaming = {model.number for model in self._models.values() if model.streaming}
         for model in self._sort_by_growth():
-            with self._contain(model):
-                works += model.plan(beside=any(number != model.number for number in streaming))
-            works += model.plan_reset()
+            try:
+                works += model.plan(beside=bool(streaming - {model.number}))
+            except Exception as error:
+                model.contain(error)
+                works += model.plan_reset()
+        self._quiet = all(isinstance(work, Decode) and work.plain for work in works)
         return RoundPlan(tuple(works))
 
-    def _arrange(self, client: _Client) -> bool:
+    def _arrange(self, client: _Client, *, quiet: bool) -> bool:
         """Keep the KV caches of a client's models within its budget. Returns whether they take more
         until the steps of this plan are done."""
         try:
-            client.budget.arrange()
+            client.budget.arrange(quiet=quiet)
         except Exception as error:  # nobody knows for which model
             fault = note(error, "deciding about memory failed: all jobs of the client end")
             for number in client.models.values():
-                client.events += self._models[number].begin_anew(fault.reason)
-        client.events += client.budget.take_events()
+                self._models[number].begin_anew(fault.reason)
         return client.budget.exceeded
 
     def _sort_by_growth(self) -> list[ModelSchedule]:
         """The models in the order of their steps: first those whose KV caches shrink, if any do."""
         models = list(self._models.values())
-        if any(self._clients[model.client].budget.short for model in models):
+        if len(models) > 1 and any(self._clients[model.client].budget.short for model in models):
             models.sort(key=lambda model: model.growth)
         return models
-
-    def _contain(self, model: ModelSchedule) -> _Contained:
-        return _Contained(model, self._clients[model.client])
 
     def _obey(self, number: int, order: Order) -> Sequence[Work]:
         """Do what the order says; the works that it takes at once."""
@@ -212,8 +187,10 @@ class Scheduler:
             return ()
         if isinstance(order, (Written, Fetched)):
             if order.model in self._models:
-                with self._contain(self._models[order.model]):
+                try:
                     self._models[order.model].text.take(order)
+                except Exception as error:
+                    self._models[order.model].contain(error)
             return ()
         client = self._clients.get(number)
         if client is None:
@@ -248,16 +225,15 @@ class Scheduler:
         try:
             model = self._find(client, name)
         except ModelNotLoaded as error:
-            client.events.append(Failed(order.id, str(error)))
+            client.budget.events.append(Failed(order.id, str(error)))
             return
-        with self._contain(model):
-            try:
-                model.submit(order)
-            except Exception as error:
-                client.events.append(Failed(order.id, str(error)))
-                # Of a job that cannot be, or of a number that is no token id.
-                if not isinstance(error, (ServeError, ValueError, OverflowError)):
-                    raise
+        try:
+            model.submit(order)
+        except Exception as error:
+            client.budget.events.append(Failed(order.id, str(error)))
+            # Of a job that cannot be, or of a number that is no token id.
+            if not isinstance(error, (ServeError, ValueError, OverflowError)):
+                model.contain(error)
 
     def _ask(self, client: int, number: int, question: Question | Load | Attach) -> Sequence[Work]:
         try:
@@ -284,14 +260,14 @@ class Scheduler:
         model = next(self._numbers)
         names.loading[order.model] = model
         self._owners[model] = client
-        self._loads.start_load(order, model, number)
+        self._loads.start(order, model, number)
 
     def _attach(self, client: int, number: int, order: Attach) -> None:
         """Raises ServeError."""
         model = self._find(self._clients[client], order.model)
         if not model.generates:
             raise SAEIncompatible("this model does not generate text")
-        self._loads.start_attachment(order, model.number, number)
+        self._loads.start(order, model.number, number)
 
     def _unload(self, client: _Client, name: str) -> Sequence[Work]:
         number = client.loading.pop(name, 0) or client.models.pop(name, 0)
@@ -300,15 +276,15 @@ class Scheduler:
     def _drop(self, number: int, reason: str) -> Sequence[Work]:
         """Forget a model, loaded or not, with its jobs and what is under way of it. What is to be
         written to disk is handed over before."""
-        client = self._clients[self._owners[number]]
         for task in self._loads.abandon(number):
             self._finish(task)
         self._owners.pop(number, None)
         works: list[Work] = []
         if (model := self._models.get(number)) is not None:
-            with self._contain(model):
-                events, works = model.end_all(reason)
-                client.events += events
+            try:
+                works = model.end_all(reason)
+            except Exception as error:
+                model.contain(error)
             model.fail(reason)  # if that was an error, it has begun anew, without jobs
             del self._models[number]
         return [*works, UnloadModel(model=number)]
@@ -322,8 +298,10 @@ class Scheduler:
             return ()
         # Rows that came before the order are steered as it was when they came.
         works: list[Work] = []
-        with self._contain(model):
+        try:
             works += model.plan_rows()
+        except Exception as error:
+            model.contain(error)
         if isinstance(order, Detach):
             return [*works, DetachSAE(model=model.number)]
         # This plan's own slice and step are watched already.
@@ -346,31 +324,26 @@ class Scheduler:
         for client in self._clients.values():
             if client.cancelled:
                 for model in map(self._models.__getitem__, client.models.values()):
-                    with self._contain(model):
+                    try:
                         model.cancel(client.cancelled)
+                    except Exception as error:
+                        model.contain(error)
                 client.cancelled = set()
 
     # What came of it.
 
     def settle(self, work: Work, outcome: Outcome) -> None:
         """Learn what came of one work of the last plan; all are settled in their order."""
-        match work:
-            case LoadSlice() | AttachSlice():
-                if (task := self._loads.settle(work, outcome)) is not None:
-                    self._finish(task)
-            case AnswerQuestion():
-                self._settle_question(work, outcome)
-            case WatchFeatures() | DetachSAE():
-                active = isinstance(outcome.done, Watched) and outcome.done.active
-                if work.model in self._models:
-                    self._models[work.model].watch(active=active)
-            case UnloadModel():
-                pass
-            case _:
-                model = self._models.get(work.model)
-                if model is not None:  # it may have gone with a fault of another work
-                    with self._contain(model):
-                        self._clients[model.client].events += model.settle(work, outcome)
+        if isinstance(work, (LoadSlice, AttachSlice)):
+            if (task := self._loads.settle(work, outcome)) is not None:
+                self._finish(task)
+        elif isinstance(work, AnswerQuestion):
+            self._settle_question(work, outcome)
+        elif (model := self._models.get(work.model)) is not None:
+            try:
+                model.settle(work, outcome)
+            except Exception as error:
+                model.contain(error)
 
     def _finish(self, task: FinishedTask) -> None:
         """Answer the question for a load or an attachment that is over."""
@@ -378,18 +351,18 @@ class Scheduler:
         value: object = None
         if task.step.refusal is not None:
             value = _error(task.step.refusal)
-        elif isinstance(task, FinishedAttachment):
+        elif isinstance(task.step, AttachStep):
             value = task.step.attached
         else:
-            value = self._add_model(task, client)
-        if isinstance(task, FinishedLoad):
+            value = self._add_model(task, task.step, client)
+        if isinstance(task.order, Load):
             self._clients[client].loading.pop(task.order.model, None)
             if task.step.refusal is not None:
                 del self._owners[task.model]
         self._answer(client, task.question, value)
 
-    def _add_model(self, task: FinishedLoad, client: int) -> Loaded:
-        step, name = task.step, task.order.model
+    def _add_model(self, task: FinishedTask, step: LoadStep, client: int) -> Loaded:
+        assert isinstance(task.order, Load)
         assert step.loaded is not None
         assert step.embed is not None
         self._models[task.model] = ModelSchedule(
@@ -400,7 +373,7 @@ class Scheduler:
             step.embed,
             self._clients[client].budget,
         )
-        self._clients[client].models[name] = task.model
+        self._clients[client].models[task.order.model] = task.model
         return step.loaded
 
     def _settle_question(self, work: AnswerQuestion, outcome: Outcome) -> None:
@@ -422,14 +395,16 @@ class Scheduler:
         models, budget = self._clients[client].models, self._clients[client].budget.bytes
         numbers: dict[str, dict[str, int]] = {}
         for name, number in models.items():
-            with self._contain(self._models[number]):
+            try:
                 numbers[name] = self._models[number].statistics()
+            except Exception as error:
+                self._models[number].contain(error)
         return msgspec.structs.replace(report, models=numbers, budget=budget)
 
     def _answer(self, client: int, number: int, value: object) -> None:
         """Answer a client's question, unless the client is gone."""
         if client in self._clients:
-            self._clients[client].events.append(Answered(number, value))
+            self._clients[client].budget.events.append(Answered(number, value))
 
 
 def _error(refusal: Refusal) -> ServeError:

@@ -80,8 +80,7 @@ class Sources:
         """Changes with what there is to go on from."""
         if not self._facts.cuts:
             return (self._index.changes,)
-        done = (reading.done for reading in begun)
-        return (self._index.changes, self._groups.changes, *done)
+        return (self._index.changes, self._groups.changes, *[each.done for each in begun])
 
     def _look_up(self, row: Row, begun: Sequence[_Reading]) -> Source:
         tokens, steering = row.text[:-1], row.job.steering
@@ -102,9 +101,8 @@ class Sources:
         self, beginning: Beginning, begun: Sequence[_Reading]
     ) -> Iterator[tuple[int, Tokens]]:
         """The rows whose texts begin so, and the tokens of these that their KV caches hold."""
-        for row in self._groups.rows:
-            if row.beginning == beginning:
-                yield row.id, row.prompt[:-1]
+        for row in [row for row in self._groups.rows if row.beginning == beginning]:
+            yield row.id, row.prompt[:-1]
         for reading in begun:
             if reading.opened and reading.beginning == beginning:
                 yield reading.rows[0].id, reading.text[: reading.done]

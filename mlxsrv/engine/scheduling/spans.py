@@ -78,7 +78,7 @@ class SpanMaker:
         if kept and (lasting or not self._index.holds(text, reading.steering)):
             keep = Keep(self._index.promise(text, reading.steering, lasting=lasting), end)
         return Span(
-            rows=tuple(row.id for row in reading.rows),
+            rows=tuple([row.id for row in reading.rows]),
             begin=reading.done,
             end=end,
             opens=not reading.opened,

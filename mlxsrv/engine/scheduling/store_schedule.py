@@ -1,9 +1,10 @@
 """Kept prompts on disk: which are written when, and which are fetched for whom.
 
 All that is kept is written, one prompt at a time: at once while no row is there, and beside rows
-after a while. A prompt whose beginning is on disk, and not in memory, waits at its place until that
-is fetched; others go on. What is fetched is a kept prompt like others. It is given up where reading
-the prompt would have been faster.
+after a while. What the disk does not take is written once it takes something again. A prompt whose
+beginning is on disk, and not in memory, waits at its place until that is fetched; others go on.
+What is fetched is a kept prompt like others. It is given up where reading the prompt would have
+been faster.
 
 What there is on disk is not known here: the runner tells it with each row that it admits. So a row
 is not in the queue before that.
@@ -31,6 +32,7 @@ from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import LEAST, PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
 from mlxsrv.engine.scheduling.row import Row
+from mlxsrv.states import follow
 
 _PATIENCE = 64  # rounds that a prompt waits to be written while rows are there
 _LONGEST_FETCH = 10.0  # seconds, while it is not known how fast prompts are read
@@ -89,9 +91,7 @@ class Fetch:
         Raises:
             RuntimeError: it may not follow the fetch's state.
         """
-        if state not in _NEXT[self.state]:
-            raise RuntimeError(f"a fetch that is {self.state.value} cannot be {state.value} next")
-        self.state = state
+        self.state = follow("the fetch", self.state, state, _NEXT)
 
     def serves(self, row: Row, tokens: int) -> bool:
         same = np.array_equal(row.prompt[:tokens], self.text[:tokens])
@@ -125,6 +125,7 @@ class StoreSchedule:
         self._index = index
         self._queue = queue
         self._unwritten: deque[int] = deque()  # entries
+        self._missed: list[int] = []  # entries that the disk did not take
         self._writing: int | None = None
         self._patience = _PATIENCE
         self._fetches: deque[Fetch] = deque()  # the first may be under way
@@ -170,6 +171,7 @@ class StoreSchedule:
         match order:
             case Written():
                 self._writing = None
+                self._note_written(order)
                 self._counts["writes"] += order.files
                 self._counts["files"] = order.held_files
                 self._counts["bytes"] = order.held_bytes
@@ -179,6 +181,15 @@ class StoreSchedule:
                     self._fetches[0].read = order.tokens
                 else:
                     self._end_fetch()
+
+    def _note_written(self, order: Written) -> None:
+        """Note what the disk did not take, and that it takes something again."""
+        if order.failed:
+            self._missed = [each for each in self._missed if self._index.has(each)]
+            self._missed.append(order.entry)
+        elif order.files:
+            self._unwritten += self._missed
+            self._missed.clear()
 
     # Planning.
 
@@ -193,8 +204,9 @@ class StoreSchedule:
 
     def plan_all(self, promised: Iterable[int]) -> list[Work]:
         """Write all that is not written, and what is promised, since the model goes."""
-        entries = (*self._unwritten, *promised)
+        entries = (*self._unwritten, *self._missed, *promised)
         self._unwritten.clear()
+        self._missed.clear()
         return [StorePrompts(model=self._model, entries=entries)] if entries else []
 
     def _plan_fetch(self, *, streaming: bool) -> list[Work]:

@@ -3,6 +3,9 @@
 A slice holds texts of similar length, of any job, so that little of it is padding. Each slice
 starts from the longest text of the next job in turn, so a job of many texts does not hold up a job
 of few.
+
+Large texts wait apart until there is memory for one, and jobs take turns with them as well: see
+`embed_memory`. Then it is the long text, as soon as there is no other.
 """
 
 from __future__ import annotations
@@ -30,15 +33,23 @@ class QueuedText(NamedTuple):
 class QueuedTexts:
     """The texts of one job.
 
+    Args:
+        order: the job.
+        number: of the job, among all that came.
+        most: tokens; texts of more are large.
+
     Attributes:
         waiting: those that no slice has taken, the shortest first; perhaps some that one has.
+        large: those that are large, the longest first.
         missing: how many no slice has taken to their ends.
     """
 
-    def __init__(self, order: Embed) -> None:
-        self.waiting = sorted(
-            QueuedText(len(text), order.id, i) for i, text in enumerate(order.texts)
-        )
+    def __init__(self, order: Embed, number: int, most: int) -> None:
+        texts = sorted(QueuedText(len(text), order.id, i) for i, text in enumerate(order.texts))
+        large = bisect_left(texts, (most + 1,))
+        self.number = number
+        self.waiting = texts[:large]
+        self.large = texts[large:][::-1]
         self.missing = len(order.texts)
 
 
@@ -48,28 +59,61 @@ class TextQueue:
     Args:
         slices: a text that does not fit a slice is read in several slices. One such text at a time:
             it is `long`.
+        most: tokens; texts of more are large.
     """
 
-    def __init__(self, *, slices: bool) -> None:
+    def __init__(self, *, slices: bool, most: int) -> None:
         self.jobs: dict[int, QueuedTexts] = {}
         """By id, in the order of arrival."""
         self.tokens = 0
-        """Tokens of all texts that wait."""
+        """Tokens of all texts that wait, but for large ones."""
         self.long: QueuedText | None = None
+        self.next_long: QueuedText | None = None
+        """A large text that is the long one next."""
+        self._most = most
         self._long_done = 0  # tokens of it that were taken
         self._slices = slices
         self._turns: deque[int] = deque()  # ids of the jobs, in turn
+        self._large: deque[int] = deque()  # ids of the jobs that have large texts, in turn
         self._waiting: list[QueuedText] = []  # of all jobs, the shortest first
         self._long_is_next = False
 
     def __len__(self) -> int:
         """Texts that wait or are being read in several slices."""
-        return len(self._waiting) + (self.long is not None)
+        large = sum(len(job.large) for job in self.jobs.values())
+        return len(self._waiting) + large + len(self.begun)
 
-    def add(self, order: Embed) -> None:
-        job = QueuedTexts(order)
+    @property
+    def begun(self) -> list[QueuedText]:
+        """The long text, and the one that is next."""
+        return [text for text in (self.long, self.next_long) if text is not None]
+
+    @property
+    def ready(self) -> bool:
+        """Whether there are texts that a slice can take now."""
+        return bool(self._waiting or self.long or self.next_long)
+
+    @property
+    def large(self) -> QueuedText | None:
+        """The large text that is to be begun next; None if there is none, or one has begun."""
+        if not self._large or any(text.length > self._most for text in self.begun):
+            return None
+        return self.jobs[self._large[0]].large[0]
+
+    def begin_large(self) -> None:
+        """Have the large text read that is to be begun next."""
+        assert self.large is not None, "nobody asks where there is none"
+        job = self._large.popleft()
+        self.next_long = self.jobs[job].large.pop(0)
+        if self.jobs[job].large:
+            self._large.append(job)
+
+    def add(self, order: Embed, number: int = 0) -> None:
+        job = QueuedTexts(order, number, self._most)
         self.jobs[order.id] = job
         self._turns.append(order.id)
+        if job.large:
+            self._large.append(order.id)
         self._waiting = sorted(self._waiting + job.waiting)
         self.tokens += sum(text.length for text in job.waiting)
 
@@ -81,14 +125,17 @@ class TextQueue:
         for job in gone:
             del self.jobs[job]
         self._turns = deque(job for job in self._turns if job not in gone)
+        self._large = deque(job for job in self._large if job not in gone)
         self._waiting = [text for text in self._waiting if text.job not in gone]
         if self.long is not None and self.long.job in gone:
             self.long = None
+        if self.next_long is not None and self.next_long.job in gone:
+            self.next_long = None
         self.tokens = sum(text.length for text in self._waiting)
         return sorted(gone)
 
     def choose(self, limit: int, most: int) -> list[QueuedText]:
-        """Take the texts of the next slice; none if the slice belongs to the long text.
+        """Take the texts of the next slice; none if it belongs to the long text, or there are none.
 
         They are neighbours in length, the longest being of the job whose turn it is. A long text
         takes turns with the others.
@@ -98,6 +145,9 @@ class TextQueue:
                 may be.
             most: the most tokens of a slice, padding included; one text may have more.
         """
+        if self.long is None and self.next_long is not None:
+            self.long, self._long_done, self.next_long = self.next_long, 0, None
+            self._long_is_next = True
         if self.long is not None and self._long_is_next:
             self._long_is_next = False
             return []
@@ -121,11 +171,12 @@ class TextQueue:
         return self._take(start, end)
 
     def read_on(self, limit: int) -> tuple[QueuedText, int, int]:
-        """Take the next tokens of the long text, at most `limit`: the text, the first token's
-        place in it, and the last one's, exclusive. Once it has ended there is no long text."""
-        assert self.long is not None, "a job with texts has one that waits, or the long one"
+        """Take the next tokens of the long text, at most `limit`, or all where a text is not read
+        in several slices: the text, the first token's place in it, and the last one's, exclusive.
+        Once it has ended there is no long text."""
+        assert self.long is not None, "nobody asks where there is none"
         text, begin = self.long, self._long_done
-        self._long_done = min(begin + limit, text.length)
+        self._long_done = min(begin + limit, text.length) if self._slices else text.length
         if self._long_done == text.length:
             self.long = None
         return text, begin, self._long_done

@@ -17,31 +17,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
-from mlxsrv.engine.events import (
-    Event,
-    Failed,
-    Finished,
-    Progress,
-    PromptRead,
-    Token,
-)
+from mlxsrv.engine.events import Failed, Finished, Progress, PromptRead, Token
 from mlxsrv.engine.orders import Job, StorageTold
-from mlxsrv.engine.outcomes import (
-    Decoded,
-    DraftRead,
-    Fault,
-    Outcome,
-    PromptsRead,
-    TextFacts,
-)
-from mlxsrv.engine.plans import (
-    Admit,
-    Decode,
-    Read,
-    ReadDraft,
-    Release,
-    Work,
-)
+from mlxsrv.engine.outcomes import Decoded, DraftRead, Fault, Outcome, PromptsRead, TextFacts
+from mlxsrv.engine.plans import Admit, Decode, Read, ReadDraft, Release, Work
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
@@ -93,10 +72,11 @@ class TextSchedule:
         self._groups = Groups(facts, self._max_rows)
         self._queue = PromptQueue(facts, self._index, self._groups)
         self._spans = SpanMaker(facts, pace, self._queue, self._index)
-        self._recovery = Recovery(self._max_rows)
-        self._drafts = DraftPolicy(facts.draft_costs) if facts.drafts else None
+        self._recovery = Recovery(self._max_rows, self._groups)
         self._lookups = LookupPolicy() if facts.lookup else None
         self._budget = MemoryBudget() if budget is None else budget
+        self._events = self._budget.events
+        self._store = make_store(model, facts, pace, self._index, self._queue)
         self._book = RowBook(
             model,
             client,
@@ -105,8 +85,9 @@ class TextSchedule:
             self._groups,
             self._recovery,
             self._budget.numbers,
-            make_store(model, facts, pace, self._index, self._queue),
-            self._drafts,
+            self._events,
+            self._store,
+            DraftPolicy(facts.draft_costs) if facts.drafts else None,
         )
         self.memory = RowMemory(facts, pace.most, self._book)
         self._budget.add(self.memory)
@@ -120,7 +101,7 @@ class TextSchedule:
     @property
     def streaming(self) -> bool:
         """Whether rows are being decoded."""
-        return bool(self._groups) or self._recovery.trial is not None
+        return self._groups.count > 0 or self._recovery.trial is not None
 
     @property
     def pending(self) -> bool:
@@ -132,21 +113,16 @@ class TextSchedule:
         """Whether a plan would be empty: there are no rows, or all wait for memory."""
         return self._book.idle and not (self._book.waits and self._budget.admits_more)
 
-    @property
-    def _decoding(self) -> int:
-        """The number of rows that are decoded."""
-        return len(self._groups.rows) + (self._recovery.trial is not None)
-
     def statistics(self) -> dict[str, int]:
         return {
-            "rows": self._decoding,
+            "rows": self._book.decoding,
             "lanes": len(self._groups) + (self._recovery.trial is not None),
             "reading": self._queue.rows,
             "waiting": len(self._queue.waiting) + len(self._recovery.rows),
-            **({} if self._drafts is None else self._drafts.statistics()),
+            **({} if self._book.drafts is None else self._book.drafts.statistics()),
             **({} if self._lookups is None else self._lookups.statistics()),
             **self.memory.statistics(),
-            **self._book.statistics(),
+            **({} if self._store is None else self._store.statistics()),
             "prompt_cache_bytes": self._index.bytes,
             "prompt_cache_entries": len(self._index),
             "tokens": self._tokens,
@@ -162,25 +138,21 @@ class TextSchedule:
         """Free the rows of these jobs, at whatever stage they are."""
         self._book.cancel(job_ids)
 
-    def end_all(self, reason: str) -> tuple[list[Failed], list[Work]]:
+    def end_all(self, reason: str) -> list[Work]:
         """End every job, since the model goes, and have what is kept written to disk, if it is.
-        Returns what their clients are told, and the last works of the model."""
+        Returns the last works of the model."""
         self._budget.remove(self.memory)
         return self._book.end_all(reason)
 
     def take(self, order: StorageTold) -> None:
         """Take in what the storage thread tells."""
-        self._book.take(order)
+        if self._store is not None:
+            self._store.take(order)
 
     def fail(self, reason: str) -> list[Failed]:
         """End every job, since the model goes. Nothing is planned for them any more."""
         self._budget.remove(self.memory)
         return self._book.fail_all(reason)
-
-    def take_events(self) -> list[Event]:
-        """Take the events that the client is to be told."""
-        events, self._book.events = self._book.events, []
-        return events
 
     def watch(self, *, active: bool) -> None:
         """Note whether activations are looked at from now on."""
@@ -196,8 +168,7 @@ class TextSchedule:
     def plan_steps(self) -> list[Work]:
         """One step of all rows, and one of the row on trial."""
         works: list[Work] = []
-        if self._groups:
-            self._groups.close_up()  # guesses are in the order of the rows
+        if self._groups.count:
             proposals, guesses = self._count_proposals(), self._guess()
             groups = self._groups.take_changed(max(1, 1 + sum(proposals), *map(len, guesses)))
             if groups is not None:
@@ -206,9 +177,8 @@ class TextSchedule:
                 Decode(model=self._model, groups=groups, proposals=proposals, guesses=guesses)
             )
         if (trial := self._recovery.trial) is not None:
-            fresh = trial.state is RowState.FRESH
             room = self._recovery.room
-            groups = (room,) if fresh and room is not None else None
+            groups = (room,) if trial.fresh and room is not None else None
             works.append(Decode(model=self._model, trial=True, groups=groups))
         return works
 
@@ -217,30 +187,28 @@ class TextSchedule:
         or of the text that a draft model lacks."""
         if not self._choose_readings(beside):
             return self._plan_draft()
-        self._slice_beside_steps = self.streaming
-        spans = self._spans.make(self._slice, decoding=self.streaming, beside=beside)
+        self._slice_beside_steps = decoding = self.streaming
+        spans = self._spans.make(self._slice, decoding=decoding, beside=beside)
         return Read(model=self._model, spans=spans)
 
     def _choose_readings(self, beside: bool) -> bool:
         """Choose the texts of the next slice. Returns whether there are any."""
         self._slice = []
-        decoding, recovery = self._decoding, self._recovery
-        lost = recovery.next_lost(decoding) if recovery.granted else None
-        if lost is not None and recovery.reading is None:
-            recovery.begin(self._queue.open(lost))
+        queue, recovery = self._queue, self._recovery
+        lost = recovery.next_lost if recovery.granted else None
+        if lost is not None:
+            recovery.begin(queue.open(lost))
         if recovery.reading is not None:
             self._slice = [recovery.reading]
-            return True
-        free = recovery.fitting - decoding - len(recovery.rows)
-        if free > 0 and self._queue:
+        elif queue and (free := self._book.free) + queue.rows > 0:
             limit = self._pace.limit(decoding=self.streaming, long=False, beside=beside)
-            self._slice = self._queue.choose(free - self._queue.rows, limit)
+            self._slice = queue.choose(free, limit)
         return bool(self._slice)
 
     def _lone_row(self) -> Row | None:
         """The only row, if a draft may be used: nobody waits for the row to leave, or watches the
         activations of each token."""
-        if self._drafts is None or not (self._drafts.fits and self._may_propose()):
+        if self._book.drafts is None or not (self._book.drafts.fits and self._may_propose()):
             return None
         rows = self._groups.rows
         return rows[0] if len(rows) == 1 else None
@@ -254,21 +222,22 @@ class TextSchedule:
         """Tokens of their texts that are proposed to all rows, if one pass checks them all."""
         if self._lookups is None:
             return ()
-        together = len(self._groups) == 1 and self._may_propose()
+        self._groups.close_up()  # guesses are in the order of the rows
+        together = (self._facts.shares or len(self._groups) == 1) and self._may_propose()
         return self._lookups.guess(self._groups.rows if together else ())
 
     def _count_proposals(self) -> tuple[int, ...]:
-        if self._drafts is None or (row := self._lone_row()) is None:
+        if self._book.drafts is None or (row := self._lone_row()) is None:
             return ()
-        proposals = self._drafts.propose(row)
+        proposals = self._book.drafts.propose(row)
         return (proposals,) if proposals else ()
 
     def _plan_draft(self) -> Work | None:
         """Have the draft read a slice of the only row's text, if it lacks much of it."""
-        if self._drafts is None or (row := self._lone_row()) is None:
+        if self._book.drafts is None or (row := self._lone_row()) is None:
             return None
         limit = self._pace.limit(decoding=True, long=True)
-        if (part := self._drafts.plan_reading(row, limit)) is None:
+        if (part := self._book.drafts.plan_reading(row, limit)) is None:
             return None
         begin, tokens = part
         return ReadDraft(model=self._model, row=row.id, begin=begin, tokens=tokens)
@@ -278,18 +247,18 @@ class TextSchedule:
     def settle(self, work: Work, outcome: Outcome) -> None:
         """Learn what came of a work of this model's."""
         match work:
+            case Decode():
+                self._settle_step(work, outcome)
+            case Read():
+                self._settle_slice(work, outcome)
             case Admit():
                 self._book.settle_admission(work, outcome)
             case Release():
                 self._settle_release(work, outcome)
-            case Read():
-                self._settle_slice(work, outcome)
-            case Decode():
-                self._settle_step(work, outcome)
             case ReadDraft():
                 self._settle_draft(work, outcome)
-            case _:
-                self._book.settle(work, outcome)
+            case _ if self._store is not None:
+                self._store.settle(work, outcome)
 
     def _settle_release(self, work: Release, outcome: Outcome) -> None:
         self._book.settle_release(work, outcome)
@@ -302,15 +271,15 @@ class TextSchedule:
         self._stepped = None  # the next step waits for the draft: its time tells nothing
         if outcome.fault is not None:
             self._give_up_drafts()
-        elif self._drafts is not None and (row := self._book.find(work.row)) is None:
-            self._drafts.forget()  # the row ended in the step before, and its text is gone
-        elif self._drafts is not None and row is not None:
+        elif self._book.drafts is not None and (row := self._book.find(work.row)) is None:
+            self._book.drafts.forget()  # the row ended in the step before, and its text is gone
+        elif self._book.drafts is not None and row is not None:
             waited = outcome.done.waited if isinstance(outcome.done, DraftRead) else outcome.began
-            self._drafts.saw_reading(row, work.begin, work.tokens, outcome.ended - waited)
+            self._book.drafts.saw_reading(row, work.begin, work.tokens, outcome.ended - waited)
 
     def _give_up_drafts(self) -> None:
         _log.warning("the draft model may be to blame, and is no longer used")
-        self._drafts = self._book.drafts = None
+        self._book.drafts = None
 
     # A slice of prompts.
 
@@ -329,15 +298,16 @@ class TextSchedule:
             reading.began = reading.began if reading.opened else outcome.began
             reading.done, reading.opened = span.end, True
         self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)
-        self._book.events += self._book.find_untold(done.activations)
-        self._book.fail_all_broken(done.broken)
-        for reading in readings:
-            reading.rows = [row for row in reading.rows if not row.ended]
+        self._events += self._book.find_untold(done.activations)
+        if done.broken:
+            self._book.fail_all_broken(done.broken)
+            for reading in readings:
+                reading.rows = [row for row in reading.rows if not row.ended]
         if work.spans[0].joins is not None:
             self.memory.note_joining(readings)
             self._join(readings, outcome.ended, done)
         moved = [*self._queue.half_read, *self._recovery.rows]
-        self._book.events += [Progress(row.id) for row in moved]
+        self._events += [Progress(row.id) for row in moved]
 
     def _join(self, readings: Sequence[Reading], ended: float, done: PromptsRead) -> None:
         """Have the rows of these prompts decoded from the next step on."""
@@ -347,16 +317,16 @@ class TextSchedule:
             seconds = ended - reading.began
             for row in reading.rows:
                 if not row.read:
-                    self._book.events.append(PromptRead(row.id, reading.cached, seconds))
+                    self._events.append(PromptRead(row.id, reading.cached, seconds))
                 row.read = True
                 if row.job.max_tokens > 0:
                     row.enter(RowState.FRESH)
                     group.append(row)
         if done.scores is not None and self._book.find(done.scores.job) is not None:
-            self._book.events.append(done.scores)
+            self._events.append(done.scores)
         for reading in readings:
             for row in [row for row in reading.rows if row.job.max_tokens == 0]:
-                self._book.events.append(Finished(row.id))
+                self._events.append(Finished(row.id))
                 self._book.end(row)
         if self._recovery.reading in readings:
             self._recovery.begin_trial()
@@ -374,7 +344,7 @@ class TextSchedule:
             self._queue.put_back(rows)
             return
         for row in rows:
-            self._book.events.append(blame(row))
+            self._events.append(blame(row))
             self._book.end(row)
 
     # A step.
@@ -386,7 +356,7 @@ class TextSchedule:
         length = 0 if lone is None else lone.length
         # Those of the step before, in which there were rows that have ended since.
         find = self._book.find
-        self._book.events += [each for each in done.activations if find(each.job) is not None]
+        self._events += [each for each in done.activations if find(each.job) is not None]
         ended = self._take_tokens(done, kept=outcome.fault is None)
         self.memory.note_step()
         if outcome.fault is None:
@@ -395,20 +365,15 @@ class TextSchedule:
         for failure in done.failures:
             if (row := self._book.find(failure.row)) is not None:
                 self._book.fail(row, failure.reason, failure.clear, kept=outcome.fault is None)
+        before, self._stepped = self._stepped, None
         if outcome.fault is not None:
             self._lose_step(work, outcome.fault)
-        elif work.trial:
-            self._stepped = None
-        elif work.proposals:
-            self._stepped = None
-            if self._drafts is not None and lone is not None:
-                self._drafts.saw_round(lone, length, work.proposals[0], outcome)
-        elif work.guesses:
-            self._stepped = None
-            if self._lookups is not None:
-                self._lookups.saw_round(outcome)
-        else:
-            self._time_step(outcome, lone)
+        elif work.proposals and self._book.drafts is not None and lone is not None:
+            self._book.drafts.saw_round(lone, length, work.proposals[0], outcome)
+        elif work.guesses and self._lookups is not None:
+            self._lookups.saw_round(outcome)
+        elif not (work.trial or work.proposals):
+            self._time_step(outcome, lone, before)
         if (row := self._recovery.end_trial()) is not None:
             self._groups.add([row], self._recovery.room)
         if self._recovery.fitting < self._max_rows:
@@ -418,26 +383,27 @@ class TextSchedule:
         """Give the rows their tokens. Returns how many rows have ended with theirs; their KV caches
         may be `kept`."""
         ended = 0
-        find, events, likelihoods = self._book.find, self._book.events, done.likelihoods
+        rows, events, likelihoods = self._book.rows, self._events, done.likelihoods
+        known = len(events)
         for job_id, token in done.tokens:
-            row = find(job_id)
+            row = rows.get(job_id)
             if row is None:  # it ended with a token before, in the same round
                 continue
-            self._tokens += 1
             finish = row.draw(token)
-            likelihood = likelihoods.get(job_id) if likelihoods else None
-            events.append(Token(job_id, token, finish, likelihood))
+            events.append(Token(job_id, token, finish, likelihoods.get(job_id)))
             if finish is not None:
                 ended += 1
                 self._book.end(row, kept=kept)
+        self._tokens += len(events) - known
         return ended
 
     def _start_fresh(self, work: Decode) -> None:
         """Note that rows have made their first step."""
         if work.groups is None:
             return
-        trial, fresh = self._recovery.trial, RowState.FRESH
+        trial = self._recovery.trial
         rows = self._groups.rows if not work.trial else [trial] if trial is not None else []
+        fresh = RowState.FRESH
         for row in rows:
             if row.state is fresh:
                 row.enter(RowState.DECODING)
@@ -448,25 +414,24 @@ class TextSchedule:
         if self._lookups is not None:
             self._lookups.skip()
 
-    def _time_step(self, outcome: Outcome, lone: Row | None) -> None:
-        seconds = None if self._stepped is None else outcome.ended - self._stepped
+    def _time_step(self, outcome: Outcome, lone: Row | None, before: float | None) -> None:
+        seconds = None if before is None else outcome.ended - before
         self._pace.saw_step(seconds)
         self._stepped = outcome.ended
         assert isinstance(outcome.done, Decoded)
-        if self._drafts is not None:
-            self._drafts.saw_step(lone, outcome.done, seconds)
+        if self._book.drafts is not None:
+            self._book.drafts.saw_step(lone, outcome.done, seconds)
         if self._lookups is not None:
             self._lookups.saw_step(outcome, seconds)
 
     def _lose_step(self, work: Decode, fault: Fault) -> None:
         """Have the rows of a step that failed read anew."""
-        self._stepped = None
         stepping = True
         if work.proposals:
             self._give_up_drafts()
             stepping = False
-        elif self._drafts is not None:
-            self._drafts.forget()
+        elif self._book.drafts is not None:
+            self._book.drafts.forget()
         if self._lookups is not None and not work.trial:
             self._lookups.saw_fault(guessed=bool(work.guesses))
             stepping = not work.guesses
@@ -482,14 +447,14 @@ class TextSchedule:
         trial = self._recovery.trial
         if rows and rows[0] is trial:
             self._recovery.drop(trial)
-            fitting = len(self._groups.rows)
+            fitting = self._groups.count
         else:
             self._groups.clear()
             fitting = len(rows) // 2
         if fault.memory:
             self._recovery.shrink(fitting)
         for row in self._recovery.lose(rows, incident, stepping=stepping):
-            self._book.events.append(blame(row))
+            self._events.append(blame(row))
             self._book.end(row, kept=False)
         self._book.rewind(row for row in rows if not row.ended)
 

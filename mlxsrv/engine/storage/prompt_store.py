@@ -81,11 +81,13 @@ class FetchedCache(msgspec.Struct):
 
 
 class StoreCounts(msgspec.Struct):
-    """Files written, and bytes of these; `failed`: the disk took no more."""
+    """Files written, and bytes of these; `failed`: the disk took no more; `paused`: it was not
+    asked, since it took no more before."""
 
     files: int = 0
     bytes: int = 0
     failed: bool = False
+    paused: bool = False
 
 
 class Abandoned:
@@ -228,7 +230,10 @@ class PromptStore:
             for name in names:
                 if self.shelf.holds(name):
                     self.folder.touch(self.shelf, name)
-                elif not self._may_write or abandoned.now:
+                elif not self._may_write:
+                    counts.paused = True
+                    break
+                elif abandoned.now:
                     break
                 else:
                     yield from self._write_file(name, text, caches[0], counts)

@@ -121,7 +121,7 @@ class Storage:
                     *key,
                     files=counts.files,
                     bytes=counts.bytes,
-                    failed=counts.failed,
+                    failed=counts.failed or counts.paused,
                     held_files=len(shelf.files),
                     held_bytes=shelf.bytes,
                 )

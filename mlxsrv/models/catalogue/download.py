@@ -53,6 +53,9 @@ _FILES = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "README.md", *_
 _WAITS = (1.0, 2.0, 4.0, 8.0)
 """Seconds before each new try while no bytes arrive; after the last one the download fails."""
 
+_LOOK = 0.5
+"""Seconds between two looks at a file that another process brings."""
+
 _CLIENT = {"library_name": "mlxsrv", "library_version": __version__}
 
 _HEADER = b'{"stand-in": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}'
@@ -275,7 +278,8 @@ class _Download:
         lock = root.parent / ".locks" / root.name / f"{file.checksum}.lock"
         for path in (blob, lock):
             path.parent.mkdir(parents=True, exist_ok=True)
-        with WeakFileLock(lock):
+        with contextlib.ExitStack() as stack:
+            self._wait_for(lock, file, stack)
             if blob.exists() and file.is_at(blob):
                 self._report(file, file.size)
                 return
@@ -288,6 +292,17 @@ class _Download:
                 )
             partial.replace(blob)
             self._brought.append(blob)
+
+    def _wait_for(self, lock: Path, file: HubFile, stack: contextlib.ExitStack) -> None:
+        """Take the lock of a file; as long as another process brings the file, say how far it is.
+        If that process ends, this one goes on where it was."""
+        while True:
+            self._check()
+            with contextlib.suppress(TimeoutError):
+                stack.enter_context(WeakFileLock(lock, timeout=_LOOK))
+                return
+            # The other process may just look whether what it has brought is whole.
+            self._report(file, _size(self._partial(file)) or _size(self._blob(file)))
 
     def _receive(self, file: HubFile, commit: str, partial: Path) -> None:
         """Download what is missing of a file, and try again as long as more bytes arrive."""
@@ -399,7 +414,10 @@ class _NoBar(tqdm):  # type: ignore[misc]
 
 
 def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # another process may just have moved it
+        return 0
 
 
 def _may_pass(error: errors.HfHubHTTPError) -> bool:

@@ -30,6 +30,7 @@ from mlxsrv.models.pool.model_files import SHORT_ROW, ModelFiles
 from mlxsrv.models.pool.row_queue import RowQueue
 from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
 from mlxsrv.settings import Settings
+from mlxsrv.states import follow
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
@@ -297,9 +298,7 @@ class Model:
 
     def enter(self, state: LoadState) -> None:
         """Change the state. Raises RuntimeError if the table does not allow it."""
-        if state not in FOLLOWING[self._state]:
-            raise RuntimeError(f"{self.name} cannot be {state.name} after {self._state.name}")
-        self._state = state
+        self._state = follow(self.name, self._state, state, FOLLOWING)
 
     def finish_preparing(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
         self._files, self._tokenizer = files, tokenizer

@@ -12,7 +12,7 @@ import anyio.to_thread
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.encoders import read_cross_encoder_config
-from mlxsrv.formats.model_folder import describe_model
+from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.formats.pooling import read_pooling_config
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue.catalogue import ModelSource
@@ -89,7 +89,7 @@ def examine(
 
     Args:
         check: called during a download; it stops the download by raising.
-        ranks: how many divide the model. The bytes are about those of one rank's part.
+        ranks: how many divide the model. The bytes are about those of one rank's share.
 
     Raises:
         UnusableFile: the files are no model that can be served.
@@ -110,7 +110,7 @@ def examine(
         folder,
         source.adapter,
         draft_folder,
-        base=described.weights // ranks,
+        base=_share(described, ranks),
         own=own,
         # Two blocks for the row's own KV cache, and two for its place among others that it joins.
         short_row=4 * described.kv_block // ranks,
@@ -121,6 +121,13 @@ def examine(
         ),
         cross_encoder_config=_or_reason(lambda: read_cross_encoder_config(folder)),
     )
+
+
+def _share(described: ModelDescription, ranks: int) -> int:
+    """About the bytes of one rank's weights: its part of the layers, and all that is outside them,
+    which mlx-lm does not divide."""
+    outside = described.weights_outside_layers
+    return outside + (described.weights - outside) // ranks
 
 
 def _or_reason(read: Callable[[], T]) -> T | str:

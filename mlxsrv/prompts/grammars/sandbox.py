@@ -6,6 +6,7 @@ no thread survives. `sandbox_process.py` is the other end.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,12 @@ import msgspec
 from mlxsrv.prompts.grammars.key_patterns import KeyMatches, SchemaKeys
 from mlxsrv.prompts.grammars.specs import GrammarRefused
 
-_SECONDS = 5.0
+_SECONDS = 5
+"""Processor time: how busy the machine is must not decide what is a good grammar."""
+
+_PATIENCE = 120.0
+"""Seconds until it is given up all the same."""
+
 _PROCESS = Path(__file__).with_name("sandbox_process.py")
 
 T = TypeVar("T")
@@ -59,16 +65,18 @@ def _run(request: object, *, type: type[T]) -> T:
     """Return the process's answer, decoded. Raises GrammarRefused if it hangs or crashes."""
     import llguidance
 
-    command = [sys.executable, "-P", str(_PROCESS), str(Path(llguidance.__file__).parents[1])]
+    library = str(Path(llguidance.__file__).parents[1])
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-P", str(_PROCESS), library, str(_SECONDS)],
             input=msgspec.json.encode(request),
             capture_output=True,
-            timeout=_SECONDS,
+            timeout=_PATIENCE,
         )
     except subprocess.TimeoutExpired:
-        raise GrammarRefused(f"takes more than {_SECONDS:.0f} s to compile") from None
+        raise GrammarRefused(f"takes more than {_PATIENCE:.0f} s to compile") from None
+    if done.returncode == -signal.SIGXCPU:
+        raise GrammarRefused(f"takes more than {_SECONDS} s to compile")
     if done.returncode < 0:
         raise GrammarRefused("too much for the compiler: references may be nested too deeply")
     if done.returncode > 0 or not done.stdout:

@@ -1,7 +1,8 @@
 """The sandbox's process: compiles and tries clients' grammars, and may hang or crash.
 
-This file is run, not imported. It imports nothing of this package, since that takes a while; its
-first argument is the folder of llguidance. It reads one JSON object and writes the JSON answer:
+This file is run, not imported. It imports nothing of this package, since that takes a while. Its
+arguments are the folder of llguidance, and the seconds of processor time after which SIGXCPU ends
+it, also if its server is gone by then. It reads one JSON object and writes the JSON answer:
 
 - `{"grammars": [...]}`: compile each, then write random texts of it. The answer is a list of
   `[index, reason]` for grammars that are refused or lead to where nothing may follow.
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import json
 import random
+import resource
+import signal
 import sys
 import threading
 import time
@@ -128,6 +131,11 @@ def _matcher(grammar: str) -> LLMatcher:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # a parent may have had it ignored
+    _, most = resource.getrlimit(resource.RLIMIT_CPU)
+    if most == resource.RLIM_INFINITY or most > int(sys.argv[2]):
+        resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     threading.stack_size(_STACK)
     thread = threading.Thread(target=main)
     thread.start()

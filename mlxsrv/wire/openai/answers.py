@@ -358,8 +358,47 @@ class EngineState(Struct, frozen=True, kw_only=True):
     stalled_seconds: float
 
 
+class FirstTokenTimes(Struct, frozen=True, kw_only=True):
+    """Seconds from a request to the first text of its answer, for the last `replies`: at most 100.
+    95 % of them took `p95` or less."""
+
+    replies: int
+    median: float
+    p95: float
+
+
+class RequestTotals(Struct, frozen=True, kw_only=True):
+    """Requests to models since the server started: for text, vectors or scores. Those that ended,
+    and those of them that failed; tokens of their prompts, those of them that came from the prompt
+    cache, and tokens of answers. A request that runs counts when it ends."""
+
+    ended: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft: FirstTokenTimes | None
+
+
+class RecentError(Struct, frozen=True, kw_only=True):
+    """A request that ended with an error. `route` is its path with the names of parameters, or
+    empty if there is no such route; `model` is empty if there is none of the name that it asks for.
+    With a `status` below 400 the stream had begun when it failed; with 0 nothing was answered."""
+
+    time: datetime
+    method: str
+    route: str
+    status: int
+    code: str
+    model: str
+    request_id: str
+
+
 class Health(Struct, frozen=True, kw_only=True):
     status: HealthStatus
     engine: EngineState | UnsetType = UNSET
     models: list[ModelState] | UnsetType = UNSET
     memory: MemoryState | UnsetType = UNSET
+    requests: RequestTotals | UnsetType = UNSET
+    errors: list[RecentError] | UnsetType = UNSET
+    """The last 20, the latest first."""

@@ -16,6 +16,7 @@ from mlxsrv.engine.embedding.encoders.layers import Encoder
 from mlxsrv.engine.embedding.encoders.load import load_dense, load_encoder
 from mlxsrv.engine.embedding.pooling import pool
 from mlxsrv.formats.pooling import parse_pooling, read_pooling_config
+from tests.support.effort import often
 from tests.support.encoders import (
     CONFIGS,
     FIRSTS,
@@ -207,6 +208,7 @@ def test_rope_parameters_as_transformers_writes_them_now(tmp_path: Path) -> None
     assert same_as(tmp_path, "modernbert")
 
 
+@pytest.mark.parametrize("name", often(ENCODERS, ["bert-classifier", "modernbert-classifier"]))
 def test_half_precision_stays_half_precision(name: str, tmp_path: Path) -> None:
     folder = write_encoder(tmp_path, name)
     halves = {key: mx.array(array).astype(mx.float16) for key, array in WEIGHTS[name].items()}

@@ -86,6 +86,22 @@ def test_steps_and_rows_that_come_and_go_leave_the_slots_where_they_are(
     assert_steps_write_in_place(driver, kept)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pass_that_groups_share_writes_all_their_slots_in_place(models: Any, kind: str) -> None:
+    family, bounds = KINDS[kind]
+    model = models(family)
+    driver = Driver(model, KVCacheFactory(model, **bounds))
+    assert driver.runner.facts.shares
+    for row, length in enumerate((200, 20, 30)):
+        driver.admit(row, prompt(row, length))
+        driver.read(row)
+    driver.must((0,), (1, 2))
+    driver.must()
+    kept = addresses(driver)
+    assert len(kept) == len({*kept})
+    assert_steps_write_in_place(driver, kept)
+
+
 def test_quantized_slots_are_written_in_place(tmp_path: Path) -> None:
     model, _ = load_model(write_model(tmp_path, "qwen3", head_dim=32))
     driver = Driver(model, KVCacheFactory(model, group=32, bits=8))
@@ -125,7 +141,10 @@ def test_rounds_of_proposals_write_in_place(models: Any) -> None:
         assert addresses(driver) == kept
 
 
-def test_steps_that_are_launched_ahead_need_no_memory_for_a_copy(models: Any) -> None:
+@pytest.mark.parametrize("groups", [((0, 1),), ((0,), (1,))], ids=["together", "apart"])
+def test_steps_that_are_launched_ahead_need_no_memory_for_a_copy(
+    models: Any, groups: tuple[tuple[int, ...], ...]
+) -> None:
     """Nobody waits for a step here, as in a server: what is under way holds the arrays, too."""
     driver = Driver(models("qwen3"))
     for row in range(2):
@@ -134,7 +153,8 @@ def test_steps_that_are_launched_ahead_need_no_memory_for_a_copy(models: Any) ->
     mx.synchronize()
     mx.clear_cache()
     before = mx.get_active_memory()
-    driver.runner.decode(Decode(model=0, groups=(RowGroup((0, 1), 2, COLUMNS),)))
+    shaped = tuple(RowGroup(rows, len(rows), COLUMNS) for rows in groups)
+    driver.runner.decode(Decode(model=0, groups=shaped))
     mx.reset_peak_memory()
     for _ in range(4 * STEPS):
         driver.must()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.plans import Keep
 from tests.support.driver import SMALL, Driver, prompt
-from tests.support.tiny import FAMILIES
+from tests.support.tiny import FAMILIES, write_model
 
 
 @pytest.mark.parametrize("family", SMALL)
@@ -47,8 +49,8 @@ def _count_used(cache: Iterable[Any]) -> int:
 
 
 @pytest.mark.parametrize("more", [{"max_size": 20}, {"group": 32, "bits": 8}])
-def test_kv_costs_of_bounded_and_quantized_caches(models: Any, more: Any) -> None:
-    model = models("qwen3-46m")
+def test_kv_costs_of_bounded_and_quantized_caches(tmp_path: Path, more: Any) -> None:
+    model, _ = load_model(write_model(tmp_path / "wide", "qwen3", head_dim=32))
     driver = Driver(model, KVCacheFactory(model, **more))
     facts = driver.runner.facts
     for row, size in enumerate((12, 18, 256, 300)):

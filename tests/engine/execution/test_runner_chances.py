@@ -292,7 +292,7 @@ def makers(models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
 
 # Not shrunk: a script of other numbers is another one altogether.
 @pytest.mark.slow
-@settings(max_examples=examples(60, usual=14), phases=[Phase.explicit, Phase.generate])
+@settings(max_examples=examples(60, usual=8), phases=[Phase.explicit, Phase.generate])
 @given(seed=st.integers(0, 1 << 30), kind=st.sampled_from([*KINDS]))
 def test_texts_are_right_whatever_rows_do(makers: dict[str, Any], seed: int, kind: str) -> None:
     model, caches = makers[kind]

@@ -14,7 +14,7 @@ from mlxsrv.engine.events import Attached
 from mlxsrv.engine.loading.loader import Loader
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.orders import Attach, Load
-from mlxsrv.engine.outcomes import AttachStep, EmbedFacts, LoadStep, Refusal
+from mlxsrv.engine.outcomes import AttachStep, LoadStep, Refusal
 from mlxsrv.engine.plans import AttachSlice, LoadSlice
 from tests.support.effort import often
 from tests.support.encoders import write_encoder
@@ -31,7 +31,8 @@ def test_the_last_slice_says_what_was_loaded(model_folder: ModelFolder) -> None:
     assert step.loaded.model == "own"
     assert step.text is not None
     assert (step.text.batched, step.text.cuts, step.text.prompt_cache_bytes) == (True, True, MIB)
-    assert step.embed == EmbedFacts(slices=True)
+    assert step.embed is not None
+    assert (step.embed.slices, step.embed.kv_costs) == (True, step.text.kv_costs)
     assert models[5].loaded is step.loaded
     assert models[5].text is not None
     assert models[5].text.facts is step.text

@@ -135,8 +135,7 @@ def test_each_patch_has_a_switch_and_a_log_line(chosen: str, applied: set[str]) 
 def test_the_last_list_of_exports_counts(source: str) -> None:
     from transformers.utils.import_utils import fetch__all__
 
-    fetch = getattr(fetch__all__, "func", fetch__all__)  # it may be quick already
-    whole = fetch.args[0] if hasattr(fetch, "args") else fetch
+    [whole] = getattr(fetch__all__, "args", [fetch__all__])  # it may be quick already
     assert imports._fetch_last(whole, source) == whole(source)
 
 

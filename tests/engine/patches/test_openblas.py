@@ -102,6 +102,7 @@ def test_a_variable_turns_it_off() -> None:
     assert run(code, MLXSRV_PATCHES="openblas") == "True False\n"
 
 
+@pytest.mark.long
 def test_what_is_not_as_expected_is_left_as_it_is() -> None:
     out = run("""
         from unittest.mock import patch

@@ -38,8 +38,8 @@ def make(model: Any, *, padding: int | None = None, draft: Any = None) -> TextEn
         padding=padding,
         draft=draft,
     )
-    if batch.schedule._drafts is not None:
-        batch.schedule._drafts.controller = Always()
+    if batch.schedule.memory.book.drafts is not None:
+        batch.schedule.memory.book.drafts.controller = Always()
     return batch
 
 
@@ -188,7 +188,7 @@ def test_drawn_tokens_are_as_they_would_be_alone(
     assert set(ids(together[91])) <= set(range(5, 200))
 
 
-@pytest.mark.parametrize("steps", often([[1, 2, 5, 11], [*range(1, 12)]], [[1, 2, 5, 11]]), ids=len)
+@pytest.mark.parametrize("steps", often([[2, 11], [*range(1, 12)]], [[2, 11]]), ids=len)
 @pytest.mark.slow
 def test_bans_hold_after_a_row_is_read_anew(
     models: Any, various: Callable[[str], list[Job]], steps: list[int]

@@ -12,7 +12,7 @@ import pytest
 from mlxsrv.engine.events import PromptRead, Report, Started, Token
 from mlxsrv.engine.orders import Budget, Cancel, Embed, Job, MakeReport, Unload, Watch
 from mlxsrv.engine.outcomes import EmbedFacts, StoreFacts
-from mlxsrv.engine.plans import Decode, Reset
+from mlxsrv.engine.plans import Admit, Decode, Read, Release, Reset
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
@@ -83,13 +83,18 @@ def test_a_token_that_is_none_ends_the_jobs_of_its_model_only(
     check_others(bench)
 
 
-def break_once(monkeypatch: pytest.MonkeyPatch, cls: type, name: str, model: int = MODEL) -> None:
-    """Have a method raise when it is called for this model for the third time."""
+def break_once(
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, work: type | None = None
+) -> None:
+    """Have a method raise when it is called for the model, or for such a work, for the third
+    time."""
     real: Callable[..., Any] = getattr(cls, name)
     calls = [0]
 
     def method(self: Any, *args: Any, **named: Any) -> Any:
-        if getattr(self, "_model", model) == model and getattr(self, "number", model) == model:
+        counts = work is None or isinstance(args[0], work)
+        own = getattr(self, "_model", MODEL) == MODEL and getattr(self, "number", MODEL) == MODEL
+        if own and counts:
             calls[0] += 1
             if calls[0] == 3:
                 raise KeyError("a policy is wrong")
@@ -99,25 +104,25 @@ def break_once(monkeypatch: pytest.MonkeyPatch, cls: type, name: str, model: int
 
 
 @pytest.mark.parametrize(
-    ("cls", "name"),
+    ("cls", "name", "work"),
     [
-        (TextSchedule, "plan_rows"),
-        (TextSchedule, "plan_steps"),
-        (TextSchedule, "plan_slice"),
-        (TextSchedule, "_settle_step"),
-        (TextSchedule, "_settle_slice"),
-        (RowBook, "settle_admission"),
-        (RowBook, "settle_release"),
-        (RowBook, "add"),
-        (ModelSchedule, "cancel"),
-        (ModelSchedule, "statistics"),
+        (TextSchedule, "plan_rows", None),
+        (TextSchedule, "plan_steps", None),
+        (TextSchedule, "plan_slice", None),
+        (TextSchedule, "settle", Decode),
+        (TextSchedule, "settle", Read),
+        (TextSchedule, "settle", Admit),
+        (TextSchedule, "settle", Release),
+        (TextSchedule, "submit", None),
+        (ModelSchedule, "cancel", None),
+        (ModelSchedule, "statistics", None),
     ],
 )
 def test_an_error_anywhere_in_a_models_part_is_contained(
-    monkeypatch: pytest.MonkeyPatch, cls: type, name: str
+    monkeypatch: pytest.MonkeyPatch, cls: type, name: str, work: type | None
 ) -> None:
     bench = make_two()
-    break_once(monkeypatch, cls, name)
+    break_once(monkeypatch, cls, name, work)
     bench.submit(job_of("n", 3, 5, 30), job(1, 100, 60))
     reports: list[int] = []
     for number in (2, 4, 5, 6):
@@ -151,7 +156,7 @@ def test_nothing_that_was_planned_before_counts_for_jobs_that_come_after(
     bench = make_two()
     bench.submit(job(1, 5, 20), job(2, 200), job_of("n", 3, 5, 30))
     bench.rounds(2)
-    break_once(monkeypatch, TextSchedule, "_settle_step")
+    break_once(monkeypatch, TextSchedule, "settle", Decode)
     for number in (4, 5, 6):
         bench.submit(job(number, 10, 12))
         bench.round()

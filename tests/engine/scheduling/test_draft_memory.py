@@ -95,5 +95,8 @@ def test_kept_prompts_give_way_to_a_draft() -> None:
         assert bench.job(2).tokens == expected(bench, 2, 400)
         gone.append([work.entries for work in bench.works(Forget)])
     assert gone == [[], [(1,)]]
+    [plan] = [plan for plan in bench.plans if any(isinstance(work, Forget) for work in plan.works)]
+    [step] = [work for work in plan.works if isinstance(work, Decode)]
+    assert step.proposals, "what they free is the draft's in the same round"
     assert rounds(bench) > 40, "it follows the row to its end"
     assert not drops(bench)

@@ -69,6 +69,7 @@ class FakeRunner:
         return self.schedule.idle
 
     def plan(self, *, decoding: bool = False, beside: bool = False) -> EmbedSlice:
+        self.schedule.budget.arrange()
         self.change()
         slice = self.schedule.plan(decoding=decoding, beside=beside)
         assert slice is not None
@@ -122,7 +123,7 @@ def test_a_slice_grows_to_a_quarter_of_a_second_where_nothing_streams() -> None:
 
 
 def test_a_slice_has_an_end_however_fast_the_model() -> None:
-    runner = FakeRunner(make(), speed=1e9)
+    runner = FakeRunner(make(chunk=1024), speed=1e9)
     runner.schedule.submit(order(1, *[1000] * 40, 30_000, 10))
     slices = [runner.step()[0] for _ in range(8)]
     assert max(map(padded, slices)) == 16_000
@@ -328,6 +329,7 @@ def test_every_job_ends_once_in_slices_within_their_limit(
             schedule.cancel([gone])
             over.append(gone)
         number += 1
+        schedule.budget.arrange()
         runner.change()
         if not schedule.pending:
             continue

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.scheduling.groups import STEP, Groups
+from mlxsrv.engine.scheduling.groups import STEP, Groups, Growth
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.generation.parameters import Sampling
 
@@ -64,6 +64,18 @@ def test_a_row_that_comes_takes_the_slot_of_one_that_leaves() -> None:
     groups.remove(rows[1])
     groups.add(rows[5:])
     assert [ids for ids, _, _ in shapes(groups)] == [(4, 5, 3)]
+
+
+@pytest.mark.parametrize(("short", "long", "count"), [(3, 1, 2), (1, 3, 1)])
+def test_groups_are_apart_if_padding_all_shorter_rows_takes_much(
+    short: int, long: int, count: int
+) -> None:
+    """Padding a row of 300 tokens to 600 takes 3,000 bytes."""
+    for first, second in (((300, short), (600, long)), ((600, long), (300, short))):
+        groups = Groups(facts(padding=5000), 32)
+        for length, number in (first, second):
+            groups.add([make(length + each, length) for each in range(number)])
+        assert len(groups) == count
 
 
 @pytest.mark.parametrize(
@@ -135,9 +147,12 @@ def test_bytes_are_known_before_they_are_taken(
             groups.remove(groups.rows[length % len(groups.rows)])
         else:
             groups.add([make(number, length)])
+        assert groups.count == len(groups.rows)
         if length % 2:
             groups.take_changed()
-    foreseen = groups.bytes_with([make(100 + each, each) for each in joining], tokens)
+    foreseen = groups.arrays.join([make(100 + each, each) for each in joining]).bytes(
+        Growth(tokens, free=True)
+    )
     for number, length in enumerate(joining):
         groups.add([make(100 + number, length)])
     absorbed = groups._absorbed  # arrays that go when their rows have gone over to others

@@ -63,21 +63,21 @@ def next_limit(schedule: LoadSchedule, read: int, seconds: float) -> int:
 )
 def test_a_slice_takes_half_a_gap(read: int, seconds: float, expected: int) -> None:
     schedule = LoadSchedule()
-    schedule.start_load(load(max_gap=0.2), 1, 10)
+    schedule.start(load(max_gap=0.2), 1, 10)
     assert next_limit(schedule, read, seconds) == pytest.approx(expected, rel=1e-6)
 
 
 def test_slices_grow_to_the_most_there_is() -> None:
     schedule = LoadSchedule()
-    schedule.start_load(load(), 1, 10)
+    schedule.start(load(), 1, 10)
     limits = [next_limit(schedule, MIB, 1e-6) for _ in range(6)]
     assert limits == [size * MIB for size in (32, 64, 128, 256, 256, 256)]
 
 
 def test_each_load_learns_for_itself() -> None:
     schedule = LoadSchedule()
-    schedule.start_load(load("/a"), 1, 10)
-    schedule.start_load(load("/b"), 2, 11)
+    schedule.start(load("/a"), 1, 10)
+    schedule.start(load("/b"), 2, 11)
     works = schedule.plan()
     for work, seconds in zip(works, (0.1, 0.4), strict=True):
         schedule.settle(work, outcome(LoadStep(bytes=16 * MIB), seconds))
@@ -88,8 +88,8 @@ def test_each_load_learns_for_itself() -> None:
 def test_the_order_goes_with_the_first_slice() -> None:
     schedule = LoadSchedule()
     first, second = load(), attach()
-    schedule.start_load(first, 1, 10)
-    schedule.start_attachment(second, 2, 11)
+    schedule.start(first, 1, 10)
+    schedule.start(second, 2, 11)
     assert schedule.plan() == [
         LoadSlice(model=1, limit=16 * MIB, order=first),
         AttachSlice(model=2, number=1, order=second),
@@ -99,8 +99,8 @@ def test_the_order_goes_with_the_first_slice() -> None:
 
 def test_attachments_to_which_two_clients_gave_one_number_end_both() -> None:
     schedule = LoadSchedule()
-    schedule.start_attachment(attach(7), 1, 10)
-    schedule.start_attachment(attach(7), 2, 11)
+    schedule.start(attach(7), 1, 10)
+    schedule.start(attach(7), 2, 11)
     works = schedule.plan()
     assert [work.model for work in works] == [1, 2]
     settled = [schedule.settle(work, outcome(ATTACHED)) for work in works]
@@ -121,7 +121,7 @@ def test_a_model_has_its_name_from_the_start() -> None:
 def test_loads_of_one_folder_come_one_after_the_other() -> None:
     schedule = LoadSchedule()
     for model, path in ((1, "/a"), (2, "/b"), (3, "/a"), (4, "/a")):
-        schedule.start_load(load(path), model, model)
+        schedule.start(load(path), model, model)
     assert models(schedule) == [1, 2]
     one, _ = schedule.plan()
     assert schedule.settle(one, outcome(LOADED)) is not None
@@ -132,8 +132,8 @@ def test_loads_of_one_folder_come_one_after_the_other() -> None:
 
 def test_what_is_over_answers_its_question() -> None:
     schedule = LoadSchedule()
-    schedule.start_load(load(), 1, 10)
-    schedule.start_attachment(attach(), 2, 11)
+    schedule.start(load(), 1, 10)
+    schedule.start(attach(), 2, 11)
     loading, attaching = schedule.plan()
     assert schedule.settle(loading, outcome(LoadStep(bytes=5))) is None
     assert schedule.settle(attaching, outcome(AttachStep())) is None
@@ -146,8 +146,8 @@ def test_what_is_over_answers_its_question() -> None:
 @pytest.mark.parametrize("kind", ["refusal", "fault"])
 def test_what_fails_is_over(kind: str) -> None:
     schedule = LoadSchedule()
-    schedule.start_load(load(), 1, 10)
-    schedule.start_attachment(attach(), 2, 11)
+    schedule.start(load(), 1, 10)
+    schedule.start(attach(), 2, 11)
     reasons = []
     for work in schedule.plan():
         refusal = Refusal("model not loaded", "damaged")
@@ -164,10 +164,10 @@ def test_what_fails_is_over(kind: str) -> None:
 
 def test_what_is_under_way_of_a_model_that_goes_is_given_up() -> None:
     schedule = LoadSchedule()
-    schedule.start_load(load(), 1, 10)
-    schedule.start_attachment(attach(7), 2, 11)
-    schedule.start_attachment(attach(8), 2, 12)
-    schedule.start_attachment(attach(9), 3, 13)
+    schedule.start(load(), 1, 10)
+    schedule.start(attach(7), 2, 11)
+    schedule.start(attach(8), 2, 12)
+    schedule.start(attach(9), 3, 13)
     planned = schedule.plan()
     assert schedule.abandon(4) == []
     [given_up] = schedule.abandon(1)
@@ -208,9 +208,9 @@ def test_every_task_is_over_once_and_none_waits_but_for_its_folder(
     for number, (path, slices, _) in enumerate(tasks):
         left[number] = slices
         if path == "attach":
-            schedule.start_attachment(attach(number), number, number)
+            schedule.start(attach(number), number, number)
         else:
-            schedule.start_load(load(path), number, number)
+            schedule.start(load(path), number, number)
     bounds = {
         number: slices
         + sum(n for other, n, _ in tasks[:number] if other == path and path != "attach")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count, pairwise
-from typing import Any
 
 import msgspec
 import pytest
@@ -13,7 +12,8 @@ from mlxsrv.engine.events import Finished, KVCost, Progress, Shortage, Token
 from mlxsrv.engine.orders import Budget, Job, MakeReport
 from mlxsrv.engine.plans import Decode, Forget, LoadSlice, Read, Rewind, Work
 from mlxsrv.engine.scheduling.groups import STEP
-from mlxsrv.engine.scheduling.row_memory import RowMemory
+from mlxsrv.engine.scheduling.row import Row
+from mlxsrv.engine.scheduling.row_memory import Forecast, RowMemory
 from tests.support.fake_device import FACTS, FakeDevice, Pass
 from tests.support.scheduling import Bench
 from tests.support.situations import (
@@ -162,6 +162,23 @@ def test_kept_prompts_give_way_first() -> None:
     assert bench.works(Forget)
     assert not bench.works(Rewind)
     assert not bench.shortages
+
+
+def test_prompts_of_a_model_without_rows_give_way_first_and_no_more_than_are_needed() -> None:
+    bench = bounded(5.1, FACTS)
+    bench.load(msgspec.structs.replace(ORDER, model="n", path="/b"))
+    bench.submit(job(1, 200), msgspec.structs.replace(job(2, 200), model="n"))
+    bench.finish()
+    assert bench.runner.text(1).kept_bytes == bench.runner.text(2).kept_bytes > 0
+    bench.submit(job(3, 20, 200))
+    bench.rounds(10)
+    assert not bench.works(Forget)
+    bench.submit(job(4, 500))
+    bench.rounds(10)
+    assert [work.model for work in bench.works(Forget)] == [2]
+    assert bench.runner.text(1).kept_bytes
+    bench.finish()
+    check_answers(bench, job(3, 20, 200), job(4, 500))
 
 
 def test_a_prompt_that_never_fits_is_refused_with_the_numbers() -> None:
@@ -378,18 +395,19 @@ def test_rows_on_trial_join_the_others_within_the_budget(slots: float) -> None:
 
 
 @pytest.mark.parametrize("slots", [4, 40, 400])
-def test_many_prompts_that_wait_are_not_counted_one_by_one(
+def test_prompts_that_wait_for_a_place_are_not_counted(
     monkeypatch: pytest.MonkeyPatch, slots: int
 ) -> None:
-    bench = bounded(slots, max_rows=64)
-    counted = count()
-    real = RowMemory.count
+    bench = bounded(slots, max_rows=16)
+    counted: list[int] = []
+    real = RowMemory.foresee_granted
 
-    def note(*args: Any, **named: Any) -> int:
-        next(counted)
-        return real(*args, **named)
+    def note(memory: RowMemory, found: Forecast, rows: Sequence[Row]) -> Forecast:
+        counted.append(len(rows))
+        return real(memory, found, rows)
 
-    monkeypatch.setattr(RowMemory, "count", note)
+    monkeypatch.setattr(RowMemory, "foresee_granted", note)
     bench.submit(*(job(number, 100 + number % 7, 40) for number in range(1, 200)))
     bench.rounds(5)
-    assert next(counted) <= 5 * 32
+    assert counted, "those that have a place are counted"
+    assert sum(counted) <= 5 * 2 * 16

@@ -10,8 +10,8 @@ import msgspec
 from hypothesis import Phase, given, note, settings
 from hypothesis import strategies as st
 
-from mlxsrv.engine.events import Finished, Token
-from mlxsrv.engine.orders import Budget, Job
+from mlxsrv.engine.events import Finished, KVCost, Token
+from mlxsrv.engine.orders import Budget, Embed, Job
 from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
 from mlxsrv.engine.plans import Rewind
 from mlxsrv.engine.scheduling.groups import STEP
@@ -22,7 +22,9 @@ from tests.support.fake_device import FACTS
 from tests.support.scheduling import Bench, JobLog
 from tests.support.situations import ORDER
 
-ACTIONS = ("submit", "submit", "submit", "follow", "cancel", "budget")
+ACTIONS = ("submit", "submit", "submit", "follow", "embed", "cancel", "budget")
+DECODER = EmbedFacts(slices=True, kv_costs=(KVCost(300),), hidden_bytes=8, token_bytes=300)
+ENCODER = EmbedFacts(slices=False, token_bytes=200, score_bytes=1)
 
 
 class Crowd:
@@ -57,6 +59,12 @@ class Crowd:
         tokens = random.choice([1, 3, 20, 100, 300])
         for _ in range(random.choice([1, 1, 2, 4])):
             self._send(Job(0, random.choice("mmn"), prompt, tokens, frozenset([END]), Sampling()))
+
+    def _embed(self, random: Random) -> None:
+        sizes = random.choices([5, 30, 70, 200, 600, 1500], k=random.choice([1, 1, 3, 20]))
+        self._number += 1
+        texts = tuple((5,) * size for size in sizes)
+        self.bench.embed(Embed(self._number, random.choice("mn"), texts))
 
     def _follow(self, random: Random) -> None:
         """A chat goes on: a prompt and its answer begin the next prompt."""
@@ -93,9 +101,12 @@ def check(crowd: Crowd, device: ChanceDevice) -> None:
     bench = crowd.bench
     rewound = Counter(row for work in bench.works(Rewind) for row in work.rows)
     logs = [bench.job(number) for number in range(1, len(bench.jobs) + 1)]
+    texts = sum(len(log.order.texts) for log in logs if isinstance(log.order, Embed))
     for place, log in enumerate(logs):
-        assert isinstance(log.order, Job)
         assert log.ended, f"{log.order.id} does not end"
+        if isinstance(log.order, Embed):
+            assert log.failed is None or log.failed.shortage is not None or device.faults
+            continue
         drawn = [device.draw(log.order, n) for n in range(len(log.tokens))]
         assert log.tokens == drawn
         if log.failed is not None and log.failed.shortage is not None:
@@ -109,16 +120,17 @@ def check(crowd: Crowd, device: ChanceDevice) -> None:
             at_end = last.id == END or len(log.tokens) == log.order.max_tokens
             assert at_end or last.finish == "length"
         if not device.faults:  # rows that are lost in a fault are rewound as well
-            check_preemptions(rewound[log.order.id], crowd.shrunk, logs[: place + 1])
+            check_preemptions(rewound[log.order.id], crowd.shrunk + texts, logs[: place + 1])
 
 
-def check_preemptions(preemptions: int, shrunk: int, logs: list[JobLog]) -> None:
+def check_preemptions(preemptions: int, others: int, logs: list[JobLog]) -> None:
     """Between two preemptions of a row each older one draws the tokens of a growth step, or all
-    that it has left; but a smaller budget may cost another one."""
-    most = 1 + shrunk
+    that it has left; but so many `others` may cost another one: smaller budgets, and texts to embed
+    that keep what they have been given."""
+    most = 1 + others
     for log in logs:
-        assert isinstance(log.order, Job)
-        most += 1 + len(log.tokens) // STEP
+        if isinstance(log.order, Job):
+            most += 1 + len(log.tokens) // STEP
     assert preemptions <= most
 
 
@@ -140,6 +152,7 @@ RATES = st.builds(
 @settings(max_examples=examples(80), deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     facts=text_facts(),
+    embed=st.sampled_from([DECODER, ENCODER]),
     seed=st.integers(0, 1 << 30),
     rates=RATES,
     slots=st.sampled_from([1.2, 2.5, 4, 7, 12, 40, 150]),
@@ -149,6 +162,7 @@ RATES = st.builds(
 )
 def test_kv_caches_stay_within_the_budget(
     facts: TextFacts,
+    embed: EmbedFacts,
     seed: int,
     rates: Rates,
     slots: float,
@@ -156,7 +170,7 @@ def test_kv_caches_stay_within_the_budget(
     patience: int,
     script: list[int],
 ) -> None:
-    device = ChanceDevice(facts, EmbedFacts(slices=True), seed, rates)
+    device = ChanceDevice(facts, embed, seed, rates)
     crowd = Crowd(facts, device, slots, max_rows)
     bench = crowd.bench
     for number in script:

@@ -13,6 +13,7 @@ from mlxsrv.engine.orders import Embed, Job
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.engine.runner import Runner
+from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.model_schedule import ModelSchedule
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fixtures import ModelFolder
@@ -32,7 +33,8 @@ class Bench:
         while step.loaded is None:
             step = self._load(LoadSlice(model=1, limit=MIB))
         assert step.embed is not None
-        self.schedule = ModelSchedule(1, 1, order, step.text, step.embed)
+        self.budget = MemoryBudget()
+        self.schedule = ModelSchedule(1, 1, order, step.text, step.embed, self.budget)
 
     def _load(self, work: LoadSlice) -> LoadStep:
         step = self.runner.run(work).done
@@ -42,8 +44,13 @@ class Bench:
 
     def round(self, *, beside: bool = False) -> list[Event]:
         schedule = self.schedule
+        self.budget.arrange()
         works = [*schedule.plan_changes(), *schedule.plan(beside=beside)]
-        return [event for work in works for event in schedule.settle(work, self.runner.run(work))]
+        for work in works:
+            schedule.settle(work, self.runner.run(work))
+        events = [*self.budget.events]
+        self.budget.events.clear()
+        return events
 
     def start_stream(self) -> None:
         self.schedule.submit(job(1))

@@ -126,6 +126,14 @@ def test_twins_beyond_the_free_rows_wait() -> None:
     assert [work.spans[0].rows for work in bench.works(Read)] == [(1, 2, 3), (4,), (5,)]
 
 
+def test_twins_do_not_take_the_place_of_an_older_prompt() -> None:
+    """Shorter prompts are read first, but only as many as leave the longer one its row."""
+    bench = make(max_rows=2)
+    bench.submit(job(1, 3000, 2), *(job(number, 20, 200, family=5) for number in range(2, 5)))
+    bench.finish()
+    assert bench.job(1).end_round < bench.job(2).end_round
+
+
 @pytest.mark.parametrize("steering", [None, STEERED])
 def test_the_next_turn_of_a_chat_goes_on_from_the_kept_prompt(steering: Steering | None) -> None:
     bench = make()

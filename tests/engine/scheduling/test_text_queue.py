@@ -18,7 +18,7 @@ def lengths(queue: TextQueue, limit: int = 100, most: int = 100) -> list[int]:
 
 
 def test_texts_of_similar_length_share_a_slice_whoever_asked() -> None:
-    queue = TextQueue(slices=True)
+    queue = TextQueue(slices=True, most=1000)
     add(queue, 7, 20, 5)
     add(queue, 8, 19, 6)
     assert lengths(queue) == [19, 20]
@@ -27,7 +27,7 @@ def test_texts_of_similar_length_share_a_slice_whoever_asked() -> None:
 
 
 def test_jobs_take_turns() -> None:
-    queue = TextQueue(slices=True)
+    queue = TextQueue(slices=True, most=1000)
     add(queue, 7, *[50] * 5)
     add(queue, 8, 10)
     assert [lengths(queue, most=50) for _ in range(3)] == [[50], [10], [50]]
@@ -38,7 +38,7 @@ def long(queue: TextQueue) -> int | None:
 
 
 def test_a_text_longer_than_a_slice_takes_turns_with_the_others() -> None:
-    queue = TextQueue(slices=True)
+    queue = TextQueue(slices=True, most=1000)
     add(queue, 7, 300)
     add(queue, 8, 40, 400)
     seen = [(lengths(queue), long(queue)) for _ in range(4)]
@@ -49,14 +49,14 @@ def test_a_text_longer_than_a_slice_takes_turns_with_the_others() -> None:
 
 
 def test_short_texts_do_not_starve_a_long_one() -> None:
-    queue = TextQueue(slices=True)
+    queue = TextQueue(slices=True, most=1000)
     add(queue, 7, 300)
     add(queue, 8, *[40] * 3)
     assert [lengths(queue, most=40) for _ in range(6)] == [[], [40], [], [40], [], [40]]
 
 
 def test_without_chunks_a_text_is_read_whole() -> None:
-    queue = TextQueue(slices=False)
+    queue = TextQueue(slices=False, most=1000)
     add(queue, 7, 300)
     assert lengths(queue) == [300]
     assert queue.long is None
@@ -68,7 +68,7 @@ def test_without_chunks_a_text_is_read_whole() -> None:
     st.integers(1, 200),
 )
 def test_each_text_comes_once(jobs: list[list[int]], limit: int, most: int) -> None:
-    queue = TextQueue(slices=False)
+    queue = TextQueue(slices=False, most=1000)
     for number, texts in enumerate(jobs):
         add(queue, number, *texts)
     taken = []

@@ -12,6 +12,7 @@ from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Decoded, Done, Outcome, PromptsRead, RowFailure
 from mlxsrv.engine.plans import Admit, Decode, Read, Span, Work
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
+from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
 from mlxsrv.engine.scheduling.prompt_index import as_tokens
 from mlxsrv.engine.scheduling.row import Row, RowState
@@ -26,12 +27,15 @@ def make_job(number: int, size: int = 40, **more: Any) -> Job:
     return Job(number, "m", tuple(range(5, 5 + size)), **(plain | more))
 
 
-def make_schedule(pace: Pace | None = None, **facts: Any) -> TextSchedule:
+def make_schedule(
+    pace: Pace | None = None, budget: MemoryBudget | None = None, **facts: Any
+) -> TextSchedule:
     return TextSchedule(
         1,
         max_rows=4,
         pace=Pace(64, 10.0) if pace is None else pace,
         facts=msgspec.structs.replace(FACTS, **facts),
+        budget=budget,
     )
 
 
@@ -69,13 +73,14 @@ def read_prompt(schedule: TextSchedule, job: Job) -> list[Span]:
 
 
 def test_only_tokens_that_are_delivered_count() -> None:
-    schedule = make_schedule()
+    budget = MemoryBudget()
+    schedule = make_schedule(budget=budget)
     read_prompt(schedule, make_job(1, end_tokens=frozenset([7])))
     [step] = plan(schedule)
     schedule.settle(step, outcome(Decoded()))
     [step] = plan(schedule)
     schedule.settle(step, outcome(Decoded(tokens=((1, 9), (1, 7), (1, 9)))))
-    told = [event.id for event in schedule.take_events() if isinstance(event, Token)]
+    told = [event.id for event in budget.events if isinstance(event, Token)]
     assert told == [9, 7]
     assert schedule.statistics()["tokens"] == 2
 

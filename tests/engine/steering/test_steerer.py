@@ -71,7 +71,7 @@ def sae(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sae(tmp_path_factory.mktemp("sae"), layer=0, d_sae=FEATURES)
 
 
-@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "llama4", "mamba2"]))
+@pytest.mark.parametrize("family", often(SMALL, ["qwen3", "mamba2"]))
 @pytest.mark.slow
 def test_rows_steered_differently_say_what_each_says_alone(
     models: Models, family: str, sae: Path
@@ -101,7 +101,7 @@ def test_rows_steered_differently_say_what_each_says_alone(
     assert str(model.parameters().keys()) == parameters
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", often(["qwen3", "gemma3_text"], ["qwen3"]))
 def test_rows_in_lanes_of_their_own_are_steered(models: Models, family: str, sae: Path) -> None:
     model = models(family)
     steerer = attach(Steerer(model), sae)
@@ -313,8 +313,8 @@ def test_a_draft_model_changes_nothing_in_what_is_steered(
     batch = make(model, attach(Steerer(model), sae), draft=draft)
     [prompt] = prompts(1, seed=13)
     steering = additive((3, STRONG))
-    assert batch.schedule._drafts is not None
-    batch.schedule._drafts.controller = Always()
+    assert batch.schedule.memory.book.drafts is not None
+    batch.schedule.memory.book.drafts.controller = Always()
     assert answers(batch, [ask(0, prompt, steering)])[0] == alone(model, prompt, steering)
     assert batch.statistics()["drafted"] > 0
 

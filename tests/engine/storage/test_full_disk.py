@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ from mlxsrv.engine.storage.prompt_store import (
 )
 from mlxsrv.engine.storage.store_folder import StoreFolder
 from mlxsrv.engine.storage.stored_names import CHUNK, Text, split
+from tests.support.stored import full
 
 FINGERPRINT = "0" * 32
 STOPS, GOES_ON = "prompts are not stored for now", "prompts are stored again"
@@ -55,17 +53,6 @@ class Disk:
         return told != [None]
 
 
-@contextmanager
-def full() -> Iterator[None]:
-    """For a time a file that grows beyond a few bytes is an error, as it is on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
 def test_a_full_disk_ends_the_writing_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -74,7 +61,7 @@ def test_a_full_disk_ends_the_writing_with_one_warning(
     kept = sorted(disk.shelf.path.iterdir())
     with full():
         assert disk.write(2) == StoreCounts(failed=True)
-        assert disk.write(3) == StoreCounts()
+        assert disk.write(3) == StoreCounts(paused=True)
     assert sorted(disk.shelf.path.iterdir()) == kept
     assert disk.finds(1), "what is there is of use still"
     assert [(each.levelname, each.getMessage()) for each in caplog.records] == [("WARNING", STOPS)]
@@ -88,11 +75,11 @@ def test_a_full_disk_is_tried_again_after_a_minute(
     with full():
         assert disk.write(1).failed
         disk.now = 59.0
-        assert disk.write(1) == StoreCounts(), "it is not tried"
+        assert disk.write(1) == StoreCounts(paused=True)
         disk.now = 60.0
         assert disk.write(1).failed, "it is tried, in vain"
     disk.now = 119.0
-    assert disk.write(1) == StoreCounts(), "not before another minute"
+    assert disk.write(1) == StoreCounts(paused=True), "not before another minute"
     disk.now = 120.0
     assert disk.write(1).files == 1
     assert disk.write(2).files == 1
@@ -105,7 +92,7 @@ def test_a_full_disk_is_tried_again_when_a_file_was_removed(tmp_path: Path, remo
     disk.write(1)
     with full():
         assert disk.write(2).failed
-    assert disk.write(2) == StoreCounts()
+    assert disk.write(2) == StoreCounts(paused=True)
     [name] = split(text(1))
     if remover == "this process":
         disk.folder.remove(disk.shelf, name)

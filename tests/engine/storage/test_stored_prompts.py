@@ -19,10 +19,11 @@ from mlxsrv.engine.recording.replay import Replay
 from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.generation.parameters import Steering
 from tests.support.adapters import write_adapter
+from tests.support.effort import often
 from tests.support.fixtures import ModelFolder
 from tests.support.recording import replay
 from tests.support.serving import PATIENCE
-from tests.support.stored import StoringEngine, make_job
+from tests.support.stored import StoringEngine, full, make_job
 from tests.support.tiny import write_model
 from tests.support.vectors import write_safetensors
 
@@ -52,7 +53,7 @@ def find_folder(model_folder: ModelFolder, wide: Path, family: str) -> Path:
     return wide if family == "wide" else model_folder(family, plain=True)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", often(KINDS, ["full", "bounded", "sliding", "lists"]))
 def test_the_next_process_goes_on_from_the_answer(
     model_folder: ModelFolder, wide: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -91,6 +92,25 @@ def test_rows_under_way_at_the_end_are_kept(model_folder: ModelFolder, tmp_path:
         first.round([])
     first.end()
     assert StoringEngine(folder, tmp_path).ask(make_job(2, (*PROMPT, 5)))[1] >= len(PROMPT) - 1
+
+
+def test_what_a_full_disk_did_not_take_is_written_later(
+    model_folder: ModelFolder, tmp_path: Path
+) -> None:
+    folder = model_folder("qwen3", plain=True)
+    first = StoringEngine(folder, tmp_path)
+    first.ask(make_job(1, PROMPT[::-1]))
+    written = first.numbers["prompt_cache_disk_writes"]
+    with full():
+        missed = first.ask(make_job(2, PROMPT))[0]
+        first.ask(make_job(3, PROMPT[1:]))
+    assert first.numbers["prompt_cache_disk_writes"] == written
+    max(tmp_path.rglob("*"), key=lambda path: path.stat().st_size).unlink()
+    first.ask(make_job(4, PROMPT[2:]))
+    assert first.numbers["prompt_cache_disk_writes"] == 4 * written
+    del first  # as by kill -9: nothing is written at the end
+    second = StoringEngine(folder, tmp_path)
+    assert second.ask(make_job(2, PROMPT)) == (missed, READ)
 
 
 def test_a_model_that_is_unloaded_finds_its_prompts_again(

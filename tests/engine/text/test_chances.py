@@ -149,7 +149,9 @@ def draw_alone(model: Any, asked: Asked) -> list[int]:
     return drawn
 
 
-@pytest.mark.parametrize(("family", "rate", "seed"), often(CASES, [c for c in CASES if c[2] == 0]))
+@pytest.mark.parametrize(
+    ("family", "rate", "seed"), often(CASES, [case for case in CASES if case[1:] == (0.03, 0)])
+)
 def test_any_script_draws_what_each_job_draws_alone(
     models: Any, family: str, rate: float, seed: int
 ) -> None:

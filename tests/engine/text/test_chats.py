@@ -31,27 +31,32 @@ def make(model: Any, *, rows: int, kept: int = 1 << 30) -> TextEngine:
     return TextEngine(model, max_rows=rows, pace=Pace(64, 10.0), cache_bytes=kept)
 
 
-@pytest.mark.parametrize("play", often([play_chat, play_text], [play_chat]))
+@pytest.mark.parametrize(
+    ("play", "turns"), often([(play_chat, 4), (play_chat, 10), (play_text, 10)], [(play_chat, 4)])
+)
 @pytest.mark.parametrize("family", per_cache(SMALL))
 @pytest.mark.slow
 def test_a_turn_reads_what_is_new(
-    models: Any, model_folder: ModelFolder, family: str, play: Any
+    models: Any, model_folder: ModelFolder, family: str, play: Any, turns: int
 ) -> None:
     engine = make(models(family), rows=4)
     tokenizer = Tokenizer(Path(model_folder(family)))
     tokenizer.marks_checkpoints = not engine.runner.facts.cuts
-    first, *turns = play(engine, tokenizer, 10)
+    first, *others = play(engine, tokenizer, turns)
     assert first.read == len(first.prompt)
-    assert [turn.read for turn in turns] == [turn.new for turn in turns]
+    assert [turn.read for turn in others] == [turn.new for turn in others]
 
 
 @pytest.mark.parametrize(
     ("family", "size"),
-    [
-        ("gemma3_text", "sliding_window"),
-        ("gpt_oss", "sliding_window"),
-        ("llama4", "attention_chunk_size"),
-    ],
+    often(
+        [
+            ("gemma3_text", "sliding_window"),
+            ("gpt_oss", "sliding_window"),
+            ("llama4", "attention_chunk_size"),
+        ],
+        [("gemma3_text", "sliding_window"), ("llama4", "attention_chunk_size")],
+    ),
 )
 @pytest.mark.parametrize("play", often([play_chat, play_text], [play_chat]))
 @pytest.mark.slow
@@ -75,15 +80,15 @@ class Talk:
 
     Attributes:
         text: the chat up to its next question.
-        turns: that are to come.
+        turns: how many are to come.
         asked: the prompt that is being answered; None: none is.
     """
 
-    def __init__(self, number: int, head: tuple[int, ...], chance: Random) -> None:
+    def __init__(self, number: int, head: tuple[int, ...], turns: int, chance: Random) -> None:
         self.number = number
         self.head = len(head)
         self.text = head
-        self.turns = 10
+        self.turns = turns
         self.asked: tuple[int, ...] | None = None
         self.drawn: list[int] = []
         self.chance = chance
@@ -116,18 +121,20 @@ class Talk:
         self.asked = None
 
 
-@pytest.mark.parametrize("seed", often(range(6), [0]))
+@pytest.mark.parametrize(
+    ("seed", "turns"), often([(0, 5), *((seed, 10) for seed in range(6))], [(0, 5)])
+)
 @pytest.mark.parametrize("family", per_cache(SMALL))
 @pytest.mark.slow
 def test_chats_with_one_system_prompt_draw_what_each_would_alone(
-    models: Any, family: str, seed: int
+    models: Any, family: str, seed: int, turns: int
 ) -> None:
     """Whatever comes between their turns: those of the other, cancels, few bytes to keep."""
     model, chance = models(family), Random(seed)
     rows = 4 if FAMILIES[family].batchable else 1
     engine = make(model, rows=rows, kept=chance.choice([1 << 30, 1 << 30, 300_000]))
     head = tuple(chance.choices(range(5, 300), k=chance.choice([70, 150])))
-    talks = [Talk(number, head, chance) for number in range(2)]
+    talks = [Talk(number, head, turns, chance) for number in range(2)]
     while any(talk.turns or talk.asked for talk in talks):
         for talk in talks:
             if talk.asked is None and talk.turns and chance.random() < 0.3:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import pytest
 from mlx_lm.utils import load_model
 
+from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.events import Event, Failed, PromptRead, Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
@@ -35,8 +37,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     root = tmp_path_factory.mktemp("models")
 
     @cache
-    def load(family: str) -> Any:
-        model, _ = load_model(write_model(root / family, family))
+    def load(family: str, **overrides: Any) -> Any:
+        folder = root / "-".join([family, *overrides])
+        model, _ = load_model(write_model(folder, family, **overrides))
         mx.eval(model.parameters())
         return model
 
@@ -91,7 +94,13 @@ def job(number: int, prompt: tuple[int, ...], max_tokens: int = 30, **more: Any)
 
 
 def make(
-    model: Any, policy: LookupPolicy | None, *, max_rows: int = 4, cache_bytes: int = 0
+    model: Any,
+    policy: LookupPolicy | None,
+    *,
+    max_rows: int = 4,
+    cache_bytes: int = 0,
+    caches: KVCacheFactory | None = None,
+    padding: int = 1 << 20,
 ) -> TextEngine:
     """An engine with this policy; without one, of plain steps only."""
     engine = TextEngine(
@@ -99,8 +108,9 @@ def make(
         max_rows=max_rows,
         pace=Pace(64, 10.0),
         cache_bytes=cache_bytes,
+        caches=caches,
         lookup=policy is not None,
-        padding=1 << 20,
+        padding=padding,
     )
     if engine.schedule._lookups is not None:
         assert policy is not None
@@ -142,13 +152,20 @@ def prompts(n: int, seed: int, low: int = 3, high: int = 60) -> list[tuple[int, 
     return [tuple(dice.choices(range(5, 300), k=dice.randint(low, high))) for _ in range(n)]
 
 
-def plainly(model: Any, jobs: Iterable[Job]) -> dict[int, list[int]]:
+def plainly(
+    model: Any, jobs: Iterable[Job], caches: KVCacheFactory | None = None
+) -> dict[int, list[int]]:
     """Return what each job draws alone, in plain steps."""
-    return {asked.id: run(make(model, None, max_rows=1), [asked])[asked.id] for asked in jobs}
+    return {
+        asked.id: run(make(model, None, max_rows=1, caches=caches), [asked])[asked.id]
+        for asked in jobs
+    }
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("max_rows", [1, 3, 8])
+@pytest.mark.parametrize(
+    ("max_rows", "sampling"),
+    often(product([1, 3, 8], [GREEDY, SEEDED]), [(1, GREEDY), (3, SEEDED)]),
+)
 @pytest.mark.parametrize("family", per_cache(["qwen3", "llama", "qwen3_moe"]))
 @pytest.mark.slow
 def test_the_text_is_that_of_plain_steps(
@@ -171,6 +188,18 @@ def test_the_text_is_that_of_plain_steps(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_the_text_of_rows_with_quantized_caches(models: Any, sampling: Sampling) -> None:
+    model = models("qwen3", head_dim=32)
+    caches = KVCacheFactory(model, group=32, bits=8)
+    jobs = [job(i, each, 20 + 9 * i, sampling=sampling) for i, each in enumerate(prompts(4, 14))]
+    answers = plainly(model, jobs, caches)
+    engine = make(model, Knowing(answers), cache_bytes=CACHE_BYTES, caches=caches)
+    assert run(engine, jobs) == answers
+    seen = engine.statistics()
+    assert 0 < seen["accepted"] < seen["drafted"]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_texts_that_repeat_themselves(models: Any, sampling: Sampling) -> None:
     model = models("qwen3")
     files = prompts(3, seed=3, low=20, high=40)
@@ -186,6 +215,28 @@ def test_texts_that_repeat_themselves(models: Any, sampling: Sampling) -> None:
         engine.submit(asked)
     assert run(engine) == expected
     assert engine.statistics()["drafted"] > 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_one_pass_checks_what_is_proposed_to_several_groups(
+    models: Any, sampling: Sampling
+) -> None:
+    model = models("qwen3")
+    asked = [prompts(1, seed=n, low=low, high=low)[0] for n, low in enumerate((300, 20, 90))]
+    jobs = [job(n, prompt, 40, sampling=sampling) for n, prompt in enumerate(asked)]
+    answers = plainly(model, jobs)
+    engine = make(model, Knowing(answers), padding=0)
+    drawn: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    accepted = set()
+    for each in jobs:
+        engine.submit(each)
+    while not engine.idle:
+        for event in tokens_of(step(engine)):
+            drawn[event.job].append(event.id)
+        if engine.statistics()["lanes"] > 1:
+            accepted.add(engine.statistics()["accepted"])
+    assert drawn == answers
+    assert len(accepted) > 3, "tokens were accepted while there were several groups"
 
 
 def test_a_row_that_is_cancelled_between_rounds_is_gone_and_others_go_on(models: Any) -> None:
@@ -408,7 +459,7 @@ def test_padding_is_no_proposal(models: Any) -> None:
 
 def test_rows_that_were_cut_apart_go_on_plainly(models: Any) -> None:
     model = models("qwen3")
-    jobs = [job(i, prompt, 200) for i, prompt in enumerate(prompts(3, seed=13))]
+    jobs = [job(i, prompt, 90) for i, prompt in enumerate(prompts(3, seed=13))]
     answers = plainly(model, jobs)
     engine = make(model, Knowing(answers))
     for asked in jobs:

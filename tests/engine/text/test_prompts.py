@@ -72,7 +72,7 @@ def order(events: list[Event]) -> list[int]:
 def test_a_short_prompt_waits_as_long_whatever_is_ahead(models: Any, ahead: int) -> None:
     engine = make(models("qwen3"))
     for number in range(ahead):
-        engine.submit(job(number, prompt(number, 600)))
+        engine.submit(job(number, prompt(number, 400)))
     for _ in range(3):
         engine.prefill()
     engine.submit(job(99, prompt(99, 5)))
@@ -127,7 +127,7 @@ def test_of_long_prompts_the_shorter_is_ready_sooner(models: Any) -> None:
 @pytest.mark.slow
 def test_prompts_that_are_read_by_turns_equal_mlx_lm(models: Any, family: str) -> None:
     model = models(family)
-    sizes = [700, 300, 150, 10, 400, 64, 65, 5]
+    sizes = [400, 200, 150, 10, 300, 64, 65, 5]
     asked = [prompt(number, size) for number, size in enumerate(sizes)]
     engine = make(model)
     events: list[Event] = []

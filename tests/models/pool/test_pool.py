@@ -435,7 +435,7 @@ def test_requests_come_and_go_in_any_order(folder: Path, options: Fields) -> Non
     async def test() -> None:
         async with opened(folder, max_concurrency=2, **options) as pool:
             tasks = []
-            for _ in range(150):
+            for _ in range(80):
                 await asyncio.sleep(dice.random() * 0.01)
                 name = dice.choice(["a", "a", "b", "b", "c", "broken"])
                 tasks.append(asyncio.create_task(request(pool, name, dice.random() * 0.02)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.prompts.grammars import sandbox
 from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
+from tests.support import sleepy_sandbox
 from tests.support.grammars import JSON_OBJECT, PADDED, Model, Schema, chain, model
+from tests.support.sleepy_sandbox import LATE
 from tests.text.conftest import sentencepiece, wordpiece  # noqa: F401 (fixtures)
 
 __all__ = ["model"]
@@ -121,10 +124,17 @@ def test_a_lark_grammar_that_overflows_the_compilers_stack_is_refused(model: Mod
 def test_a_schema_that_never_compiles_is_refused(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "_SECONDS", 2.0)
+    monkeypatch.setattr(sandbox, "_SECONDS", 1)
     patterns = [{"type": "string", "pattern": f".{a}"} for a in "abcdefghijklmnopqrstuvwxyz"]
     spec = GrammarSpec("json_schema", json.dumps({"allOf": patterns}))
-    assert refusal(model, spec) == "takes more than 2 s to compile"
+    assert refusal(model, spec) == "takes more than 1 s to compile"
+
+
+@pytest.mark.slow
+def test_a_busy_machine_makes_no_grammar_bad(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_SECONDS", 1)
+    monkeypatch.setattr(sandbox, "_PROCESS", Path(sleepy_sandbox.__file__))
+    assert model.write(model.compile(GrammarSpec("choice", json.dumps([LATE])))) == LATE
 
 
 def test_a_failed_grammar_is_tried_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

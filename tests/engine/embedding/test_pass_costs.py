@@ -1,0 +1,113 @@
+"""The estimate of what a pass over texts works with is not too low, nor far too high; so texts stay
+within a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.utils import load_model
+
+from mlxsrv.engine.embedding.embedder import Embedder
+from mlxsrv.engine.embedding.embedding_models import (
+    EmbeddingDecoder,
+    EmbeddingEncoder,
+    EmbeddingModel,
+)
+from mlxsrv.engine.embedding.encoders.bert import Bert
+from mlxsrv.engine.embedding.encoders.layers import Encoder
+from mlxsrv.engine.embedding.encoders.modernbert import ModernBert
+from mlxsrv.engine.events import Embedded, Event
+from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
+from mlxsrv.engine.scheduling.pace import Pace
+from tests.support.effort import per_cache
+from tests.support.embedding import run_slice
+from tests.support.encoders import CONFIGS
+from tests.support.fixtures import ModelFolder
+from tests.support.heavy import write_heavy
+from tests.support.tiny import FAMILIES
+
+LENGTH = 256
+CHUNK = 64
+
+
+def measure(run: Callable[[], object]) -> int:
+    """Bytes that MLX has in use at most beside those that it has before."""
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    run()
+    mx.synchronize()
+    return mx.get_peak_memory() - before
+
+
+def measure_pass(model: EmbeddingModel, rows: int) -> int:
+    """Bytes that a pass takes over so many texts of LENGTH, with vectors."""
+    tokens = mx.ones((rows, LENGTH), mx.int32)
+    mask = mx.ones((rows, LENGTH), mx.bool_)
+    mx.eval(tokens, mask)
+    firsts = [1] * rows if model.labels else None
+    return measure(lambda: mx.eval(model.run(tokens, mask, firsts).astype(mx.float32).mean(axis=1)))
+
+
+def check(model: EmbeddingModel) -> None:
+    measure_pass(model, 1)  # weights are read, and parts of the model are compiled
+    facts = model.find_facts()
+    found = measure_pass(model, 4) - measure_pass(model, 2)
+    told = facts.pass_bytes(2 * LENGTH, LENGTH)
+    assert found <= told
+    assert told <= 8 * found
+
+
+@pytest.mark.parametrize("family", per_cache(name for name in FAMILIES if name != "qwen3-46m"))
+def test_a_pass_of_a_decoder(model_folder: ModelFolder, family: str) -> None:
+    model: Any = load_model(model_folder(family))[0]
+    check(EmbeddingDecoder(model))
+
+
+ENCODERS = [("bert-classifier", Bert), ("modernbert-classifier", ModernBert)]
+SIZES = {"hidden_size": 64, "intermediate_size": 192, "max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(("name", "kind"), ENCODERS)
+def test_a_pass_of_an_encoder(name: str, kind: type[Encoder]) -> None:
+    check(EmbeddingEncoder(kind(CONFIGS[name] | SIZES)))
+
+
+def check_budget(model: EmbeddingModel, folder: Path, lengths: Sequence[int], slots: int) -> None:
+    """Embed texts within a budget, and look at MLX's peak."""
+    embedder = Embedder(model, folder, "m")
+    step = embedder.facts.pass_bytes(CHUNK, max(lengths))
+    schedule = EmbedSchedule(1, embedder.facts, Pace(CHUNK, 1.0))
+    schedule.budget.set(budget := slots * step)
+    texts = tuple((5,) * length for length in lengths)
+    events: list[Event] = []
+
+    def embed() -> None:
+        order = Embed(len(events), "m", texts, (1,) * len(texts) if model.labels else ())
+        schedule.submit(order)
+        while not schedule.idle:
+            events.extend(run_slice(schedule, embedder))
+
+    embed()
+    assert measure(embed) <= budget + step
+    assert all(isinstance(event, Embedded) for event in events)
+    assert len(events) == 2
+
+
+@pytest.mark.parametrize(("name", "kind"), ENCODERS)
+def test_texts_of_an_encoder_stay_within_the_budget(
+    tmp_path: Path, name: str, kind: type[Encoder]
+) -> None:
+    model = EmbeddingEncoder(kind(CONFIGS[name] | SIZES))
+    check_budget(model, tmp_path, (*[20] * 200, 1000), slots=18)
+
+
+def test_texts_of_a_decoder_stay_within_the_budget(tmp_path: Path) -> None:
+    model: Any = load_model(write_heavy(tmp_path))[0]
+    check_budget(EmbeddingDecoder(model), tmp_path, (*[20] * 200, 1000), slots=8)

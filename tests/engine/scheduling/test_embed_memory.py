@@ -1,0 +1,191 @@
+"""Texts to embed within the memory budget: which wait, what gives way to them, and who is told."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from mlxsrv.engine.events import Embedded, Shortage
+from mlxsrv.engine.orders import Budget, Embed
+from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
+from mlxsrv.engine.plans import EmbedSlice, Forget, Rewind
+from mlxsrv.engine.scheduling.groups import STEP
+from tests.support.fake_device import FACTS, FakeDevice
+from tests.support.scheduling import Bench
+from tests.support.situations import CHUNK, ORDER, expected, job, make, read_order
+
+SLOT = STEP * FACTS.kv_bytes(1)  # a row of up to STEP tokens
+NOTHING_KEPT = msgspec.structs.replace(FACTS, prompt_cache_bytes=0)
+DECODER = EmbedFacts(slices=True, kv_costs=FACTS.kv_costs, token_bytes=100)
+LARGE = 4 * STEP + 1  # tokens whose KV cache takes 5 slots
+ENCODER = EmbedFacts(slices=False, token_bytes=5 * SLOT // LARGE)
+
+
+def bounded(
+    slots: float,
+    embed: EmbedFacts = DECODER,
+    text: TextFacts = NOTHING_KEPT,
+    *,
+    max_gap: float = 10.0,
+    models: str = "m",
+) -> Bench:
+    """Models whose rows and texts may take so many times SLOT. The runner checks that."""
+    bench = make(FakeDevice(text, embed), max_gap=max_gap)
+    for name in models[1:]:
+        order = msgspec.structs.replace(ORDER, model=name, path=f"/{name}", max_gap=max_gap)
+        bench.load(order)
+    bench.runner.works.clear()
+    bench.send(Budget(int(slots * SLOT)))
+    return bench
+
+
+def texts(number: int, *lengths: int, model: str = "m") -> Embed:
+    return Embed(number, model, tuple((1,) * length for length in lengths))
+
+
+def read(bench: Bench, number: int) -> list[tuple[int, int]]:
+    """The parts of a job's texts that were read, in their order."""
+    spans = [text for work in bench.works(EmbedSlice) for text in work.texts]
+    return [(text.begin, text.end) for text in spans if text.job == number]
+
+
+def embedded(bench: Bench, number: int) -> bool:
+    return any(isinstance(event, Embedded) for event in bench.job(number).events)
+
+
+@pytest.mark.parametrize("embed", [DECODER, ENCODER])
+def test_a_large_text_waits_for_memory_and_small_ones_do_not(embed: EmbedFacts) -> None:
+    bench = bounded(6.5, embed)
+    bench.submit(job(1, 300, 100))
+    bench.rounds(8)
+    bench.embed(texts(2, LARGE))
+    bench.embed(texts(3, 50, 60))
+    bench.rounds(20)
+    assert not read(bench, 2)
+    assert embedded(bench, 3)
+    assert not bench.job(1).ended
+    bench.finish()
+    assert bench.job(1).tokens == expected(bench, 1, 100)
+    assert embedded(bench, 2)
+    assert not bench.works(Rewind)
+
+
+def test_an_encoder_reads_a_large_text_in_one_slice() -> None:
+    bench = bounded(6.5, ENCODER)
+    bench.embed(texts(1, LARGE, 50))
+    bench.finish()
+    assert (0, LARGE) in read(bench, 1)
+
+
+def test_a_large_text_has_its_place_among_rows() -> None:
+    bench = bounded(6.5)
+    bench.submit(job(1, 300, 100))
+    bench.rounds(8)
+    bench.embed(texts(2, LARGE))
+    bench.submit(job(3, 20, 4))
+    bench.finish()
+    assert read_order(bench) == [1, 3]
+    ended, begun = bench.job(1).ended_at, bench.job(3).first_at
+    assert ended is not None
+    assert begun is not None
+    assert begun > ended, "there was room for the row, but it came later"
+
+
+def test_kept_prompts_give_way_to_a_large_text() -> None:
+    bench = bounded(6, text=FACTS)
+    bench.submit(job(1, 400, 4))
+    bench.finish()
+    assert bench.runner.text(1).kept_bytes
+    bench.embed(texts(2, LARGE))
+    bench.finish()
+    assert embedded(bench, 2)
+    assert bench.works(Forget)
+    assert not bench.shortages
+
+
+@pytest.mark.parametrize("embed", [DECODER, ENCODER])
+def test_a_text_that_never_fits_is_refused_with_the_numbers_before_it_is_read(
+    embed: EmbedFacts,
+) -> None:
+    bench = bounded(3, embed)
+    bench.embed(texts(1, 20 * STEP))
+    bench.submit(job(2, 20, 4))
+    bench.finish()
+    [(_, missing)] = bench.shortages
+    assert bench.job(1).failed is None, "the client may unload models"
+    assert not bench.job(2).ended, "its turn is not yet"
+    bench.send(Budget(3 * SLOT))
+    bench.finish()
+    failed = bench.job(1).failed
+    assert failed is not None
+    assert failed.shortage == Shortage(3 * SLOT + missing, 3 * SLOT, 20 * STEP)
+    assert not read(bench, 1)
+    assert bench.job(2).tokens == expected(bench, 2, 4)
+    assert bench.runner.empty, "the runner has forgotten its texts"
+
+
+def test_a_larger_budget_is_an_answer() -> None:
+    bench = bounded(3)
+    bench.embed(texts(1, LARGE))
+    bench.finish()
+    [(_, missing)] = bench.shortages
+    bench.send(Budget(3 * SLOT + missing))
+    bench.finish()
+    assert embedded(bench, 1)
+
+
+def test_a_text_that_has_begun_keeps_its_memory_and_the_only_row_waits_for_its_end() -> None:
+    """The row would end as at its limit, if the budget were full of it alone."""
+    tokens = 30_000  # in slices of at most CHUNK, while the row grows twice
+    bench = bounded((tokens + STEP - 1) / STEP + 2.5, max_gap=0.001)
+    bench.submit(job(1, 100, 1000))
+    bench.rounds(8)
+    bench.embed(texts(2, tokens))
+    bench.finish()
+    assert bench.works(Rewind)
+    assert embedded(bench, 2)
+    assert bench.job(1).tokens == expected(bench, 1, 1000)
+
+
+def test_jobs_take_turns_with_large_texts() -> None:
+    bench = bounded(6)
+    bench.embed(texts(1, *[LARGE] * 3))
+    bench.embed(texts(2, LARGE))
+    ended = []
+    while not bench.done:
+        bench.round()
+        ended += [n for n in (1, 2) if n not in ended and embedded(bench, n)]
+    assert ended == [2, 1]
+
+
+@pytest.mark.parametrize("slots", [9, 2.1])
+def test_a_small_text_is_read_in_one_slice_where_there_is_no_room_for_several(slots: float) -> None:
+    bench = bounded(slots, max_gap=0.001)
+    bench.submit(job(1, 20, 100))
+    bench.rounds(4)
+    bench.embed(texts(2, CHUNK))
+    bench.finish()
+    assert embedded(bench, 2)
+    assert (len(read(bench, 2)) > 1) == (slots == 9)
+    assert bench.job(1).tokens == expected(bench, 1, 100)
+
+
+@pytest.mark.parametrize(("slots", "most"), [(1000, 400), (3, 280), (1, 120), (0.1, 60)])
+def test_small_texts_share_a_pass_as_large_as_there_is_room_for(slots: float, most: int) -> None:
+    bench = bounded(slots, EmbedFacts(slices=True, token_bytes=SLOT // 100, score_bytes=1))
+    bench.embed(texts(1, *[20] * 4))
+    bench.finish()
+    bench.embed(texts(2, *[20] * 20))
+    bench.finish()
+    sizes = [20 * len(work.texts) for work in bench.works(EmbedSlice)]
+    assert max(sizes) == most
+
+
+def test_texts_of_two_models_do_not_take_the_same_memory() -> None:
+    bench = bounded(3, max_gap=0.001, models="mn")
+    bench.submit(job(1, 20, 100))
+    bench.rounds(4)
+    bench.embed(texts(2, CHUNK, model="m"))
+    bench.embed(texts(3, CHUNK, model="n"))
+    bench.finish()
+    assert sorted(len(read(bench, number)) > 1 for number in (2, 3)) == [False, True]
