@@ -45,6 +45,7 @@ from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.embedding.pooling import Pooler
 from mlxsrv.engine.events import Embedded, Event, Failed
 from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.outcomes import EmbedFacts
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.formats.encoders import is_encoder
@@ -192,6 +193,9 @@ class Counted:
         self.classify = model.classify
         self.tokens = 0
         self._model = model
+
+    def find_facts(self) -> EmbedFacts:
+        return self._model.find_facts()
 
     def run(self, tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
         self.tokens += tokens.size

@@ -1,4 +1,5 @@
-"""Measure the cost of metrics, by token and by step of 32 rows: `python -m benchmarks.observe`.
+"""Measure the cost of metrics, by token and by step of 32 rows, and that of the totals, which are
+always kept, by request: `python -m benchmarks.observe`.
 
 The way of a token through the event loop without observers, against the same with the metrics on.
 In process, without an engine: what is measured is Python alone, and the step that it is compared
@@ -13,11 +14,14 @@ import time
 from functools import partial
 
 from mlxsrv.engine.events import JobEvent, Receiver, Token
-from mlxsrv.service.observing import Observer, Timing
+from mlxsrv.generation.outputs import Usage
+from mlxsrv.service.observing import Generated, Observer, RequestEnded, Timing
 from mlxsrv.web.observability.metrics import Metrics
+from mlxsrv.web.observability.totals import Totals
 
 ROWS = 32
 STEPS = 2_000
+REQUESTS = 20_000
 STEP_SECONDS = 32 / 4_502
 """A decode step of 32 rows of a model 64 wide, by the README: about the shortest that there is."""
 
@@ -38,7 +42,7 @@ def run(observers: tuple[Observer, ...]) -> float:
     receivers: list[Receiver] = []
     for row in range(ROWS):
         receiver: Receiver = partial(Reader().receive, row)
-        receivers.append(Timing(observers, "m").watch(receiver) if observers else receiver)
+        receivers.append(Timing(observers, "m", wanted=False).watch(receiver))
     events = [Token(row, 17) for row in range(ROWS)]
     gc.collect()
     begun = time.process_time()
@@ -48,6 +52,45 @@ def run(observers: tuple[Observer, ...]) -> float:
     return (time.process_time() - begun) / STEPS
 
 
+def run_totals() -> float:
+    """Seconds of CPU time that the totals take for a request, on average."""
+    totals = Totals()
+    gc.collect()
+    begun = time.process_time()
+    for _ in range(REQUESTS):
+        Timing((totals,), "m", wanted=False)
+        totals.ended(_ended())
+    return (time.process_time() - begun) / REQUESTS
+
+
+def _ended() -> RequestEnded:
+    generated = Generated(
+        id="chatcmpl-1",
+        model="m",
+        usage=Usage(prompt_tokens=100, completion_tokens=50),
+        reasons=("stop",),
+        begun=1.0,
+        ttft=0.1,
+        submitted=1.01,
+        first_token=None,
+        last_token=None,
+        error=None,
+    )
+    return RequestEnded(
+        method="POST",
+        route="/v1/chat/completions",
+        status=200,
+        headers={},
+        id="1",
+        time=1,
+        begun=1.0,
+        ended=2.0,
+        operation="chat",
+        model="m",
+        generated=generated,
+    )
+
+
 def main() -> None:
     metrics: tuple[Observer, ...] = (Metrics(),)
     pairs = [(run(()), run(metrics)) for _ in range(9)]
@@ -55,6 +98,7 @@ def main() -> None:
     more = statistics.median(b - a for a, b in pairs)
     print(f"{ROWS} tokens, metrics off / on: {off * 1e6:.1f} / {on * 1e6:.1f} µs")
     print(f"a token more: {more / ROWS * 1e9:.0f} ns")
+    print(f"a request's totals: {min(run_totals() for _ in range(9)) * 1e6:.1f} µs")
     print(f"of a step of {STEP_SECONDS * 1e3:.1f} ms: {more / STEP_SECONDS:.2%}")
 
 

@@ -8,8 +8,10 @@ counts, which leaves out most of what other programs cost.
 
 - `decoding`: all rows are decoded, and nothing else happens.
 - `waiting`: the same, while `--waiting` prompts wait for a row.
-- `coming and going`: answers of 20 to 60 tokens, so that in most rounds a row leaves and another
-  joins, while as many prompts wait.
+- `coming and going`: answers of `--answer` tokens on average, a half more or less, while as many
+  prompts wait. With 40 tokens a row leaves and another joins in most rounds. What that takes longer
+  than `decoding`, by the number of jobs that have ended, is the time of one job: from its order to
+  its row's end, but for its tokens.
 - `reading`: a long prompt is read beside the others.
 """
 
@@ -39,18 +41,18 @@ _FACTS = TextFacts(
 )
 _CLIENT = 1
 _ENDLESS = (1 << 20,)
-_ANSWERS = (*range(20, 60, 3), *range(21, 60, 3), *range(22, 60, 3))
 _PROMPT = 300
 
 
 class _Rounds:
-    """Rounds of a scheduler with one model, and what each took."""
+    """Rounds of a scheduler with one model, and what each took. `ended`: jobs that have."""
 
     def __init__(self, rows: int, budget: int) -> None:
         self._scheduler = Scheduler()
         self._runner = FakeRunner(FakeDevice(_FACTS))
         self._orders = [Received(_CLIENT, Open())]
         self._jobs = 0
+        self.ended = 0
         order = Load(model="m", path="", max_rows=rows, prefill_chunk=2048, max_gap=0.2)
         self._orders += [Received(_CLIENT, Ask(1, order)), Received(_CLIENT, Budget(budget))]
         self.run(2)
@@ -84,14 +86,17 @@ class _Rounds:
             spent += thread_time_ns()
             ended += sum(getattr(e, "finish", None) is not None for _, sent in events for e in sent)
         self._runner.end_round()
+        self.ended += ended
         if tokens:
             self.submit(ended, tokens)
         return spent / 1000
 
 
 def _measure(
-    rows: int, waiting: int, rounds: int, budget: int
+    rows: int, waiting: int, rounds: int, budget: int, answer: int
 ) -> Iterator[tuple[str, list[float]]]:
+    """The situations, and the microseconds of their rounds; then `jobs`: how many have ended in a
+    round of `coming and going`."""
     decoding = _Rounds(rows, budget)
     decoding.submit(rows, _ENDLESS)
     decoding.run(4 * rows)
@@ -100,9 +105,14 @@ def _measure(
     decoding.run(10)
     yield "waiting", decoding.run(rounds)
     changing = _Rounds(rows, budget)
-    changing.submit(rows + waiting, _ANSWERS)
-    changing.run(8 * rows, _ANSWERS)
-    yield "coming and going", changing.run(rounds, _ANSWERS)
+    answers = [
+        most for first in range(3) for most in range(answer // 2 + first, answer * 3 // 2, 3)
+    ]
+    changing.submit(rows + waiting, answers)
+    changing.run(max(8 * rows, 2 * answer), answers)
+    before = changing.ended
+    yield "coming and going", changing.run(rounds, answers)
+    yield "jobs", [(changing.ended - before) / rounds]
     reading = _Rounds(rows, budget)
     reading.submit(rows - 1, _ENDLESS)
     reading.run(4 * rows)
@@ -119,17 +129,22 @@ def main() -> None:
     parser.add_argument(
         "--budget", type=float, default=20e9, help="bytes for KV caches; the default is ample"
     )
+    parser.add_argument("--answer", type=int, default=40, help="tokens of an answer, on average")
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
-    given = (options.rows, options.waiting, options.rounds, int(options.budget))
+    given = (options.rows, options.waiting, options.rounds, int(options.budget), options.answer)
     runs = [dict(_measure(*given)) for _ in range(options.runs)]
+    jobs = min(run.pop("jobs")[0] for run in runs)  # the same in each
+    mean: dict[str, float] = {}
     for name in runs[0]:
         spent = [min(times) for times in zip(*(run[name] for run in runs), strict=True)]
-        p99 = quantiles(spent, n=100)[-1]
-        mean = sum(spent) / len(spent)
+        p99, middle = quantiles(spent, n=100)[-1], median(spent)
+        mean[name] = sum(spent) / len(spent)
         print(
-            f"{name:>17}: mean {mean:6.1f}, median {median(spent):6.1f}, p99 {p99:6.1f} us a round"
+            f"{name:>17}: mean {mean[name]:6.1f}, median {middle:6.1f}, p99 {p99:6.1f} us a round"
         )
+    each = (mean["coming and going"] - mean["decoding"]) / jobs
+    print(f"{'a job':>17}: {each:6.1f} us; {jobs:.2f} of them come and go a round")
 
 
 if __name__ == "__main__":

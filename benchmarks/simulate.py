@@ -342,6 +342,7 @@ def sweep(
         cuts=True,
         pads=True,
         padding=int(machine.weights),
+        shares=True,
         vocabulary=150_000,
         prompt_cache_bytes=1 << 30,
         kv_costs=(KVCost(int(machine.kv_bytes)),),

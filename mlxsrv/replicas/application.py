@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 FRONT_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 FRONT = "mlxsrv.replicas.front.middlewares"
+
+_HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 
 _MOST_REQUESTS = 10_000
 """At a replica. It has its own queue, and refuses what does not fit in words of the dialect."""
@@ -30,6 +33,8 @@ class ReplicaScale(msgspec.Struct, frozen=True, kw_only=True):
         most: how many there may be under load; None: no more.
         requests: under way at a replica on average, beyond which another one starts; None: half of
             the rows that are decoded together.
+        upscale_delay, downscale_delay: seconds for which more, or fewer, replicas must be wanted
+            before one starts, or goes.
         cpus, gpus, memory: what Ray sets aside for each replica; memory in bytes.
         period: seconds between two checks of a replica's health.
     """
@@ -37,6 +42,8 @@ class ReplicaScale(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
     most: int | None = None
     requests: float | None = None
+    upscale_delay: float = 30.0
+    downscale_delay: float = 600.0
     cpus: float = 1.0
     gpus: float = 0.0
     memory: int | None = None
@@ -47,6 +54,11 @@ class ReplicaScale(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingsError(f"--replicas {self.replicas}: there is at least 1")
         if self.most is not None and self.most < self.replicas:
             raise SettingsError(f"--max-replicas {self.most}: it is less than --replicas")
+        if self.requests is not None and not 0 < self.requests < math.inf:
+            raise SettingsError(f"--requests-per-replica {self.requests:g}: it is more than 0")
+        for name, seconds in (("upscale", self.upscale_delay), ("downscale", self.downscale_delay)):
+            if not 0 <= seconds < math.inf:
+                raise SettingsError(f"--{name}-delay {seconds:g}: it is at least 0")
 
 
 def deployment(
@@ -63,7 +75,7 @@ def deployment(
         options: of `serve.deployment`, in place of what is chosen here.
 
     Raises:
-        SettingsError: Ray is not installed.
+        SettingsError: Ray is not installed, or Serve is to use HAProxy.
     """
     serve = import_serve()
     from mlxsrv.replicas.replica import Replica
@@ -101,6 +113,8 @@ def _count(scale: ReplicaScale, settings: Settings) -> dict[str, Any]:
             "min_replicas": scale.replicas,
             "max_replicas": scale.most,
             "target_ongoing_requests": scale.requests or max(1, settings.max_concurrency / 2),
+            "upscale_delay_s": scale.upscale_delay,
+            "downscale_delay_s": scale.downscale_delay,
         }
     }
 
@@ -109,8 +123,12 @@ def import_serve() -> Any:
     """Return Ray Serve. Its proxies will run the front, unless the environment says otherwise.
 
     Raises:
-        SettingsError: it is not installed.
+        SettingsError: it is not installed, or it is to use HAProxy, which chooses replicas itself.
     """
+    if os.environ.get(_HAPROXY_VARIABLE) == "1":
+        raise SettingsError(
+            f"{_HAPROXY_VARIABLE}: HAProxy does not ask where a conversation is cached; unset it"
+        )
     os.environ.setdefault(FRONT_VARIABLE, FRONT)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:

@@ -27,6 +27,18 @@ _FLAGS: tuple[tuple[str, type, str, str], ...] = (
         "Requests under way at a replica on average, queued ones included, beyond which another "
         "one starts. Default: half of --max-concurrency.",
     ),
+    (
+        "--upscale-delay",
+        float,
+        "SECONDS",
+        "More replicas must be wanted for so long before one starts. Default: 30.",
+    ),
+    (
+        "--downscale-delay",
+        float,
+        "SECONDS",
+        "Fewer replicas must be wanted for so long before one goes. Default: 600.",
+    ),
     ("--num-cpus-per-replica", float, "NUMBER", "CPUs that Ray sets aside for each. Default: 1."),
     ("--num-gpus-per-replica", float, "NUMBER", "GPUs that Ray sets aside for each. Default: 0."),
     ("--memory-per-replica", int, "BYTES", "Memory that Ray sets aside for each."),
@@ -58,11 +70,23 @@ def _scale(given: dict[str, Any]) -> ReplicaScale:
         "replicas": given["--replicas"],
         "most": given["--max-replicas"],
         "requests": given["--requests-per-replica"],
+        "upscale_delay": given["--upscale-delay"],
+        "downscale_delay": given["--downscale-delay"],
         "cpus": given["--num-cpus-per-replica"],
         "gpus": given["--num-gpus-per-replica"],
         "memory": given["--memory-per-replica"],
     }
     return ReplicaScale(**{name: value for name, value in named.items() if value is not None})
+
+
+def _number(scale: ReplicaScale) -> str:
+    most = scale.replicas if scale.most is None else scale.most
+    return f"{scale.replicas}" if most == scale.replicas else f"{scale.replicas} to {most}"
+
+
+def _stop_at_signals(stopped: threading.Event) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
 
 
 def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
@@ -81,16 +105,16 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
     if address is None:
         SharedFile.remove(path)  # as one process forgets when it ends
     stopped = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+    _stop_at_signals(stopped)
     if address is None:
-        ray.init(include_dashboard=False, object_store_memory=_OBJECTS)
+        ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS)
     else:
         ray.init(address=address)
+    _stop_at_signals(stopped)  # Ray has handlers of its own, with which the process aborts
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": port})
         serve.run(deployment(settings, scale, local=local), name="mlxsrv", route_prefix="/")
-        print(f"mlxsrv: {scale.replicas} replicas on {url}", flush=True)
+        print(f"mlxsrv: {_number(scale)} replicas on {url}", flush=True)
         stopped.wait()
     finally:
         with contextlib.suppress(Exception):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import msgspec
+
+from mlxsrv.wire.management import TopRequest
 
 
 class ReplicaAnswer(msgspec.Struct, frozen=True):
@@ -101,6 +103,31 @@ def merge_statistics(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> byt
     return msgspec.json.encode(told | {"data": merged})
 
 
+def pick_highest(asked: bytes) -> Merge:
+    """Return the merger of the statistics of all features for a request for the highest ones.
+
+    Args:
+        asked: the body of that request, which a replica has taken.
+    """
+    request = msgspec.json.decode(asked or b"{}", type=TopRequest)
+
+    def merge(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
+        told = msgspec.json.decode(merge_statistics(own, others))
+        ranked = sorted(told["data"], key=lambda each: (-each[request.metric], each["feature_idx"]))
+        return msgspec.json.encode(told | {"data": ranked[: request.k]})
+
+    return merge
+
+
+def merge_health(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
+    """A replica's own health, which its status tells, with its id; beside it that of the others."""
+    told = msgspec.json.decode(own.body)
+    if "status" not in told:  # it is a refusal
+        return own.body
+    known = {answer.id: msgspec.json.decode(answer.body) for answer in others}
+    return msgspec.json.encode(told | {"replica": own.id, "others": known})
+
+
 def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The statistics of two samples as one, by Chan's formula for the variance."""
     a, b = one["count"], other["count"]
@@ -122,14 +149,3 @@ def _listed(answer: ReplicaAnswer, field: str) -> list[dict[str, Any]]:
     if answer.status != 200:
         return []
     return msgspec.json.decode(answer.body).get(field) or []
-
-
-MERGERS: Final[Mapping[str, Merge]] = {
-    "/metrics": merge_metrics,
-    "/v1/models": merge_models,
-    "/models": merge_models,
-    "/api/ps": merge_running,
-    "/api/monitoring/history": merge_history,
-    "/api/monitoring/statistics": merge_statistics,
-}
-"""The merger of each path whose answer differs from replica to replica."""

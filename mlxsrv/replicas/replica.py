@@ -11,17 +11,20 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any
 
 from ray import serve
 from ray.serve.exceptions import RayServeException
 
+from mlxsrv.errors import StoreFailed
 from mlxsrv.logs import configure, log
+from mlxsrv.replicas.change_notes import BodyTap, ChangeNotes
 from mlxsrv.replicas.front import SESSION
-from mlxsrv.replicas.merging import MERGERS, ReplicaAnswer
+from mlxsrv.replicas.gathering import Gathering, gathering_of
+from mlxsrv.replicas.merging import ReplicaAnswer
 from mlxsrv.replicas.shared_file import SharedFile, shared_path
-from mlxsrv.replicas.subjects import subject_of
 from mlxsrv.settings import Settings
 from mlxsrv.web.app import App
 from mlxsrv.web.completions import CONVERSATION
@@ -54,9 +57,14 @@ class Replica:
         self._id = context.replica_id.unique_id
         self._shared = SharedFile(shared_path(settings, context.deployment), settings, self._id)
         self._app = App(
-            settings, local=local, responses=self._shared.responses, rates=self._shared.rates
+            settings,
+            local=local,
+            responses=self._shared.responses,
+            rates=self._shared.rates,
+            behind_guard=[partial(ChangeNotes, shared=self._shared)],
         )
         self._repeated = 0
+        self._up_to_date = True  # as far as the shared file can be read
         self._repeating = asyncio.Lock()
         self._handle: Any = None
         self._place = context.deployment, context.app_name
@@ -73,8 +81,8 @@ class Replica:
             raise RuntimeError(f"the inference engine is {self._app.service.health}")
 
     async def ask(self, path: str, query: bytes) -> ReplicaAnswer:
-        """Answer a GET for another replica, which has checked that it is allowed."""
-        await self._repeat()
+        """Answer a GET for a replica, which has checked that it is allowed."""
+        await self._catch_up()
         status, body = await self._request("GET", path, query, b"")
         return ReplicaAnswer(self._id, status, body)
 
@@ -88,15 +96,12 @@ class Replica:
             await self._app(scope, receive, send)
             return
         scope = {**scope, CONVERSATION: _conversation(scope)}
-        path = path_below_mount(scope)
-        await self._repeat()
-        if scope["method"] == "GET" and (merge := MERGERS.get(path)) is not None:
-            await self._app(scope, receive, self._merging(scope, path, merge, send))
-        elif (subject := subject_of(scope["method"], path)) is not None:
-            tap = _Tap(receive)
-            await self._app(scope, tap.receive, self._noting(scope, path, subject, tap, send))
-        else:
+        await self._catch_up()
+        gather = gathering_of(scope, path_below_mount(scope))
+        if gather is None:
             await self._app(scope, receive, send)
+        else:
+            await self._ask_all(scope, receive, send, gather)
 
     async def _live(self, receive: _Receive, send: _Send) -> None:
         """The replica is ready when its models are loaded and it has the others' state."""
@@ -112,6 +117,18 @@ class Replica:
 
     # Changes.
 
+    async def _catch_up(self) -> None:
+        """Make the changes that other replicas have made. Without the shared file there are none:
+        most requests need nothing of it."""
+        try:
+            await self._repeat()
+        except StoreFailed as error:
+            if self._up_to_date:
+                log(_log, logging.ERROR, "changes of others not known", reason=error.message)
+            self._up_to_date = False
+        else:
+            self._up_to_date = True
+
     async def _repeat(self) -> None:
         """Make the changes that other replicas have made."""
         async with self._repeating:
@@ -123,18 +140,6 @@ class Replica:
                     level = logging.INFO if status < 400 else logging.ERROR
                     log(_log, level, "change repeated", path=change.path, status=status)
                 self._repeated = number
-
-    def _noting(self, scope: _Scope, path: str, subject: Any, tap: _Tap, send: _Send) -> _Send:
-        """Return a `send` that writes down a change before a client is told that it is made."""
-
-        async def send_noted(message: _Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] < 400:
-                change = subject(scope["method"], path, scope["query_string"], tap.body)
-                if change is not None:
-                    self._shared.add_change(change)
-            await send(message)
-
-        return send_noted
 
     async def _request(
         self, method: str, path: str, query: bytes, body: bytes
@@ -170,10 +175,13 @@ class Replica:
         await self._app(scope, receive, send)
         return answer[0]["status"], b"".join(each.get("body", b"") for each in answer[1:])
 
-    # Questions.
+    # Gatherings.
 
-    def _merging(self, scope: _Scope, path: str, merge: Any, send: _Send) -> _Send:
-        """Return a `send` that sends all replicas' answers, merged, instead of this one's."""
+    async def _ask_all(
+        self, scope: _Scope, receive: _Receive, send: _Send, gather: Callable[[bytes], Gathering]
+    ) -> None:
+        """Send all replicas' answers, merged, instead of this one's."""
+        tap = BodyTap(receive)
         started: list[_Message] = []
         parts: list[bytes] = []
 
@@ -184,42 +192,32 @@ class Replica:
             parts.append(message.get("body", b""))
             if message.get("more_body", False):
                 return
-            start, body = started[0], b"".join(parts)
-            if start["status"] < 500 and start["status"] not in (401, 403, 429):
+            [start], body = started, b"".join(parts)
+            gathering = gather(tap.body)
+            if start["status"] in gathering.statuses:
                 own = ReplicaAnswer(self._id, start["status"], body)
-                body = merge(own, await self._ask_others(path, scope["query_string"]))
+                if gathering.path != path_below_mount(scope):
+                    own = await self.ask(gathering.path, gathering.query)
+                body = gathering.merge(own, await self._ask_others(gathering))
                 headers = [each for each in start["headers"] if each[0] != b"content-length"]
                 length = (b"content-length", str(len(body)).encode())
                 start = {**start, "headers": [*headers, length]}
             await send(start)
             await send({"type": "http.response.body", "body": body})
 
-        return send_merged
+        await self._app(scope, tap.receive, send_merged)
 
-    async def _ask_others(self, path: str, query: bytes) -> list[ReplicaAnswer]:
+    async def _ask_others(self, gathering: Gathering) -> list[ReplicaAnswer]:
         if self._handle is None:
             self._handle = serve.get_deployment_handle(*self._place)
         try:
-            found = await self._handle.broadcast("ask", path, query).results_async(
-                timeout_s=_ASK_SECONDS, return_exceptions=True
-            )
+            found = await self._handle.broadcast(
+                "ask", gathering.path, gathering.query
+            ).results_async(timeout_s=_ASK_SECONDS, return_exceptions=True)
         except (RayServeException, TimeoutError) as error:
             log(_log, logging.WARNING, "replicas do not answer", reason=str(error))
             return []
         return [each for each in found if isinstance(each, ReplicaAnswer) and each.id != self._id]
-
-
-class _Tap:
-    """Passes a request's body on and keeps it."""
-
-    def __init__(self, receive: _Receive) -> None:
-        self._receive = receive
-        self.body = b""
-
-    async def receive(self) -> _Message:
-        message: _Message = await self._receive()
-        self.body += message.get("body", b"")
-        return message
 
 
 def _conversation(scope: _Scope) -> str:

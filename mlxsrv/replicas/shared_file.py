@@ -12,11 +12,13 @@ import contextlib
 import os
 import sqlite3
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from mlxsrv.models.sqlite_errors import explained
 from mlxsrv.options import SettingsError
 from mlxsrv.service.response_store import (
     StoredItem,
@@ -72,24 +74,75 @@ def shared_path(settings: Settings, name: str) -> Path:
     return folder / f"replicas-{name}.sqlite3"
 
 
+class _Database:
+    """The open file. Each call does all of its work or, with a StoreFailed, nothing.
+
+    Raises:
+        OSError, sqlite3.Error: it cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._name = path.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # texts are for this user only
+        self._connection = sqlite3.connect(
+            path, timeout=_BUSY, isolation_level=None, check_same_thread=False
+        )
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Make what is not there. Of two that do this to a new file at once, SQLite refuses one
+        without a wait."""
+        until = time.monotonic() + _BUSY
+        while True:
+            try:
+                self._connection.execute("PRAGMA journal_mode = WAL")
+                self._connection.execute("PRAGMA synchronous = OFF")
+                self._connection.executescript(_SCHEMA)
+                return
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
+
+    def execute(self, statement: str, values: Sequence[object] = ()) -> list[Any]:
+        """Return the rows that a statement gives."""
+        with explained(self._name):
+            return self._connection.execute(statement, values).fetchall()
+
+    def execute_many(self, statement: str, rows: Iterable[Sequence[object]]) -> None:
+        """Execute a statement for each row of values."""
+        with explained(self._name):
+            self._connection.executemany(statement, rows)
+
+    @contextlib.contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Do all of the block or nothing, while no other replica writes."""
+        self.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self.execute("COMMIT")
+        except BaseException:
+            if self._connection.in_transaction:  # SQLite itself ends it after some errors
+                self.execute("ROLLBACK")
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 class SharedFile:
     """The shared file, for one replica, on its event loop.
 
     Raises:
         SettingsError: it cannot be opened.
+        StoreFailed: by any method, if it cannot be used later; the message says what helps.
     """
 
     def __init__(self, path: Path, settings: Settings, replica: str) -> None:
         self._replica = replica
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # texts are for this user only
-            self._file = sqlite3.connect(
-                path, timeout=_BUSY, isolation_level=None, check_same_thread=False
-            )
-            self._file.execute("PRAGMA journal_mode = WAL")
-            self._file.execute("PRAGMA synchronous = OFF")
-            self._file.executescript(_SCHEMA)
+            self._file = _Database(path)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"--data-dir: {path} cannot be used: {error}") from None
         self.responses = SharedResponses(
@@ -109,7 +162,7 @@ class SharedFile:
 
     def add_change(self, change: StateChange) -> None:
         """Have the other replicas repeat a change before their next requests."""
-        with _transaction(self._file):
+        with self._file.transaction():
             self._file.execute("DELETE FROM changes WHERE subject = ?", (change.subject,))
             self._file.execute(
                 "INSERT INTO changes (subject, replica, change) VALUES (?, ?, ?)",
@@ -132,7 +185,7 @@ class SharedFile:
 class SharedResponses:
     """Responses, as `ResponseStore` keeps them, for all replicas together."""
 
-    def __init__(self, file: sqlite3.Connection, most: int, most_bytes: int) -> None:
+    def __init__(self, file: _Database, most: int, most_bytes: int) -> None:
         self._file = file
         self._most = most
         self._most_bytes = most_bytes
@@ -141,7 +194,7 @@ class SharedResponses:
         if response.size > self._most_bytes:
             return
         items = {item.id: item for item in (*response.input, *response.output)}
-        with _transaction(self._file):
+        with self._file.transaction():
             self._file.execute(
                 "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
                 (
@@ -154,16 +207,16 @@ class SharedResponses:
                     time.time(),
                 ),
             )
-            self._file.executemany(
+            self._file.execute_many(
                 "INSERT OR REPLACE INTO items VALUES (?, ?, ?)",
                 [(item.id, response.id, item.body) for item in items.values()],
             )
             self._make_room()
 
     def _make_room(self) -> None:
-        count, size = self._file.execute("SELECT COUNT(*), SUM(size) FROM responses").fetchone()
+        [(count, size)] = self._file.execute("SELECT COUNT(*), SUM(size) FROM responses")
         recent = "SELECT id, size FROM responses ORDER BY used"
-        for id, own in self._file.execute(recent).fetchall():
+        for id, own in self._file.execute(recent):
             if count <= self._most and size <= self._most_bytes:
                 return
             self._forget(id)
@@ -177,7 +230,7 @@ class SharedResponses:
 
     def delete(self, id: str) -> None:
         self.get(id)
-        with _transaction(self._file):
+        with self._file.transaction():
             self._forget(id)
 
     def conversation(self, id: str | None) -> list[StoredItem]:
@@ -191,14 +244,14 @@ class SharedResponses:
         return [item for each in reversed(chain) for item in (*each.input, *each.output)]
 
     def item(self, id: str, path: str) -> StoredItem:
-        row = self._file.execute("SELECT body FROM items WHERE id = ?", (id,)).fetchone()
-        if row is None:
+        rows = self._file.execute("SELECT body FROM items WHERE id = ?", (id,))
+        if not rows:
             raise no_item(id, path)
-        return StoredItem(id, row[0])
+        return StoredItem(id, rows[0][0])
 
     def _find(self, id: str) -> StoredResponse | None:
         query = "UPDATE responses SET used = ? WHERE id = ? RETURNING previous, body, input, output"
-        rows = self._file.execute(query, (time.time(), id)).fetchall()
+        rows = self._file.execute(query, (time.time(), id))
         if not rows:
             return None
         previous, body, given, made = rows[0]
@@ -214,29 +267,17 @@ class SharedResponses:
 class SharedRates:
     """Rates, as `RateLimit` counts them, for all replicas together; by the machines' clocks."""
 
-    def __init__(self, file: sqlite3.Connection, limit: int) -> None:
+    def __init__(self, file: _Database, limit: int) -> None:
         self._file = file
         self._limit = limit
 
     def take(self, client: Hashable) -> Allowance:
         now = time.time()
         name = client.hex() if isinstance(client, bytes) else str(client)
-        with _transaction(self._file):
+        with self._file.transaction():
             self._file.execute("DELETE FROM rates WHERE full_at < ?", (now,))
             query = "SELECT full_at FROM rates WHERE client = ?"
-            row = self._file.execute(query, (name,)).fetchone()
-            allowance, full_at = grant(self._limit, now, now if row is None else row[0])
+            rows = self._file.execute(query, (name,))
+            allowance, full_at = grant(self._limit, now, rows[0][0] if rows else now)
             self._file.execute("INSERT OR REPLACE INTO rates VALUES (?, ?)", (name, full_at))
         return allowance
-
-
-@contextlib.contextmanager
-def _transaction(file: sqlite3.Connection) -> Iterator[None]:
-    """Do all of the block or nothing, while no other replica writes."""
-    file.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-    except BaseException:
-        file.execute("ROLLBACK")
-        raise
-    file.execute("COMMIT")

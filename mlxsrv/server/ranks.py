@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import logging
+import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mlxsrv.engine.device import DeviceThread
 from mlxsrv.engine.ranks.follower import RankFollower
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from mlxsrv.engine.ranks.rank_group import RankGroup
 
 _log = logging.getLogger("mlxsrv.server")
+
+_JOIN_SECONDS = 60
 
 
 def check_parallel(settings: Settings) -> None:
@@ -40,7 +44,11 @@ def check_parallel(settings: Settings) -> None:
 
 
 def join_ranks(settings: Settings) -> DeviceThread:
-    """Wait for all ranks. Raises EngineFailed if they do not come."""
+    """Wait for all ranks. The process ends if they do not come in time.
+
+    Raises:
+        EngineFailed: they cannot come.
+    """
     check_parallel(settings)
 
     def join(
@@ -52,11 +60,16 @@ def join_ranks(settings: Settings) -> DeviceThread:
 
         return join(Split(settings.parallel), clock, lost, wished)
 
+    log(_log, logging.INFO, "waiting for ranks", seconds=_JOIN_SECONDS)
+    # While MLX waits for a rank, no Python runs in this process. This ends it nevertheless.
+    faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True)
     device = DeviceThread.shared(Recording.find(settings), join)
     try:
         rank = device.joined.result()
     except RankLost as error:
         raise EngineFailed(str(error)) from None
+    finally:
+        faulthandler.cancel_dump_traceback_later()
     log(
         _log,
         logging.INFO,
@@ -68,7 +81,7 @@ def join_ranks(settings: Settings) -> DeviceThread:
     return device
 
 
-def follow_rank_0(device: DeviceThread) -> int:
+def follow_rank_0(device: DeviceThread, follower: RankFollower) -> int:
     """Do what rank 0 says until it stops. Returns the exit status.
 
     Ctrl-C reaches all ranks, and rank 0 decides then. SIGTERM to this rank asks rank 0 to end.
@@ -76,5 +89,13 @@ def follow_rank_0(device: DeviceThread) -> int:
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # of a connection that Ctrl-C has ended
-    signal.signal(signal.SIGTERM, lambda *_: device.ask_to_stop())
-    return device.wait()
+    signal.signal(signal.SIGTERM, lambda *_: follower.ask_to_stop())
+    status = device.wait()
+    if status:
+        end_after_loss(status)
+    return status
+
+
+def end_after_loss(status: int) -> NoReturn:
+    """End the process when a rank is lost. At a usual exit MLX's threads for it would abort."""
+    os._exit(status)

@@ -11,7 +11,7 @@ from mlxsrv.engine.backend import require_backend
 from mlxsrv.logs import configure, log
 from mlxsrv.server.descriptors import raise_limit
 from mlxsrv.server.listening import bind, is_loopback, listen, url_of
-from mlxsrv.server.ranks import follow_rank_0, join_ranks
+from mlxsrv.server.ranks import end_after_loss, follow_rank_0, join_ranks
 from mlxsrv.server.server import Server
 from mlxsrv.settings import Settings
 from mlxsrv.web.app import create_app
@@ -37,8 +37,8 @@ def serve(settings: Settings) -> int:
     raise_limit()
     require_backend()
     device = None if settings.parallel is None else join_ranks(settings)
-    if device is not None and device.joined.result() > 0:
-        return follow_rank_0(device)
+    if device is not None and device.follower is not None:
+        return follow_rank_0(device, device.follower)
     listener = bind(settings)
     local = is_loopback(listener)
     app = create_app(settings, local=local)
@@ -59,5 +59,7 @@ def serve(settings: Settings) -> int:
     if device is not None:
         device.shutdown_wished = server.exit_once
     server.run(sockets=[listener])
+    if device is not None and server.end.status:
+        end_after_loss(server.end.status)
     server.end.within(_THREADS_SECONDS)
     return server.end.status

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +13,13 @@ import pytest
 from mlxsrv import create_app
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings
-from tests.support.ranks import Ranks, launch, ranks
-from tests.support.serving import Server, environment, wait_for
+from tests.support.ranks import PATIENCE, Ranks, launch, launched, ranks
+from tests.support.serving import Server, wait_for
 from tests.support.tiny import write_model
 
 pytestmark = [pytest.mark.served, pytest.mark.slow, pytest.mark.ranks]
 
-ENDLESS = {"prompt": "on and on", "max_tokens": 600, "temperature": 0, "stream": True}
+ENDLESS = {"prompt": "on and on", "max_tokens": 300, "temperature": 0, "stream": True}
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def read_stream(running: Ranks, at_token: int, act: Any) -> list[dict[str, Any]]
     """The chunks of an endless answer, until it ends; `act` is called at a token."""
     chunks: list[dict[str, Any]] = []
     with httpx.stream(
-        "POST", f"{running.server.url}/v1/completions", json=ENDLESS, timeout=20
+        "POST", f"{running.server.url}/v1/completions", json=ENDLESS, timeout=PATIENCE
     ) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
@@ -135,27 +131,16 @@ def test_a_mounted_app_cannot_be_one_of_several_ranks() -> None:
 
 
 def test_the_launcher_starts_ranks_and_ends_them(folder: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    launcher = Path(sys.executable).with_name("mlx.launch")
-    # The ranks' own output comes by way of the launcher.
-    command = f"{launcher} -n 2 --backend ring -p {port} -- {sys.executable} -m mlxsrv"
     options = f"--port 0 --log-format json --parallel tensor --model m={folder}"
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command.split(), *options.split()],
-            stdout=log,
-            stderr=log,
-            env=environment(),
-            start_new_session=True,  # so that all its processes can be killed together
-        )
-    server = Server(process, tmp_path / "log")
-    try:
+    log = tmp_path / "log"
+    with launched(2, log, "-m", "mlxsrv", *options.split()) as process:
+        server = Server(process, log)
         with server.client() as client:
-            wait_for(lambda: client.get("/health").status_code == 200, why="the model is loaded")
+            wait_for(
+                lambda: client.get("/health").status_code == 200,
+                seconds=PATIENCE,
+                why="the model is loaded",
+            )
             [rank0] = server.log("listening")
             assert rank0["model"] == "m"
             assert len(server.log("ranks joined")) == 2
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -1,7 +1,8 @@
-"""Ranks answer as one process does: every token, in float32."""
+"""Ranks answer as one process does, and as mlx-lm on as many ranks: every token, in float32."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,9 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.ranks import Ranks, ranks
+from tests.support.ranks import Ranks, launched, ranks, write_divisible
 from tests.support.serving import serving
-from tests.support.tiny import write_model
 
 pytestmark = [pytest.mark.served, pytest.mark.slow, pytest.mark.ranks]
 
@@ -48,6 +48,13 @@ def ask(url: str, body: dict[str, Any]) -> list[tuple[str, str]]:
     return [(choice["text"], choice["finish_reason"]) for choice in answer.json()["choices"]]
 
 
+def ask_tokens(url: str, body: dict[str, Any]) -> list[str]:
+    """The text of each token of the answer."""
+    answer = httpx.post(f"{url}/v1/completions", json={**body, "logprobs": 0}, timeout=60)
+    tokens: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
+    return tokens
+
+
 def ask_all(url: str) -> list[list[tuple[str, str]]]:
     with ThreadPoolExecutor(12) as pool:
         return list(pool.map(lambda body: ask(url, body), bodies()))
@@ -55,10 +62,7 @@ def ask_all(url: str) -> list[list[tuple[str, str]]]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose heads two and three ranks can share."""
-    heads = {"num_attention_heads": 6, "num_key_value_heads": 6, "num_hidden_layers": 3}
-    sizes = {"hidden_size": 96, "intermediate_size": 192, "moe_intermediate_size": 96}
-    return write_model(tmp_path_factory.mktemp("model"), "qwen3_moe", plain=True, **heads, **sizes)
+    return write_divisible(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +72,17 @@ def expected(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any
 
 
 @pytest.fixture(scope="module", params=[("tensor", 2), ("pipeline", 2), LONG])
-def started(
-    request: pytest.FixtureRequest, folder: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Ranks]:
+def division(request: pytest.FixtureRequest) -> tuple[str, int]:
+    """The split, and the number of ranks."""
     split, count = request.param
+    return split, count
+
+
+@pytest.fixture(scope="module")
+def started(
+    division: tuple[str, int], folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Ranks]:
+    split, count = division
     options = ("--model", f"m={folder}", "--parallel", split)
     with ranks(count, tmp_path_factory.mktemp("ranks"), *options) as running:
         yield running
@@ -87,3 +98,19 @@ def test_ranks_give_the_text_of_one_process(started: Ranks, expected: list[Any])
     ).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 100
     assert "Traceback" not in "".join(map(started.read_log, range(len(started.processes))))
+
+
+def test_ranks_give_the_tokens_of_mlx_lm_on_as_many_ranks(
+    started: Ranks, division: tuple[str, int], folder: Path, tmp_path: Path
+) -> None:
+    greedy = [bodies()[number] | {"max_tokens": 12} for number in (0, 4, 6)]
+    work, done = tmp_path / "work", tmp_path / "work.done"
+    work.write_text(json.dumps([(body["prompt"], body["max_tokens"]) for body in greedy]))
+    split, count = division
+    program = ["-m", "tests.support.sharded", split, str(folder), str(work)]
+    with launched(count, tmp_path / "log", *program) as process:
+        process.wait(90)
+    assert done.exists(), (tmp_path / "log").read_text()
+    with ThreadPoolExecutor(len(greedy)) as pool:  # in one batch; mlx-lm reads one after the other
+        drawn = list(pool.map(lambda body: ask_tokens(started.server.url, body), greedy))
+    assert drawn == json.loads(done.read_text())

@@ -1,11 +1,16 @@
-"""Two replicas of the demo model on this machine, under Ray Serve, for all tests."""
+"""Replicas of the demo model on this machine, under Ray Serve."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +36,54 @@ def wait_for(what: Callable[[], T | None], why: str, seconds: float = 60) -> T:
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {why}"
         time.sleep(0.1)
     return value
+
+
+class Command:
+    """`python -m mlxsrv replicas`, running.
+
+    Attributes:
+        url: what it has announced.
+        announced: how many replicas it has announced, in words.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process = process
+        self._log = log
+        told = wait_for(self._announcement, "the replicas serve", seconds=120)
+        self.announced, self.url = told.groups()
+
+    def _announcement(self) -> re.Match[str] | None:
+        assert self._process.poll() is None, self._log.read_text()
+        told = r"^mlxsrv: (.*) on (http\S+)$"
+        return re.search(told, self._log.read_text(), re.MULTILINE)
+
+    def stop(self) -> None:
+        """End it with SIGTERM, after which it has nothing to complain about."""
+        self._process.send_signal(signal.SIGTERM)
+        assert self._process.wait(60) == 0, self._log.read_text()
+        assert "Traceback" not in self._log.read_text()
+
+
+@contextmanager
+def commanded(folder: Path, *options: str) -> Iterator[Command]:
+    """The command with these options, and with its log and its data in `folder`."""
+    command = [sys.executable, "-m", "mlxsrv", "replicas", "--port", "0", *options]
+    own = ["--num-cpus-per-replica", "0.1", "--data-dir", str(folder / "data")]
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, *own],
+            stdout=file,
+            stderr=file,
+            env=os.environ | {"HF_HUB_CACHE": "/nonexistent"},
+            start_new_session=True,  # so that all its processes can be killed together
+        )
+    try:
+        yield Command(process, log)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 class Cluster:
@@ -87,7 +140,7 @@ class Cluster:
         ray.shutdown()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     os.environ.setdefault("HF_HUB_CACHE", "/nonexistent")
     cluster = Cluster(tmp_path_factory.mktemp("data"))

@@ -8,10 +8,11 @@ import os
 import re
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import httpx
 import msgspec
 from ray.serve import Application
 
+from mlxsrv.replicas.shared_file import shared_path
 from tests.ray.conftest import KEYED, Cluster, wait_for
 
 CONVERSATIONS = 24
@@ -157,9 +159,58 @@ def test_what_one_replica_is_told_all_do(cluster: Cluster) -> None:
         assert len({entry["request_id"] for entry in history}) == len(SESSIONS)
         [statistics] = states(client, "/api/monitoring/statistics")
         assert statistics
+        asked = {"k": 3, "metric": "count"}
+        highest = sorted(statistics, key=lambda each: (-each["count"], each["feature_idx"]))[:3]
+        for session in SESSIONS:
+            top = client.post("/api/monitoring/statistics/top", json=asked, headers=session)
+            assert top.json()["data"] == highest, "of all replicas together"
         client.post(f"/api/saes/{sae}/detach", json={}, headers=SESSIONS[2]).raise_for_status()
         [attached] = states(client, "/api/saes")
         assert attached[0]["attached_to"] == []
+
+
+def test_the_state_is_told_of_all(cluster: Cluster) -> None:
+    ids = set(cluster.both())
+    answering = set()
+    with cluster.client() as client:
+        for session in SESSIONS:
+            told = client.get("/health?verbose=1", headers=session).raise_for_status().json()
+            answering.add(told["replica"])
+            assert {told["replica"], *told["others"]} == ids
+            for each in (told, *told["others"].values()):
+                assert each["status"] == "ok"
+                assert each["memory"]["weights"] > 0
+            plain = client.get("/health", headers=session).json()
+            assert plain.keys() == {"status"}
+    assert answering == ids
+
+
+def test_a_shared_file_that_fails_is_named_and_the_rest_goes_on(cluster: Cluster) -> None:
+    path = shared_path(cluster.settings, "mlxsrv")
+    asked = {"input": TURNS[0], "max_output_tokens": 4}
+    with cluster.client() as client, closing(sqlite3.connect(path, isolation_level=None)) as file:
+        client.post("/v1/responses", json=asked).raise_for_status()
+        for table in ("responses", "changes"):
+            file.execute(f"ALTER TABLE {table} RENAME TO {table}_away")
+        for session in SESSIONS:
+            refused = client.post("/v1/responses", json=asked, headers=session)
+            assert refused.status_code == 503, refused.text
+            error = refused.json()["error"]
+            assert error["code"] == "store_failed"
+            assert path.name in error["message"]
+            chat = {"messages": [user("Hello")], "max_tokens": 4}
+            answer = client.post("/v1/chat/completions", json=chat, headers=session)
+            assert answer.status_code == 200, answer.text
+        file.execute("BEGIN IMMEDIATE")
+        locked = client.get("/v1/models")
+        file.execute("COMMIT")
+        assert locked.status_code == 503, "no rate can be counted"
+        assert "keeps it locked" in locked.json()["error"]["message"]
+        for table in ("responses", "changes"):
+            file.execute(f"ALTER TABLE {table}_away RENAME TO {table}")
+        for session in SESSIONS:
+            answer = client.post("/v1/responses", json=asked, headers=session)
+            assert answer.status_code == 200, answer.text
 
 
 async def stream(client: httpx.AsyncClient, number: int) -> AsyncIterator[str]:

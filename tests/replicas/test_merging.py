@@ -6,13 +6,18 @@ import json
 import statistics
 from typing import Any
 
+import pytest
+
+from mlxsrv.replicas.gathering import Gathering, gathering_of
 from mlxsrv.replicas.merging import (
     ReplicaAnswer,
+    merge_health,
     merge_history,
     merge_metrics,
     merge_models,
     merge_running,
     merge_statistics,
+    pick_highest,
 )
 from mlxsrv.replicas.subjects import subject_of
 from mlxsrv.service.steering.monitor import RunningStatistics
@@ -83,6 +88,65 @@ def test_statistics_are_those_of_all_tokens_together() -> None:
     for name in whole:
         assert abs(merged[name] - whole[name]) < 1e-9, name
     assert abs(merged["std"] - statistics.stdev([0.5, 2, -1, 4, 3, 0])) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, [3, 2, 1]),
+        ({"k": 1, "metric": "count"}, [1]),
+        ({"metric": "max", "model": "m"}, [1, 3, 2]),
+        ({"k": 2, "metric": "active_ratio"}, [1, 2]),
+    ],
+)
+def test_the_highest_features_are_those_of_all_tokens_together(
+    asked: dict[str, Any], expected: list[int]
+) -> None:
+    def told(number: int, mean: float, count: int) -> dict[str, Any]:
+        same = {"std": 0.0, "min": mean, "max": mean, "active_ratio": 1.0}
+        return {"feature_idx": number, "count": count, "mean": mean, **same}
+
+    one = [told(1, 9.0, 1), told(2, 4.0, 2)]
+    two = [told(1, 0.0, 3), told(3, 5.0, 2)]
+    merge = pick_highest(json.dumps(asked).encode() if asked else b"")
+    merged = json.loads(merge(answer("1", {"data": one}), [answer("2", {"data": two})]))
+    assert [each["feature_idx"] for each in merged["data"]] == expected
+    [first] = [each for each in merged["data"] if each["feature_idx"] == 1] or [None]
+    assert first is None or (first["count"], first["mean"]) == (4, 2.25)
+
+
+def test_health_names_the_replica_and_has_the_others_beside_it() -> None:
+    well, stalled = {"status": "ok", "requests": 3}, {"status": "stalled"}
+    merged = json.loads(merge_health(answer("1", well), [answer("2", stalled, 503)]))
+    assert merged == well | {"replica": "1", "others": {"2": stalled}}
+    refused = {"error": {"code": "store_failed"}}
+    assert json.loads(merge_health(answer("1", refused, 503), [answer("2", well)])) == refused
+
+
+def gathered(method: str, path: str, query: bytes = b"", body: bytes = b"") -> Gathering | None:
+    gather = gathering_of({"method": method, "query_string": query}, path)
+    return gather and gather(body)
+
+
+def test_what_all_replicas_are_asked() -> None:
+    statistics, top = "/api/monitoring/statistics", "/api/monitoring/statistics/top"
+    for method, path, query in (
+        ("GET", "/health", b""),
+        ("GET", "/health", b"verbose=0"),
+        ("GET", "/health/live", b""),
+        ("POST", "/v1/models", b""),
+        ("DELETE", statistics, b""),
+        ("GET", top, b""),
+        ("GET", "/v1/responses/resp_1", b""),
+    ):
+        assert gathered(method, path, query) is None, path
+    for path, query in (("/metrics", b""), (statistics, b"features=1"), ("/health", b"verbose=1")):
+        found = gathered("GET", path, query)
+        assert found is not None
+        assert (found.path, found.query) == (path, query)
+    found = gathered("POST", top, body=b'{"model": "a b"}')
+    assert found is not None
+    assert (found.path, found.query) == (statistics, b"model=a+b")
 
 
 def change(method: str, path: str, body: Any = None, query: bytes = b"") -> str | None:

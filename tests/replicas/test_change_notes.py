@@ -1,0 +1,75 @@
+"""Changes are in the shared file before their clients are told, or the clients are refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from mlxsrv.replicas.change_notes import ChangeNotes
+from mlxsrv.replicas.shared_file import SharedFile
+from mlxsrv.settings import Settings
+from mlxsrv.web.app import App
+
+PROFILE = {"name": "calm", "steering": {"1": 2.0}, "model_id": "demo", "sae_id": "x", "layer": 1}
+
+
+class Pair:
+    """An app that notes its changes, and the shared file as another replica sees it."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = Settings(data_dir=str(folder), api_key=("sk-right",))
+        self.shared, self.other = (SharedFile(folder / "shared", settings, n) for n in "ab")
+        noting = partial(ChangeNotes, shared=self.shared)
+        self.app = App(settings, local=False, behind_guard=[noting])
+
+    def request(self, method: str, path: str, body: Any = None, key: str = "right") -> Any:
+        async def run() -> httpx.Response:
+            headers = {"authorization": f"Bearer sk-{key}"}
+            transport = httpx.ASGITransport(self.app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+                return await client.request(method, path, json=body, headers=headers)
+
+        return asyncio.run(run())
+
+    def noted(self) -> list[tuple[str, str]]:
+        changes = (change for _, change in self.other.changes_after(0))
+        return [(change.method, change.path) for change in changes if change is not None]
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path)
+    yield pair
+    pair.shared.close()
+    pair.other.close()
+
+
+def test_a_change_is_noted_when_it_is_made_and_not_when_it_is_refused(pair: Pair) -> None:
+    id = pair.request("POST", "/api/profiles", PROFILE).json()["data"]["id"]
+    assert pair.noted() == [], "all replicas read the profiles"
+    renamed = f"/api/profiles/{id}"
+    assert pair.request("PATCH", renamed, {"name": "a"}, key="wrong").status_code == 401
+    assert pair.request("PATCH", "/api/profiles/none", {"name": "a"}).status_code == 404
+    assert pair.noted() == []
+    assert pair.request("PATCH", renamed, {"name": "a"}).status_code == 200
+    assert pair.noted() == [("PATCH", renamed)]
+
+
+def test_a_change_that_cannot_be_noted_is_refused_and_may_be_asked_for_again(pair: Pair) -> None:
+    id = pair.request("POST", "/api/profiles", PROFILE).json()["data"]["id"]
+    file = pair.other._file
+    file.execute("ALTER TABLE changes RENAME TO away")
+    refused = pair.request("PATCH", f"/api/profiles/{id}", {"name": "a"})
+    assert refused.status_code == 503
+    told = refused.json()
+    assert (told["success"], told["error"]["code"]) == (False, "store_failed")
+    assert "'shared' under --data-dir cannot be used" in told["error"]["message"]
+    file.execute("ALTER TABLE away RENAME TO changes")
+    assert pair.request("PATCH", f"/api/profiles/{id}", {"name": "a"}).status_code == 200
+    assert pair.noted() == [("PATCH", f"/api/profiles/{id}")]
