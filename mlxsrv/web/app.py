@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mlxsrv.configuration import load_settings
 from mlxsrv.errors import MethodNotAllowed, RouteNotFound, ServeError
@@ -40,6 +40,7 @@ class App(Starlette):
 
     Args:
         responses, rates: those of several apps together; None: this app's own.
+        behind_guard: middleware that gets what the guard lets pass; none, unless given.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class App(Starlette):
         local: bool,
         responses: Responses | None = None,
         rates: Rates | None = None,
+        behind_guard: Sequence[Callable[[ASGIApp], ASGIApp]] = (),
     ) -> None:
         # A wrong model is an error now, not at the first request.
         self.default_model = check_models(settings)
@@ -57,11 +59,14 @@ class App(Starlette):
         origins = AllowedOrigins(settings)
         telemetry = make_telemetry(settings)
         super().__init__(
-            routes=make_routes(telemetry.routes, ollama_root=settings.ollama_root),
+            routes=make_routes(
+                telemetry.routes, page=settings.page == "on", ollama_root=settings.ollama_root
+            ),
             middleware=[
                 *([Middleware(Cors, origins)] if settings.allowed_origin else []),
                 Middleware(RequestLog, telemetry.observers),
                 Middleware(Guard, settings, keys, origins, local=local, rates=rates),
+                *map(Middleware, behind_guard),
             ],
             exception_handlers={ServeError: _serve_error, HTTPException: _http_error},
             lifespan=type(self).lifespan,
@@ -70,6 +75,7 @@ class App(Starlette):
         self.settings = settings
         self.ignored = IgnoredFields()
         self.bodies = Bodies(settings.max_bodies or 4 * settings.max_body)
+        self.totals = telemetry.totals
         self._observers = telemetry.observers
         self._responses = responses
         self._service: Service | None = None

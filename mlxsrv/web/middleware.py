@@ -20,6 +20,7 @@ from mlxsrv.errors import ServeError
 from mlxsrv.logs import log
 from mlxsrv.service.observing import Observer, RequestEnded
 from mlxsrv.web.observability.records import open_record
+from mlxsrv.web.page.serving import is_page
 from mlxsrv.web.responses import refusal
 
 _log = logging.getLogger("mlxsrv.access")
@@ -37,7 +38,7 @@ class RequestLog:
     """Gives each request its id, logs one line at its end, tells the observers, and turns a bug
     into a 500."""
 
-    def __init__(self, app: ASGIApp, observers: Sequence[Observer] = ()) -> None:
+    def __init__(self, app: ASGIApp, observers: Sequence[Observer]) -> None:
         self._app = app
         self._observers = observers
 
@@ -69,9 +70,11 @@ class RequestLog:
                 message = f"the server failed; its log says why under request id {identity}"
                 await refusal(scope, ServeError(message))(scope, receive, send_with_id)
         finally:
+            # A browser asks for two dozen files of the page, which would hide the other lines.
+            quiet = is_page(scope) and status < 400
             log(
                 _log,
-                logging.INFO,
+                logging.DEBUG if quiet else logging.INFO,
                 "request",
                 method=scope["method"],
                 path=scope["path"],
@@ -79,8 +82,7 @@ class RequestLog:
                 seconds=time.monotonic() - record.begun,
                 request=identity,
             )
-            if self._observers:
-                self._tell(record.end(scope, status, identity))
+            self._tell(record.end(scope, status, identity))
 
     def _tell(self, ended: RequestEnded) -> None:
         for observer in self._observers:

@@ -201,4 +201,4 @@ async def list_running(request: Request) -> Response:
 
 
 async def tell_running(request: Request) -> Response:
-    return PlainTextResponse("Ollama is running")
+    return PlainTextResponse("Ollama is running", headers={"Vary": "Accept"})

@@ -86,6 +86,9 @@ class OperationRoute(Route):
 def find_operation(scope: Scope) -> Operation | None:
     """Return the description of the request's route; None if there is no route. A route with
     another method counts if no route has this one."""
+    found = scope.get("route")  # Starlette notes it, once it has looked for it
+    if isinstance(found, OperationRoute):
+        return found.operation
     routes: Iterable[BaseRoute] = scope["app"].routes
     other_method = None
     for route in routes:

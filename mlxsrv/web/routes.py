@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 
 from mlxsrv.web import (
     completions,
@@ -17,6 +18,7 @@ from mlxsrv.web import (
     status,
     tokens,
 )
+from mlxsrv.web.page.serving import Page
 from mlxsrv.web.paths import Endpoint, OperationRoute
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import openapi
@@ -24,10 +26,13 @@ from mlxsrv.wire.openai.dialects import ChatDialect, CompletionDialect, InfillDi
 from mlxsrv.wire.operations import BY_ID
 
 
-def make_routes(telemetry: Iterable[OperationRoute], *, ollama_root: bool) -> list[OperationRoute]:
+def make_routes(
+    telemetry: Iterable[OperationRoute], *, page: bool, ollama_root: bool
+) -> list[BaseRoute]:
     """Return the routes, those of the telemetry included. The first that matches is taken.
 
     Args:
+        page: whether there is a page at `GET /`.
         ollama_root: whether `GET /` says that Ollama is running.
     """
     versioned = [
@@ -47,6 +52,7 @@ def make_routes(telemetry: Iterable[OperationRoute], *, ollama_root: bool) -> li
         _route("getModel", status.get_model),
     ]
     return [
+        *(Page().routes(browsers_only=ollama_root) if page else ()),
         *versioned,
         *(OperationRoute(each.operation, each.endpoint, unversioned=True) for each in versioned),
         _route("infill", completions.generating(InfillDialect(), "text_completion")),
@@ -73,6 +79,6 @@ async def describe_api(request: Request) -> Response:
     served = [
         (route.operation.method, route.operation.path)
         for route in request.app.routes
-        if not route.unversioned
+        if isinstance(route, OperationRoute) and not route.unversioned
     ]
     return JSONResponse(openapi.document(served, prefix=request.scope.get("root_path", "")))

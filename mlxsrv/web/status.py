@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxsrv.web import messages
+from mlxsrv.web.observability.totals import Totals
 from mlxsrv.web.paths import is_verbose, speaks_anthropic
 from mlxsrv.web.reading import service_of
 from mlxsrv.web.responses import JSONResponse
@@ -27,8 +29,11 @@ async def get_model(request: Request) -> Response:
 async def health(request: Request) -> Response:
     """Whether requests would be served: for load balancers."""
     service = service_of(request)
-    verbose = is_verbose(request.scope)
-    answer = await service.state() if verbose else Health(status=service.health)
+    answer = Health(status=service.health)
+    if is_verbose(request.scope):
+        totals: Totals = request.app.totals
+        state = await service.state()
+        answer = replace(state, requests=totals.requests, errors=totals.errors)
     return JSONResponse(answer, status_code=200 if answer.status == "ok" else 503)
 
 

@@ -128,7 +128,7 @@ def test_two_servers_share_a_folder(folders: Folders, tmp_path: Path) -> None:
         expected = answer(ask(first, chat(LONG, max_tokens=8, temperature=0)))
 
         def work(client: httpx.Client, name: str) -> None:
-            for number in range(12):
+            for number in range(8):
                 first_turn(client, f"{name} {number} {LONG}")
                 assert answer(ask(client, chat(LONG, max_tokens=8, temperature=0))) == expected
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -311,3 +312,67 @@ def test_a_shutdown_ends_a_pull(place: Place, tmp_path: Path) -> None:
             server.process.terminate()
             assert "shutting down" in [*lines][-1]
         assert server.exit_status() == 0
+
+
+# Two servers with one cache.
+
+
+@pytest.fixture
+def neighbour(place: Place, tmp_path: Path) -> Iterator[Server]:
+    """Another server on this machine, with the cache of `place`."""
+    variables = {"HF_HUB_CACHE": str(place.cache), "HF_ENDPOINT": place.hub.url}
+    with serving(tmp_path, "--allow-download", variables=variables) as server:
+        yield server
+
+
+def until_weights_come(lines: Iterator[str], size: int) -> None:
+    """Read a pull's progress until some of the weights are here, and not all."""
+    while (told := json.loads(next(lines))).get("total") != size or not told.get("completed"):
+        assert "error" not in told
+    assert told["completed"] < size
+
+
+def test_servers_that_pull_the_same_model_download_it_once(
+    place: Place, client: httpx.Client, neighbour: Server
+) -> None:
+    place.hub.add("org/both", place.model)
+    place.hub.drip(WEIGHTS, 1.0)
+    size = (place.model / WEIGHTS).stat().st_size
+    body = {"model": "org/both"}
+    with neighbour.client() as other, other.stream("POST", PULL, json=body) as first:
+        progress = first.iter_lines()
+        until_weights_come(progress, size)
+        with client.stream("POST", PULL, json=body) as waiting:
+            waited = waiting.iter_lines()
+            until_weights_come(waited, size)
+        place.server.logged("pull failed", model="org/both")  # its only client has left
+        assert not json.loads(next(progress)).get("error")
+        with client.stream("POST", PULL, json=body) as waiting:
+            lines = waiting.iter_lines()
+            until_weights_come(lines, size)
+            place.hub.hurry(WEIGHTS)
+            assert json.loads([*lines][-1]) == {"status": "success"}
+        assert json.loads([*progress][-1]) == {"status": "success"}
+        assert [sent.count for sent in place.hub.sent if sent.path == WEIGHTS] == [size]
+        assert answer(ask(client, small("org/both"))) == answer(ask(other, small("org/both")))
+
+
+def test_a_server_goes_on_with_the_download_of_one_that_was_killed(
+    place: Place, client: httpx.Client, neighbour: Server
+) -> None:
+    place.hub.add("org/orphan", place.model)
+    place.hub.drip(WEIGHTS, 0.2)
+    size = (place.model / WEIGHTS).stat().st_size
+    body = {"model": "org/orphan"}
+    with neighbour.client() as other, other.stream("POST", PULL, json=body) as first:
+        progress = first.iter_lines()  # when it is gone, the client is
+        until_weights_come(progress, size)
+        with client.stream("POST", PULL, json=body) as waiting:
+            lines = waiting.iter_lines()
+            until_weights_come(lines, size)
+            neighbour.signal(signal.SIGKILL)
+            place.hub.hurry(WEIGHTS)
+            assert json.loads([*lines][-1]) == {"status": "success"}
+    begun, continued = (sent for sent in place.hub.sent if sent.path == WEIGHTS)
+    assert 0 < continued.start <= begun.count
+    assert continued.start + continued.count == size

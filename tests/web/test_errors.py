@@ -105,7 +105,7 @@ def test_a_model_name_without_end_is_not_repeated(client: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("GET", "/"),
+        ("GET", "/page/nowhere"),
         ("GET", "/v1"),
         ("GET", "/nowhere"),
         ("GET", "/metrics"),

@@ -16,12 +16,11 @@ import mlxsrv
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings
 from tests.support.client import CHAT, FIRST_CONTENT, Body, RawClient, ask, chat, refused
+from tests.support.effort import often
 from tests.support.fixtures import Folders
 from tests.support.serving import PATIENCE, Server, hosted, serving, wait_for
 
 ROWS = 2
-CROWD = 500
-"""Requests that one client has in the queue."""
 FEW = 2
 """Requests that others may have served before the one request of a client."""
 
@@ -150,13 +149,14 @@ def small(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 # Turns.
 
 
-def test_a_crowd_of_one_client_delays_another_by_few(open_house: Server) -> None:
+@pytest.mark.parametrize("queued", often([150, 500], [150]))
+def test_a_crowd_of_one_client_delays_another_by_few(open_house: Server, queued: int) -> None:
     with full(open_house) as house:
-        for _ in range(CROWD):
+        for _ in range(queued):
             house.send(short("crowd"))
-        house.wait(requests=CROWD, clients=1)
+        house.wait(requests=queued, clients=1)
         other = house.send(short("other"))
-        house.wait(requests=CROWD + 1, clients=2)
+        house.wait(requests=queued + 1, clients=2)
         house.open()
         other.until(rb"\[DONE\]")
         assert house.order(other)[0] <= FEW
@@ -197,12 +197,18 @@ def test_who_hangs_up_in_the_queue_has_no_turn(open_house: Server) -> None:
 @pytest.mark.parametrize(
     ("mine", "others"),
     [
-        pytest.param((chat(user="a"), CHAT, {}), (chat(user="b"), CHAT, {}), id="user"),
+        pytest.param(
+            (chat(user="a"), CHAT, {}),
+            (chat(user="b"), CHAT, {}),
+            id="user",
+            marks=pytest.mark.long,
+        ),
         pytest.param((chat(), CHAT, {}), (chat(user="b"), CHAT, {}), id="no user"),
         pytest.param(
             (chat(safety_identifier="a"), CHAT, {}),
             (chat(safety_identifier="b"), CHAT, {}),
             id="safety identifier",
+            marks=pytest.mark.long,
         ),
         pytest.param(
             ({"input": "Hi.", "safety_identifier": "a"}, RESPONSES, {}),

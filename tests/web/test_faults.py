@@ -158,7 +158,8 @@ def test_when_the_device_thread_dies(folders: Folders, tmp_path: Path, exits: bo
         for path in ("/health", "/health/live"):
             response = client.get(path)
             assert (response.status_code, response.json()["status"]) == (503, "failed")
-        assert health(client) == {"status": "failed", "engine": {"stalled_seconds": 0}}
+        told = {"status": "failed", "engine": {"stalled_seconds": 0}}
+        assert health(client).items() >= told.items()
         for body in (chat(), chat(stream=True)):
             headers = {"Accept": "application/json"}
             refused(client.post(CHAT, json=body, headers=headers), 503, "engine_failed")

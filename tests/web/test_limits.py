@@ -217,7 +217,7 @@ def test_pipelined_requests_are_answered_in_turn(hurried: Server) -> None:
 def test_what_is_no_request_is_refused_after_the_requests_before_it(
     hurried: Server, streaming: bool
 ) -> None:
-    body = json.dumps(chat(stream=streaming, max_tokens=300)).encode()
+    body = json.dumps(chat(stream=streaming, max_tokens=60)).encode()
     first = head(f"Content-Length: {len(body)}") + body
     models = head(path="/v1/models", method="GET")
     got = send(hurried, first + models + b"no request\r\n\r\n" + models)

@@ -111,7 +111,7 @@ def test_recorded_requests_are_answered(client: TestClient, request_: Body) -> N
     headers = {name: text for name, text in request_["headers"].items() if text != "..."}
     body = request_["body"]
     if body and "max_tokens" in body and "thinking" not in body:
-        body = body | {"max_tokens": min(body["max_tokens"], 16)}  # a long answer shows no more
+        body = body | {"max_tokens": min(body["max_tokens"], 6)}  # a long answer shows no more
     response = client.request(
         request_["method"], request_["path"], json=body, headers=VERSION | headers
     )

@@ -122,9 +122,9 @@ def endless() -> Body:
 
 
 def test_pings_then_an_error_event_or_the_end_that_a_time_limit_makes(folders: Folders) -> None:
-    limits: Body = {"max_concurrency": 1, "keepalive": 0.1, "queue_timeout": 0.5}
+    limits: Body = {"max_concurrency": 1, "keepalive": 0.1, "queue_timeout": 0.3}
     with (
-        served(folders, **limits, request_timeout=1.5) as client,
+        served(folders, **limits, request_timeout=1.0) as client,
         ThreadPoolExecutor() as threads,
     ):
         assert client.post(MESSAGES, json=asking()).status_code == 200  # the model is loaded

@@ -315,9 +315,9 @@ def test_the_root_says_that_ollama_is_running(client: httpx.Client) -> None:
     assert client.head("/").status_code == 200
 
 
-def test_the_root_is_empty_without_the_option(server: Server) -> None:
-    with server.client() as client:
-        assert client.get("/").status_code == 404
+def test_a_browser_gets_the_page_at_the_root(client: httpx.Client) -> None:
+    found = client.get("/", headers={"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"})
+    assert found.headers["content-type"] == "text/html; charset=utf-8"
 
 
 @pytest.mark.parametrize("label", ["delete", "copy", "create"])

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
 from mlxsrv.wire.operation import Operation
 from mlxsrv.wire.operations import OPERATIONS
 from tests.support.client import CHAT, Body, chat
-from tests.support.effort import examples
+from tests.support.effort import examples, often
 from tests.support.fixtures import Folders
 from tests.support.saes import write_sae
 from tests.support.serving import PATIENCE, serving
@@ -123,12 +123,12 @@ def named(operation: Operation) -> str:
     return operation.id
 
 
-@pytest.mark.parametrize("operation", MANAGED, ids=named)
+@pytest.mark.parametrize("operation", often(MANAGED, MANAGED[::2]), ids=named)
 def test_what_is_allowed_is_answered_as_described(managed: Managed, operation: Operation) -> None:
     assert attempt(managed, operation, GenerationMode.POSITIVE)
 
 
-@pytest.mark.parametrize("operation", ASKING, ids=named)
+@pytest.mark.parametrize("operation", often(ASKING, ASKING[::2]), ids=named)
 def test_what_is_not_allowed_is_refused_as_described(
     managed: Managed, operation: Operation
 ) -> None:

@@ -111,6 +111,7 @@ def test_a_crowd_is_replayed_to_the_same_plans(with_tokens: Path) -> None:
     check_plans(with_tokens)
 
 
+@pytest.mark.long
 def test_a_crowd_without_token_ids_is_replayed_to_the_same_plans(without_tokens: Path) -> None:
     check_plans(without_tokens)
 
@@ -135,6 +136,7 @@ def test_a_crowd_is_replayed_to_the_same_tokens(with_tokens: Path, folders: Fold
     assert "--file 'sae'=PATH" in missing.stderr
 
 
+@pytest.mark.long
 def test_another_model_draws_other_tokens(with_tokens: Path, folders: Folders) -> None:
     done = replay(with_tokens, "--model", f"u={folders.plain}")
     assert done.returncode == 1

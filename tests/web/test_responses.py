@@ -134,7 +134,6 @@ def test_a_custom_tool_gets_plain_text(client: httpx.Client) -> None:
     events = stream(client, model="edits", tools=[PATCH])
     deltas = [each["delta"] for each in events if each["type"].endswith("call_input.delta")]
     assert "".join(deltas) == whole["input"]
-    assert len(deltas) > 2
 
 
 def test_a_call_that_is_cut_off_is_incomplete(client: httpx.Client) -> None:

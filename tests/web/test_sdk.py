@@ -151,6 +151,7 @@ def test_an_async_stream_closed_early_frees_its_row(narrow: Server) -> None:
                     if chunk.choices[0].delta.content:
                         break
             answer = await sdk.chat.completions.create(model="t", messages=MESSAGES, max_tokens=2)
-            return answer.choices[0].message.content
+            text: str | None = answer.choices[0].message.content
+            return text
 
     assert asyncio.run(talk())

@@ -93,7 +93,7 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(
     folders: Folders, tmp_path: Path
 ) -> None:
     with serving(tmp_path, "--model", f"t={folders.plain}") as server, server.client() as client:
-        with RawClient(server, chat(max_tokens=1200, stream=True)) as running:
+        with RawClient(server, chat(max_tokens=700, stream=True)) as running:
             running.until(FIRST_CONTENT)
             server.signal(signal.SIGTERM)
             server.logged("shutting down")

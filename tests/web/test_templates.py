@@ -139,7 +139,10 @@ def test_a_template_of_the_clients_is_used(trusting: httpx.Client) -> None:
         "{{ 1 / 0 }}",
         "{{ '' }}",
         "{{ nothing.at.all }}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        pytest.param(
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_a_template_that_cannot_be_rendered_is_refused(

@@ -39,7 +39,7 @@ class RequestRecord:
         model, error = self.model, self.error
         if generated is not None:
             error = error or generated.error
-            if generated.first_token is not None:
+            if generated.ttft is not None:
                 model = generated.model  # a model that was downloaded was unknown before
         operation = find_operation(scope)
         return RequestEnded(

@@ -1,4 +1,4 @@
-"""Choose what observes the requests of an app: metrics and traces, as the settings say."""
+"""Choose what observes the requests of an app: totals and, as the settings say, metrics, traces."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from msgspec import Struct
 from mlxsrv.options import SettingsError
 from mlxsrv.service.observing import Observer
 from mlxsrv.settings import Settings
+from mlxsrv.web.observability.totals import Totals
 from mlxsrv.web.paths import OperationRoute
 from mlxsrv.wire.operations import BY_ID
 
 
 class Telemetry(Struct, frozen=True):
-    """The observers of an app, and the routes on which they publish."""
+    """The observers of an app, and the routes on which they publish. `totals` is one of them."""
 
+    totals: Totals
     observers: tuple[Observer, ...]
     routes: tuple[OperationRoute, ...]
 
@@ -27,7 +29,8 @@ def make_telemetry(settings: Settings) -> Telemetry:
     Raises:
         SettingsError: an extra is not installed.
     """
-    observers: list[Observer] = []
+    totals = Totals()
+    observers: list[Observer] = [totals]
     routes: list[OperationRoute] = []
     if settings.metrics:
         with _extra("metrics"):
@@ -39,7 +42,7 @@ def make_telemetry(settings: Settings) -> Telemetry:
         with _extra("otel"):
             from mlxsrv.web.observability.tracing import Tracing
         observers.append(Tracing())
-    return Telemetry(tuple(observers), tuple(routes))
+    return Telemetry(totals, tuple(observers), tuple(routes))
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from mlxsrv.errors import (
     ServeError,
 )
 from mlxsrv.settings import Settings
+from mlxsrv.web.page.serving import is_page
 from mlxsrv.web.paths import is_verbose, path_below_mount
 from mlxsrv.web.responses import refusal
 from mlxsrv.web.security.api_keys import APIKeys, invalid_key
@@ -55,6 +56,7 @@ class Guard:
         self._hosts = AllowedHosts(settings, local=local)
         limit = settings.rate_limit
         self._rates = rates if rates or limit is None else RateLimit(limit)
+        self._page = settings.page == "on"
         self._body_timeout = settings.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -74,7 +76,7 @@ class Guard:
             if is_preflight(scope, headers):
                 await preflight_response(headers)(scope, receive, send)
                 return
-            if not _is_open(scope):
+            if not self._is_open(scope):
                 key = self._keys.find(headers)
                 if self._rates is not None:
                     # A wrong key counts for the address, so that guessing has an end.
@@ -91,6 +93,14 @@ class Guard:
         if scope["method"] not in ("GET", "HEAD"):
             receive = _within(self._body_timeout, receive)
         await self._app(scope, receive, send)
+
+    def _is_open(self, scope: Scope) -> bool:
+        """Whether the request needs no key: it asks only whether the server is well, or for a file
+        of the page, in which the key is then given."""
+        path = path_below_mount(scope)
+        if path == "/health":
+            return not is_verbose(scope)
+        return path == "/health/live" or (self._page and is_page(scope))
 
 
 def _check_size(scope: Scope) -> None:
@@ -112,12 +122,6 @@ def _check_framing(headers: RequestHeaders) -> None:
 def _check_rate(allowance: Allowance) -> None:
     if allowance.wait is not None:
         raise RateLimited(f"more than {allowance.limit} requests a minute; see Retry-After")
-
-
-def _is_open(scope: Scope) -> bool:
-    """Whether the request needs no key: it asks only whether the server is well."""
-    path = path_below_mount(scope)
-    return path == "/health/live" or (path == "/health" and not is_verbose(scope))
 
 
 def _within(seconds: float, receive: Receive) -> Receive:

@@ -1,0 +1,109 @@
+/** An answer: its thoughts, its text, its tool calls, how it ended, and its figures. */
+
+import { eachFrame, el } from "./dom.js";
+import { emptyAnswer } from "./generate.js";
+import { InsideView, beginning } from "./inside.js";
+import { MarkdownView } from "./markdown.js";
+import { CodeView, visible } from "./text.js";
+
+const ENDS = {
+	length: "The answer reached its limit of tokens.",
+	stopped: "Stopped.",
+	timeout: "The server's time for an answer was over.",
+};
+
+export class AnswerView {
+	/** `goOn` gets the beginning of another answer, which one chooses while looking inside. */
+	constructor(announce, goOn = begun => {}) {
+		this.announce = announce;
+		this.answer = emptyAnswer();
+		this.looks = false;
+		this.inside = new InsideView((...chosen) => goOn(beginning(this.answer, ...chosen)));
+		this.thoughts = new MarkdownView(announce);
+		this.text = new MarkdownView(announce);
+		this.folded = el("details.thoughts.quiet", el("summary", "Thoughts"), this.thoughts.element);
+		this.calls = [];
+		this.end = el("p.end");
+		this.figures = el("p.figures.quiet");
+		const { folded, text, inside, end } = this;
+		this.element = el("div.answer", folded, text.element, inside.element, end, this.figures);
+		this.draw = eachFrame(() => this.drawNow());
+		this.drawNow();
+	}
+
+	/** Show an answer or, if `looks`, its tokens instead of its text. */
+	update(answer, looks = false) {
+		this.answer = answer;
+		this.looks = looks && answer.tokens.length > 0;
+		this.draw();
+	}
+
+	drawNow() {
+		const { content, reasoning, calls, finish, error } = this.answer;
+		this.folded.hidden = reasoning === "";
+		this.thoughts.update(reasoning);
+		this.inside.element.hidden = !this.looks;
+		if (this.looks) this.inside.update(this.answer.tokens);
+		this.text.element.hidden = this.looks || content === "";
+		this.text.update(this.looks ? "" : content);
+		this.drawCalls(calls);
+		this.end.textContent = error || ENDS[finish ?? ""] || "";
+		this.end.classList.toggle("error", error !== "");
+		this.end.hidden = this.end.textContent === "";
+		this.figures.textContent = figures(this.answer);
+	}
+
+	drawCalls(calls) {
+		for (const view of this.calls.splice(calls.length)) view.element.remove();
+		calls.forEach((call, index) => {
+			if (!this.calls[index]) {
+				this.calls[index] = new CallView(this.announce);
+				this.end.before(this.calls[index].element);
+			}
+			this.calls[index].update(call.function);
+		});
+	}
+}
+
+class CallView {
+	constructor(announce) {
+		this.name = el("code");
+		const title = el("span", "Calls ", this.name);
+		this.arguments = new CodeView(title, "Copy the arguments", announce);
+		this.element = el("div.call", { role: "group", ariaLabel: "Tool call" }, this.arguments.element);
+	}
+
+	update(call) {
+		this.name.replaceChildren(visible(call.name));
+		this.arguments.update(indented(call.arguments));
+	}
+}
+
+/** JSON with a line for each value; what is no JSON yet stays as it is. */
+function indented(json) {
+	try {
+		return JSON.stringify(JSON.parse(json), null, 2);
+	} catch {
+		return json;
+	}
+}
+
+function figures({ usage, firstToken, duration }) {
+	const told = [];
+	if (usage) {
+		const cached = usage.prompt_tokens_details?.cached_tokens;
+		told.push(`${usage.prompt_tokens} tokens read${cached ? ` (${cached} cached)` : ""}`);
+		told.push(`${usage.completion_tokens} written`);
+	}
+	if (firstToken !== null) told.push(`first after ${time(firstToken)}`);
+	// The first token came before the clock of the others began. What came in one packet has no speed.
+	if (usage && usage.completion_tokens > 1 && duration > 20) {
+		const speed = (1000 * (usage.completion_tokens - 1)) / duration;
+		told.push(`${speed < 100 ? speed.toFixed(1) : Math.round(speed)} tokens/s`);
+	}
+	return told.join(" · ");
+}
+
+function time(milliseconds) {
+	return milliseconds < 1000 ? `${Math.round(milliseconds)} ms` : `${(milliseconds / 1000).toFixed(1)} s`;
+}

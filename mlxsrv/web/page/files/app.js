@@ -1,0 +1,99 @@
+/** The page: its views, one of which is shown, as the address says behind `#`. */
+
+import { API } from "./api.js";
+import { button, el } from "./dom.js";
+import { Keys } from "./keys.js";
+import { Models } from "./models.js";
+
+/**
+ * @typedef {{
+ *   api: API, models: Models, announce(text: string): void, open(name: string): Promise<any>
+ * }} Context what each view is given; `announce` shows a short note, which screen readers say; `open` gives a
+ *   view, or undefined if it cannot be opened
+ *
+ * The file of a view has its class, `View`: its `element` is shown, and then its `shown` called.
+ */
+
+const VIEWS = {
+	chat: { title: "Chat", load: () => import("./chat.js") },
+	compare: { title: "Compare", load: () => import("./compare.js") },
+	steer: { title: "Steer", load: () => import("./steer.js") },
+	server: { title: "Server", load: () => import("./server.js") },
+};
+
+const find = selector => /** @type {HTMLElement} */ (document.querySelector(selector));
+const main = find("main");
+const note = find("#note");
+const trouble = find("#trouble");
+const api = new API(new Keys());
+const models = new Models(api);
+api.missing = () => connect();
+const made = new Map(); // views, by name
+let front; // the view that is shown
+let noteEnds = 0;
+let retry = 0;
+
+function announce(text) {
+	note.textContent = text;
+	clearTimeout(noteEnds);
+	noteEnds = setTimeout(() => (note.textContent = ""), 4000);
+}
+
+async function open(name) {
+	if (!Object.hasOwn(VIEWS, name)) {
+		name = "chat";
+		history.replaceState(null, "", "#chat"); // a new entry would lead Back here again
+	}
+	const { title, load } = VIEWS[name];
+	const address = `#${name}`;
+	if (location.hash !== address) history.pushState(null, "", address);
+	document.title = `${title} · mlxsrv`;
+	for (const link of document.querySelectorAll("nav a"))
+		link.ariaCurrent = link.getAttribute("href") === address ? "page" : null;
+	try {
+		const { View } = await load();
+		const view = made.get(name) ?? new View({ api, models, announce, open });
+		made.set(name, view);
+		// Another view may have been asked for meanwhile.
+		if (view !== front && location.hash === address) {
+			front = view;
+			main.replaceChildren(view.element);
+			view.shown();
+		}
+		return view;
+	} catch (error) {
+		if (location.hash !== address) return;
+		front = undefined;
+		// A browser may hold a module to be missing until the page is loaded anew.
+		const again = button("Try again", () => location.reload());
+		main.replaceChildren(el("p.error", { role: "alert" }, `${title} cannot be opened: ${error.message} `, again));
+	}
+}
+
+/** Read the models, and try again while the server cannot be reached. */
+async function connect() {
+	clearTimeout(retry);
+	try {
+		await models.refresh();
+		trouble.hidden = true;
+	} catch (error) {
+		trouble.replaceChildren(error.message, " ", button("Try again", connect));
+		trouble.hidden = false;
+		if (error.status !== 401) connectAfter(Math.max(3000, error.pause ?? 0));
+	}
+}
+
+/** Read the models after these milliseconds, or later, when somebody looks. */
+function connectAfter(pause) {
+	retry = setTimeout(() => (document.hidden ? connectAfter(pause) : connect()), pause);
+}
+
+find("nav").append(...Object.entries(VIEWS).map(([name, { title }]) => el("a", { href: `#${name}` }, title)));
+find("#model").append(models.select());
+find(".skip").onclick = event => {
+	event.preventDefault(); // what stands behind # names a view
+	main.focus();
+};
+addEventListener("hashchange", () => open(location.hash.slice(1)));
+connect();
+open(location.hash.slice(1));

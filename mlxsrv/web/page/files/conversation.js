@@ -1,0 +1,100 @@
+/**
+ * Conversations as trees. Each message knows the one that it follows, so another answer or question is
+ * a branch beside the first. Nothing here changes what it is given.
+ */
+
+/**
+ * @typedef {import("./generate.js").Answer} Answer
+ *
+ * @typedef {{ id: string, parent: string, number: number }} Place whose parent is the message before it,
+ *   or ""; the number counts the older messages of the conversation
+ * @typedef {{ id: string, name: string, content: string }} Result of the call with the id
+ * @typedef {Pick<Answer, "content" | "reasoning" | "tokens">} Beginning of an answer to go on with
+ *
+ * @typedef {Place & { role: "user", content: string }} Question
+ * @typedef {Place & { role: "tool", results: Result[] }} Results of all calls of an answer
+ * @typedef {Place & {
+ *   role: "assistant", answer: Answer, settings: object, model: string, begun: Beginning | null
+ * }} Reply an answer, with what it was asked for with
+ *
+ * @typedef {{
+ *   id: string, title: string, changed: number, settings: Record<string, any>, chosen: Record<string, string>,
+ *   messages: (Question | Results | Reply)[]
+ * }} Conversation changed at a time in milliseconds, with the settings of the next answer, the id of the branch
+ *   that is shown by the parent's, and the messages of all branches as they were made
+ */
+
+export function newId() {
+	const bytes = crypto.getRandomValues(new Uint8Array(8)); // randomUUID needs https
+	return Array.from(bytes, byte => byte.toString(16).padStart(2, "0")).join("");
+}
+
+export function newConversation(settings) {
+	return { id: newId(), title: "", changed: Date.now(), settings, chosen: {}, messages: [] };
+}
+
+/** Add a message, and show its branch. */
+export function add(conversation, message) {
+	const first = conversation.title === "" && message.role === "user";
+	return {
+		...choose(conversation, message),
+		title: first ? titleOf(message.content) : conversation.title,
+		changed: Date.now(),
+		messages: [...conversation.messages, message],
+	};
+}
+
+export function choose(conversation, message) {
+	const chosen = { ...conversation.chosen, [message.parent]: message.id };
+	return { ...conversation, chosen };
+}
+
+/** The messages that are shown, first to last. */
+export function path(conversation) {
+	const { messages, chosen } = conversation;
+	const shown = [];
+	let all = messages.filter(({ parent }) => parent === "");
+	while (all.length > 0) {
+		const next = all.find(({ id, parent }) => id === chosen[parent]) ?? all[0];
+		shown.push(next);
+		all = messages.filter(({ parent }) => parent === next.id);
+	}
+	return shown;
+}
+
+/** A message and those before it, first to last; none if it is "". @param {string} id */
+export function upTo(conversation, id) {
+	const byId = new Map(conversation.messages.map(each => [each.id, each]));
+	const found = [];
+	for (let each = byId.get(id); each; each = byId.get(each.parent)) found.unshift(each);
+	return found;
+}
+
+export function branches(conversation, message) {
+	return conversation.messages.filter(({ parent }) => parent === message.parent);
+}
+
+/** Messages as a request has them. Answers of which nothing came are left out. */
+export function asRequest(messages) {
+	return messages.flatMap(message => {
+		if (message.role === "user") return { role: "user", content: message.content };
+		if (message.role === "tool")
+			return message.results.map(({ id, ...result }) => ({ role: "tool", tool_call_id: id, ...result }));
+		const { content, reasoning, finish } = message.answer;
+		// A call that was cut off has half of its arguments, which the server would refuse.
+		const calls = finish === "tool_calls" ? message.answer.calls : [];
+		if (content === "" && calls.length === 0) return [];
+		return {
+			role: "assistant",
+			content,
+			...(reasoning && { reasoning_content: reasoning }),
+			...(calls.length && { tool_calls: calls }),
+		};
+	});
+}
+
+/** The first line of a message, if need be cut. */
+function titleOf(content) {
+	const line = content.trim().split("\n")[0];
+	return line.length > 60 ? `${line.slice(0, 59)}…` : line;
+}

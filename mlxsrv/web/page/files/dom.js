@@ -1,0 +1,140 @@
+/** Make elements. Texts become text nodes: nothing here reads HTML. */
+
+/**
+ * Make an element.
+ * @param {string} tag its name, with classes behind dots: "button.quiet"
+ * @param {any[]} children behind an object of properties, if there is one; what is no property is an attribute
+ * @returns {any} the element; `any`, because its type depends on the tag
+ */
+export function el(tag, ...children) {
+	const props = children[0]?.constructor === Object ? children.shift() : {};
+	const [name, ...classes] = tag.split(".");
+	const element = document.createElement(name);
+	if (classes.length) element.classList.add(...classes);
+	for (const [key, value] of Object.entries(props)) {
+		if (value === undefined || value === null) continue;
+		if (key in element) Reflect.set(element, key, value);
+		else element.setAttribute(key, value);
+	}
+	element.append(...children.flat().filter(child => (child ?? false) !== false));
+	return element;
+}
+
+/** @param {any} label a text, or a list of parts */
+export function button(label, press, props = {}) {
+	return el("button", { type: "button", onclick: press, ...props }, label);
+}
+
+export function small(label, press, ariaLabel, className = "small") {
+	return button(label, press, { className, ariaLabel });
+}
+
+/** Make a labelled field. @param {string} [hint] is read after the label */
+export function field(label, control, hint) {
+	control.id ||= `field-${Math.random()}`;
+	const note = hint ? el("small", { id: `${control.id}-hint` }, hint) : null;
+	if (note) control.setAttribute("aria-describedby", note.id);
+	return el("div.field", el("label", { htmlFor: control.id }, label), control, note);
+}
+
+/** Have a select offer these values, and show one of them. */
+export function offer(select, values, shown) {
+	select.replaceChildren(...values.map(value => el("option", { value }, value)));
+	if (values.includes(shown)) select.value = shown;
+}
+
+export function section(title, ...children) {
+	return el("section", { ariaLabel: title }, el("h2", title), ...children);
+}
+
+/** Make a function that has `draw` called once before the browser paints next, however often it is called. */
+export function eachFrame(draw) {
+	let asked = false;
+	return () => {
+		if (asked) return;
+		asked = true;
+		requestAnimationFrame(() => {
+			asked = false;
+			draw();
+		});
+	};
+}
+
+export async function copy(text, announce) {
+	try {
+		await navigator.clipboard.writeText(text);
+		announce("Copied");
+	} catch {
+		announce("The browser does not let this page use the clipboard");
+	}
+}
+
+/** Submit a form by its button and by Enter; Shift+Enter begins a line. */
+export function onEnter(form, act) {
+	form.addEventListener("submit", event => {
+		event.preventDefault();
+		act();
+	});
+	form.addEventListener("keydown", event => {
+		const { key, shiftKey, isComposing, target } = event;
+		// While an input method is composing, Enter chooses among its proposals.
+		if (key !== "Enter" || shiftKey || isComposing || target.type !== "textarea") return;
+		event.preventDefault();
+		act();
+	});
+}
+
+/** Make a form of one field and its button, which says the verb. */
+export function lineForm(label, control, verb, submit) {
+	const form = el("form.line", field(label, control), el("button", verb));
+	onEnter(form, submit);
+	return form;
+}
+
+/** Make a table that keys, too, scroll sideways. A column of buttons has an empty head. */
+export function table(label, heads, body) {
+	const cells = heads.map(head => (head ? el("th", { scope: "col" }, head) : el("td")));
+	const made = el("table", el("thead", el("tr", cells)), body);
+	return el("div.scrolled", { tabIndex: 0, role: "group", ariaLabel: label }, made);
+}
+
+export function errorLine() {
+	return el("p.error", { role: "alert", hidden: true });
+}
+
+/** Do what may fail, and show its error where the user looks. @returns {Promise<boolean>} whether it went well */
+export async function attempt(line, work) {
+	line.hidden = true;
+	try {
+		await work();
+	} catch (error) {
+		line.textContent = error.message;
+		line.hidden = false;
+	}
+	return line.hidden;
+}
+
+/** Make an input for a file. `use` is given a promise of the JSON that it holds. */
+export function fileInput(use, props = {}) {
+	const input = el("input", { type: "file", accept: ".json", ...props });
+	input.onchange = () => {
+		use(readJSON(input.files[0]));
+		input.value = ""; // the same file may be chosen again
+	};
+	return input;
+}
+
+async function readJSON(file) {
+	try {
+		return JSON.parse(await file.text());
+	} catch {
+		throw new Error("The file is not JSON");
+	}
+}
+
+/** Have the browser save JSON as a file. */
+export function download(name, text) {
+	const href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
+	el("a", { href, download: name }).click();
+	setTimeout(() => URL.revokeObjectURL(href), 60_000); // the browser may ask first
+}

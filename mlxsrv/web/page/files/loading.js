@@ -1,0 +1,167 @@
+/** The models of the server: what each needs and does, and buttons that load, unload and pull. */
+
+import { attempt, el, errorLine, lineForm, section, small, table } from "./dom.js";
+import { bytes } from "./memory.js";
+
+const FACTS = ["State", "Size", "KV cache", "Context", "Rows", "Requests"];
+
+export class ModelTable {
+	constructor(context, look) {
+		this.context = context;
+		this.look = look;
+		this.states = []; // the models that are loaded or wanted, as /health tells them
+		this.rows = new Map(); // by model
+		this.body = el("tbody");
+		this.error = errorLine();
+		this.element = section(
+			"Models",
+			table("Models", ["Model", "", ...FACTS], this.body),
+			this.error,
+			new PullForm(context).element,
+		);
+		context.models.addEventListener("change", () => this.draw());
+	}
+
+	/** @param {any[] | undefined} states undefined: they are not known now */
+	update(states) {
+		if (!states) return;
+		const known = all => all.map(({ id, state }) => id + state).join();
+		if (known(states) !== known(this.states)) this.context.models.refresh().catch(() => {});
+		this.states = states;
+		this.draw();
+	}
+
+	draw() {
+		const models = this.context.models.all.toSorted((one, other) => one.id.localeCompare(other.id));
+		const names = models.map(({ id }) => id);
+		if (names.join("\n") !== [...this.rows.keys()].join("\n")) {
+			this.rows = new Map(names.map(id => [id, this.rows.get(id) ?? new ModelRow(id, this)]));
+			this.body.replaceChildren(...[...this.rows.values()].map(({ element }) => element));
+		}
+		for (const model of models) {
+			const state = this.states.find(({ id }) => id === model.id);
+			this.rows.get(model.id)?.update(model, state);
+		}
+	}
+}
+
+class ModelRow {
+	constructor(id, table) {
+		this.id = id;
+		this.table = table;
+		this.busy = false;
+		this.loaded = false;
+		this.cells = FACTS.map(() => el("td"));
+		this.button = small("Load", () => this.change());
+		this.element = el("tr", el("th", { scope: "row" }, id), el("td", this.button), this.cells);
+	}
+
+	/** Load the model or, if it is loaded, unload it. */
+	async change() {
+		if (this.button.ariaDisabled === "true") return;
+		const { id, loaded, table } = this;
+		this.busy = true;
+		this.label(loaded ? "Unloading…" : "Loading…", true);
+		await attempt(table.error, async () => {
+			const { api, models, announce } = table.context;
+			const keep_alive = loaded ? 0 : undefined;
+			await api.post("api/generate", { model: id, stream: false, keep_alive }).catch(error => {
+				throw new Error(`${id}: ${error.message}`);
+			});
+			await models.refresh();
+			const there = models.all.find(model => model.id === id)?.loaded;
+			if (loaded && there) announce(`${id} goes when nothing needs it any more`);
+			else announce(`${id} is ${there ? "loaded" : "unloaded"}`);
+		});
+		this.busy = false;
+		table.draw();
+		table.look();
+	}
+
+	/** @param {any} state undefined: the model is neither loaded nor wanted */
+	update(model, state) {
+		this.loaded = model.loaded;
+		const pinned = model.loaded && !!state?.pinned;
+		const size = state?.bytes ?? model.size;
+		const texts = [
+			(state?.state ?? "not loaded") + (pinned ? ", pinned" : ""),
+			size ? bytes(size) : "not here yet",
+			kvCache(state?.kv_cache ?? model.kv_cache),
+			model.context_length?.toLocaleString("en") ?? "–",
+			state ? `${state.rows} of ${state.max_rows}` : "–",
+			state?.requests ?? "–",
+		];
+		this.cells.forEach((cell, index) => (cell.textContent = texts[index]));
+		if (!this.busy) this.label(this.loaded ? "Unload" : "Load", pinned);
+	}
+
+	/** The button keeps the focus while it cannot be pressed. */
+	label(text, disabled) {
+		this.button.textContent = text;
+		this.button.ariaLabel = `${text} ${this.id}`;
+		this.button.ariaDisabled = String(disabled);
+	}
+}
+
+/** Say what a row takes of each kind of layers. */
+function kvCache(costs) {
+	const told = costs?.map(({ kind, bytes_per_token, window, bytes: all }) => {
+		if (kind === "state") return `${bytes(all)} a row`;
+		const each = `${bytes(bytes_per_token)} a token`;
+		if (kind === "window") return `${each} of the last ${window.toLocaleString("en")}`;
+		return kind === "draft" ? `${each} for the draft` : each;
+	});
+	return told?.join(" + ") || "–";
+}
+
+class PullForm {
+	constructor(context) {
+		this.context = context;
+		this.running = null;
+		const placeholder = "mlx-community/Qwen3-4B-4bit";
+		this.name = el("input", { placeholder, required: true, spellcheck: false });
+		this.bar = el("progress", { hidden: true, ariaLabel: "Download" });
+		this.told = el("span.quiet");
+		this.error = errorLine();
+		this.form = lineForm("Download a model from the Hugging Face hub", this.name, "Pull", () => {
+			if (this.running) this.running.abort();
+			else attempt(this.error, () => this.pull(this.name.value.trim()));
+		});
+		this.form.append(this.bar, this.told);
+		this.element = el("div.pull", this.form, this.error);
+	}
+
+	async pull(model) {
+		const { api, models, announce } = this.context;
+		const { signal } = (this.running = new AbortController());
+		const files = new Map();
+		this.show("Stop");
+		try {
+			for await (const told of api.stream("api/pull", { model }, signal)) {
+				if (told.digest) files.set(told.digest, told);
+				this.progress([...files.values()], told.status);
+			}
+			await models.refresh();
+			announce(`${model} is here`);
+		} catch (error) {
+			if (!signal.aborted) throw error;
+		} finally {
+			this.running = null;
+			this.show("Pull");
+		}
+	}
+
+	show(next) {
+		this.form.querySelector("button").textContent = next;
+		this.bar.hidden = next === "Pull";
+		this.bar.removeAttribute("value");
+		this.told.textContent = "";
+	}
+
+	progress(files, status) {
+		const sum = name => files.reduce((all, file) => all + (file[name] ?? 0), 0);
+		const [total, done] = [sum("total"), sum("completed")];
+		if (total > 0) this.bar.value = done / total;
+		this.told.textContent = total ? `${bytes(done)} of ${bytes(total)}` : status;
+	}
+}

@@ -1,0 +1,75 @@
+/** The answers that are being generated: at most one of each conversation. */
+
+import { generate } from "./generate.js";
+
+const SAVES = 2000; // milliseconds between two saves of an answer
+const PATIENCE = 700; // milliseconds without a token after which it is told what an answer waits for
+
+export class Runs {
+	constructor(chat) {
+		this.chat = chat;
+		this.byConversation = new Map();
+		addEventListener("pagehide", () => {
+			for (const [id, { reply }] of this.byConversation) {
+				this.stop(id); // the browser ends it anyway, which would be an error
+				this.saveText(id, reply);
+			}
+		});
+	}
+
+	of(id) {
+		return this.byConversation.get(id)?.reply;
+	}
+
+	/** Stop the answer of a conversation. What is deleted after that stays deleted. */
+	async stop(id) {
+		const run = this.byConversation.get(id);
+		run?.controller.abort();
+		await run?.ended;
+	}
+
+	/** Generate an answer of a conversation, and save it; another one is stopped. */
+	start(id, reply, body) {
+		this.stop(id);
+		const controller = new AbortController();
+		const ended = this.generate(id, reply, body, controller.signal);
+		this.byConversation.set(id, { reply, controller, ended });
+		this.tellWait(reply);
+		return ended;
+	}
+
+	async generate(id, reply, body, signal) {
+		let saved = performance.now();
+		const changed = () => {
+			this.chat.view(reply)?.update();
+			if (performance.now() - saved < SAVES) return;
+			saved = performance.now();
+			this.saveText(id, reply);
+		};
+		await generate(this.chat.api, body, signal, changed, reply.answer);
+		if (this.of(id) === reply) this.byConversation.delete(id);
+		this.chat.store.saveMessage(id, reply);
+	}
+
+	/** Save what there is so far, without the probabilities: they are many. */
+	saveText(id, reply) {
+		this.chat.store.saveMessage(id, { ...reply, answer: { ...reply.answer, tokens: [] } });
+	}
+
+	/** Say what an answer waits for, until its first token. The server is asked only while somebody sees it. */
+	async tellWait(reply) {
+		const { answer, model } = reply;
+		let pause = PATIENCE;
+		while (true) {
+			await new Promise(resolve => setTimeout(resolve, pause));
+			if (answer.finish !== null || answer.firstToken !== null) return;
+			pause = 3 * PATIENCE;
+			const waiting = this.chat.view(reply)?.waiting;
+			if (document.hidden || !waiting?.isConnected) continue;
+			const list = await this.chat.api.get("v1/models").catch(error => error);
+			const loading = list.data?.find(({ id }) => id === model)?.loaded === false;
+			waiting.textContent = loading ? "The model is loading." : "Waiting for the first token.";
+			pause = Math.max(pause, list.pause ?? 0);
+		}
+	}
+}

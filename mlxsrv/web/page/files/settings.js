@@ -1,0 +1,161 @@
+/** Settings of a conversation: the system prompt, sampling, the form of the answer, tools, steering. */
+
+import { button, el, errorLine, field, small } from "./dom.js";
+
+/** Make settings that leave all to the model and the server. @returns {Record<string, any>} */
+export function defaults() {
+	return {
+		system: "",
+		temperature: null,
+		top_p: null,
+		top_k: null,
+		min_p: null,
+		max_tokens: null,
+		seed: null,
+		think: "",
+		schema: "", // a JSON schema, or a whole `response_format`
+		tools: "", // JSON
+		others: "", // fields of the request that have no setting here, as JSON
+		logprobs: false,
+		steering: null, // strengths by index
+		steering_mode: "additive",
+		profile: "", // the name of a steering profile, used without `steering`
+	};
+}
+
+/** Settings that are numbers: the label of each, and its limits. @type {Record<string, [string, object]>} */
+export const NUMBERS = {
+	temperature: ["Temperature", { step: 0.1 }],
+	max_tokens: ["Max tokens", { min: 1 }],
+	top_p: ["Top p", { max: 1, step: 0.05 }],
+	top_k: ["Top k", {}],
+	min_p: ["Min p", { max: 1, step: 0.01 }],
+	seed: ["Seed", {}],
+};
+
+const THINKING = {
+	"": "As the model does",
+	on: "On",
+	off: "Off",
+	low: "Low effort",
+	medium: "Medium effort",
+	high: "High effort",
+};
+
+/** Settings that are JSON: the label of each, and a hint. */
+const TEXTS = {
+	schema: ["JSON schema of the answer"],
+	tools: ["Tools", "A JSON list. You type in what a call returns."],
+	others: ["Other fields of the request", 'For example {"stop": ["\\n"]}'],
+};
+
+/**
+ * Read the settings that are JSON. Those that are empty are null.
+ * @throws {Error & { setting: string }} where one is no JSON
+ */
+export function parsed(settings) {
+	const schema = json(settings, "schema");
+	const tools = json(settings, "tools");
+	return {
+		response_format: schema && responseFormat(schema),
+		tools: tools && [tools].flat().map(asTool),
+		others: json(settings, "others"),
+	};
+}
+
+function json(settings, name) {
+	if (settings[name].trim() === "") return null;
+	try {
+		const value = JSON.parse(settings[name]);
+		if (typeof value === "object" && (name === "tools" || !Array.isArray(value))) return value;
+	} catch {}
+	const form = name === "tools" ? "list" : "object";
+	throw Object.assign(new Error(`${TEXTS[name][0]}: this is no JSON ${form}`), { setting: name });
+}
+
+function responseFormat(schema) {
+	if (["json_schema", "json_object"].includes(schema.type)) return schema;
+	return { type: "json_schema", json_schema: { name: "answer", schema } };
+}
+
+function asTool(tool) {
+	return tool?.function ? tool : { type: "function", function: tool };
+}
+
+/** Make the control of a setting that is a number. */
+export function numberInput(name, props = {}) {
+	return el("input", { type: "number", placeholder: "default", min: 0, ...NUMBERS[name][1], ...props });
+}
+
+/** The setting that a control holds. */
+export function valueOf({ type, value }) {
+	if (type !== "number") return value;
+	return value === "" ? null : Number(value);
+}
+
+export class SettingsForm {
+	constructor(chat) {
+		this.chat = chat;
+		this.controls = new Map(); // by the setting's name
+		this.steered = el("span");
+		const remove = () => this.change({ steering: null });
+		this.steering = el("p.steered", this.steered, small("Remove", remove, "Remove the steering"));
+		this.error = errorLine();
+		const numbers = Object.entries(NUMBERS).map(([name, [label]]) => this.add(name, label, numberInput(name)));
+		const thinking = Object.entries(THINKING).map(([value, label]) => el("option", { value }, label));
+		const texts = Object.entries(TEXTS).map(([name, [label, hint]]) =>
+			this.add(name, label, el("textarea.mono", { rows: 3, spellcheck: false }), hint),
+		);
+		this.element = el(
+			"aside",
+			{ ariaLabel: "Settings" },
+			el("h2", "Settings"),
+			this.add("system", "System prompt", el("textarea", { rows: 4 })),
+			el("div.numbers", ...numbers),
+			this.add("think", "Thinking", el("select", ...thinking)),
+			this.add("profile", "Steering profile", el("input")),
+			this.steering,
+			...texts,
+			this.error,
+			button("Back to defaults", () => this.change(defaults())),
+		);
+		this.draw();
+	}
+
+	add(name, label, control, hint) {
+		control.addEventListener("input", () => {
+			this.chat.changeSettings({ [name]: valueOf(control) });
+			this.check();
+		});
+		this.controls.set(name, control);
+		return field(label, control, hint);
+	}
+
+	change(settings) {
+		this.chat.changeSettings(settings);
+		this.draw();
+	}
+
+	draw() {
+		const { settings } = this.chat.conversation;
+		for (const [name, control] of this.controls) control.value = settings[name] ?? "";
+		const told = Object.entries(settings.steering ?? {}).map(([index, strength]) => `${index} by ${strength}`);
+		this.steering.hidden = settings.steering === null;
+		this.steered.textContent = `Steering: ${told.join(", ") || "off"} (${settings.steering_mode}) `;
+		this.check();
+	}
+
+	/** Say what is wrong. Returns the control of it, if there is one. */
+	check() {
+		let wrong;
+		try {
+			parsed(this.chat.conversation.settings);
+		} catch (error) {
+			wrong = error;
+		}
+		this.error.textContent = wrong?.message;
+		this.error.hidden = !wrong;
+		for (const [name, control] of this.controls) control.ariaInvalid = String(name === wrong?.setting);
+		return this.controls.get(wrong?.setting);
+	}
+}
