@@ -1,5 +1,5 @@
-# make serve | quick | test | test-ranks | test-long | test-clients | test-replicas | soak | check |
-# fuzz | bench | clean: each sets up what it needs first, in .venv; the clients have .venv-clients to themselves, and Ray has .venv-ray.
+# make serve | quick | test | test-ranks | test-long | test-clients | test-replicas | test-page | soak |
+# check | fuzz | bench | clean: each sets up what it needs first, in .venv; the clients have .venv-clients to themselves, and Ray has .venv-ray.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -16,19 +16,27 @@ comma  := ,
 EXTRAS  = $(if $(BACKEND),$(BACKEND)$(comma))blas
 
 ARGS ?=
+# Where a target has two runs of pytest, what ARGS chooses may all be in the other: 5 is the status for no tests.
+CHOSEN = $(if $(ARGS),$(ARGS) || [ $$? -eq 5 ])
 # Processes that run the tests: one more than two cores, for some tests wait. Many more would starve the servers
 # that they start.
 JOBS ?= 3
 
-.PHONY: serve quick test test-ranks test-long test-clients test-replicas soak lint check format fuzz bench demo demo-sae clean
+.PHONY: serve quick test test-ranks test-long test-clients test-replicas test-page soak lint check format fuzz bench demo demo-sae clean
 
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
 
 # What is compiled is kept, also where the shell says otherwise: the tests start a hundred servers. The
 # tests are on all cores already, so threads of BLAS would only wait for each other.
-quick test test-long: export PYTHONDONTWRITEBYTECODE :=
-quick test test-long: export OPENBLAS_NUM_THREADS := 1
+quick test test-ranks test-long test-replicas: export PYTHONDONTWRITEBYTECODE :=
+quick test test-ranks test-long test-replicas: export OPENBLAS_NUM_THREADS := 1
+
+# For the CPU, MLX has g++ compile what a model of mlx-lm's has it fuse: 0.7 s for each of 40 kernels, where /tmp has
+# none from before. `make test-long` and the tests of clients run what was compiled.
+ifeq ($(BACKEND),cpu)
+quick test: export MLX_DISABLE_COMPILE := 1
+endif
 
 quick: check  ## lint, types, then the tests that need neither socket nor process: under a minute
 	MLXSRV_TESTS=quick $(BIN)/python -m pytest -q -n $(JOBS) --ignore tests/web --ignore tests/server \
@@ -46,8 +54,11 @@ test: lint  ## lint, types and every test that is not long (ARGS="-k stream")
 test-ranks: $(VENV)/.test  ## a model that several processes share (ARGS="-k killed")
 	$(BIN)/python -m pytest -q -m 'ranks and not long' tests/ranks $(ARGS)
 
+# Ranks wait for each other in every layer, so nothing runs beside them.
 test-long: $(VENV)/.test  ## what takes long, and sixteen times the examples of hypothesis
-	MLXSRV_TESTS=long $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1200 -m 'long or hypothesis' $(ARGS)
+	MLXSRV_TESTS=long $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1200 \
+	  -m '(long or hypothesis) and not ranks' $(CHOSEN)
+	$(BIN)/python -m pytest -q --timeout 1200 -m 'ranks and long' tests/ranks $(CHOSEN)
 
 CLIENTS     := .venv-clients
 CLIENT_TEST := tests/clients
@@ -55,8 +66,6 @@ NODE        := $(shell command -v node >/dev/null && command -v npm 2>/dev/null)
 NODE_DONE   := $(CLIENT_TEST)/node/node_modules/.package-lock.json
 AGENTS_DONE := $(CLIENT_TEST)/agents/node_modules/.package-lock.json
 SERVED      := MLXSRV_PYTHON='$(abspath $(BIN)/python)'
-# What ARGS chooses may all be in the other environment: 5 is pytest's status for no tests.
-CHOSEN       = $(if $(ARGS),$(ARGS) || [ $$? -eq 5 ])
 
 # OpenAI's client runs in both environments: the others may hold it back by a major version. The agents'
 # tests make models, for which they need the server's environment.
@@ -73,7 +82,18 @@ RAY := .venv-ray
 
 # Ray's memory monitor would end processes where a machine has little memory left for all that runs there.
 test-replicas: $(RAY)/.done  ## two replicas under Ray Serve, in an environment of their own (ARGS="-k update")
-	RAY_memory_monitor_refresh_ms=0 OPENBLAS_NUM_THREADS=1 $(RAY)/bin/python -m pytest -q tests/ray $(ARGS)
+	RAY_memory_monitor_refresh_ms=0 $(RAY)/bin/python -m pytest -q tests/ray $(ARGS)
+
+PAGE_TEST := tests/page
+PAGE_DONE := $(PAGE_TEST)/node/node_modules/.package-lock.json
+
+test-page: $(VENV)/.page $(if $(NODE),$(PAGE_DONE))  ## the page in the system's Chromium (ARGS="-k steer")
+ifdef NODE
+	cd $(PAGE_TEST)/node && npm run --silent check
+else
+	@echo 'make test-page: there is no node with npm here, so the types of the modules and the rules of axe-core are not checked'
+endif
+	$(SERVED) $(BIN)/python -m pytest -q $(PAGE_TEST) $(ARGS)
 
 soak: $(VENV)/.test  ## everything at once for minutes, then a count of what is left (ARGS="--minutes 120")
 	$(BIN)/python -m tests.soak $(ARGS)
@@ -97,6 +117,7 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.text
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.churn
+	$(BIN)/python -m benchmarks.lengths
 	$(BIN)/python -m benchmarks.sampler $(filter --quick,$(ARGS))
 	$(BIN)/python -m benchmarks.asking
 	$(BIN)/python -m benchmarks.embed
@@ -117,7 +138,7 @@ demo-sae: $(VENV)/.serve  ## train the demo model's sparse autoencoder anew (ARG
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz dist build
-	rm -rf $(RAY) $(CLIENTS) $(CLIENT_TEST)/*/node_modules
+	rm -rf $(RAY) $(CLIENTS) tests/*/*/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -143,6 +164,10 @@ $(VENV)/.fuzz: pyproject.toml $(VENV)/.test
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),fuzz]'
 	touch $@
 
+$(VENV)/.page: pyproject.toml $(VENV)/.test
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),page]'
+	touch $@
+
 # The extra's list without the package itself: the server and its needs stay out.
 $(CLIENTS)/.done: pyproject.toml $(CLIENT_TEST)/constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m venv $(CLIENTS)
@@ -157,6 +182,6 @@ $(RAY)/.done: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 # The packages ask for Node 22, of which npm would warn; what the tests use of them runs on 20 too.
-$(NODE_DONE) $(AGENTS_DONE): %/node_modules/.package-lock.json: %/package-lock.json
+$(NODE_DONE) $(AGENTS_DONE) $(PAGE_DONE): %/node_modules/.package-lock.json: %/package-lock.json
 	cd $* && npm ci --no-audit --no-fund --loglevel=error
 	touch $@

@@ -188,11 +188,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     ] = "~/.mlxsrv"
     host: Annotated[str, Meta(min_length=1, description="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="Port; 0 takes any free one.")] = 8000
+    page: Annotated[
+        Literal["on", "off"],
+        Meta(description="Answer GET / with a page: chat, look inside, steer, watch the server."),
+    ] = "on"
     ollama_root: Annotated[
         bool,
         Meta(
             description='Answer GET / with "Ollama is running", for programs that look for Ollama '
-            "there."
+            "there. Browsers get the page."
         ),
     ] = False
     root_path: Annotated[

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from mlxsrv.engine.patches.imports import patch_imports
 from tests.support.effort import EFFORT, examples
 from tests.support.fixtures import client, folders, model_folder, narrow, server
 
@@ -26,6 +27,13 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("mlxsrv")
+
+if sys.platform == "linux":
+    # A thread that is woken does not interrupt the one that woke it. MLX wakes its thread for each
+    # operation, and so tests would change threads a hundred times for each token.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+patch_imports()  # as servers do: transformers is imported in half the time
 
 gc.disable()  # until all tests are collected: imports make no garbage
 

@@ -266,12 +266,20 @@ def test_replicas_say_what_is_wrong_before_ray_starts(run: Run) -> None:
     for arguments, told in (
         (["--replicas", "0"], "--replicas 0: there is at least 1"),
         (["--replicas", "3", "--max-replicas", "2"], "--max-replicas 2: it is less"),
+        (["--max-replicas", "2", "--requests-per-replica", "0"], "replica 0: it is more than 0"),
+        (
+            ["--max-replicas", "2", "--downscale-delay", "-1"],
+            "--downscale-delay -1: it is at least",
+        ),
         (["--record", "x"], "--record: a record is of one engine"),
         (["--model", "/nowhere"], "/nowhere"),
     ):
         done = run("replicas", *arguments)
         assert (done.returncode, done.stdout) == (2, ""), arguments
         assert told in done.stderr
+    refused = run("replicas", RAY_SERVE_ENABLE_HA_PROXY="1")
+    assert refused.returncode == 2
+    assert "RAY_SERVE_ENABLE_HA_PROXY: HAProxy does not ask" in refused.stderr
     assert "--num-gpus-per-replica" in run("replicas", "--help").stdout
 
 

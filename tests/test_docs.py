@@ -37,6 +37,7 @@ OTHER_FLAGS = {
     *("--config", "--json", "--write", "--yes", "--for-model", "--url"),
     *("--print", "--file"),
     *("--replicas", "--max-replicas", "--requests-per-replica", "--ray-address"),
+    *("--upscale-delay", "--downscale-delay"),
     *("--num-cpus-per-replica", "--num-gpus-per-replica", "--memory-per-replica"),
     *("--only", "--pairs", "--no-openblas", "--factory"),
 }
@@ -211,7 +212,7 @@ def test_named_extras_are_there() -> None:
     named = re.findall(r"mlxsrv\[([\w,]+)\]", read(ROOT / "README.md"))
     assert {extra for each in named for extra in each.split(",")} == {
         *project["optional-dependencies"]
-    } - {"test", "fuzz", "bench", "clients"}
+    } - {"test", "fuzz", "bench", "clients", "page"}
 
 
 # What there is is told.

@@ -21,6 +21,7 @@ FLOORS = {
     "errors": 0,
     "generation": 0,
     "logs": 0,
+    "states": 0,
     "version": 0,
     "settings": 1,
     "configuration": 2,
@@ -46,7 +47,7 @@ LIBRARIES = {
     "mlx": {"engine"},
     "mlx_lm": {"engine", "prompts/tokenizer", "prompts/token_texts"},
     "ray": {"replicas"},
-    "starlette": {"web", "replicas/front"},
+    "starlette": {"web", "replicas/front", "replicas/change_notes"},
     "uvicorn": {"server"},
 }
 """Where a library may be imported: a package, or one file."""

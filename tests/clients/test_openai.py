@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -134,7 +135,8 @@ def test_a_seed_repeats_an_answer(client: openai.OpenAI) -> None:
         answer = client.chat.completions.create(
             model=MODEL, messages=MESSAGES, temperature=2, seed=seed, max_tokens=20
         )
-        return answer.choices[0].message.content
+        text: str | None = answer.choices[0].message.content
+        return text
 
     assert draw(1) == draw(1) != draw(2)
 
@@ -249,7 +251,8 @@ def test_log_probabilities_stream_with_the_text(client: openai.OpenAI) -> None:
     stream = client.chat.completions.create(
         model=MODEL, messages=MESSAGES, logprobs=True, stream=True
     )
-    said, scores = "", []
+    said = ""
+    scores: list[Any] = []
     for chunk in stream:
         [choice] = chunk.choices
         said += choice.delta.content or ""

@@ -119,7 +119,7 @@ def test_a_tools_result_is_used(client: openai.OpenAI) -> None:
     )
     message = asked.choices[0].message
     [call] = message.tool_calls or []
-    turn: ChatCompletionMessageParam = message.to_dict()  # type: ignore[assignment]
+    turn: ChatCompletionMessageParam = message.to_dict()
     result: ChatCompletionMessageParam = {
         "role": "tool",
         "tool_call_id": call.id,
