@@ -89,7 +89,8 @@ def measure(
 
 
 def _generate(model: Any, ask: Ask, asking: int, rows: int, max_tokens: int) -> float:
-    batch = TextEngine(model, max_rows=rows, pace=Pace(512, max_gap=1.0), cache_bytes=0)
+    pace = Pace(512, max_gap=1.0)
+    batch = TextEngine(model, max_rows=rows, pace=pace, cache_bytes=0, seconds=None)
     for number, prompt in enumerate(write_prompts(Case("greedy", rows, max_tokens))):
         job = Job(number, "", prompt, max_tokens, frozenset(), Sampling(temperature=0))
         batch.submit(*(ask(job) if number < asking else ask_nothing(job)))

@@ -40,7 +40,8 @@ Play = Callable[[TextEngine, Tokenizer, int], Iterator[Turn]]
 
 
 def make_engine(model: Any) -> TextEngine:
-    return TextEngine(model, max_rows=8, pace=Pace(512, 10.0), cache_bytes=_KEPT_BYTES)
+    pace = Pace(512, 10.0)
+    return TextEngine(model, max_rows=8, pace=pace, cache_bytes=_KEPT_BYTES, seconds=None)
 
 
 # Tokens read.

@@ -176,7 +176,8 @@ def answer(
 
 
 def make_engine(model: Any, *, lookup: bool) -> TextEngine:
-    return TextEngine(model, max_rows=8, pace=Pace(_PREFILL_CHUNK, max_gap=1.0), lookup=lookup)
+    pace = Pace(_PREFILL_CHUNK, max_gap=1.0)
+    return TextEngine(model, max_rows=8, pace=pace, lookup=lookup, seconds=None)
 
 
 class Measured(msgspec.Struct, frozen=True):

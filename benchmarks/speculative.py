@@ -88,6 +88,7 @@ def make_batch(model: Any, draft: Any | None) -> TextEngine:
         pace=Pace(_PREFILL_CHUNK, max_gap=1.0),
         cache_bytes=0,
         draft=draft,
+        seconds=None,
     )
 
 

@@ -148,6 +148,7 @@ def make_batch(subject: Subject, way: Way, rows: int) -> TextEngine:
         pace=Pace(512, max_gap=1.0),
         cache_bytes=0,
         steerer=steerer,
+        seconds=None,
     )
     dice = random.Random(0)
     for row in range(rows):

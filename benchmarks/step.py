@@ -71,6 +71,7 @@ def generate_ours(model: Any, case: Case, prompts: Prompts) -> int:
         max_rows=case.rows,
         pace=Pace(_PREFILL_CHUNK, max_gap=1.0),
         cache_bytes=0,
+        seconds=None,
     )
     for number, (prompt, sampling) in enumerate(zip(prompts, case.make_samplings(), strict=True)):
         batch.submit(Job(number, "", prompt, case.max_tokens, frozenset(), sampling))

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from tests.fuzz.run import FOUND
 from tests.fuzz.seeds import SEEDS
 from tests.fuzz.targets import DIALECTS, TARGETS
-from tests.support.effort import examples
+from tests.support.effort import EFFORT, examples
 from tests.support.tool_calls import FAMILIES
 
-EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", examples(400, usual=80)))
+ASKED = os.environ.get("FUZZ_EXAMPLES")
+EXAMPLES = int(ASKED or examples(400, usual=80))
 SLOW = {"growth": 10, "grammars": 100}
 """Targets that take so many times as long as others."""
 
@@ -49,7 +50,9 @@ def near(draw: st.DrawFn, name: str) -> bytes:
 def test_inputs_near_the_seeds_keep_the_rules(name: str) -> None:
     # The search for a smaller example would take longer than the test.
     @settings(
-        max_examples=max(1, EXAMPLES // SLOW.get(name, 1)), phases=[Phase.reuse, Phase.generate]
+        max_examples=max(1, EXAMPLES // SLOW.get(name, 1)),
+        derandomize=EFFORT != "long" and not ASKED,
+        phases=[Phase.reuse, Phase.generate],
     )
     @given(near(name))
     def run(data: bytes) -> None:

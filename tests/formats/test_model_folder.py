@@ -291,7 +291,10 @@ FILES = [
 ]
 
 
-@settings(max_examples=examples(300), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(300),
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
 @given(
     name=st.sampled_from(FILES),
     content=st.binary(max_size=60) | OBJECTS | st.dictionaries(st.text(max_size=9), TENSORS),

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import perf_counter
 from typing import Any
+
+import msgspec
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.events import Event, MemoryShort, Progress
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.outcomes import Done, Fault, Outcome
+from mlxsrv.engine.outcomes import Decoded, Done, DraftRead, Fault, Outcome
 from mlxsrv.engine.plans import Admit, Decode, Forget, Read, ReadDraft, Release, Rewind, Work
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint
+
+
+def nominal_seconds(work: Work) -> float:
+    """Return what a work is said to take: a pass 1 ms, and more for each token. Slices and proposals
+    follow from such times, so with these they are the same on every machine."""
+    match work:
+        case Decode():
+            return 1e-3 + 1e-4 * (sum(work.proposals) + sum(map(len, work.guesses)))
+        case Read():
+            return 1e-3 + 2e-5 * sum(span.end - span.begin for span in work.spans)
+        case ReadDraft():
+            return 1e-5 * work.tokens
+        case _:
+            return 0.0
 
 
 class TextEngine:
@@ -32,6 +48,7 @@ class TextEngine:
         cache_bytes: of kept prompts.
         steerer: what rows are steered with.
         budget: bytes that KV caches may take. There are never more.
+        seconds: tells what a work is said to take; None: it is measured.
         more: arguments of TextRunner.
     """
 
@@ -45,8 +62,11 @@ class TextEngine:
         caches: KVCacheFactory | None = None,
         steerer: Steerer | None = None,
         budget: int | None = None,
+        seconds: Callable[[Work], float] | None = nominal_seconds,
         **more: Any,
     ) -> None:
+        self._seconds = seconds
+        self._now = 0.0  # what all works are said to have taken
         self.steerer = Steerer(model) if steerer is None else steerer
         self.runner = TextRunner(
             model,
@@ -132,10 +152,21 @@ class TextEngine:
                 done, fault = self._do(work)
             except Exception as error:
                 fault = note(error, "a work failed")
-            self.schedule.settle(work, Outcome(began, perf_counter(), done, fault))
+            outcome = Outcome(began, perf_counter(), done, fault)
+            self.schedule.settle(work, self._retime(work, outcome))
         events = [*self.budget.events]
         self.budget.events.clear()
         return [event for event in events if not isinstance(event, (Progress, MemoryShort))]
+
+    def _retime(self, work: Work, outcome: Outcome) -> Outcome:
+        """The outcome with the times that the work is said to have taken."""
+        if self._seconds is None:
+            return outcome
+        began, done = self._now, outcome.done
+        self._now += self._seconds(work)
+        if isinstance(done, (Decoded, DraftRead)):
+            done = msgspec.structs.replace(done, waited=began)
+        return Outcome(began, self._now, done, outcome.fault)
 
     def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
         match work:

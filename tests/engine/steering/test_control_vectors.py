@@ -255,7 +255,7 @@ def test_every_way_to_cut_a_file_short(tmp_path: Path, write: Write) -> None:
 @settings(
     max_examples=examples(100),
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=8))
 def test_spoiled_files_are_read_or_refused(tmp_path: Path, spoils: list[tuple[int, int]]) -> None:

@@ -183,10 +183,14 @@ def test_a_model_that_computes_with_keys_has_a_pass_for_each_group(kind: str) ->
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 512}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs(model_type=kind, **sizes, **heads, **ODD[kind]))
+    arguments = module.ModelArgs(model_type=kind, **sizes, **heads, **ODD[kind])
+    model = Counting(module.Model(arguments))
     assert not shares_passes(model, KVCacheFactory(model))
     engine = make(model)
+    model.fed.clear()  # whether passes can be shared is tried with two rows
     asked = [prompt(n, length) for n, length in enumerate((80, 20))]
     drawn, lanes = run(engine, [job(n, text, 6) for n, text in enumerate(asked)])
     assert lanes == 2
-    assert [len(drawn[n]) for n in range(2)] == [6, 6]
+    assert {rows for rows, tokens in model.fed if tokens == 1} == {1}
+    for n, text in enumerate(asked):
+        assert_greedy(model, text, drawn[n], 6)

@@ -411,10 +411,6 @@ def test_the_first_trial_is_soon(models: Any) -> None:
     assert engine.statistics()["speculating"] == 0
     engine.submit(job(0, prompt))
     assert_greedy(model, prompt, run(engine)[0], 30)
-    # On a busy machine the draft's first reading may seem dear, and be paid for by some more steps.
-    for number in range(1, 10):
-        if engine.statistics()["drafted"] == 0:
-            run(engine, [job(number, prompt)])
     assert engine.statistics()["drafted"] > 0
 
 
