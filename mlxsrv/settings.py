@@ -210,8 +210,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[
         tuple[Key, ...],
         Meta(
-            description="Key that every request except /health must carry, as Authorization: "
-            "Bearer KEY or x-api-key: KEY. Repeatable; any of them is accepted.",
+            description="Key that every request must carry, as Authorization: Bearer KEY or "
+            "x-api-key: KEY; only /health, / and /page/* need none. Repeatable; any of them is "
+            "accepted.",
             extra={"metavar": "KEY", "secret": True, "guards": True},
         ),
     ] = ()

@@ -20,7 +20,6 @@ from mlxsrv.errors import ServeError
 from mlxsrv.logs import log
 from mlxsrv.service.observing import Observer, RequestEnded
 from mlxsrv.web.observability.records import open_record
-from mlxsrv.web.page.serving import is_page
 from mlxsrv.web.responses import refusal
 
 _log = logging.getLogger("mlxsrv.access")
@@ -71,10 +70,9 @@ class RequestLog:
                 await refusal(scope, ServeError(message))(scope, receive, send_with_id)
         finally:
             # A browser asks for two dozen files of the page, which would hide the other lines.
-            quiet = is_page(scope) and status < 400
             log(
                 _log,
-                logging.DEBUG if quiet else logging.INFO,
+                logging.DEBUG if record.page else logging.INFO,
                 "request",
                 method=scope["method"],
                 path=scope["path"],

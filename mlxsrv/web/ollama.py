@@ -106,9 +106,11 @@ def _generating(
     """
 
     async def endpoint(request: Request) -> Response:
-        record_of(request.scope).operation = operation
+        record = record_of(request.scope)
+        record.operation = operation
         asked, headers = await read_request(request, dialect.requests)
         if asked.is_empty:
+            record.operation = None  # it asks for no text
             reason = await _load(request, asked.model, read_keep_alive(asked.keep_alive))
             told = empty(model=asked.model, created_at=ollama_time(), done=True, done_reason=reason)
             return JSONResponse(told, headers=headers)

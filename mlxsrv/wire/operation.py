@@ -74,7 +74,7 @@ class Operation(Struct, frozen=True):
     @property
     def open(self) -> bool:
         """Whether it needs no key. With a query it may tell more, which needs one."""
-        return self.path in ("/health", "/health/live")
+        return self.path in ("/", "/health", "/health/live")
 
     @property
     def enveloped(self) -> bool:

@@ -118,6 +118,18 @@ def test_without_the_page_there_is_none_of_it() -> None:
         assert client.get("/").status_code == client.get("/page/app.js").status_code == 401
 
 
+@pytest.mark.parametrize("page", ["on", "off"])
+def test_that_ollama_is_running_is_told_without_a_key_and_nothing_else_is(page: str) -> None:
+    with TestClient(make_app(page=page, ollama_root=True, api_key=("secret",))) as client:
+        assert client.get("/").text == "Ollama is running"
+        assert client.head("/").status_code == 200
+        assert client.post("/").status_code == client.get("/api/tags").status_code == 401
+        assert client.get("/page/app.js").status_code == (200 if page == "on" else 401)
+        browser = {"Accept": "text/html"}
+        assert client.get("/", headers=browser).status_code == 200
+        assert client.get("/openapi.json").status_code == 401
+
+
 def test_the_log_tells_of_its_files_only_to_who_debugs(
     client: TestClient, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,3 +139,13 @@ def test_the_log_tells_of_its_files_only_to_who_debugs(
     # The model is loaded meanwhile, and tells so.
     told = [record.levelname for record in caplog.records if record.name == "mlxsrv.access"]
     assert told == ["DEBUG", "DEBUG", "INFO", "INFO"]
+
+
+@pytest.mark.parametrize("page", ["on", "off"])
+def test_who_looks_for_ollama_is_in_the_log(page: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", logger="mlxsrv.access")
+    with TestClient(make_app(page=page, ollama_root=True)) as client:
+        client.get("/")
+        client.get("/", headers={"Accept": "text/html"})
+    told = [record.levelname for record in caplog.records if record.name == "mlxsrv.access"]
+    assert told == ["INFO", "DEBUG" if page == "on" else "INFO"]

@@ -106,6 +106,18 @@ def test_looking_and_lists_count_nowhere(client: httpx.Client) -> None:
     assert more(before, requests(client)) == dict.fromkeys(more(before, before), 0)
 
 
+def test_loading_and_unloading_as_ollama_does_count_nowhere(client: httpx.Client) -> None:
+    before = requests(client)
+    for path in ("/api/generate", "/api/chat", "/api/embed"):
+        for keep_alive in (0, -1):  # later tests find it loaded
+            asked = {"model": "t", "keep_alive": keep_alive, "stream": False}
+            client.post(path, json=asked, timeout=60).raise_for_status()
+    assert more(before, requests(client)) == dict.fromkeys(more(before, before), 0)
+    refused = client.post("/api/generate", json={"model": "t", "prompt": 1})
+    assert refused.status_code == 400
+    assert more(before, requests(client))["failed"] == 1
+
+
 def test_what_was_refused_is_told_without_its_text(client: httpx.Client) -> None:
     secret = "nobody-shall-read-this"
     before = requests(client)

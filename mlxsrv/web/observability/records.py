@@ -21,7 +21,7 @@ _KEY = "mlxsrv.record"
 class RequestRecord:
     """Everything that is known about one request so far."""
 
-    __slots__ = ("asked", "begun", "error", "model", "operation", "reply", "time", "tokens")
+    __slots__ = ("asked", "begun", "error", "model", "operation", "page", "reply", "time", "tokens")
 
     def __init__(self) -> None:
         self.time = time.time_ns()
@@ -31,6 +31,7 @@ class RequestRecord:
         self.model = ""
         self.reply: Reply | None = None
         self.tokens: int | None = None
+        self.page = False  # whether it is answered with a file of the page
         self.error: str | None = None
 
     def end(self, scope: Scope, status: int, request_id: str) -> RequestEnded:

@@ -19,6 +19,7 @@ from starlette.routing import BaseRoute, Match, Route
 from starlette.types import Scope
 
 from mlxsrv.errors import RouteNotFound
+from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import path_below_mount
 
 _FOLDER = "/page/"
@@ -103,7 +104,7 @@ class Page:
 
 
 def is_page(scope: Scope) -> bool:
-    """Whether the request asks for a file of the page, if there is one: it needs no key."""
+    """Whether the request asks for a file of the page, if there is one."""
     path = path_below_mount(scope)
     return scope["method"] in ("GET", "HEAD") and (path == "/" or path.startswith(_FOLDER))
 
@@ -124,6 +125,7 @@ def _page_file(content: bytes, name: str) -> PageFile:
 
 
 def _answer(request: Request, found: PageFile, more: Mapping[str, str]) -> Response:
+    record_of(request.scope).page = True
     headers = {**_HEADERS, **more, "ETag": found.etag}
     asked = request.headers.get("if-none-match", "")
     if found.etag in (tag.strip().removeprefix("W/") for tag in asked.split(",")):

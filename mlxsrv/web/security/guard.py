@@ -57,6 +57,7 @@ class Guard:
         limit = settings.rate_limit
         self._rates = rates if rates or limit is None else RateLimit(limit)
         self._page = settings.page == "on"
+        self._root = self._page or settings.ollama_root
         self._body_timeout = settings.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,12 +96,14 @@ class Guard:
         await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        """Whether the request needs no key: it asks only whether the server is well, or for a file
-        of the page, in which the key is then given."""
+        """Whether the request needs no key: it asks only whether the server is well or is there, or
+        for a file of the page, in which the key is then given."""
         path = path_below_mount(scope)
         if path == "/health":
             return not is_verbose(scope)
-        return path == "/health/live" or (self._page and is_page(scope))
+        if path == "/health/live":
+            return True
+        return is_page(scope) and (self._root if path == "/" else self._page)
 
 
 def _check_size(scope: Scope) -> None:
