@@ -23,8 +23,8 @@ from mlxsrv.generation.parameters import Constraint
 
 
 def nominal_seconds(work: Work) -> float:
-    """Return what a work is said to take: a pass 1 ms, and more for each token. Slices and proposals
-    follow from such times, so with these they are the same on every machine."""
+    """Return what a work is said to take: a pass takes 1 ms, and each token some more. Slices and
+    proposals follow from such times, so with these they are the same on every machine."""
     match work:
         case Decode():
             return 1e-3 + 1e-4 * (sum(work.proposals) + sum(map(len, work.guesses)))
