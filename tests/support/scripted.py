@@ -65,16 +65,21 @@ def cut(text: str, size: int, taken: Iterable[bytes] = ()) -> list[bytes]:
 
 
 def write_scripted(
-    folder: Path, script: Iterable[str | bytes], *, template: str | None = CHAT_TEMPLATE
+    folder: Path,
+    script: Iterable[str | bytes],
+    *,
+    template: str | None = CHAT_TEMPLATE,
+    **config: Any,
 ) -> Path:
     """Write a model that says `script` and ends; each piece is a token, and none comes twice.
 
     Args:
         script: pieces of text, in UTF-8 if taken together; a marker is a token of its own.
         template: for chats; None: the model has none.
+        config: changes to config.json, such as `max_position_embeddings`.
     """
     pieces = [piece.encode() if isinstance(piece, str) else piece for piece in script]
-    return _write(folder, [(b"\n", *pieces)], (), template, {})
+    return _write(folder, [(b"\n", *pieces)], (), template, config)
 
 
 def write_conversation(

@@ -3,6 +3,7 @@ usage as it grows, and timings."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -193,12 +194,12 @@ def test_prompt_scores_are_not_streamed(client: httpx.Client) -> None:
 def test_every_chunk_tells_usage_so_far(client: httpx.Client, path: str) -> None:
     body = chat() if path == CHAT else completion()
     options = {"include_usage": True, "continuous_usage_stats": True}
-    read = stream(client, body | {"stream_options": options}, path)
+    read = stream(client, body | {"stream_options": options, "return_token_ids": True}, path)
+    assert_counted(read, lambda chunk: chunk["usage"]["completion_tokens"])
     told = [chunk["usage"] for chunk in read.chunks]
     counts = [usage["completion_tokens"] for usage in told]
     assert counts == sorted(counts)
-    assert counts[-1] == 8
-    assert len(set(counts)) > 2
+    assert (counts[0], counts[-1]) == (0, 8)
     assert len({usage["prompt_tokens"] for usage in told}) == 1
     assert read.chunks[-1]["choices"] == []
     plain = stream(client, body | {"stream_options": {"include_usage": True}}, path)
@@ -206,6 +207,16 @@ def test_every_chunk_tells_usage_so_far(client: httpx.Client, path: str) -> None
         "prompt_tokens_details": told[-1]["prompt_tokens_details"]
     }
     assert all(chunk["usage"] is None for chunk in plain.chunks[:-1])
+
+
+def assert_counted(read: Streamed, count: Callable[[Body], int]) -> None:
+    """Each chunk with token ids counts the tokens so far, however many came together."""
+    tokens = 0
+    for chunk in read.chunks:
+        ids = [id for choice in chunk["choices"] for id in choice.get("token_ids", [])]
+        tokens += len(ids)
+        assert not ids or count(chunk) == tokens
+    assert tokens == 8
 
 
 def test_usage_so_far_needs_usage(client: httpx.Client) -> None:
@@ -223,16 +234,15 @@ def test_times_are_told_when_asked_for(client: httpx.Client, path: str, field: s
     body = (chat if path == CHAT else completion)(**{field: True})
     whole = ask(client, body, path)
     check_times(whole["timings"], whole["usage"])
-    read = stream(client, body, path)
+    read = stream(client, body | {"return_token_ids": True}, path)
     check_times(read.chunks[-1]["timings"], read.usage)
     told = [chunk["timings"] for chunk in read.chunks if "timings" in chunk]
     if field == "verbose":
         assert len(told) == 1
         return
-    assert len(told) >= len(read.chunks) - 1  # the first may come before the prompt is read
     counts = [each["predicted_n"] for each in told]
     assert counts == sorted(counts)
-    assert len(set(counts)) > 2
+    assert_counted(read, lambda chunk: chunk["timings"]["predicted_n"])
 
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])

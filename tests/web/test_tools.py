@@ -13,7 +13,17 @@ import httpx
 import openai
 import pytest
 
-from tests.support.client import CHAT, Body, Streamed, ask, chat, check_schema, refused, stream
+from tests.support.client import (
+    CHAT,
+    Body,
+    RawClient,
+    Streamed,
+    ask,
+    chat,
+    check_schema,
+    refused,
+    stream,
+)
 from tests.support.effort import often
 from tests.support.scripted import cut, write_scripted
 from tests.support.serving import Server, serving
@@ -68,8 +78,8 @@ SCRIPTS: dict[str, tuple[str, int]] = {
 
 @pytest.fixture(scope="module")
 def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of the demo model, of models that say SCRIPTS, of one whose markers are
-    tokens, and of three that know no tools."""
+    """A server of the demo model, of models that say SCRIPTS, of one that begins a
+    call, of one whose markers are tokens, and of three that know no tools."""
     folder = tmp_path_factory.mktemp("tools")
     models = {
         name: write_scripted(
@@ -79,6 +89,10 @@ def calling(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         )
         for name, (text, size) in SCRIPTS.items()
     }
+    begun, _, _ = marked(call("get_weather", PARIS)).partition("ris")
+    models["endless"] = write_scripted(
+        folder / "endless", cut(begun, 3), max_position_embeddings=1_000_000
+    )
     marks = ["Hm:", "<tool_call>", call("get_weather", PARIS), "</tool_call>"]
     models |= {"marks": write_scripted(folder / "marks", marks), **_without_tools(folder)}
     arguments = [part for name, path in models.items() for part in ("--model", f"{name}={path}")]
@@ -298,13 +312,16 @@ def test_calls_in_any_pieces(
     }
 
 
-def test_arguments_are_streamed_while_they_are_written(client: httpx.Client) -> None:
-    pieces = [
-        delta["function"]["arguments"]
-        for chunk in stream(client, asking(model="one")).chunks
-        for delta in chunk["choices"][0]["delta"].get("tool_calls", [])
-    ]
-    assert len(pieces) > 10  # of some 25 tokens: a late reader gets two in one chunk
+def test_arguments_are_streamed_while_they_are_written(
+    calling: Server, client: httpx.Client
+) -> None:
+    """Those of a call that never ends, so none of them waits for the end."""
+    [end] = ask(client, {"model": "endless", "prompt": "<|im_end|>"}, "/tokenize")["tokens"]
+    never = {"max_tokens": 900_000, "logit_bias": {str(end): -100}}
+    with RawClient(calling, asking(model="endless", stream=True, **never)) as raw:
+        raw.until(rb'(?s)("arguments":"!.*){3}')
+        pieces = re.findall(rb'"arguments":("(?:[^"\\]|\\.)*")', raw.data)
+    assert "".join(map(json.loads, pieces)).startswith('{"city": "Pa!')
 
 
 def test_without_parallel_calls_the_first_ends_the_answer(client: httpx.Client) -> None:
