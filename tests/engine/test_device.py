@@ -13,7 +13,8 @@ import pytest
 
 from mlxsrv.engine.events import Failed, JobEvent, Progress, PromptRead, Started, Token
 from mlxsrv.engine.orders import Embed
-from tests.support.device import Listener, generate, job, load, numbers, open_client, run
+from mlxsrv.engine.plans import Admit
+from tests.support.device import Listener, gate, generate, job, load, numbers, open_client, run
 from tests.support.fixtures import ModelFolder
 
 
@@ -94,10 +95,11 @@ def test_an_id_is_given_to_one_job_at_a_time(model_folder: ModelFolder) -> None:
     async def test() -> None:
         async with open_client() as client:
             await client.load(load(model_folder("qwen3")))
-            first, other = job(30), asyncio.ensure_future(generate(client, job(30)))
+            first, other = job(100_000), asyncio.ensure_future(generate(client, job(30)))
             client.submit(first, Listener())
             heard = await generate(client, first)
             assert isinstance(heard.events[-1], Failed)
+            client.cancel(first.id)
             assert len((await other).tokens) == 30
 
     run(test)
@@ -141,7 +143,11 @@ def test_one_call_of_the_loop_brings_the_tokens_of_all_rows(model_folder: ModelF
                 receive(events)
 
             mailbox.deliver = counted
-            await asyncio.gather(*(generate(client, job(50)) for _ in range(4)))
+            with gate(Admit) as held:  # so that none is far ahead of the others
+                asked = [asyncio.ensure_future(generate(client, job(50))) for _ in range(4)]
+                await held.reached()
+                held.open()
+                await asyncio.gather(*asked)
             assert sum(batches) == 200
             assert sum(size == 4 for size in batches) >= 40
 

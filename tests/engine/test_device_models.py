@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -10,27 +11,46 @@ import pytest
 
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.events import Failed
+from mlxsrv.engine.outcomes import Outcome
+from mlxsrv.engine.plans import Decode, LoadSlice, Work
+from mlxsrv.engine.runner import Runner
 from mlxsrv.errors import ModelNotLoaded, ShuttingDown
 from mlxsrv.generation.parameters import Constraint, Grammar
-from tests.support.device import Listener, generate, job, load, open_client, run
+from tests.support.device import Listener, gate, generate, job, load, open_client, run
 from tests.support.fixtures import ModelFolder
 
 
 @pytest.mark.slow
-def test_streams_go_on_beside_a_load(model_folder: ModelFolder) -> None:
+def test_streams_go_on_beside_a_load(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between any two slices of the load there is a step of the stream, however fast each is."""
+    done: list[type[Work]] = []
+    run_work = Runner.run
+
+    def note_and_run(runner: Runner, work: Work) -> Outcome:
+        done.append(type(work))
+        return run_work(runner, work)
+
     async def test() -> None:
         async with open_client() as client:
             await client.load(load(model_folder("qwen3")))
-            heard = Listener()
-            client.submit(job(800), heard)
+            asked = job(100_000)
+            client.submit(asked, heard := Listener())
             await heard.began.wait()
-            await client.load(load(model_folder("llama"), "other"))
-            assert len(heard.tokens) < 800
+            with monkeypatch.context() as watched:
+                watched.setattr(Runner, "run", note_and_run)
+                await client.load(load(model_folder("llama"), "other"))
             assert len((await generate(client, job(5, "other"))).tokens) == 5
-            await heard.ended.wait()
-            assert len(heard.tokens) == 800
+            client.cancel(asked.id)
+            begun = heard.tokens[:100]
+            assert (await generate(client, job(len(begun)))).tokens == begun
 
     run(test)
+    slices = [place for place, kind in enumerate(done) if kind is LoadSlice]
+    assert len(slices) > 2
+    for before, after in pairwise(slices):
+        assert Decode in done[before:after]
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "config"])
@@ -88,13 +108,17 @@ def test_a_model_may_be_unloaded_while_it_loads(model_folder: ModelFolder) -> No
     async def test() -> None:
         async with open_client() as client:
             before = (await client.report()).active_bytes
-            loading = asyncio.create_task(client.load(load(model_folder("qwen3"))))
-            await asyncio.sleep(0)
-            with pytest.raises(ModelNotLoaded, match="is being loaded"):
-                await client.load(load(model_folder("qwen3")))
-            client.unload("m")
-            with pytest.raises(ModelNotLoaded, match="was unloaded"):
-                await loading
+            with gate(LoadSlice) as held:
+                loading = asyncio.create_task(client.load(load(model_folder("qwen3"))))
+                await held.reached()
+                again = asyncio.create_task(client.load(load(model_folder("qwen3"))))
+                await asyncio.sleep(0)  # its order is sent
+                client.unload("m")
+                held.open()
+                with pytest.raises(ModelNotLoaded, match="is being loaded"):
+                    await again
+                with pytest.raises(ModelNotLoaded, match="was unloaded"):
+                    await loading
             assert (await client.report()).active_bytes - before < 4096
             await client.load(load(model_folder("qwen3")))
             with pytest.raises(ModelNotLoaded, match="there is a model of this name"):
@@ -147,13 +171,22 @@ def test_free_buffers_are_given_back_once_there_is_no_work(model_folder: ModelFo
     async def test() -> None:
         async with open_client() as client:
             await client.load(load(model_folder("qwen3")))
-            await generate(client, job(max_tokens=50))
+            asked = job(100_000)
+            client.submit(asked, heard := Listener())
+            await heard.began.wait()
             assert (await client.report()).cache_bytes > 0
-            await asyncio.sleep(1)
-            assert (await client.report()).cache_bytes == 0
+            client.cancel(asked.id)
+            await _wait_for_release(client)
             assert len((await generate(client, job(max_tokens=50))).tokens) == 50
 
     run(test)
+
+
+async def _wait_for_release(client: EngineClient) -> None:
+    """Look so seldom that the thread may rest meanwhile. `run` limits the time."""
+    if (await client.report()).cache_bytes > 0:
+        await asyncio.sleep(1)
+        await _wait_for_release(client)
 
 
 def test_a_client_that_is_closed_holds_nothing(model_folder: ModelFolder) -> None:
@@ -189,8 +222,8 @@ def test_a_closed_loop_does_not_stop_the_thread(model_folder: ModelFolder) -> No
     async def leave() -> None:
         client = EngineClient.open()  # neither closed nor cancelled: the loop just ends
         await client.load(load(model_folder("qwen3")))
-        client.submit(job(100_000), Listener())
-        await asyncio.sleep(0.05)
+        client.submit(job(100_000), heard := Listener())
+        await heard.began.wait()
 
     run(leave)
 

@@ -77,13 +77,14 @@ async def main():
     client = EngineClient.open()
     await client.load(load("m"))
     heard = []
-    ended = asyncio.Event()
+    began, ended = asyncio.Event(), asyncio.Event()
     def receive(event):
         heard.append(event)
+        began.set()
         if isinstance(event, Failed):
             ended.set()
     client.submit(Job(1, "m", (5, 6), 100_000, frozenset(), Sampling()), receive)
-    await asyncio.sleep(0.2)
+    await asyncio.wait_for(began.wait(), 20)
     device_memory.report = deadly
     try:
         await asyncio.wait_for(client.report(), 10)
@@ -143,8 +144,9 @@ def load(name):
 async def main():
     client = EngineClient.open()
     await client.load(load("m"))
-    client.submit(Job(1, "m", (5, 6), 10**9, frozenset(), Sampling()), lambda event: None)
-    await asyncio.sleep(0.2)
+    began = asyncio.Event()
+    client.submit(Job(1, "m", (5, 6), 10**9, frozenset(), Sampling()), lambda event: began.set())
+    await asyncio.wait_for(began.wait(), 20)
 
 asyncio.run(main())
 print("bye")
@@ -164,8 +166,9 @@ def test_a_process_can_end_while_the_thread_works(model_folder: ModelFolder) -> 
 
 
 CLOSED_EXIT = """
-import asyncio, sys, time
+import asyncio, sys, threading, time
 from mlxsrv.engine.client import EngineClient
+from mlxsrv.engine.device import DeviceThread
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.loading import device_memory
 from mlxsrv.engine.orders import Job, Load
@@ -185,9 +188,15 @@ async def main():
             drawn.set()
     client.submit(Job(1, "m", tuple(range(5, 105)), 10**9, frozenset(), Sampling()), receive)
     await asyncio.wait_for(drawn.wait(), 20)
-    device_memory.report = lambda: time.sleep(1)  # until the process is at its end
+    held = threading.Event()
+    inbox = DeviceThread.shared()._inbox
+    def wait_for_the_end():  # that the client closes, and that the process is at its end
+        held.set()
+        while inbox.qsize() < 2:
+            time.sleep(0.001)
+    device_memory.report = wait_for_the_end
     asyncio.ensure_future(client.report())
-    await asyncio.sleep(0.2)
+    assert await asyncio.to_thread(held.wait, 20)
     client.close()
 
 asyncio.run(main())

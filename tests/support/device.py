@@ -4,17 +4,61 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.events import Failed, JobEvent, Token
 from mlxsrv.engine.orders import Job, Load
+from mlxsrv.engine.outcomes import Outcome
+from mlxsrv.engine.plans import Work
+from mlxsrv.engine.runner import Runner
 from mlxsrv.generation.parameters import Sampling
+from tests.support.serving import PATIENCE
 
 numbers = itertools.count(1)
+
+
+class Gate:
+    """Holds the device thread at the works of some kind, from the first until it is opened."""
+
+    def __init__(self) -> None:
+        self._reached, self._opened = threading.Event(), threading.Event()
+
+    async def reached(self) -> None:
+        """Wait until the device thread is held."""
+        assert await asyncio.to_thread(self._reached.wait, PATIENCE), "no such work was begun"
+
+    def open(self) -> None:
+        self._opened.set()
+
+    def hold(self) -> None:
+        """Wait until it is opened, on the device thread."""
+        self._reached.set()
+        assert self._opened.wait(PATIENCE), "the gate was never opened"
+
+
+@contextmanager
+def gate(kind: type[Work]) -> Iterator[Gate]:
+    """A gate before works of this kind. It is open at the latest when the test is over."""
+    made, run_work = Gate(), Runner.run
+
+    def hold_and_run(runner: Runner, work: Work) -> Outcome:
+        if isinstance(work, kind):
+            made.hold()
+        return run_work(runner, work)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Runner, "run", hold_and_run)
+        try:
+            yield made
+        finally:
+            made.open()
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

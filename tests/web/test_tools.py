@@ -317,7 +317,7 @@ def test_arguments_are_streamed_while_they_are_written(
 ) -> None:
     """Those of a call that never ends, so none of them waits for the end."""
     [end] = ask(client, {"model": "endless", "prompt": "<|im_end|>"}, "/tokenize")["tokens"]
-    never = {"max_tokens": 900_000, "logit_bias": {str(end): -100}}
+    never: Body = {"max_tokens": 900_000, "logit_bias": {str(end): -100}}
     with RawClient(calling, asking(model="endless", stream=True, **never)) as raw:
         raw.until(rb'(?s)("arguments":"!.*){3}')
         pieces = re.findall(rb'"arguments":("(?:[^"\\]|\\.)*")', raw.data)
