@@ -315,7 +315,7 @@ def test_calls_in_any_pieces(
 def test_arguments_are_streamed_while_they_are_written(
     calling: Server, client: httpx.Client
 ) -> None:
-    """Those of a call that never ends, so none of them waits for the end."""
+    """The call never ends, so none of them waits for its end."""
     [end] = ask(client, {"model": "endless", "prompt": "<|im_end|>"}, "/tokenize")["tokens"]
     never: Body = {"max_tokens": 900_000, "logit_bias": {str(end): -100}}
     with RawClient(calling, asking(model="endless", stream=True, **never)) as raw:
