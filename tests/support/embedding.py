@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, cast
@@ -30,22 +30,31 @@ from mlxsrv.generation.outputs import Vectors
 
 
 def run_slice(
-    schedule: EmbedSchedule, embedder: Embedder, *, decoding: bool = False, beside: bool = False
+    schedule: EmbedSchedule,
+    embedder: Embedder,
+    *,
+    decoding: bool = False,
+    beside: bool = False,
+    clock: Callable[[], float] = perf_counter,
 ) -> list[Event]:
     """Do a round's work: the jobs that came and went, and a slice if there is one."""
     events: list[Event] = []
     for work in schedule.take_changes():
-        events += schedule.settle(work, do(work, embedder))
+        events += schedule.settle(work, do(work, embedder, clock))
     schedule.budget.arrange()
     slice = schedule.plan(decoding=decoding, beside=beside)
     if slice is not None:
-        events += schedule.settle(slice, do(slice, embedder))
+        events += schedule.settle(slice, do(slice, embedder, clock))
     return events
 
 
-def do(work: AdmitTexts | EmbedSlice | ReleaseTexts, embedder: Embedder) -> Outcome:
+def do(
+    work: AdmitTexts | EmbedSlice | ReleaseTexts,
+    embedder: Embedder,
+    clock: Callable[[], float] = perf_counter,
+) -> Outcome:
     """Do one work, and measure it."""
-    began = perf_counter()
+    began = clock()
     done: TextsRead | None = None
     fault = None
     try:
@@ -58,7 +67,7 @@ def do(work: AdmitTexts | EmbedSlice | ReleaseTexts, embedder: Embedder) -> Outc
                 done = embedder.embed(work)
     except Exception as error:
         fault = Fault(describe_error(error))
-    return Outcome(began, perf_counter(), done, fault)
+    return Outcome(began, clock(), done, fault)
 
 
 Texts = tuple[tuple[int, ...], ...]

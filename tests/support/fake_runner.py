@@ -95,10 +95,11 @@ class FakeTexts:
     def _note_peak(self, work: EmbedSlice) -> None:
         """Note what a work takes: the pass, and what there is of a text in several slices."""
         [only], text = self.passes(work), work.texts[0]
-        taken = self._facts.pass_bytes(only.rows * only.tokens, only.tokens)
-        step = self._facts.pass_bytes(self._slice, self._slice)
-        whole = (text.begin, text.end) == (0, len(self._jobs[text.job].texts[text.index]))
-        self._peak = max(taken - step, 0) + (0 if whole else self._measure(text.end))
+        beyond = max(only.rows * only.tokens - self._slice, 0)
+        # The tokens of a part attend to all before them as well.
+        self._peak = self._facts.pass_bytes(beyond, max(each.end for each in work.texts))
+        if (text.begin, text.end) != (0, len(self._jobs[text.job].texts[text.index])):
+            self._peak += self._measure(text.end)
 
     def _measure(self, tokens: int) -> int:
         cache = sum(cost.bytes(tokens) for cost in self._facts.kv_costs)

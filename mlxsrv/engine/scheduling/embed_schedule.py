@@ -163,7 +163,7 @@ class EmbedSchedule:
         limit, most = self._limit()
         parts = [(text, 0, text.length) for text in self._choose(limit, most)]
         if not parts:
-            parts = [self._queue.read_on(limit)]
+            parts = [self._queue.read_on(self._fit_part(limit))]
         return EmbedSlice(
             model=self._model,
             texts=tuple(TextSpan(text.job, text.place, begin, end) for text, begin, end in parts),
@@ -188,13 +188,20 @@ class EmbedSchedule:
             fitting = 0 if self._rate is None else int(_SECONDS * self._rate)
             most = max(limit, min(fitting, _MOST_TOKENS))
             most = self._memory.fit_pass(most, limit, self.budget.free)
-            whole = min(most, _MOST_WHOLE)
-            return self._memory.fit_pass(whole, _MOST_WHOLE, self.budget.free), most
+            return min(most, _MOST_WHOLE), most
         if self._queue.begun or self._queue.tokens > limit:
             # It takes many slices, and streams must not be slow all that time.
             limit = self._pace.limit(decoding=decoding, long=True, beside=beside)
             limit = limit if decoding else max(_LEAST, limit // _BESIDE)
         return limit, limit
+
+    def _fit_part(self, limit: int) -> int:
+        """The tokens of the next part of the long text: so many, as far as there is room. They
+        attend to all before them, so a later part works with more."""
+        text = self._queue.long
+        assert text is not None, "nobody asks where there is none"
+        end = min(self._queue.long_done + limit, text.length)
+        return self._memory.fit_pass(limit, end, self.budget.free)
 
     def _count_off(self, ended: Iterable[int]) -> tuple[int, ...]:
         """Note that a slice takes a text of each of these jobs to its end. Returns those that have

@@ -70,8 +70,9 @@ class TextQueue:
         self.long: QueuedText | None = None
         self.next_long: QueuedText | None = None
         """A large text that is the long one next."""
+        self.long_done = 0
+        """Tokens of the long text that were taken."""
         self._most = most
-        self._long_done = 0  # tokens of it that were taken
         self._slices = slices
         self._turns: deque[int] = deque()  # ids of the jobs, in turn
         self._large: deque[int] = deque()  # ids of the jobs that have large texts, in turn
@@ -146,7 +147,7 @@ class TextQueue:
             most: the most tokens of a slice, padding included; one text may have more.
         """
         if self.long is None and self.next_long is not None:
-            self.long, self._long_done, self.next_long = self.next_long, 0, None
+            self.long, self.long_done, self.next_long = self.next_long, 0, None
             self._long_is_next = True
         if self.long is not None and self._long_is_next:
             self._long_is_next = False
@@ -158,7 +159,7 @@ class TextQueue:
         end = bisect_right(self._waiting, first)
         if self._slices and first.length > limit:
             self._take(end - 1, end)
-            self.long, self._long_done = first, 0
+            self.long, self.long_done = first, 0
             self._long_is_next = False
             return []
         start, real = end - 1, first.length
@@ -175,11 +176,11 @@ class TextQueue:
         in several slices: the text, the first token's place in it, and the last one's, exclusive.
         Once it has ended there is no long text."""
         assert self.long is not None, "nobody asks where there is none"
-        text, begin = self.long, self._long_done
-        self._long_done = min(begin + limit, text.length) if self._slices else text.length
-        if self._long_done == text.length:
+        text, begin = self.long, self.long_done
+        self.long_done = min(begin + limit, text.length) if self._slices else text.length
+        if self.long_done == text.length:
             self.long = None
-        return text, begin, self._long_done
+        return text, begin, self.long_done
 
     def _take(self, start: int, end: int) -> list[QueuedText]:
         texts = self._waiting[start:end]

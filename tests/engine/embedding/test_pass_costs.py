@@ -4,6 +4,8 @@ within a budget."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +31,7 @@ from tests.support.embedding import run_slice
 from tests.support.encoders import CONFIGS
 from tests.support.fixtures import ModelFolder
 from tests.support.heavy import write_heavy
-from tests.support.tiny import FAMILIES
+from tests.support.tiny import FAMILIES, write_model
 
 LENGTH = 256
 CHUNK = 64
@@ -80,7 +82,9 @@ def test_a_pass_of_an_encoder(name: str, kind: type[Encoder]) -> None:
 
 
 def check_budget(model: EmbeddingModel, folder: Path, lengths: Sequence[int], slots: int) -> None:
-    """Embed texts within a budget, and look at MLX's peak."""
+    """Embed texts within a budget, and look at MLX's peak. By the clock each work takes a
+    millisecond, so slices are as large as the budget allows."""
+    clock = partial(next, count(0.0, 0.001))
     embedder = Embedder(model, folder, "m")
     step = embedder.facts.pass_bytes(CHUNK, max(lengths))
     schedule = EmbedSchedule(1, embedder.facts, Pace(CHUNK, 1.0))
@@ -92,10 +96,12 @@ def check_budget(model: EmbeddingModel, folder: Path, lengths: Sequence[int], sl
         order = Embed(len(events), "m", texts, (1,) * len(texts) if model.labels else ())
         schedule.submit(order)
         while not schedule.idle:
-            events.extend(run_slice(schedule, embedder))
+            events.extend(run_slice(schedule, embedder, clock=clock))
 
     embed()
-    assert measure(embed) <= budget + step
+    taken = measure(embed)
+    assert taken <= budget + step
+    assert budget <= 4 * taken, "the budget is used"
     assert all(isinstance(event, Embedded) for event in events)
     assert len(events) == 2
 
@@ -111,3 +117,11 @@ def test_texts_of_an_encoder_stay_within_the_budget(
 def test_texts_of_a_decoder_stay_within_the_budget(tmp_path: Path) -> None:
     model: Any = load_model(write_heavy(tmp_path))[0]
     check_budget(EmbeddingDecoder(model), tmp_path, (*[20] * 200, 1000), slots=8)
+
+
+@pytest.mark.slow
+def test_a_long_text_of_a_decoder_stays_within_the_budget(tmp_path: Path) -> None:
+    """Most of the budget is for attention, which is wide where the text ends."""
+    small: Any = {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 8}
+    model: Any = load_model(write_model(tmp_path, "qwen3", **small))[0]
+    check_budget(EmbeddingDecoder(model), tmp_path, (*[20] * 200, 5000), slots=8)

@@ -181,6 +181,21 @@ def test_small_texts_share_a_pass_as_large_as_there_is_room_for(slots: float, mo
     assert max(sizes) == most
 
 
+def test_a_long_text_is_read_in_parts_for_whose_attention_there_is_room() -> None:
+    """Each part attends to all before it, so the later it is, the fewer tokens it has."""
+    tokens, room = 30_000, 40
+    facts = msgspec.structs.replace(DECODER, score_bytes=1)
+    bench = bounded((tokens + STEP) / STEP + room, facts)
+    bench.embed(texts(1, 300))
+    bench.finish()
+    bench.embed(texts(2, tokens))
+    bench.finish()  # the runner looks at each part's bytes
+    sizes = [end - begin for begin, end in read(bench, 2)[:-1]]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > 2 * sizes[-1]
+    assert (sizes[-1] + 1 - CHUNK) * tokens > room * SLOT / 2, "the room is used"
+
+
 def test_texts_of_two_models_do_not_take_the_same_memory() -> None:
     bench = bounded(3, max_gap=0.001, models="mn")
     bench.submit(job(1, 20, 100))

@@ -23,7 +23,9 @@ from tests.support.scheduling import Bench, JobLog
 from tests.support.situations import ORDER
 
 ACTIONS = ("submit", "submit", "submit", "follow", "embed", "cancel", "budget")
-DECODER = EmbedFacts(slices=True, kv_costs=(KVCost(300),), hidden_bytes=8, token_bytes=300)
+DECODER = EmbedFacts(
+    slices=True, kv_costs=(KVCost(300),), hidden_bytes=8, token_bytes=300, score_bytes=1
+)
 ENCODER = EmbedFacts(slices=False, token_bytes=200, score_bytes=1)
 
 
