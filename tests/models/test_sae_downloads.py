@@ -201,7 +201,7 @@ def test_a_download_stops(
     remote: Hub, repository: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     remote.add("org/saes", repository)
-    remote.drip(f"{HOOK}/sae_weights.safetensors", 0.05)
+    remote.hold(f"{HOOK}/sae_weights.safetensors", at=1)
     saes = library(allow_download=True)
     ended: list[object] = []
     fetch = SAEPlace.fetch
@@ -238,7 +238,7 @@ def test_a_few_downloads_run_at_once_and_a_waiting_one_can_be_forgotten(
 ) -> None:
     weights = [f"blocks.{layer}.hook_resid_post/sae_weights.safetensors" for layer in (0, 1)]
     for path in weights:
-        remote.drip(path, 0.1)
+        remote.hold(path, at=1)
     remote.add("org/saes", repository)
     saes = library(allow_download=True)
 
@@ -248,6 +248,8 @@ def test_a_few_downloads_run_at_once_and_a_waiting_one_can_be_forgotten(
         await until(lambda: set(weights) <= set(sent(remote)))
         assert not [path for path in sent(remote) if not path.startswith("blocks.")]
         saes.forget("org--saes--layers.2")
+        for path in weights:
+            remote.hurry(path)
         await asyncio.gather(*(settled(saes, known.id) for known in list(saes)))
         await saes.close()
 

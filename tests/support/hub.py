@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 from tests.support.serving import environment, hosted
 
 _CHUNK = 16 * 1024
+_LOOK = 0.02  # seconds between two bytes of an answer that is held
 
 
 class File(msgspec.Struct, frozen=True):
@@ -83,6 +83,8 @@ class Fault(msgspec.Struct):
     """A fault of a file, for so many answers; None: for good."""
 
     drop_at: int | None = None
+    hold_at: int | None = None
+    still: bool = False
     silent: bool = False
     pause: float = 0.0
     content: bytes | None = None
@@ -97,6 +99,13 @@ class Fault(msgspec.Struct):
         if self.times is not None:
             self.times -= 1
         return True
+
+    def hurry(self) -> None:
+        self.pause, self.hold_at = 0.0, None
+
+    def holds(self, end: int) -> bool:
+        """Whether to send nothing behind this byte for now."""
+        return self.hold_at is not None and end >= self.hold_at
 
 
 class Hub:
@@ -161,9 +170,15 @@ class Hub:
         """Wait so many seconds after each 16 KiB."""
         self._faults[path] = Fault(pause=pause)
 
+    def hold(self, path: str, at: int, *, still: bool = False) -> None:
+        """Send the file up to about this byte, and the rest once `hurry` or `mend` is called. Until
+        then a byte comes now and then, for a client looks whether it is to stop when some come; or
+        none comes where it is `still`."""
+        self._faults[path] = Fault(hold_at=at, still=still)
+
     def hurry(self, path: str) -> None:
         """Wait no more, in answers under way as well."""
-        self._faults[path].pause = 0.0
+        self._faults[path].hurry()
 
     def corrupt(self, path: str) -> None:
         """Serve as many bytes, one of them wrong."""
@@ -187,6 +202,8 @@ class Hub:
 
     def mend(self) -> None:
         """Have nothing wrong any more, and forget what was asked."""
+        for fault in self._faults.values():
+            fault.hurry()
         self._faults.clear()
         self._gated.clear()
         self.asked.clear()
@@ -303,20 +320,27 @@ class _Bytes(Response):
                 "headers": self.raw_headers,
             }
         )
-        for chunk in self._chunks():
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            self._sent.count += len(chunk)
-            if self._fault.pause and await _has_left(receive, self._fault.pause):
-                return
+        if await self._send_all(receive, send):
+            return
         if self._fault.drop_at is None or self._fault.silent:
             await send({"type": "http.response.body", "body": b""})
 
-    def _chunks(self) -> Iterator[bytes]:
-        content = self._content
-        if self._fault.drop_at is not None:
-            content = content[: max(self._fault.drop_at - self._sent.start, 0)]
-        for i in range(0, len(content), _CHUNK):
-            yield content[i : i + _CHUNK]
+    async def _send_all(self, receive: Receive, send: Send) -> bool:
+        """Send the bytes at the pace that the fault allows. Returns whether the client has left."""
+        content, at, fault = self._content, 0, self._fault
+        if fault.drop_at is not None:
+            content = content[: max(fault.drop_at - self._sent.start, 0)]
+        while at < len(content):
+            held = fault.holds(self._sent.start + at)
+            if not (held and fault.still):
+                chunk = content[at : at + (1 if held else _CHUNK)]
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                at += len(chunk)
+                self._sent.count += len(chunk)
+            pause = _LOOK if held else fault.pause
+            if pause and await _has_left(receive, pause):
+                return True
+        return False
 
 
 async def _has_left(receive: Receive, seconds: float) -> bool:

@@ -160,7 +160,7 @@ def test_a_later_download_goes_on_where_it_was(
 @pytest.mark.slow
 def test_a_killed_download_goes_on_where_it_was(hub: Hub, cache: Path, model: Path) -> None:
     hub.add(TINY.id, model)
-    hub.drip(WEIGHTS, pause=0.2)
+    hub.hold(WEIGHTS, at=100_000)
     content = (model / WEIGHTS).read_bytes()
     name = f"{hashlib.sha256(content).hexdigest()}.incomplete"
     partial = cache / "models--org--tiny" / "blobs" / name
@@ -195,10 +195,16 @@ def test_a_caller_can_stop_it(hub: Hub, cache: Path, model: Path) -> None:
 
 def test_two_at_once_download_once(hub: Hub, model: Path) -> None:
     hub.add(TINY.id, model)
-    hub.drip(WEIGHTS, pause=0.005)
+    hub.hold(WEIGHTS, at=100_000)
+    commit = f"GET /api/models/{TINY.id}/revision/main"
     with ThreadPoolExecutor() as pool:
-        folders = list(pool.map(fetch, [TINY, TINY]))
-    assert folders[0] == folders[1]
+        begun = [pool.submit(fetch, TINY) for _ in range(2)]
+        try:
+            wait_for(lambda: ranges(hub, WEIGHTS), why="one of them fetches")
+            wait_for(lambda: hub.asked.count(commit) == 2, why="so does the other")
+        finally:
+            hub.hurry(WEIGHTS)
+    assert begun[0].result() == begun[1].result()
     assert sorted(sent.path for sent in hub.sent) == sorted(files(model))
 
 
