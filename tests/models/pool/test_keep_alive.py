@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from math import inf
 from pathlib import Path
+from time import monotonic
 
-import pytest
-
+from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.pool import Pool
+from tests.support.device import gate
 from tests.support.pool_models import folder, log
 from tests.support.pools import Log, entry, loaded, opened, run, until, use
 
@@ -39,6 +40,14 @@ def seconds_left(pool: Pool, name: str) -> float | None:
     model = pool.model(name)
     assert model is not None
     return pool.seconds_left(model)
+
+
+def assert_left(pool: Pool, seconds: float, begun: float) -> None:
+    """Model `a` goes so many seconds after a moment between `begun` and now."""
+    left = seconds_left(pool, "a")
+    assert left is not None
+    assert seconds - (monotonic() - begun) <= left + 1e-6
+    assert left <= seconds
 
 
 def test_a_model_that_is_kept_for_no_time_goes_at_once(folder: Path, log: Log) -> None:
@@ -69,11 +78,15 @@ def test_a_time_counts_from_the_end_of_the_last_request(folder: Path) -> None:
     async def test() -> None:
         async with opened(folder, idle_timeout=1000) as pool:
             await use(pool, "a")
-            assert seconds_left(pool, "a") == pytest.approx(1000, abs=5)
-            await keep(pool, "a", 300)
-            assert seconds_left(pool, "a") == pytest.approx(300, abs=5)
+            begun = monotonic()
             await use(pool, "a")
-            assert seconds_left(pool, "a") == pytest.approx(300, abs=5), "it stays as it was said"
+            assert_left(pool, 1000, begun)
+            begun = monotonic()
+            await keep(pool, "a", 300)
+            assert_left(pool, 300, begun)
+            begun = monotonic()
+            await use(pool, "a")
+            assert_left(pool, 300, begun)  # it stays as it was said
             await keep(pool, "a", 0.05)
             await until(lambda: loaded(pool) == set(), "a goes")
 
@@ -140,9 +153,11 @@ def test_unloading_is_done_at_once_or_after_the_last_user(folder: Path, log: Log
 def test_a_model_that_loads_is_unloaded_after_who_waits_for_it(folder: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
-            waiting = asyncio.create_task(use(pool, "a"))
-            await until(lambda: pool.model("a") is not None, "a is asked for")
-            pool.unload("a")
+            with gate(LoadSlice) as held:
+                waiting = asyncio.create_task(use(pool, "a"))
+                await held.reached()
+                pool.unload("a")
+                assert log.moves == []
             await waiting
             await until(lambda: log.moves == ["+a", "-a"], "a goes")
 
@@ -163,11 +178,19 @@ def test_a_request_that_comes_in_time_keeps_the_model(folder: Path, log: Log) ->
 
 def test_the_wait_for_a_load_is_measured(folder: Path) -> None:
     async def test() -> None:
-        async with (
-            opened(folder) as pool,
-            using(pool, "a", None) as first,
-            using(pool, "a", None) as second,
-        ):
-            assert first.load_seconds > 10 * second.load_seconds
+        async with opened(folder) as pool:
+            with gate(LoadSlice) as held:
+                first = pool.lease(entry(pool, "a"))
+                entering = asyncio.create_task(first.enter())
+                await held.reached()
+                begun = monotonic()
+                await asyncio.sleep(0.05)
+                waited = monotonic() - begun
+            await entering
+            assert first.load_seconds >= waited
+            begun = monotonic()
+            async with using(pool, "a", None) as second:
+                assert second.load_seconds <= monotonic() - begun
+            first.release()
 
     run(test)

@@ -16,9 +16,11 @@ from typing import Any
 
 import pytest
 
+from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.errors import InsufficientMemory, ModelNotLoaded, Overloaded, ShuttingDown
 from mlxsrv.models.pool.model import LoadState
 from mlxsrv.models.pool.pool import Pool
+from tests.support.device import gate
 from tests.support.pool_models import folder, log
 from tests.support.pools import (
     PATIENCE,
@@ -70,12 +72,14 @@ def test_those_who_wait_for_a_load_enter_in_their_order(folder: Path) -> None:
 def test_the_first_who_waits_may_leave_and_the_others_still_get_it(folder: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
-            first = ask(pool, "a")
-            await until(lambda: pool.model("a"), "it is asked for")
-            others = [ask(pool, "a") for _ in range(3)]
-            await asyncio.sleep(0)
-            first.cancel()
-            await asyncio.gather(*others)
+            with gate(LoadSlice) as held:
+                first = ask(pool, "a")
+                await held.reached()
+                others = [ask(pool, "a") for _ in range(3)]
+                await asyncio.sleep(0)
+                first.cancel()
+                held.open()
+                await asyncio.gather(*others)
             assert first.cancelled()
             assert log.moves == ["+a"]
 
@@ -85,9 +89,12 @@ def test_the_first_who_waits_may_leave_and_the_others_still_get_it(folder: Path,
 def test_a_load_that_all_have_left_is_there_for_the_next(folder: Path, log: Log) -> None:
     async def test() -> None:
         async with opened(folder) as pool:
-            only = ask(pool, "a")
-            await until(lambda: (model := pool.model("a")) and model.has_memory, "it is loading")
-            only.cancel()
+            with gate(LoadSlice) as held:
+                only = ask(pool, "a")
+                await held.reached()
+                only.cancel()
+                await asyncio.wait([only])
+                assert only.cancelled()
             await use(pool, "a")
             assert log.moves == ["+a"]
 
@@ -441,7 +448,10 @@ def test_requests_come_and_go_in_any_order(folder: Path, options: Fields) -> Non
                 tasks.append(asyncio.create_task(request(pool, name, dice.random() * 0.02)))
                 if dice.random() < 0.3:
                     dice.choice(tasks[-8:]).cancel()
-            done, hanging = await asyncio.wait(tasks, timeout=PATIENCE)
+            tasks.append(leaver := asyncio.create_task(request(pool, "a", PATIENCE)))
+            await asyncio.sleep(0)
+            leaver.cancel()
+            done, hanging = await asyncio.wait(tasks, timeout=2 * PATIENCE)
             assert not hanging
             for task in done - {task for task in done if task.cancelled()}:
                 task.result()
