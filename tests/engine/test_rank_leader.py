@@ -13,6 +13,7 @@ from mlxsrv.engine.outcomes import Fault, LoadStep, Outcome, Refusal
 from mlxsrv.engine.plans import Decode, RoundPlan
 from mlxsrv.engine.ranks.leader import RankLeader, RankLost, Reception
 from mlxsrv.engine.ranks.messages import Hello, RankConnection, Round, Stop, WorkFailed
+from tests.support.serving import PATIENCE
 
 PLAN = RoundPlan((Decode(model=1),))
 GOOD = Outcome(0.0, 1.0)
@@ -61,28 +62,29 @@ def test_plans_reach_all_ranks_in_order(pair: Pair) -> None:
     pair.leader.send(RoundPlan())
     pair.leader.stop()
     for other in pair.others:
-        assert other.receive(5) == Round(1, PLAN)
-        assert other.receive(5) == Round(2, RoundPlan())
-        assert other.receive(5) == Stop()
+        assert other.receive(PATIENCE) == Round(1, PLAN)
+        assert other.receive(PATIENCE) == Round(2, RoundPlan())
+        assert other.receive(PATIENCE) == Stop()
 
 
 @pytest.mark.parametrize("outcome", [BAD, REFUSED])
-def test_a_work_that_fails_on_all_ranks_is_no_loss(pair: Pair, outcome: Outcome) -> None:
-    pair.leader.send(PLAN)
-    for other in pair.others:
+def test_a_work_that_fails_on_all_ranks_is_no_loss(patient: Pair, outcome: Outcome) -> None:
+    leader = patient.leader
+    leader.send(PLAN)
+    for other in patient.others:
         other.send(WorkFailed(1, 0, "no memory"))
-    pair.leader.settle(0, outcome)
-    pair.leader.send(PLAN)
-    pair.leader.settle(0, GOOD)
-    threading.Event().wait(0.5)
-    assert pair.lost.empty()
+    leader.settle(0, outcome)
+    leader.send(PLAN)
+    leader.settle(0, GOOD)
+    leader._check((1, 0))  # as a timer will
+    assert patient.lost.empty()
 
 
 def test_a_work_that_fails_on_rank_0_only_ends_all(pair: Pair) -> None:
     pair.leader.send(PLAN)
     with pytest.raises(RankLost, match="not on all ranks"):
         pair.leader.settle(0, BAD)
-    assert "not on all ranks" in pair.lost.get(timeout=5)
+    assert "not on all ranks" in pair.lost.get(timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("settled", [True, False])
@@ -92,7 +94,7 @@ def test_a_work_that_fails_on_another_rank_only_ends_all(pair: Pair, settled: bo
     if settled:
         pair.leader.settle(0, GOOD)
     pair.others[1].send(WorkFailed(1, 0, "no memory"))
-    assert pair.lost.get(timeout=5) == "a work has failed on rank 2 only"
+    assert pair.lost.get(timeout=PATIENCE) == "a work has failed on rank 2 only"
     with pytest.raises(RankLost, match="rank 2 only"):
         pair.leader.send(PLAN)
 
@@ -109,7 +111,7 @@ def test_a_failure_that_is_heard_before_the_work_has_ended_ends_all_at_once(pati
     patient.leader.send(PLAN)
     patient.others[0].send(WorkFailed(1, 0, "no memory"))
     patient.others[0].close()  # which is heard after the failure
-    patient.lost.get(timeout=5)
+    patient.lost.get(timeout=PATIENCE)
     with pytest.raises(RankLost, match="rank 1 only"):
         patient.leader.settle(0, GOOD)
 
@@ -118,12 +120,12 @@ def test_a_failure_that_is_heard_after_the_work_has_ended_ends_all_at_once(patie
     patient.leader.send(PLAN)
     patient.leader.settle(0, GOOD)
     patient.others[0].send(WorkFailed(1, 0, "no memory"))
-    assert patient.lost.get(timeout=5) == "a work has failed on rank 1 only"
+    assert patient.lost.get(timeout=PATIENCE) == "a work has failed on rank 1 only"
 
 
 def test_a_rank_that_ends_is_noticed_at_once_and_no_plan_follows(pair: Pair) -> None:
     pair.others[0].close()
-    assert pair.lost.get(timeout=5).startswith("rank 1 is lost")
+    assert pair.lost.get(timeout=PATIENCE).startswith("rank 1 is lost")
     with pytest.raises(RankLost, match="rank 1 is lost"):
         pair.leader.send(PLAN)
 
@@ -141,7 +143,7 @@ def test_strangers_do_not_keep_ranks_from_coming() -> None:
     own.send(Hello(1, meeting.token))
     [met] = reception.receive(1)
     own.send(Stop())
-    assert met.receive(5) == Stop(), "it is no stranger"
+    assert met.receive(PATIENCE) == Stop(), "it is no stranger"
     for stranger in strangers:
         stranger.close()
     own.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mlxsrv.errors import Overloaded, ShuttingDown
-from mlxsrv.generation.outputs import Ended
+from mlxsrv.generation.outputs import Ended, TextPiece
 from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec
 from mlxsrv.models.pool.clients import Client
 from mlxsrv.service.lifecycle import State
@@ -109,18 +109,20 @@ def test_work_that_was_ended_takes_no_further_step() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.slow
 def test_a_choice_that_waits_for_a_row_ends_with_the_time_of_its_reply(tmp_path: Path) -> None:
     """The text of the first choice is an answer, so the reply does not fail."""
     folder = write_model(tmp_path / "m", "qwen3", plain=True, max_position_embeddings=10**6)
 
     async def test() -> None:
-        settings = Settings(model=(f"m={folder}",), max_concurrency=1, request_timeout=1.5)
+        settings = Settings(model=(f"m={folder}",), max_concurrency=1)
         spec = GenerationSpec(prompt=PROMPT, limit=10**5, choices=2)
         service = Service(settings)
         await service.pool.preload(await service.pool.catalogue.find(None))
         reply = await service.generate(spec, "a", "a", CLIENT)
         admission = asyncio.create_task(reply.admit())
+        while not any(isinstance(output, TextPiece) for output in await reply.outputs()):
+            pass
+        reply._lifecycle._expire_whole(1.5)  # as its timer does
         ends: list[Ended] = []
         while len(ends) < 2:
             ends += [output for output in await reply.outputs() if isinstance(output, Ended)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.engine.scheduling.prompt_lookup import AT_ONCE, GRAM, PromptLookup
+from tests.support.growth import assert_linear
 
 TEXTS = st.lists(st.integers(0, 3), max_size=80)  # few tokens, so that they repeat
 
@@ -92,15 +92,14 @@ def test_a_long_prompt_is_looked_at_in_several_calls() -> None:
 
 @pytest.mark.parametrize("kind", ["distinct", "alike"])
 def test_no_call_takes_long(kind: str) -> None:
-    prompt = list(range(30_000)) if kind == "distinct" else [7] * 30_000
-    lookup = PromptLookup()
-    least = []
-    for _ in range(5):
+    """Each looks at a bounded number of tokens, and each token costs the same."""
+
+    def read(size: int) -> None:
+        prompt = list(range(size)) if kind == "distinct" else [7] * size
         lookup = PromptLookup()
-        longest, tokens = 0.0, prompt
-        while lookup._indexed < len(prompt):
-            started = time.process_time()
-            lookup.extend(tokens)
-            longest, tokens = max(longest, time.process_time() - started), []
-        least.append(longest)
-    assert min(least) < 0.02
+        looked = [lookup.extend(prompt)]
+        while sum(looked) < size:
+            looked.append(lookup.extend([]))
+        assert max(looked) <= AT_ONCE
+
+    assert_linear(read, 5000)

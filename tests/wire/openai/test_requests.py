@@ -270,9 +270,9 @@ def test_the_search_for_unknown_fields_is_bounded() -> None:
 
 
 def _seconds(work: Any, *arguments: Any) -> float:
-    begun = time.perf_counter()
+    begun = time.thread_time()  # others on the machine take what they want
     work(*arguments)
-    return time.perf_counter() - begun
+    return time.thread_time() - begun
 
 
 class Inner(msgspec.Struct):
