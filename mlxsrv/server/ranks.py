@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import logging
 import os
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from mlxsrv.engine.device import DeviceThread
 from mlxsrv.engine.ranks.follower import RankFollower
-from mlxsrv.engine.ranks.leader import RankLeader, RankLost
+from mlxsrv.engine.ranks.leader import JOIN_SECONDS, RankLeader, RankLost
 from mlxsrv.engine.recording.recorder import Recording
 from mlxsrv.engine.watchdog import Clock
 from mlxsrv.errors import EngineFailed
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from mlxsrv.engine.ranks.rank_group import RankGroup
 
 _log = logging.getLogger("mlxsrv.server")
-
-_JOIN_SECONDS = 60
 
 
 def check_parallel(settings: Settings) -> None:
@@ -60,16 +57,12 @@ def join_ranks(settings: Settings) -> DeviceThread:
 
         return join(Split(settings.parallel), clock, lost, wished)
 
-    log(_log, logging.INFO, "waiting for ranks", seconds=_JOIN_SECONDS)
-    # While MLX waits for a rank, no Python runs in this process. This ends it nevertheless.
-    faulthandler.dump_traceback_later(_JOIN_SECONDS, exit=True)
+    log(_log, logging.INFO, "waiting for ranks", seconds=JOIN_SECONDS)
     device = DeviceThread.shared(Recording.find(settings), join)
     try:
         rank = device.joined.result()
     except RankLost as error:
         raise EngineFailed(str(error)) from None
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     log(
         _log,
         logging.INFO,

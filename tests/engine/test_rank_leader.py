@@ -6,14 +6,25 @@ import socket
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
+from time import monotonic, sleep
 
+import msgspec
 import pytest
 
 from mlxsrv.engine.outcomes import Fault, LoadStep, Outcome, Refusal
 from mlxsrv.engine.plans import Decode, RoundPlan
-from mlxsrv.engine.ranks.leader import RankLeader, RankLost, Reception
-from mlxsrv.engine.ranks.messages import Hello, RankConnection, Round, Stop, WorkFailed
-from tests.support.serving import PATIENCE
+from mlxsrv.engine.ranks import leader as leader_module
+from mlxsrv.engine.ranks.leader import COME_SECONDS, JOIN_SECONDS, RankLeader, RankLost, Reception
+from mlxsrv.engine.ranks.messages import (
+    WAITING,
+    Beat,
+    Hello,
+    RankConnection,
+    Round,
+    Stop,
+    WorkFailed,
+)
+from tests.support.serving import PATIENCE, wait_for
 
 PLAN = RoundPlan((Decode(model=1),))
 GOOD = Outcome(0.0, 1.0)
@@ -38,6 +49,10 @@ class Pair:
         for thread in threading.enumerate():
             if thread.name.startswith("mlxsrv-rank-"):
                 thread.join(5)
+
+
+def _send(end: socket.socket, body: bytes) -> None:
+    end.sendall(len(body).to_bytes(4, "big") + body)
 
 
 def _pairs(count: int) -> list[tuple[socket.socket, socket.socket]]:
@@ -134,17 +149,74 @@ def test_strangers_do_not_keep_ranks_from_coming() -> None:
     reception = Reception("127.0.0.1", patience=0.2)
     meeting = reception.meeting
     address = (meeting.host, meeting.port)
-    strangers = [socket.create_connection(address) for _ in range(4)]
+    strangers = [socket.create_connection(address) for _ in range(6)]
     strangers[1].sendall(b"\xff\xff\xff\xff")
     strangers[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
     wrong = RankConnection(strangers[3])
     wrong.send(Hello(1, "\xe9 wrong"))
+    _send(strangers[4], msgspec.msgpack.encode(Hello(1, "text")).replace(b"text", b"\xff\xfe\xfd!"))
+    nested = 990 * b"\x91" + b"\xc0"
+    _send(strangers[5], b"\x82\xa4type\xa5Hello\xa1x" + nested)
     own = RankConnection(socket.create_connection(address))
     own.send(Hello(1, meeting.token))
-    [met] = reception.receive(1)
+    [met] = reception.receive(1, PATIENCE)
     own.send(Stop())
     assert met.receive(PATIENCE) == Stop(), "it is no stranger"
     for stranger in strangers:
         stranger.close()
     own.close()
     met.close()
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    reception = Reception("127.0.0.1")
+    meeting = reception.meeting
+    own = RankConnection(socket.create_connection((meeting.host, meeting.port)))
+    own.send(Hello(2, meeting.token))
+    where = f"rank 1, 3 did not come to 127.0.0.1:{meeting.port} within 0.5 s"
+    with pytest.raises(RankLost, match=where):
+        reception.receive(3, 0.5)
+    with pytest.raises(ConnectionResetError):
+        own.receive(PATIENCE)
+    own.close()
+    assert COME_SECONDS < JOIN_SECONDS
+
+
+class SlowEvent(threading.Event):
+    """Between a look at it and what follows from that, other threads have their turn."""
+
+    def is_set(self) -> bool:
+        found = super().is_set()
+        sleep(0.1)
+        return found
+
+
+def test_several_ranks_that_are_lost_at_once_are_one_loss() -> None:
+    ends = _pairs(2)
+    told: list[str] = []
+    leader = RankLeader([RankConnection(end) for end, _ in ends], told.append)
+    leader._over = SlowEvent()
+    threads = [t for t in threading.enumerate() if t.name.startswith("mlxsrv-rank-")]
+    for _, other in ends:
+        other.close()
+    for thread in threads:
+        thread.join(5)
+    assert len(told) == 1
+    with pytest.raises(RankLost, match=told[0]):
+        leader.send(PLAN)
+
+
+def test_a_rank_that_has_done_its_part_is_not_called_silent(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.leader.send(PLAN)
+    pair.others[0].send(Beat(1, WAITING, 0.0))
+    pair.others[1].send(Beat(1, "decode", 2.0))
+    wait_for(lambda: len(pair.leader._beats) == 2, why="both beats have come")
+    later = monotonic() + 60
+    monkeypatch.setattr(leader_module, "monotonic", lambda: later)
+    first, second = pair.leader.describe().split("; ")
+    assert first == "rank 1 has done its part 60 s ago"
+    assert second == "rank 2 is silent for 60 s"
+    pair.leader.send(PLAN)
+    assert pair.leader.describe().startswith("rank 1 is silent for 60 s;")

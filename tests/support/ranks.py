@@ -68,8 +68,8 @@ class Ranks:
         return [each.returncode for each in self.processes]
 
 
-def launch(arguments: Sequence[str], count: int, folder: Path, variables: bool = True) -> Ranks:
-    """Start so many ranks, with logs in `folder`. `variables`: with those of the launcher."""
+def launcher_variables(folder: Path, count: int) -> dict[str, str]:
+    """The variables of MLX's launcher for so many ranks on this machine, but for the rank's own."""
     with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     hosts = [[f"127.0.0.1:{each.getsockname()[1]}"] for each in with_sockets]
     for each in with_sockets:
@@ -77,7 +77,12 @@ def launch(arguments: Sequence[str], count: int, folder: Path, variables: bool =
     folder.mkdir(parents=True, exist_ok=True)
     hostfile = folder / "hosts.json"
     hostfile.write_text(json.dumps(hosts))
-    own = {"MLX_HOSTFILE": str(hostfile), "OPENBLAS_NUM_THREADS": "1"}
+    return {"MLX_HOSTFILE": str(hostfile), "OPENBLAS_NUM_THREADS": "1"}
+
+
+def launch(arguments: Sequence[str], count: int, folder: Path, variables: bool = True) -> Ranks:
+    """Start so many ranks, with logs in `folder`. `variables`: with those of the launcher."""
+    own = launcher_variables(folder, count)
     processes = []
     for rank in range(count):
         with (folder / f"rank{rank}.log").open("wb") as log:

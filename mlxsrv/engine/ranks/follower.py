@@ -15,12 +15,11 @@ from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from time import monotonic
 
-import msgspec
-
 from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.outcomes import Outcome
 from mlxsrv.engine.plans import Work
 from mlxsrv.engine.ranks.messages import (
+    WAITING,
     Beat,
     RankConnection,
     RankMessage,
@@ -51,7 +50,8 @@ class RankFollower:
         self._connection = connection
         self._clock = clock
         self._rounds: SimpleQueue[Round | None] = SimpleQueue()
-        self._round = 0
+        self._round = 0  # which it has begun
+        self._done = 0  # the last one that it has done
         self._sending = threading.Lock()
         for run in (self._listen, self._beat):
             threading.Thread(target=run, name="mlxsrv-rank-0", daemon=True).start()
@@ -74,6 +74,7 @@ class RankFollower:
                 if (reason := run(work).failure) is not None:
                     self._send(WorkFailed(message.number, number, reason))
             self._clock.stop()
+            self._done = message.number
             worked = True
 
     def ask_to_stop(self) -> None:
@@ -93,16 +94,17 @@ class RankFollower:
             while not isinstance(message := self._connection.receive(), Stop):
                 self._rounds.put(message)
             self._rounds.put(None)
-        except (OSError, msgspec.DecodeError) as error:
+        except Exception as error:  # whatever it is: no other thread would notice
             log(_log, logging.CRITICAL, "ranks out of step", reason=f"{reason}: {error}")
             os._exit(_FAILURE)
 
     def _beat(self) -> None:
-        pause, told = threading.Event(), 0
+        pause, told_done = threading.Event(), 0
         while not pause.wait(_BEAT_SECONDS):
-            current = self._clock.slice
+            current, done = self._clock.slice, self._done
             if current is not None:
                 self._send(Beat(self._round, current.what, monotonic() - current.since))
-            elif told != self._round:
-                self._send(Beat(self._round, "waiting", 0.0))
-            told = self._round
+                told_done = 0
+            elif told_done != done:
+                self._send(Beat(done, WAITING, 0.0))
+                told_done = done

@@ -5,29 +5,36 @@ Used on the device thread only.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
 from mlxsrv.engine.ranks.follower import RankFollower
-from mlxsrv.engine.ranks.leader import Meeting, RankLeader, RankLost, Reception
+from mlxsrv.engine.ranks.leader import (
+    COME_SECONDS,
+    JOIN_SECONDS,
+    Meeting,
+    RankLeader,
+    RankLost,
+    Reception,
+)
 from mlxsrv.engine.ranks.messages import Hello, RankConnection
 from mlxsrv.engine.ranks.rank_group import RankGroup, Split
 from mlxsrv.engine.watchdog import Clock
 
 _log = logging.getLogger("mlxsrv.engine")
 
-_CONNECT_SECONDS = 30.0
-
 
 def join(
     split: Split, clock: Clock, lost: Callable[[str], None], wished: Callable[[], None]
 ) -> tuple[RankGroup, RankLeader | RankFollower]:
-    """Wait for all ranks.
+    """Wait for all ranks. The process ends if MLX cannot connect them in time.
 
     Args:
         split: what each rank is to have of a model.
@@ -40,6 +47,40 @@ def join(
     """
     if "NCCL_HOST_IP" in os.environ:
         raise RankLost("--parallel: not with nccl, which has no collectives of the CPU; use ring")
+    with _ended_in_time():
+        group = _connect(split)
+        reception = _open_reception() if group.rank == 0 else None
+        own = b"" if reception is None else msgspec.msgpack.encode(reception.meeting)
+        told = group.exchange(own)[0]
+    if not told:  # all ranks have to hear of it, for they wait
+        raise RankLost("rank 0 cannot listen for the other ranks at its address; see its log")
+    if reception is not None:
+        return group, RankLeader(reception.receive(group.size - 1, COME_SECONDS), lost, wished)
+    meeting = msgspec.msgpack.decode(told, type=Meeting)
+    address = (meeting.host, meeting.port)
+    try:
+        connection = RankConnection(socket.create_connection(address, COME_SECONDS))
+        connection.send(Hello(group.rank, meeting.token))
+    except OSError as error:
+        raise RankLost(
+            f"--parallel: rank 0 cannot be reached at {address[0]}:{address[1]}: {error}; let this "
+            "host connect to any port of rank 0's"
+        ) from error
+    return group, RankFollower(connection, clock)
+
+
+@contextmanager
+def _ended_in_time() -> Iterator[None]:
+    """End the process if the block takes too long. While MLX waits for a rank, no Python runs in
+    this process, so the block cannot end by itself."""
+    faulthandler.dump_traceback_later(JOIN_SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
+def _connect(split: Split) -> RankGroup:
     try:
         group = RankGroup.join(split)
     except RuntimeError as error:
@@ -49,20 +90,7 @@ def join(
         ) from error
     if group.size == 1:
         raise RankLost("--parallel: there is one rank only; start more with mlx.launch -n 2")
-    reception = _open_reception() if group.rank == 0 else None
-    told = group.exchange(b"" if reception is None else msgspec.msgpack.encode(reception.meeting))
-    if not told[0]:  # all ranks have to hear of it, for they wait
-        raise RankLost("rank 0 cannot listen for the other ranks at its address")
-    if reception is not None:
-        return group, RankLeader(reception.receive(group.size - 1), lost, wished)
-    meeting = msgspec.msgpack.decode(told[0], type=Meeting)
-    address = (meeting.host, meeting.port)
-    try:
-        connection = RankConnection(socket.create_connection(address, _CONNECT_SECONDS))
-        connection.send(Hello(group.rank, meeting.token))
-    except OSError as error:
-        raise RankLost(f"rank 0 cannot be reached at {address[0]}:{address[1]}: {error}") from error
-    return group, RankFollower(connection, clock)
+    return group
 
 
 def _open_reception() -> Reception | None:

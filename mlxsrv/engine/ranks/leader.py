@@ -20,6 +20,7 @@ import msgspec
 from mlxsrv.engine.outcomes import Outcome
 from mlxsrv.engine.plans import RoundPlan
 from mlxsrv.engine.ranks.messages import (
+    WAITING,
     Beat,
     Hello,
     RankConnection,
@@ -34,7 +35,12 @@ from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.engine")
 
-_JOIN_SECONDS = 60.0
+JOIN_SECONDS = 60.0
+"""For MLX to connect all ranks. Then the process ends, with a traceback."""
+
+COME_SECONDS = JOIN_SECONDS / 2
+"""For all ranks to come to rank 0, once MLX has connected them. Who does not come is named."""
+
 _FAULT_SECONDS = 5.0
 _HELLO_SECONDS, _HELLO_BYTES = 2.0, 1024
 _WISH_SECONDS = 0.5
@@ -76,6 +82,7 @@ class RankLeader:
         self._lost = lost
         self._round = 0
         self._over = threading.Event()  # a rank is lost, or all were told to stop
+        self._losing = threading.Lock()
         self._beats: dict[int, tuple[float, Beat]] = {}  # when it came, by rank
         self._faults: dict[tuple[int, int], set[int]] = {}  # ranks, by round and work
         self._changed = threading.Condition()
@@ -140,11 +147,13 @@ class RankLeader:
         raise RankLost(reason)
 
     def _lose(self, reason: str) -> None:
-        if not self._over.is_set():
-            self._over.set()
+        with self._losing:  # several ranks may be lost at once, and each has a thread
+            if self._over.is_set():
+                return
             self._reason = reason
-            log(_log, logging.CRITICAL, "ranks out of step", reason=reason)
-            self._lost(reason)
+            self._over.set()
+        log(_log, logging.CRITICAL, "ranks out of step", reason=reason)
+        self._lost(reason)
 
     # From any thread.
 
@@ -159,6 +168,8 @@ class RankLeader:
             return "is silent"
         came, beat = self._beats[rank]
         silent = monotonic() - came
+        if beat.what == WAITING and beat.round == self._round:
+            return f"has done its part {silent:.0f} s ago"
         if silent > _SILENT_SECONDS:
             return f"is silent for {silent:.0f} s"
         return f"{beat.what} for {beat.seconds:.0f} s, round {beat.round} of {self._round}"
@@ -225,30 +236,47 @@ class Reception:
         host, port = self._socket.getsockname()[:2]
         return Meeting(host, port, self._token)
 
-    def receive(self, count: int) -> list[RankConnection]:
-        """Wait for so many other ranks. Raises RankLost if they do not come."""
+    def receive(self, count: int, seconds: float) -> list[RankConnection]:
+        """Wait so many seconds for so many other ranks. Raises RankLost if they do not come."""
         found: dict[int, RankConnection] = {}
-        deadline = monotonic() + _JOIN_SECONDS
+        deadline = monotonic() + seconds
         with self._socket:
             while len(found) < count:
-                self._socket.settimeout(max(deadline - monotonic(), 0.1))
-                try:
-                    sock = self._socket.accept()[0]
-                except TimeoutError:
+                if (connection := self._accept(deadline)) is None:
+                    for each in found.values():
+                        each.close()
                     missing = sorted(set(range(1, count + 1)) - found.keys())
-                    raise RankLost(f"ranks {missing} have not come") from None
-                connection = RankConnection(sock)
+                    raise RankLost(self._missing(missing, seconds))
                 if (rank := self._greet(connection)) is None:
                     connection.close()
                 else:
                     found[rank] = connection
         return [found[rank] for rank in sorted(found)]
 
+    def _accept(self, deadline: float) -> RankConnection | None:
+        """The next one that connects; None if nobody does in time."""
+        left = deadline - monotonic()
+        if left <= 0:  # strangers may come for ever
+            return None
+        self._socket.settimeout(left)
+        try:
+            return RankConnection(self._socket.accept()[0])
+        except TimeoutError:
+            return None
+
+    def _missing(self, ranks: list[int], seconds: float) -> str:
+        host, port = self._socket.getsockname()[:2]
+        names = ", ".join(map(str, ranks))
+        return (
+            f"--parallel: rank {names} did not come to {host}:{port} within {seconds:g} s; see its "
+            "log, and let its host connect to any port of this one"
+        )
+
     def _greet(self, connection: RankConnection) -> int | None:
         """The rank that has connected; None for a stranger."""
         try:
             hello = connection.receive(self._patience, _HELLO_BYTES)
-        except (OSError, msgspec.DecodeError):
+        except Exception:  # it may send anything; what it is worth, its token says
             return None
         if not isinstance(hello, Hello):
             return None

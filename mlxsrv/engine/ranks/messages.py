@@ -38,9 +38,13 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the process: rank 0 has done its last round."""
 
 
+WAITING = "waiting"
+"""The state of a rank that has done all rounds which it was sent."""
+
+
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """The rank has been in a work of a round for so many seconds. Sent about every second, while
-    it has work."""
+    it has work, and once when it has none: with WAITING."""
 
     round: int
     what: str
