@@ -47,7 +47,7 @@ LIBRARIES = {
     "mlx": {"engine"},
     "mlx_lm": {"engine", "prompts/tokenizer", "prompts/token_texts"},
     "ray": {"replicas"},
-    "starlette": {"web", "replicas/front", "replicas/change_notes"},
+    "starlette": {"web", "replicas"},
     "uvicorn": {"server"},
 }
 """Where a library may be imported: a package, or one file."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxsrv.errors import StoreFailed
 from mlxsrv.logs import log
-from mlxsrv.replicas.shared_file import SharedFile
+from mlxsrv.replicas.body_tap import BodyTap
+from mlxsrv.replicas.shared_file import SharedFile, StateChange
 from mlxsrv.replicas.subjects import subject_of
 from mlxsrv.web.paths import path_below_mount
 from mlxsrv.web.responses import refusal
@@ -41,13 +43,19 @@ class ChangeNotes:
         if subject is None:
             await self._app(scope, receive, send)
             return
-        tap = BodyTap(receive)
+        after = self._shared.made
+
+        def change_of(body: bytes) -> StateChange | None:
+            change = subject(scope["method"], path, scope["query_string"], body)
+            return change and msgspec.structs.replace(change, after=after)
+
+        tap = BodyTap(receive, change_of)
         refused = False
 
         async def send_noted(message: Message) -> None:
             nonlocal refused
             if message["type"] == "http.response.start" and message["status"] < 400:
-                change = subject(scope["method"], path, scope["query_string"], tap.body)
+                change = tap.finish()
                 try:
                     if change is not None:
                         self._shared.add_change(change)
@@ -59,16 +67,3 @@ class ChangeNotes:
                 await send(message)
 
         await self._app(scope, tap.receive, send_noted)
-
-
-class BodyTap:
-    """Passes a request's body on and keeps it."""
-
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self.body = b""
-
-    async def receive(self) -> Message:
-        message = await self._receive()
-        self.body += message.get("body", b"")
-        return message

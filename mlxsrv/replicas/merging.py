@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -9,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.wire.management import TopRequest
+from mlxsrv.wire.management import FeatureStatistics, TopRequest, success
+from mlxsrv.wire.sse import encode_json
 
 
 class ReplicaAnswer(msgspec.Struct, frozen=True):
@@ -21,7 +23,8 @@ class ReplicaAnswer(msgspec.Struct, frozen=True):
 
 
 Merge = Callable[[ReplicaAnswer, Sequence[ReplicaAnswer]], bytes]
-"""Makes one body of a replica's own answer and those of the others."""
+"""Makes one body of a replica's own answer and those of the others. It may take half a second, so
+it is called in a worker thread."""
 
 
 def merge_metrics(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
@@ -65,7 +68,7 @@ def merge_models(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
     for model in told.get("data", ()):
         if "loaded" in model:
             model["loaded"] = model["loaded"] or model["id"] in loaded
-    return msgspec.json.encode(told)
+    return encode_json(told)
 
 
 def merge_running(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
@@ -77,46 +80,59 @@ def merge_running(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
             if model["name"] not in here:
                 here.add(model["name"])
                 told["models"].append(model)
-    return msgspec.json.encode(told)
+    return encode_json(told)
 
 
-def merge_history(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
-    """The tokens of all replicas, the newest first, as many as one of them tells at most."""
+def merge_history(own: ReplicaAnswer, others: Sequence[ReplicaAnswer], *, limit: int) -> bytes:
+    """The last tokens of all replicas, the newest first.
+
+    Args:
+        limit: how many at most.
+    """
     told = msgspec.json.decode(own.body)
     lists = [told.get("data") or [], *(_listed(answer, "data") for answer in others)]
     entries = sorted(
         (entry for entries in lists for entry in entries),
         key=lambda entry: -entry["timestamp"],
     )
-    return msgspec.json.encode(told | {"data": entries})
+    return encode_json(told | {"data": entries[:limit]})
 
 
 def merge_statistics(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
     """The statistics of each feature over the tokens of all replicas."""
-    told = msgspec.json.decode(own.body)
-    features: dict[int, dict[str, Any]] = {}
+    features = _add_up(own, others)
+    return encode_json(success([features[number] for number in sorted(features)]))
+
+
+def pick_highest(
+    own: ReplicaAnswer, others: Sequence[ReplicaAnswer], *, asked: TopRequest
+) -> bytes:
+    """The highest features, of the statistics of all features over the tokens of all replicas."""
+
+    def rank(each: FeatureStatistics) -> tuple[float, int]:
+        return -getattr(each, asked.metric), each.feature_idx
+
+    return encode_json(success(heapq.nsmallest(asked.k, _add_up(own, others).values(), key=rank)))
+
+
+class _Statistics(msgspec.Struct):
+    """The answer of a replica about its features."""
+
+    data: list[FeatureStatistics]
+
+
+_statistics = msgspec.json.Decoder(_Statistics)
+
+
+def _add_up(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> dict[int, FeatureStatistics]:
+    """The statistics of all replicas that have not refused, by feature."""
+    features: dict[int, FeatureStatistics] = {}
     for answer in (own, *others):
-        for each in _listed(answer, "data"):
-            known = features.get(each["feature_idx"])
-            features[each["feature_idx"]] = each if known is None else _together(known, each)
-    merged = [features[number] for number in sorted(features)]
-    return msgspec.json.encode(told | {"data": merged})
-
-
-def pick_highest(asked: bytes) -> Merge:
-    """Return the merger of the statistics of all features for a request for the highest ones.
-
-    Args:
-        asked: the body of that request, which a replica has taken.
-    """
-    request = msgspec.json.decode(asked or b"{}", type=TopRequest)
-
-    def merge(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
-        told = msgspec.json.decode(merge_statistics(own, others))
-        ranked = sorted(told["data"], key=lambda each: (-each[request.metric], each["feature_idx"]))
-        return msgspec.json.encode(told | {"data": ranked[: request.k]})
-
-    return merge
+        if answer.status == 200:
+            for each in _statistics.decode(answer.body).data:
+                known = features.get(each.feature_idx)
+                features[each.feature_idx] = each if known is None else _together(known, each)
+    return features
 
 
 def merge_health(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
@@ -125,23 +141,24 @@ def merge_health(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
     if "status" not in told:  # it is a refusal
         return own.body
     known = {answer.id: msgspec.json.decode(answer.body) for answer in others}
-    return msgspec.json.encode(told | {"replica": own.id, "others": known})
+    return encode_json(told | {"replica": own.id, "others": known})
 
 
-def _together(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+def _together(one: FeatureStatistics, other: FeatureStatistics) -> FeatureStatistics:
     """The statistics of two samples as one, by Chan's formula for the variance."""
-    a, b = one["count"], other["count"]
-    count, difference = a + b, other["mean"] - one["mean"]
-    squares = sum((each["std"] or 0.0) ** 2 * (each["count"] - 1) for each in (one, other))
+    a, b = one.count, other.count
+    count, difference = a + b, other.mean - one.mean
+    squares = sum((each.std or 0.0) ** 2 * (each.count - 1) for each in (one, other))
     squares += difference**2 * a * b / count
-    return one | {
-        "count": count,
-        "mean": one["mean"] + difference * b / count,
-        "std": math.sqrt(squares / (count - 1)),
-        "min": min(one["min"], other["min"]),
-        "max": max(one["max"], other["max"]),
-        "active_ratio": (one["active_ratio"] * a + other["active_ratio"] * b) / count,
-    }
+    return FeatureStatistics(
+        feature_idx=one.feature_idx,
+        count=count,
+        mean=one.mean + difference * b / count,
+        std=math.sqrt(squares / (count - 1)),
+        min=min(one.min, other.min),
+        max=max(one.max, other.max),
+        active_ratio=(one.active_ratio * a + other.active_ratio * b) / count,
+    )
 
 
 def _listed(answer: ReplicaAnswer, field: str) -> list[dict[str, Any]]:

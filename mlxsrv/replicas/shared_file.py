@@ -56,6 +56,7 @@ class StateChange(msgspec.Struct, frozen=True):
 
     Attributes:
         subject: which of the state it sets; a later change of the same takes its place.
+        after: the number of the last change that its replica had made when it began this one.
     """
 
     subject: str
@@ -63,6 +64,22 @@ class StateChange(msgspec.Struct, frozen=True):
     path: str
     query: bytes
     body: bytes
+    after: int = 0
+
+
+class NotedChange(msgspec.Struct, frozen=True):
+    """A change in the shared file. Changes with higher numbers came later.
+
+    Attributes:
+        own: the replica that asks has made it.
+    """
+
+    number: int
+    own: bool
+    change: StateChange
+
+
+_change_in = msgspec.msgpack.Decoder(StateChange).decode
 
 
 def shared_path(settings: Settings, name: str) -> Path:
@@ -134,12 +151,16 @@ class _Database:
 class SharedFile:
     """The shared file, for one replica, on its event loop.
 
+    Attributes:
+        made: the number of the last change that this replica has made.
+
     Raises:
         SettingsError: it cannot be opened.
         StoreFailed: by any method, if it cannot be used later; the message says what helps.
     """
 
     def __init__(self, path: Path, settings: Settings, replica: str) -> None:
+        self.made = 0
         self._replica = replica
         try:
             self._file = _Database(path)
@@ -169,16 +190,15 @@ class SharedFile:
                 (change.subject, self._replica, msgspec.msgpack.encode(change)),
             )
 
-    def changes_after(self, number: int) -> list[tuple[int, StateChange | None]]:
-        """Return the changes since a number, in order, with their own; None: it was made here."""
+    def changes_after(self, number: int) -> list[NotedChange]:
+        """Return the changes since a number, in order."""
         rows = self._file.execute(
             "SELECT number, replica, change FROM changes WHERE number > ? ORDER BY number",
             (number,),
         )
-        decode = msgspec.msgpack.Decoder(StateChange).decode
         return [
-            (own, None if replica == self._replica else decode(change))
-            for own, replica, change in rows
+            NotedChange(number, replica == self._replica, _change_in(change))
+            for number, replica, change in rows
         ]
 
 

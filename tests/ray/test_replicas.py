@@ -155,7 +155,7 @@ def test_what_one_replica_is_told_all_do(cluster: Cluster) -> None:
         for session in SESSIONS:
             asked = {"messages": [user("Hello")], "max_tokens": 4}
             client.post("/v1/chat/completions", json=asked, headers=session).raise_for_status()
-        [history] = states(client, "/api/monitoring/history")
+        [history] = states(client, "/api/monitoring/history?limit=1000")
         assert len({entry["request_id"] for entry in history}) == len(SESSIONS)
         [statistics] = states(client, "/api/monitoring/statistics")
         assert statistics

@@ -38,8 +38,8 @@ class Pair:
         return asyncio.run(run())
 
     def noted(self) -> list[tuple[str, str]]:
-        changes = (change for _, change in self.other.changes_after(0))
-        return [(change.method, change.path) for change in changes if change is not None]
+        changes = (noted.change for noted in self.other.changes_after(0))
+        return [(change.method, change.path) for change in changes]
 
 
 @pytest.fixture

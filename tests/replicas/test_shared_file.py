@@ -18,7 +18,7 @@ from mlxsrv.errors import (
     StoreFailed,
 )
 from mlxsrv.options import SettingsError
-from mlxsrv.replicas.shared_file import SharedFile, StateChange, shared_path
+from mlxsrv.replicas.shared_file import NotedChange, SharedFile, StateChange, shared_path
 from mlxsrv.service.response_store import StoredItem, StoredResponse
 from mlxsrv.settings import Settings
 
@@ -96,13 +96,14 @@ def test_a_change_comes_to_the_others_once(pair: Pair) -> None:
     second = StateChange("enabled", "POST", "/api/saes/steering/enable", b"", b"")
     one.add_change(first)
     one.add_change(second)
-    assert other.changes_after(0) == [(1, first), (2, second)]
+    assert other.changes_after(0) == [NotedChange(1, False, first), NotedChange(2, False, second)]
     assert other.changes_after(2) == []
-    assert one.changes_after(0) == [(1, None), (2, None)]
+    assert [(each.number, each.own) for each in one.changes_after(0)] == [(1, True), (2, True)]
     again = StateChange("feature 1", "POST", "/api/saes/steering", b"", b"2")
     other.add_change(again)
-    assert one.changes_after(2) == [(3, again)]
-    assert other.changes_after(0) == [(2, second), (3, None)], "the later one takes the place"
+    assert one.changes_after(2) == [NotedChange(3, False, again)]
+    numbers = [each.number for each in other.changes_after(0)]
+    assert numbers == [2, 3], "the later one takes the place"
 
 
 def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_nothing_half_done(

@@ -1,0 +1,114 @@
+"""Repeat at one replica the changes that others have made."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from starlette.types import ASGIApp
+
+from mlxsrv.errors import StoreFailed
+from mlxsrv.logs import log
+from mlxsrv.replicas.own_requests import request_of
+from mlxsrv.replicas.shared_file import NotedChange, SharedFile, StateChange
+from mlxsrv.replicas.subjects import is_load
+
+_log = logging.getLogger("mlxsrv.replicas")
+
+_LONGEST_REASON = 500  # characters of a refusal, in the log
+
+
+class ChangeRepeater:
+    """Makes the changes of the shared file at one replica, in their order.
+
+    A change that was made here is skipped, unless another replica's came between its beginning and
+    its note: that one was made here after it, or will be.
+
+    Args:
+        app: of this replica.
+        shared: has the changes.
+    """
+
+    def __init__(self, app: ASGIApp, shared: SharedFile) -> None:
+        self._app = app
+        self._shared = shared
+        self._last_foreign = 0
+        self._up_to_date = True  # as far as the shared file can be read
+        self._repeating: asyncio.Task[None] | None = None
+        self._loads: dict[str, asyncio.Task[None]] = {}  # the last one of each subject
+
+    async def catch_up(self) -> None:
+        """Make the changes that others have made. Without the shared file there are none: most
+        requests need nothing of it."""
+        try:
+            await self.repeat()
+        except StoreFailed as error:
+            if self._up_to_date:
+                log(_log, logging.ERROR, "changes of others not known", reason=error.message)
+            self._up_to_date = False
+        else:
+            self._up_to_date = True
+
+    async def repeat(self) -> None:
+        """As `catch_up`. Raises StoreFailed.
+
+        The task that makes the changes is not the caller's: one that goes away must not cancel a
+        change half-way.
+        """
+        while True:
+            if self._repeating is None:
+                changes = self._shared.changes_after(self._shared.made)
+                if not changes:
+                    return
+                self._repeating = asyncio.create_task(self._make_all(changes))
+            await asyncio.shield(self._repeating)
+
+    async def loaded(self) -> None:
+        """Wait for the loads that are under way."""
+        await asyncio.gather(*self._loads.values())
+
+    async def close(self) -> None:
+        """Cancel what is under way."""
+        tasks = [*self._loads.values(), *([self._repeating] if self._repeating else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _make_all(self, changes: Sequence[NotedChange]) -> None:
+        try:
+            for noted in changes:
+                if not noted.own:
+                    self._last_foreign = noted.number
+                if self._last_foreign > noted.change.after:
+                    await self._begin(noted.change)
+                self._shared.made = noted.number
+        finally:
+            self._repeating = None
+
+    async def _begin(self, change: StateChange) -> None:
+        """Make a change; a load is only begun. Other requests need not wait for it, as they do not
+        where a client asks for it."""
+        if not is_load(change.path):
+            await self._make(change)
+            return
+        before = self._loads.get(change.subject)
+        self._loads[change.subject] = asyncio.create_task(self._make(change, before))
+
+    async def _make(self, change: StateChange, before: asyncio.Task[None] | None = None) -> None:
+        """Make a change once another is over. If that fails, the replica goes on without it: it
+        would fail again, and hold up all requests."""
+        if before is not None:
+            await asyncio.wait([before])
+        try:
+            status, body = await request_of(
+                self._app, change.method, change.path, change.query, change.body
+            )
+        except Exception:
+            log(_log, logging.ERROR, "change not repeated", traceback=True, path=change.path)
+            return
+        if status < 400 or (change.method, status) == ("DELETE", 404):  # it is gone already
+            log(_log, logging.INFO, "change repeated", path=change.path, status=status)
+        else:
+            reason = body.decode(errors="replace")[:_LONGEST_REASON]
+            log(_log, logging.ERROR, "change not repeated", path=change.path, reason=reason)

@@ -1,0 +1,203 @@
+"""Changes of one replica are made at all others, at those that start later too, in one order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from mlxsrv.replicas.repeating import ChangeRepeater
+from mlxsrv.replicas.shared_file import SharedFile, StateChange
+from mlxsrv.settings import Settings
+from mlxsrv.web.app import App
+from tests.support.replicas import Replicas, replicas
+from tests.support.saes import write_sae
+
+STEERING = "/api/saes/steering"
+
+
+def run(
+    folder: Path, work: Callable[[Replicas], Coroutine[Any, Any, None]], **settings: Any
+) -> None:
+    async def all_of_it() -> None:
+        async with replicas(folder, 2, **settings) as running:
+            await work(running)
+
+    asyncio.run(all_of_it())
+
+
+async def post(client: httpx.AsyncClient, path: str, body: Any) -> Any:
+    told = await client.post(path, json=body)
+    assert told.status_code < 400, told.text
+    return told.json()["data"]
+
+
+async def get(client: httpx.AsyncClient, path: str) -> Any:
+    return (await client.get(path)).raise_for_status().json()["data"]
+
+
+async def attach(client: httpx.AsyncClient) -> str:
+    id: str = (await get(client, "/api/saes"))[0]["id"]
+    await post(client, f"/api/saes/{id}/attach", {})
+    return id
+
+
+@pytest.mark.slow
+def test_a_replica_that_starts_later_has_the_state_of_the_others(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_sae(tmp_path / "saes" / name / "sae")
+
+    async def work(running: Replicas) -> None:
+        first, second = running.clients
+        for name in ("one", "two"):
+            await post(first, "/api/saes", {"path": f"{name}/sae", "id": f"my-{name}"})
+        await attach(second)
+        await post(first, "/api/monitoring/configure", {"enabled": True, "history_size": 7})
+        await post(second, "/api/monitoring/configure", {"features": [3, 5], "top_k": 0})
+        await post(first, STEERING, {"feature_idx": 3, "value": 1, "mode": "clamp"})
+        await post(first, STEERING, {"feature_idx": 3, "value": 2})
+        later = running.start()
+        for path in ("/api/saes", "/api/monitoring", STEERING):
+            states = [await get(client, path) for client in (first, second, later)]
+            assert states[0] == states[1] == states[2], path
+        assert (await get(later, "/api/monitoring"))["enabled"]
+        assert await get(later, STEERING) == {
+            "enabled": True,
+            "mode": "clamp",
+            "values": {"3": 2.0},
+        }
+        ids = {sae["id"] for sae in await get(later, "/api/saes")}
+        assert {"my-one", "my-two"} <= ids
+
+    run(tmp_path, work, sae_dir=(str(tmp_path / "saes"),))
+
+
+@pytest.mark.slow
+def test_replicas_agree_on_changes_that_two_of_them_make_at_once(tmp_path: Path) -> None:
+    async def work(running: Replicas) -> None:
+        first, second = running.clients
+        await attach(first)
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow_body() -> AsyncIterator[bytes]:
+            yield b'{"feature_idx": 7,'
+            begun.set()
+            await go_on.wait()
+            yield b' "value": 5}'
+
+        slow = asyncio.create_task(second.post(STEERING, content=slow_body()))
+        await begun.wait()
+        await post(first, f"{STEERING}/batch", {"steering": {"7": 1, "8": 1}})
+        go_on.set()
+        assert (await slow).status_code == 200
+        for client in (second, first, running.start()):
+            assert (await get(client, STEERING))["values"] == {"7": 5.0, "8": 1.0}
+
+    run(tmp_path, work)
+
+
+class Held:
+    """An app whose requests wait at a path until they may go on, or that fails there."""
+
+    def __init__(self, app: App, path: str, *, fails: bool = False) -> None:
+        self._app = app
+        self._path = path
+        self._fails = fails
+        self.came: list[str] = []
+        self.begun = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.came.append(scope["path"])
+        if scope["path"] == self._path:
+            if self._fails:
+                raise RuntimeError("it fails")
+            self.begun.set()
+            await self.go_on.wait()
+        await self._app(scope, receive, send)
+
+
+class Followed:
+    """A repeater, and the shared file as another replica sees it."""
+
+    def __init__(self, folder: Path, path: str, *, fails: bool = False) -> None:
+        settings = Settings(data_dir=str(folder))
+        self.other, self.shared = (SharedFile(folder / "shared", settings, n) for n in "ab")
+        self.app = Held(App(settings, local=False), path, fails=fails)
+        self.repeater = ChangeRepeater(self.app, self.shared)
+
+    def note(self, path: str, body: bytes = b"", method: str = "POST") -> None:
+        self.other.add_change(StateChange(f"{path}{body!r}", method, path, b"", body))
+
+    async def close(self) -> None:
+        await self.repeater.close()
+        await self.app._app.service.close()
+        self.shared.close()
+        self.other.close()
+
+
+ENABLE, DISABLE = f"{STEERING}/enable", f"{STEERING}/disable"
+
+
+def test_a_change_that_cannot_be_made_holds_up_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def work() -> None:
+        followed = Followed(tmp_path, ENABLE, fails=True)
+        for path in (ENABLE, DISABLE):
+            followed.note(path)
+        followed.note("/api/profiles/gone", method="DELETE")
+        for _ in range(2):
+            await followed.repeater.catch_up()
+        assert followed.app.came == [ENABLE, DISABLE, "/api/profiles/gone"], "each is tried once"
+        await followed.close()
+
+    with caplog.at_level(logging.INFO, "mlxsrv.replicas"):
+        asyncio.run(work())
+    told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in told] == [logging.ERROR, logging.ERROR, logging.INFO], told
+    assert "RuntimeError: it fails" in caplog.text
+    assert "no SAE is attached" in caplog.records[1].__dict__["mlxsrv_fields"]["reason"]
+
+
+def test_a_load_is_begun_and_not_waited_for(tmp_path: Path) -> None:
+    async def work() -> None:
+        followed = Followed(tmp_path, "/api/generate")
+        followed.note("/api/generate", b'{"model": "demo"}')
+        followed.note(ENABLE)
+        await followed.repeater.catch_up()
+        assert ENABLE in followed.app.came, "what came later is made"
+        await followed.app.begun.wait()
+        followed.note("/api/generate", b'{"model": "demo", "keep_alive": 0}')
+        await followed.repeater.catch_up()
+        followed.app.go_on.set()
+        await followed.repeater.loaded()
+        assert followed.app.came.count("/api/generate") == 2
+        await followed.close()
+
+    asyncio.run(work())
+
+
+def test_a_client_that_goes_away_leaves_no_change_half_made(tmp_path: Path) -> None:
+    async def work() -> None:
+        followed = Followed(tmp_path, ENABLE)
+        followed.note(ENABLE)
+        gone = asyncio.create_task(followed.repeater.catch_up())
+        await followed.app.begun.wait()
+        gone.cancel()
+        next_one = asyncio.create_task(followed.repeater.catch_up())
+        await asyncio.wait([gone])
+        assert not next_one.done(), "it waits for the change"
+        followed.note(DISABLE)
+        followed.app.go_on.set()
+        await next_one
+        assert followed.app.came == [ENABLE, DISABLE], "each once, the later one too"
+        await followed.close()
+
+    asyncio.run(work())
