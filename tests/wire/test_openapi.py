@@ -182,12 +182,12 @@ def test_refusals_have_the_one_shape(method: str, path: str) -> None:
         answers(method, path, int(status)).validate(body)
 
 
-def test_only_health_can_do_without_a_key() -> None:
+def test_only_health_and_the_root_can_do_without_a_key() -> None:
     for method, path in ROUTES:
         told = operation(method, path.replace(":path", ""))
-        needs = not path.startswith("/health")
+        needs = path != "/" and not path.startswith("/health")
         assert ("security" in told) == needs
-        needs_at_times = path != "/health/live"
+        needs_at_times = path not in ("/", "/health/live")
         assert ("401" in told["responses"]) == needs_at_times, "verbose, it needs one, too"
 
 
