@@ -252,10 +252,11 @@ def test_a_stalled_engine_is_told(page: Any, tmp_path: Path, endless: Path) -> N
     options = ("--model", f"t={endless}", "--step-timeout", "0.2")
     with serving_faulty(tmp_path, *options) as server:
         view = open_view(page, server.url)
-        asked = Thread(target=complete, args=(server.url, [1, 2, faulty.SLOW]))
+        asked = Thread(target=complete, args=(server.url, [1, 2, faulty.HELD]))
         asked.start()
         told = re.compile("The engine is stalled *One step has taken [0-9.]+ m?s so far")
         expect(view).to_contain_text(told)
+        server.signal(faulty.RELEASE)
         asked.join()
         expect(view.get_by_role("status")).to_have_text("Ready")
 

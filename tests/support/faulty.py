@@ -3,10 +3,14 @@ its threads sleep at certain texts.
 
 A prompt that ends in one of them meets the fault in a decode step, beside everybody else's rows;
 the plain tiny models never write one. One that has SLUGGISH in it is read slowly, on any machine.
+What is HELD goes on when the test says so: each signal RELEASE lets one of them go.
 """
 
 from __future__ import annotations
 
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,21 +27,47 @@ from tests.support import sleepy_sandbox
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY
 
 RAISES, NAN, MEMORY, DEADLY = range(VOCABULARY - len(MARKER_TOKENS), VOCABULARY)
-SLOW = VOCABULARY - len(MARKER_TOKENS) - len(SPECIAL_TOKENS)
-SLOW_SECONDS = 3.0
-SLUGGISH = SLOW - 1
+HELD = VOCABULARY - len(MARKER_TOKENS) - len(SPECIAL_TOKENS)
+RELEASE = signal.SIGUSR1
+HELD_MODEL = "held"
+"""The load of a model of this name is held."""
+SLOW_MODEL = "slow"
+"""Each slice of the load of a model of this name takes at least SLOW_SECONDS."""
+SLOW_SECONDS = 0.5
+SLUGGISH = HELD - 1
 SLUGGISH_SECONDS = 0.1
 """The time that each slice of a prompt takes if it has such a token."""
 PANIC = "panic, please"
 ASLEEP = sleepy_sandbox.ASLEEP
-"""A thread is at such a chat for hours, and needs no processor for it."""
+"""A thread is at such a chat for hours, and needs no processor for it. When it is, the text is on
+stderr."""
+_LONGEST = 100.0
+"""Seconds after which what is held goes on in any case: the test has failed long before."""
 
 
 class PanicException(BaseException):
     """As Rust's panics come out of pyo3."""
 
 
-def _fail_at_tokens(model_class: Any) -> None:
+class Gate:
+    """Holds threads. Each signal lets one go, also one that comes later."""
+
+    def __init__(self) -> None:
+        self._open = threading.Semaphore(0)
+        # Blocked here, and so in all threads that are started from here on: the one below gets it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {RELEASE})
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def wait(self) -> None:
+        self._open.acquire(timeout=_LONGEST)
+
+    def _listen(self) -> None:
+        while True:
+            signal.sigwait({RELEASE})
+            self._open.release()
+
+
+def _fail_at_tokens(model_class: Any, gate: Gate) -> None:
     """Have the class fail. On the device thread, which is to be the first to import MLX."""
     import mlx.core as mx
 
@@ -53,8 +83,8 @@ def _fail_at_tokens(model_class: Any) -> None:
             raise RuntimeError("[metal::malloc] Attempting to allocate 9 bytes: too many")
         if DEADLY in last:
             raise SystemExit("killed")
-        if SLOW in last:
-            time.sleep(SLOW_SECONDS)
+        if HELD in last:
+            gate.wait()
         logits = real(self, tokens, cache=cache)
         return mx.where((tokens == NAN)[..., None], float("nan"), logits) if NAN in last else logits
 
@@ -63,18 +93,26 @@ def _fail_at_tokens(model_class: Any) -> None:
 
 def plug() -> None:
     load, render = Runner._load, Tokenizer.render
+    gate, names = Gate(), dict[int, str]()
 
     def faulty_load(self: Runner, work: LoadSlice) -> LoadStep:
         from mlx_lm.models import qwen3
 
         if qwen3.Model.__call__.__name__ != "call":
-            _fail_at_tokens(qwen3.Model)
+            _fail_at_tokens(qwen3.Model, gate)
+        if work.order is not None:  # with the first slice, which alone has the name
+            names[work.model] = work.order.model
+            if names[work.model] == HELD_MODEL:
+                gate.wait()
+        if names[work.model] == SLOW_MODEL:
+            time.sleep(SLOW_SECONDS)
         return load(self, work)
 
     def faulty_render(self: Tokenizer, chat: Chat, *args: Any, **named: Any) -> Any:
         if chat.messages[-1]["content"] == PANIC:
             raise PanicException("the tokenizer panicked")
         if chat.messages[-1]["content"] == ASLEEP:
+            print(ASLEEP, file=sys.stderr, flush=True)
             time.sleep(3600)
         return render(self, chat, *args, **named)
 

@@ -21,6 +21,22 @@ def left(server: Server, client: RawClient) -> bool:
     return bool(server.logged("stream end", request=client.request)["finish"] == "disconnected")
 
 
+def ended_unread(server: Server, client: RawClient) -> bool:
+    """Whether the request of a client that left ended before its prompt was read; waits until it
+    ended."""
+    return (
+        left(server, client) and not server.logged("stream end", request=client.request)["tokens"]
+    )
+
+
+def queued(server: Server, model: str = "t") -> int:
+    """Requests that wait for a row of the model."""
+    # A connection of its own: what came before on other ones has been heard.
+    with server.client() as client:
+        models = client.get("/health?verbose=1").json()["models"]
+    return sum(each["waiting_for_row"] for each in models if each["id"] == model)
+
+
 def started(server: Server, *clients: RawClient) -> list[str]:
     """The requests of `clients` that got a row, in the order in which they did."""
     mine = {client.request for client in clients}

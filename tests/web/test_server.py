@@ -31,8 +31,17 @@ from tests.support.client import (
     refused,
     stream,
 )
+from tests.support.crowds import states
 from tests.support.fixtures import CONTEXT, Folders
-from tests.support.serving import PATIENCE, Server, environment, serving, serving_faulty
+from tests.support.leaving import queued
+from tests.support.serving import (
+    PATIENCE,
+    Server,
+    environment,
+    serving,
+    serving_faulty,
+    wait_for,
+)
 
 FOR_EVER = 500_000
 
@@ -92,11 +101,20 @@ def test_a_port_in_use_is_one_line_and_status_1(folders: Folders) -> None:
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(
     folders: Folders, tmp_path: Path
 ) -> None:
-    with serving(tmp_path, "--model", f"t={folders.plain}") as server, server.client() as client:
-        with RawClient(server, chat(max_tokens=700, stream=True)) as running:
+    options = ["--model", f"t={folders.endless}", "--shutdown-grace", "600"]
+    with serving(tmp_path, *options) as server, server.client() as client:
+        endless = chat(max_tokens=FOR_EVER, stream=True)
+        with (
+            RawClient(
+                server, endless
+            ) as holder,  # with it the server stays until the test has seen it
+            RawClient(server, chat(max_tokens=100, stream=True)) as running,
+        ):
+            holder.until(FIRST_CONTENT)
             running.until(FIRST_CONTENT)
             server.signal(signal.SIGTERM)
             server.logged("shutting down")
+            seen = len(holder.data)
             response = client.post(CHAT, json=chat())
             refused(response, 503, "shutting_down")
             assert int(response.headers["retry-after"]) >= 1
@@ -106,6 +124,9 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(
             assert (live.status_code, live.json()["status"]) == (200, "draining")
             running.until(rb"\[DONE\]")
             assert b'"finish_reason":"length"' in running.data
+            holder.until(rb"(?s).{%d}" % (seen + 1000))
+            assert b'"finish_reason":"' not in holder.data
+            holder.hang_up()
         assert server.exit_status() == 0
 
 
@@ -117,15 +138,15 @@ def test_after_the_grace_streams_end_with_an_error(
 ) -> None:
     options = ["--model", f"t={folders.endless}", "--shutdown-grace", "1"]
     with serving(tmp_path, *options, "--max-concurrency", "1") as server:
-        streaming = RawClient(server, chat(max_tokens=FOR_EVER, stream=True))
-        queued = RawClient(server, chat(max_tokens=FOR_EVER))
-        with streaming, queued:
+        with RawClient(server, chat(max_tokens=FOR_EVER, stream=True)) as streaming:
             streaming.until(FIRST_CONTENT)
-            server.signal(number)
+            with RawClient(server, chat(max_tokens=FOR_EVER)) as waiting:
+                wait_for(lambda: queued(server) == 1, why="the second is in the queue")
+                server.signal(number)
+                refusal = waiting.until(rb'"code":"shutting_down"')
             tail = streaming.until(rb"\[DONE\]").rpartition(b"data: {")[2]
             assert b'"finish_reason":"error"' in tail
             assert b'"code":"shutting_down"' in tail
-            refusal = queued.until(rb'"code":"shutting_down"')
             assert refusal.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after:" in refusal.lower()
         assert server.exit_status() == 0
@@ -175,11 +196,10 @@ def test_after_the_grace_it_ends_whatever_threads_do(
         serving_faulty(tmp_path, *options) as server,
         RawClient(server, chat(faulty.ASLEEP)) as running,
     ):
-        server.logged("model loaded")
-        time.sleep(0.5)  # the request is with the template
+        wait_for(lambda: faulty.ASLEEP in server.log_text(), why="a thread is at the template")
         server.signal(number)
         running.until(rb'"code":"shutting_down"')
-        assert server.exit_status(seconds=12) == 0
+        assert server.exit_status() == 0
         assert "Traceback" not in server.log_text()
 
 
@@ -190,10 +210,8 @@ def test_a_thread_that_nobody_waits_for_keeps_no_server(folders: Folders, tmp_pa
         server.logged("model loaded")
         refused(client.post(CHAT, json=chat(faulty.ASLEEP)), 504, "timeout")
         client.close()
-        begun = time.monotonic()
         server.signal(signal.SIGTERM)
-        assert server.exit_status(seconds=12) == 0
-        assert time.monotonic() - begun < 8
+        assert server.exit_status() == 0
 
 
 @pytest.mark.parametrize(
@@ -202,17 +220,14 @@ def test_a_thread_that_nobody_waits_for_keeps_no_server(folders: Folders, tmp_pa
 def test_a_second_signal_ends_it_at_once(
     looping: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    options = ["--model", f"t={looping}", "--shutdown-grace", "60"]
+    options = ["--model", f"t={looping}", "--shutdown-grace", "600"]
     with serving(tmp_path, *options) as server, RawClient(server, chat("loop")) as running:
-        server.logged("model loaded")
-        time.sleep(0.5)  # the request is with the template
+        wait_for(lambda: states(server).get("t", {}).get("requests"), why="it is with the template")
         server.signal(number)
         server.logged("shutting down")
-        begun = time.monotonic()
         server.signal(number)
         running.until(rb'"code":"shutting_down"')
         assert server.exit_status() == 0
-        assert time.monotonic() - begun < 4
 
 
 def test_clients_that_never_finish_their_requests_do_not_keep_the_server(
@@ -240,16 +255,16 @@ def test_the_json_log_is_json_and_tells_of_each_stream(
     server: Server, client: httpx.Client
 ) -> None:
     begun = time.monotonic()
-    streamed = stream(client, chat(max_tokens=100), **{"X-Request-ID": "log me"})
+    streamed = stream(client, chat(max_tokens=1000), **{"X-Request-ID": "log me"})
     took = time.monotonic() - begun
     line = server.logged("stream end", request="log me")
     assert line["finish"] == "length"
     assert line["model"] == "t"
-    assert line["tokens"] == streamed.usage["completion_tokens"] == 100
+    assert line["tokens"] == streamed.usage["completion_tokens"] == 1000
     assert line["prompt_tokens"] == streamed.usage["prompt_tokens"]
     # The line is written once the client has everything, so a little later than it looks here.
-    assert 0 < line["ttft"] <= line["seconds"] <= took + 1
-    assert line["tokens_per_second"] >= 99 / (took + 1)
+    assert 0 < line["ttft"] <= line["seconds"] <= took + PATIENCE
+    assert line["tokens_per_second"] >= 999 / (took + PATIENCE)
     request = server.logged("request", request="log me")
     assert (request["method"], request["path"], request["status"]) == ("POST", CHAT, 200)
     for text in server.log_text().rpartition("\n")[0].splitlines():
@@ -283,7 +298,7 @@ def test_the_text_log_is_for_people(folders: Folders, tmp_path: Path) -> None:
         lines = server.log_text().splitlines()
     assert all(re.match(r"\d\d:\d\d:\d\d\.\d{3} \w+ ", line) for line in lines)
     [end] = [line for line in lines if " stream end " in line]
-    for part in ("request='a b=c'", "tokens=30", "ttft=", "tokens_per_second=", "finish=length"):
+    for part in ("request='a b=c'", "tokens=30", "ttft=", "seconds=", "finish=length"):
         assert part in end
 
 
@@ -297,16 +312,17 @@ def test_health_is_ok_once_the_model_is_there(client: httpx.Client) -> None:
 
 
 def test_health_is_loading_while_the_default_model_loads(folders: Folders, tmp_path: Path) -> None:
+    name = faulty.HELD_MODEL
     with (
-        serving(tmp_path, "--model", f"t={folders.plain}", cold=True) as server,
+        serving_faulty(tmp_path, "--model", f"{name}={folders.plain}") as server,
         server.client() as client,
     ):
-        seen = []
-        while (response := client.get("/health")).status_code != 200:
-            seen.append(response.json()["status"])
-            assert client.get("/health/live").status_code == 200
-        assert set(seen) == {"loading"}
-        server.logged("model loaded", model="t")
+        response = client.get("/health")
+        assert (response.status_code, response.json()) == (503, {"status": "loading"})
+        assert client.get("/health/live").status_code == 200
+        server.signal(faulty.RELEASE)
+        wait_for(lambda: client.get("/health").status_code == 200, why="the model is loaded")
+        assert server.log("model loaded", model=name)
 
 
 def test_the_catalogue_lists_what_is_served(client: httpx.Client) -> None:

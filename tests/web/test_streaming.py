@@ -3,47 +3,48 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support import faulty
 from tests.support.client import (
     CHAT,
+    COMPLETIONS,
     FIRST_CONTENT,
     RawClient,
     answer,
-    arrivals,
     ask,
     chat,
+    completion,
     refused,
     stream,
     stream_async,
 )
 from tests.support.effort import often
 from tests.support.fixtures import KEEPALIVE, Folders
-from tests.support.serving import Server, serving, wait_for
+from tests.support.serving import Server, serving_faulty, wait_for
 
 DEADLINE = 1.2
 FOR_EVER = 500_000
 
-SLOW = "ä" * 25_000
-"""A prompt that is not read before the deadline."""
+CHUNK = 16
+SLOW = completion([faulty.SLUGGISH] * (100 * CHUNK))
+"""Its prompt is not read before the deadline, on any machine."""
 
 
 @pytest.fixture(scope="module")
 def hurried(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """One row, and little time for a request."""
     options = ["--max-concurrency", "1", "--keepalive", "0.25", "--request-timeout", f"{DEADLINE}"]
-    options += ["--prefill-chunk", "16"]
+    options += ["--prefill-chunk", f"{CHUNK}"]
     folder = tmp_path_factory.mktemp("hurried")
-    with serving(folder, "--model", f"t={folders.endless}", *options) as server:
+    with serving_faulty(folder, "--model", f"t={folders.endless}", *options) as server:
         server.logged("model loaded")
         with server.client() as client:  # from here on time is the tests' own
             wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="it answers in time")
@@ -56,8 +57,8 @@ def hurried(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Itera
 def test_a_queued_stream_is_opened_and_kept_alive_by_comments(narrow: Server) -> None:
     with RawClient(narrow, chat(max_tokens=FOR_EVER, stream=True)) as running:
         running.until(FIRST_CONTENT)
+        begun = time.monotonic()
         with RawClient(narrow, chat(stream=True)) as queued:
-            begun = time.monotonic()
             head = queued.until(rb": keep-alive\n\n")
             assert head.startswith(b"HTTP/1.1 200 ")
             assert b"data:" not in head
@@ -71,13 +72,22 @@ def test_a_queued_stream_is_opened_and_kept_alive_by_comments(narrow: Server) ->
 
 
 def test_nothing_is_kept_alive_while_tokens_flow(narrow: Server) -> None:
+    """The machine may stand still for a moment. While it does not, there is no comment."""
     with RawClient(narrow, chat(max_tokens=FOR_EVER, stream=True)) as client:
         client.until(FIRST_CONTENT)
-        before = time.monotonic()
-        while time.monotonic() - before < 3 * KEEPALIVE:
-            seen = len(client.data)
-            client.until(rb"(?s).{%d}" % (seen + 1))
-        assert b": keep-alive" not in client.data
+        wait_for(lambda: _flows(client, 3 * KEEPALIVE), why="tokens flow without a comment")
+
+
+def _flows(client: RawClient, seconds: float) -> bool:
+    """Whether something came all the time, and none of it was a comment."""
+    seen = len(client.data)
+    begun = last = time.monotonic()
+    while last - begun < seconds:
+        assert client.read()
+        if time.monotonic() - last > KEEPALIVE / 2:
+            return False
+        last = time.monotonic()
+    return b": keep-alive" not in client.data[seen:]
 
 
 # Deadlines.
@@ -94,15 +104,15 @@ def behind(hurried: Server) -> Iterator[httpx.Client]:
 
 def test_no_text_in_time_is_a_timeout(behind: httpx.Client) -> None:
     begun = time.monotonic()
-    error = refused(behind.post(CHAT, json=chat(SLOW)), 504, "timeout")
+    error = refused(behind.post(COMPLETIONS, json=SLOW), 504, "timeout")
     assert f"{DEADLINE:g} s" in error["message"]
     assert time.monotonic() - begun > DEADLINE * 0.9
 
 
 def test_a_stream_that_was_kept_alive_fails_in_its_own_form(behind: httpx.Client) -> None:
-    streamed = stream(behind, chat(SLOW, stream=True))
+    streamed = stream(behind, SLOW, COMPLETIONS)
     assert streamed.status == 200
-    assert streamed.comments >= 2
+    assert streamed.comments >= 1
     assert streamed.finish_reason == "error"
     assert streamed.content == ""
     error = streamed.chunks[-1]["error"]
@@ -112,7 +122,7 @@ def test_a_stream_that_was_kept_alive_fails_in_its_own_form(behind: httpx.Client
 
 @pytest.mark.parametrize("streaming", often([False, True], [True]))
 def test_text_at_the_deadline_is_given(hurried: Server, streaming: bool) -> None:
-    body = chat(max_tokens=8000)
+    body = chat(max_tokens=FOR_EVER)
     with hurried.client() as client:
         begun = time.monotonic()
         if streaming:
@@ -122,15 +132,15 @@ def test_text_at_the_deadline_is_given(hurried: Server, streaming: bool) -> None
             whole = ask(client, body)
             text, usage = answer(whole), whole["usage"]
             reason = whole["choices"][0]["finish_reason"]
-    assert DEADLINE * 0.9 < time.monotonic() - begun < DEADLINE + 5
+    assert time.monotonic() - begun > DEADLINE * 0.9
     assert reason == "timeout"
     assert text
-    assert 0 < usage["completion_tokens"] < 8000
+    assert 0 < usage["completion_tokens"] < FOR_EVER
 
 
 def test_a_deadline_frees_the_row(hurried: Server) -> None:
     with hurried.client() as client:
-        assert client.post(CHAT, json=chat(SLOW)).status_code == 504
+        assert client.post(COMPLETIONS, json=SLOW).status_code == 504
         # On a busy machine this one may be late, too; it has no chance if the row is not free.
         wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="the row is free")
 
@@ -138,15 +148,13 @@ def test_a_deadline_frees_the_row(hurried: Server) -> None:
 # Tokens.
 
 
-def test_tokens_are_sent_as_they_are_made(client: httpx.Client) -> None:
-    came = list(arrivals(client, chat(max_tokens=600)))
-    times = [when for when, data in came if data != "[DONE]" and json.loads(data)["choices"]]
-    # Tokens that wait for the loop are sent together, so there are fewer pieces where it is busy.
-    assert len(times) > 20
-    whole = times[-1] - times[0]
-    assert times[len(times) // 4] - times[0] < whole / 2
-    gaps = [later - sooner for sooner, later in pairwise(times)]
-    assert max(gaps) < whole / 2, "nothing waits for the rest"
+def test_tokens_are_sent_as_they_are_made(narrow: Server) -> None:
+    with RawClient(narrow, chat(max_tokens=FOR_EVER, stream=True)) as client:
+        for _ in range(20):
+            seen = len(client.text)
+            while len(client.text) == seen:
+                assert client.read()
+        assert b'"finish_reason":"' not in client.data, "nothing waits for the rest"
 
 
 def test_many_streams_at_once_say_what_each_says_alone(
@@ -184,9 +192,12 @@ if sys.platform == "linux":
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    def test_an_idle_server_does_nothing(client: httpx.Client, server: Server) -> None:
-        ask(client, chat())
-        time.sleep(0.5)
+    def _rests(server: Server) -> bool:
+        """Whether the server needs nothing of a processor for two seconds."""
         before = _cpu_seconds(server.process.pid)
         time.sleep(2)
-        assert _cpu_seconds(server.process.pid) - before < 0.02 + 0.01  # 1 %, and one tick
+        return _cpu_seconds(server.process.pid) - before < 0.02 + 0.01  # 1 %, and one tick
+
+    def test_an_idle_server_does_nothing(client: httpx.Client, server: Server) -> None:
+        ask(client, chat())
+        wait_for(lambda: _rests(server), why="it has ended what the request left to do")

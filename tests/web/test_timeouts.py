@@ -25,7 +25,7 @@ from tests.support.client import (
 )
 from tests.support.effort import often
 from tests.support.fixtures import Folders
-from tests.support.serving import Server, serving, serving_faulty, wait_for
+from tests.support.serving import PATIENCE, Server, serving, serving_faulty, wait_for
 
 FOR_EVER = 500_000
 QUEUE = 1.0
@@ -74,13 +74,13 @@ def test_a_row_that_does_not_come_is_an_overload(busy: Server) -> None:
         begun = time.monotonic()
         response = client.post(CHAT, json=chat())
         error = refused(response, 503, "overloaded")
-        assert QUEUE * 0.9 < time.monotonic() - begun < QUEUE + 3
+        assert time.monotonic() - begun > QUEUE * 0.9
         assert "--queue-timeout" in error["message"]
         assert int(response.headers["retry-after"]) >= 1
 
         streamed = stream(client, chat())  # kept alive meanwhile, so it is open
         assert (streamed.status, streamed.finish_reason) == (200, "error")
-        assert streamed.comments >= 2
+        assert streamed.comments >= 1
         assert streamed.chunks[-1]["error"]["code"] == "overloaded"
 
         # Those who have a row are not concerned.
@@ -88,8 +88,7 @@ def test_a_row_that_does_not_come_is_an_overload(busy: Server) -> None:
         running.until(rb"(?s).{%d}" % (seen + 1000))
         assert b'"error"' not in running.data
         running.hang_up()
-        assert answer(ask(client, chat()))
-    wait_for(lambda: not _engine(busy)["rows"], why="the row is free")
+        wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="the row is free")
 
 
 def test_a_stream_hears_of_an_overload_before_its_first_byte(
@@ -111,14 +110,15 @@ def test_a_stream_hears_of_an_overload_before_its_first_byte(
 
 def test_a_load_is_no_queue(folders: Folders, tmp_path: Path) -> None:
     """The first request waits for the load of its model, however long that takes."""
-    model = f"t={folders.endless}"
+    options = ["--queue-timeout", "0.5", "--keepalive", "0.2"]
+    options += ["--model", f"{faulty.HELD_MODEL}={folders.endless}"]
     with (
-        serving(tmp_path, "--model", model, "--queue-timeout", "0.2", cold=True) as server,
-        server.client() as client,
+        serving_faulty(tmp_path, *options) as server,
+        RawClient(server, chat(stream=True)) as client,
     ):
-        begun = time.monotonic()
-        assert answer(ask(client, chat()))
-        assert time.monotonic() - begun > 0.2, "or it tests nothing"
+        client.until(rb"(: keep-alive\n\n[^:]*){4}")
+        server.signal(faulty.RELEASE)
+        client.until(rb'"finish_reason":"length"')
 
 
 def test_choices_that_wait_for_a_row_go_on_when_one_comes(busy: Server) -> None:
@@ -151,37 +151,41 @@ def test_a_prompt_that_waits_for_those_before_it_does_not_stand_still(patient: S
 
 def test_an_engine_that_stands_still_is_a_timeout(folders: Folders, tmp_path: Path) -> None:
     options = ["--model", f"t={folders.endless}", "--stall-timeout", f"{STALL}"]
-    slow = completion([30, 31, faulty.SLOW], max_tokens=1)
+    held = completion([30, 31, faulty.HELD], max_tokens=1)
     with serving_faulty(tmp_path, *options) as server, server.client() as client:
         ask(client, chat())
         begun = time.monotonic()
-        error = refused(client.post(COMPLETIONS, json=slow), 504, "timeout")
-        assert STALL * 0.9 < time.monotonic() - begun < faulty.SLOW_SECONDS
+        error = refused(client.post(COMPLETIONS, json=held), 504, "timeout")
+        assert time.monotonic() - begun > STALL * 0.9
         assert "--stall-timeout" in error["message"]
+        server.signal(faulty.RELEASE)
         wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="it goes on")
 
         with RawClient(server, chat(max_tokens=FOR_EVER, stream=True)) as running:
             running.until(FIRST_CONTENT)
-            with RawClient(server, slow | {"stream": True}, COMPLETIONS) as opened:
+            with RawClient(server, held | {"stream": True}, COMPLETIONS) as opened:
                 opened.until(rb'"finish_reason":"error"')
                 assert b'"code":"timeout"' in opened.data
             # It has text: that is its answer.
             running.until(rb"\[DONE\]")
             assert b'"finish_reason":"timeout"' in running.data
             assert b'"error"' not in running.data
+        server.signal(faulty.RELEASE)
         wait_for(lambda: client.post(CHAT, json=chat()).is_success, why="it works again")
         wait_for(lambda: not _engine(server)["rows"], why="the rows are free")
 
 
 def test_there_is_no_limit_to_the_whole_unless_one_is_set(folders: Folders, tmp_path: Path) -> None:
-    options = ["--stall-timeout", "1", "--queue-timeout", "1", "--request-timeout", "0"]
+    limit = 3.0
+    options = ["--stall-timeout", f"{limit}", "--queue-timeout", f"{limit}"]
+    options += ["--request-timeout", "0"]
     with (
         serving(tmp_path, "--model", f"t={folders.endless}", *options) as server,
         RawClient(server, chat(max_tokens=FOR_EVER, stream=True)) as running,
     ):
         running.until(FIRST_CONTENT)
         begun = time.monotonic()
-        while time.monotonic() - begun < 1.5:
+        while time.monotonic() - begun < limit + 0.5:
             running.until(rb"(?s).{%d}" % (len(running.data) + 1))
         assert b'finish_reason":"' not in running.data
 
@@ -234,7 +238,7 @@ def test_what_was_read_for_one_who_hung_up_is_there_for_the_next(
     with patient.client() as client:
         with RawClient(patient, body | {"stream": streaming}, COMPLETIONS) as leaver:
             patient.logged("stream start", request=leaver.request)
-            time.sleep(READING / 3 * faulty.SLUGGISH_SECONDS)
+            time.sleep(READING / 3 * faulty.SLUGGISH_SECONDS)  # its slices take longer than that
             leaver.hang_up()
         patient.logged("stream end", request=leaver.request)
         usage = ask(client, body, COMPLETIONS)["usage"]
@@ -247,9 +251,9 @@ def test_a_short_prompt_does_not_wait_for_long_ones(patient: Server) -> None:
             body = completion(long(40 + number, 200))
             ahead = stack.enter_context(RawClient(patient, body, COMPLETIONS))
             patient.logged("stream start", request=ahead.request)
-        begun = time.monotonic()
         assert answer(ask(client, completion([30, 31, 32], max_tokens=1), COMPLETIONS))
-        assert time.monotonic() - begun < 10 * faulty.SLUGGISH_SECONDS, "it is not read at once"
+        engine = _engine(patient)
+        assert engine["reading"] + engine["waiting"] == 4, "the long ones are not read by far"
 
 
 def test_one_who_hangs_up_frees_what_is_half_read(patient: Server) -> None:
@@ -260,6 +264,6 @@ def test_one_who_hangs_up_frees_what_is_half_read(patient: Server) -> None:
 
 
 def _engine(server: Server) -> dict[str, int]:
-    response = httpx.get(f"{server.url}/health?verbose=1")
+    response = httpx.get(f"{server.url}/health?verbose=1", timeout=PATIENCE)
     [model] = response.json()["models"]
     return dict(model["engine"])
