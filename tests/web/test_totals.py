@@ -51,6 +51,15 @@ def requests(client: httpx.Client) -> dict[str, Any]:
     return dict(told(client)["requests"])
 
 
+def settled(client: httpx.Client, before: dict[str, Any], ended: int) -> dict[str, Any]:
+    """The totals when so many more requests have ended: a client may have all of its answer before
+    the server has counted it."""
+    return wait_for(
+        lambda: now if (now := requests(client))["ended"] >= before["ended"] + ended else None,
+        why=f"{ended} more have ended",
+    )
+
+
 def more(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
     """The difference, but for the times to first tokens."""
     return {name: after[name] - before[name] for name in before if name != "ttft"}
@@ -58,8 +67,9 @@ def more(before: dict[str, Any], after: dict[str, Any]) -> dict[str, int]:
 
 def test_the_tokens_of_answers_are_added(client: httpx.Client) -> None:
     long = chat("The sea is wide, and the ships on it are small. " * 10)
+    began = requests(client)
     ask(client, long)
-    before = requests(client)
+    before = settled(client, began, 1)
     usages = [
         ask(client, long)["usage"],
         stream(client, chat(max_tokens=30)).usage,
@@ -67,7 +77,7 @@ def test_the_tokens_of_answers_are_added(client: httpx.Client) -> None:
     ]
     cached = sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
     assert cached > 64
-    assert more(before, requests(client)) == {
+    assert more(before, settled(client, before, 3)) == {
         "ended": 3,
         "failed": 0,
         "prompt_tokens": sum(usage["prompt_tokens"] for usage in usages),
@@ -79,7 +89,7 @@ def test_the_tokens_of_answers_are_added(client: httpx.Client) -> None:
 def test_texts_that_were_embedded_are_added(client: httpx.Client) -> None:
     before = requests(client)
     answer = client.post("/v1/embeddings", json={"input": ["some words", "others"]}).json()
-    added = more(before, requests(client))
+    added = more(before, settled(client, before, 1))
     assert added["ended"] == 1
     assert added["prompt_tokens"] == answer["usage"]["prompt_tokens"]
     assert added["completion_tokens"] == 0
@@ -88,11 +98,12 @@ def test_texts_that_were_embedded_are_added(client: httpx.Client) -> None:
 def test_the_times_to_first_tokens_are_those_of_the_last_replies(
     counting: Server, client: httpx.Client
 ) -> None:
-    for _ in range(102):
-        ask(client, chat(max_tokens=1))
-    ttft = requests(client)["ttft"]
-    ended = wait_for(lambda: counting.log("stream end")[-100:], why="there are lines")
-    logged = sorted(line["ttft"] for line in ended)
+    before = requests(client)
+    for number in range(102):
+        ask(client, chat(max_tokens=1), **{"X-Request-ID": f"short-{number}"})
+    ttft = settled(client, before, 102)["ttft"]
+    last = [counting.logged("stream end", request=f"short-{number}") for number in range(2, 102)]
+    logged = sorted(line["ttft"] for line in last)
     assert ttft["replies"] == 100
     # The log rounds to four digits.
     assert ttft["median"] == pytest.approx((logged[49] + logged[50]) / 2, rel=2e-3)
@@ -128,6 +139,7 @@ def test_what_was_refused_is_told_without_its_text(client: httpx.Client) -> None
     answer = client.post(CHAT, json=chat(secret, max_tokens="x"))
     refused(answer, 400, "invalid_value", param="max_tokens")
     client.get(f"/{secret}")
+    settled(client, before, 2)
     state = told(client)
     assert secret not in str(state)
     assert more(before, state["requests"])["ended"] == 2
@@ -158,6 +170,7 @@ def test_a_stream_that_fails_half_way_is_told_and_one_that_is_left_is_not(
     ):
         running.until(FIRST_CONTENT)
         assert stream(client, chat()).finish_reason == "error"
+        wait_for(lambda: told(client)["errors"], why="it is told")
         state = told(client)
         assert (state["requests"]["ended"], state["requests"]["failed"]) == (1, 1)
         [error] = state["errors"]
@@ -175,6 +188,7 @@ def test_a_stream_that_fails_half_way_is_told_and_one_that_is_left_is_not(
 def test_only_the_last_errors_are_kept(client: httpx.Client) -> None:
     for number in range(25):
         client.get("/nowhere", headers={"X-Request-ID": f"lost-{number}"})
+    wait_for(lambda: told(client)["errors"][0]["request_id"] == "lost-24", why="all are told")
     ids = [error["request_id"] for error in told(client)["errors"]]
     assert ids == [f"lost-{number}" for number in range(24, 4, -1)]
 
