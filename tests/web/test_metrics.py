@@ -82,6 +82,22 @@ def scrape(client: httpx.Client) -> Scrape:
     return Scrape(response.text)
 
 
+REQUESTS = "http_requests_total"
+
+
+def counted(client: httpx.Client, before: Scrape, requests: int) -> Scrape:
+    """A scrape when so many more requests are counted, scrapes aside: a client may have all of its
+    answer before that."""
+
+    def count(each: Scrape) -> float:
+        return each[REQUESTS]() - each[REQUESTS](route="/metrics")
+
+    return wait_for(
+        lambda: now if count(now := scrape(client)) >= count(before) + requests else None,
+        why=f"{requests} more requests are counted",
+    )
+
+
 @pytest.fixture(scope="module")
 def metered(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with two rows and room for one model of its four."""
@@ -99,7 +115,9 @@ def metered(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Itera
 @pytest.fixture
 def client(metered: Server) -> Iterator[httpx.Client]:
     with metered.client() as client:
+        before = scrape(client)
         ask(client, chat(max_tokens=1))  # t is loaded
+        counted(client, before, 1)
         yield client
 
 
@@ -110,7 +128,7 @@ def test_a_request_for_text_is_counted(client: httpx.Client) -> None:
         stream(client, chat(max_tokens=30)).usage,
         ask(client, completion(max_tokens=5), COMPLETIONS)["usage"],
     ]
-    after = scrape(client)
+    after = counted(client, before, 3)
 
     def more(name: str, **labels: str) -> float:
         return after[name](**labels) - before[name](**labels)
@@ -153,7 +171,7 @@ def test_a_request_for_text_is_counted(client: httpx.Client) -> None:
 def test_each_choice_has_gaps_of_its_own(client: httpx.Client) -> None:
     before = scrape(client)
     ask(client, chat(n=2, max_tokens=10))
-    after = scrape(client)
+    after = counted(client, before, 1)
     for name, told in (
         ("generation_tokens_total", 20),
         ("inter_token_latency_seconds_count", 18),
@@ -166,7 +184,7 @@ def test_each_choice_has_gaps_of_its_own(client: httpx.Client) -> None:
 def test_embeddings_are_counted(client: httpx.Client) -> None:
     before = scrape(client)
     answer = client.post("/v1/embeddings", json={"input": ["some words", "others"]}).json()
-    after = scrape(client)
+    after = counted(client, before, 1)
     labels = {"route": "/v1/embeddings", "model_name": "t", "status": "200"}
     assert after["http_requests_total"](**labels) == 1
     read = after["prompt_tokens_total"]() - before["prompt_tokens_total"]()
@@ -188,8 +206,9 @@ def test_what_runs_and_what_waits_is_seen(metered: Server, client: httpx.Client)
         assert seen["num_requests_running"](**mine) == 2
         assert seen["max_rows"](**mine) == 2
         assert seen["rows"](state="decoding", **mine) == 2
-        assert seen["generation_tokens_total"](**mine) < scrape(client)["generation_tokens_total"](
-            **mine
+        tokens = seen["generation_tokens_total"](**mine)
+        wait_for(
+            lambda: scrape(client)["generation_tokens_total"](**mine) > tokens, why="more are made"
         )
         queued.hang_up()
         wait_for(lambda: scrape(client)["num_requests_waiting"](**mine) == 0, why="it is gone")
@@ -205,10 +224,11 @@ def test_what_runs_and_what_waits_is_seen(metered: Server, client: httpx.Client)
 
 def test_the_prompt_cache_is_seen(client: httpx.Client) -> None:
     long = chat("The sea is wide, and the ships on it are small. " * 10)
+    began = scrape(client)
     ask(client, long)
-    before = scrape(client)
+    before = counted(client, began, 1)
     cached = ask(client, long)["usage"]["prompt_tokens_details"]["cached_tokens"]
-    after = scrape(client)
+    after = counted(client, before, 1)
     assert cached > 64
     hits = after["prefix_cache_hits_total"]() - before["prefix_cache_hits_total"]()
     assert hits == cached
@@ -223,14 +243,15 @@ def test_the_prompt_cache_is_seen(client: httpx.Client) -> None:
 
 
 def test_models_that_come_and_go_are_counted(client: httpx.Client) -> None:
+    before = scrape(client)
     ask(client, chat(model="u"))
     refused(client.post(CHAT, json=chat(model="broken")), 503, "model_not_loaded")
-    seen = scrape(client)
+    seen = counted(client, before, 2)
     assert seen["model_loads_total"](model_name="u") == 1
     assert seen["model_load_seconds_count"](model_name="u") == 1
     assert seen["model_load_failures_total"](model_name="broken") == 1
     assert seen["model_evictions_total"](model_name="t", reason="room") == 1
-    assert seen["http_requests_total"](model_name="broken", status="503") == 1
+    assert seen[REQUESTS](model_name="broken", status="503") == 1
     assert seen["model_bytes"](model_name="t") == 0
     ask(client, chat())
     assert scrape(client)["model_loads_total"](model_name="t") == 2
@@ -245,14 +266,15 @@ def test_what_clients_make_up_makes_no_series(client: httpx.Client) -> None:
         client.delete(CHAT)
         client.post(CHAT, content=b"{" + name.encode())
 
+    began = scrape(client)
     make_up("a")
-    scrape(client)  # is counted, too
+    counted(client, began, 6)  # each look is counted, too
     before = scrape(client)
     for name in ("b", "c", "d" * 1000):
         make_up(name)
-    after = scrape(client)
+    after = counted(client, before, 18)
     assert after.samples.keys() == before.samples.keys()
-    requests = after["http_requests_total"]
+    requests = after[REQUESTS]
     assert requests(route=CHAT, model_name="", status="404") == 4
     assert requests(route=CHAT, model_name="", status="405") == 4
     assert requests(route=CHAT, model_name="", status="400") == 4
@@ -267,20 +289,24 @@ def test_scraping_under_load_disturbs_nobody(metered: Server, client: httpx.Clie
         with metered.client() as mine:
             answers.extend(stream(mine, chat(max_tokens=50)).content for _ in range(2))
 
-    before = scrape(client)["request_success_total"]()
+    before = scrape(client)
     threads = [threading.Thread(target=ask_some) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    tokens = [scrape(client)["generation_tokens_total"]()]
-    while any(thread.is_alive() for thread in threads):
-        tokens.append(scrape(client)["generation_tokens_total"]())
-    for thread in threads:
-        thread.join()
+    with RawClient(metered, chat(stream=True, max_tokens=FOR_EVER)) as running:
+        running.until(FIRST_CONTENT)
+        for thread in threads:
+            thread.start()
+        tokens = [0.0]
+        while any(thread.is_alive() for thread in threads) or len({*tokens}) < 5:
+            tokens.append(scrape(client)["generation_tokens_total"]())
+        for thread in threads:
+            thread.join()
+        running.hang_up()
     assert len(answers) == 8
     assert len({*answers}) == 1
     assert tokens == sorted(tokens)
-    assert len({*tokens}) > 2
-    assert scrape(client)["request_success_total"]() == before + 8
+    length = {"model_name": "t", "finished_reason": "length"}
+    after = counted(client, before, 9)["request_success_total"](**length)
+    assert after == before["request_success_total"](**length) + 8
 
 
 def test_the_names_are_the_same_for_prometheus_itself(client: httpx.Client) -> None:
