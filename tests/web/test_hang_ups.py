@@ -59,7 +59,7 @@ def test_a_client_killed_half_way_through_a_long_prompt_goes_on_from_there(
         client.stdin.write(msgspec.json.encode(body | {"stream": stream}))
         client.stdin.close()
         wait_for(lambda: engine(sluggish)["reading"] == 1, why="its prompt is read")
-        time.sleep(10 * faulty.SLUGGISH_SECONDS)
+        time.sleep(15 * faulty.SLUGGISH_SECONDS)  # some slices, of forty
     finally:
         client.kill()
         client.wait()
