@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -46,7 +45,7 @@ def test_bodies_together_are_bounded_and_small_ones_get_in(bounded: Server) -> N
         with contextlib.ExitStack() as stack:
             for _ in range(2):
                 stack.enter_context(half_sent(bounded, f"Content-Length: {MOST}"))
-            time.sleep(0.3)
+            wait_for(lambda: client.post("/tokenize", json=LARGE).is_error, why="both are heard")
             error = refused(client.post("/tokenize", json=LARGE), 503, "overloaded")
             assert str(2 * MOST) in error["message"]
             assert client.post("/tokenize", json=LARGE).headers["retry-after"] == "1"

@@ -23,10 +23,11 @@ from tests.support.client import (
     completion,
 )
 from tests.support.fixtures import Folders
-from tests.support.poisoning import BEGIN, FOR_EVER, at_rest, poisoned
+from tests.support.poisoning import BEGIN, FOR_EVER, at_rest, engine, poisoned
 from tests.support.saes import write_sae
 from tests.support.serving import Server, environment, serving_faulty, wait_for
 
+CHUNK = 64
 SYSTEM = "You are a sailor and know all about the sea, the wind and the stars. " * 3
 
 
@@ -53,7 +54,14 @@ def crowd(server: Server, client: httpx.Client) -> None:
     faults = [poisoned(each) for each in (faulty.RAISES, faulty.NAN, faulty.MEMORY)]
     grammar = completion("Say:", guided_regex="[ab]{12}", temperature=1, seed=1, max_tokens=20)
     endless = chat(max_tokens=FOR_EVER, stream=True)
-    with ThreadPoolExecutor(20) as threads, RawClient(server, endless) as leaving:
+    long = completion([faulty.SLUGGISH] * (200 * CHUNK))
+    with (
+        ThreadPoolExecutor(20) as threads,
+        RawClient(server, long, COMPLETIONS) as reading,
+        RawClient(server, endless) as leaving,
+    ):
+        # It is half read when memory is short, so it is read anew.
+        wait_for(lambda: engine(client)["reading"], why="the long prompt is read")
         asked = [threads.submit(ask, client, body) for body in bodies]
         leaving.until(FIRST_CONTENT)
         failed = [threads.submit(client.post, COMPLETIONS, json=body) for body in faults]
@@ -62,8 +70,9 @@ def crowd(server: Server, client: httpx.Client) -> None:
         embedded = threads.submit(client.post, "/v1/embeddings", json=texts)
         other = threads.submit(ask, client, chat(model="u"))
         leaving.hang_up()  # where memory is short, others may wait for its row
-        assert re.fullmatch("[ab]{12}", answer(held.result()))
         assert [each.result().status_code for each in failed] == [500] * 3
+        reading.hang_up()
+        assert re.fullmatch("[ab]{12}", answer(held.result()))
         assert embedded.result().status_code == 200
         for each in [*asked, other]:
             each.result()
@@ -79,7 +88,7 @@ def make_record(folder: Path, folders: Folders, *arguments: str) -> Path:
     path = folder / "record"
     options = ["--model", f"t={folders.endless}", "--model", f"u={folders.thinking}"]
     options += ["--sae-dir", str(folder / "saes"), "--data-dir", str(folder / "data")]
-    options += ["--record", str(path), "--prefill-chunk", "64", *arguments]
+    options += ["--record", str(path), "--prefill-chunk", f"{CHUNK}", *arguments]
     with serving_faulty(folder, *options) as server, server.client() as client:
         crowd(server, client)
     return path
