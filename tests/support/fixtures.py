@@ -69,6 +69,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
 def server(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """An ordinary server: default options, several models."""
     models = [f"t={folders.plain}", f"thinking={folders.thinking}", f"org/name={folders.other}"]
+    models += [f"endless={folders.endless}"]
     arguments = [argument for model in models for argument in ("--model", model)]
     with serving(tmp_path_factory.mktemp("server"), *arguments, cold=True) as server:
         yield server

@@ -138,17 +138,19 @@ def test_two_servers_share_a_folder(folders: Folders, tmp_path: Path) -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(3 * PATIENCE)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
-        for client in (first, second):
-            assert numbers(client)["prompt_cache_disk_writes"] > 5
+        wait_for(
+            lambda: all(numbers(each)["prompt_cache_disk_writes"] > 5 for each in (first, second)),
+            why="both have written",
+        )
         for server in (one, two):
             assert not server.log("prompts are not stored for now")
             assert not server.log("a stored prompt is removed")
             server.signal(signal.SIGTERM)
             assert server.exit_status() == 0
-    size = sum(file.stat().st_size for file in disk.rglob("*") if file.is_file())
-    assert 0 < size <= most * 1.25  # but for the file that each was writing
+    sizes = [file.stat().st_size for file in disk.rglob("*") if file.is_file()]
+    assert 0 < sum(sizes) <= most + 2 * max(sizes), "but for the file that each was writing"
 
 
 def test_a_folder_that_cannot_be_used_is_told_once(folders: Folders, tmp_path: Path) -> None:

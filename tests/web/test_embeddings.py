@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import itertools
 import threading
-import time
 from typing import Any
 
 import httpx
@@ -121,14 +121,21 @@ def test_requests_share_batches_and_get_their_own(client: httpx.Client) -> None:
 def test_chats_go_on_beside_embeddings_and_say_the_same(client: httpx.Client) -> None:
     alone = answer(ask(client, chat(max_tokens=200)))
     many = ["word " * 60] * 20
-    worker = threading.Thread(target=embed, args=(client, many))
-    worker.start()
-    texts = []
-    while worker.is_alive():
-        texts.append(stream(client, chat(max_tokens=200)).content)
-    worker.join()
-    assert texts
-    assert set(texts) == {alone}
+    over = threading.Event()
+
+    def embed_on() -> int:
+        for times in itertools.count(1):
+            embed(client, many)
+            if over.is_set():
+                return times
+        raise AssertionError("it counts without end")
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        embedding = pool.submit(embed_on)
+        texts = {stream(client, chat(max_tokens=200)).content for _ in range(3)}
+        over.set()
+        assert embedding.result() > 0
+    assert texts == {alone}
 
 
 def test_a_failure_inside_is_told_to_the_log_and_not_to_the_client(
@@ -155,7 +162,7 @@ def test_a_client_that_leaves_is_forgotten(narrow: Server) -> None:
         embed(client, "x")
         leaver = RawClient(narrow, body, EMBEDDINGS)
         with leaver:
-            time.sleep(0.2)
+            wait_for(lambda: not _idle(client), why="its texts are embedded")
             leaver.hang_up()
         wait_for(lambda: _idle(client), why="the texts of who has left are dropped")
         assert embed(client, "x").shape == (1, 64)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from tests.support.anthropic_streams import check_type, hear, read_events
 from tests.support.client import Body, RawClient
 from tests.support.fixtures import MAX_QUEUE, Folders
 from tests.support.schemas import as_sent
-from tests.support.serving import Server, wait_for
+from tests.support.serving import Server, serving, wait_for
 
 MESSAGES = "/v1/messages"
 FOR_EVER = 900_000
@@ -121,27 +121,29 @@ def endless() -> Body:
 # Within a stream.
 
 
-def test_pings_then_an_error_event_or_the_end_that_a_time_limit_makes(folders: Folders) -> None:
-    limits: Body = {"max_concurrency": 1, "keepalive": 0.1, "queue_timeout": 0.3}
+def test_pings_and_then_an_error_event(folders: Folders, tmp_path: Path) -> None:
+    options = ["--max-concurrency", "1", "--keepalive", "0.1", "--queue-timeout", "0.5"]
     with (
-        served(folders, **limits, request_timeout=1.0) as client,
-        ThreadPoolExecutor() as threads,
+        serving(tmp_path, "--model", f"t={folders.endless}", *options) as server,
+        RawClient(server, endless(), MESSAGES) as first,
+        server.client() as client,
     ):
-        assert client.post(MESSAGES, json=asking()).status_code == 200  # the model is loaded
-        first = threads.submit(client.post, MESSAGES, json=endless())
-        wait_for(lambda: rows(client) == 1, why="the first request has the row")
+        first.until(b"content_block_delta")
         second = client.post(MESSAGES, json=endless())
         assert second.status_code == 200
         *pings, last = read_events(second.content)
         assert {ping["type"] for ping in pings} == {"ping"}
         assert last["error"]["type"] == "overloaded_error"
         assert last["error"]["details"] == {"error_code": "overloaded"}
-        heard = hear(first.result().content)
+
+
+def test_a_time_limit_ends_a_stream_as_a_limit_of_tokens_does(folders: Folders) -> None:
+    with served(folders, request_timeout=1.5) as client:
+        wait_for(
+            lambda: client.post(MESSAGES, json=asking()).status_code == 200,
+            why="the model is loaded",
+        )
+        heard = hear(client.post(MESSAGES, json=endless()).content)
         assert heard.message["stop_reason"] == "max_tokens"
         assert heard.message["content"]
         assert heard.message["usage"]["output_tokens"] > 1
-
-
-def rows(client: TestClient) -> int:
-    [model] = client.get("/health?verbose=1").json()["models"]
-    return int(model["rows"])

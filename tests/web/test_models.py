@@ -404,7 +404,7 @@ async def _storm(
     server: Server, dice: random.Random, right: dict[str, str], ends: Counter[str]
 ) -> None:
     places = asyncio.Semaphore(16)
-    async with httpx.AsyncClient(base_url=server.url, timeout=3 * PATIENCE) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=PATIENCE) as client:
 
         async def request(body: Body, patience: float | None) -> None:
             async with places:

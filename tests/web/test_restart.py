@@ -231,7 +231,7 @@ def test_after_sigkill_all_is_as_it_was(folders: Folders, tmp_path: Path, second
             fetching = RawClient(server, chat(model="org/slow"))
             streaming = RawClient(server, chat(max_tokens=FOR_EVER, stream=True))
             stack.enter_context(fetching)
-            stack.enter_context(streaming).until(FIRST_CONTENT, seconds=3 * PATIENCE)
+            stack.enter_context(streaming).until(FIRST_CONTENT)
             writers = [Writer(server, name) for name in ("a", "b")]
             for writer in writers:
                 writer.start()

@@ -258,9 +258,9 @@ def test_rows_with_and_without_do_not_disturb_each_other(
 ) -> None:
     free = [(CHAT, chat(max_tokens=40)), (COMPLETIONS, completion(max_tokens=40))]
     bound = [(path, sampled(path, kind, n=2)) for path, kind in FEW]
-    together = [*free, *bound, *free]
+    together = [(path, body | {"model": "endless"}) for path, body in (*free, *bound, *free)]
     alone = [ask(client, body, path)["choices"] for path, body in together]
-    long = chat(guided_regex="(?s:.*)", max_tokens=3500, stream=True)
+    long = endless(model="endless", guided_regex="(?s:.*)")
     with RawClient(server, long) as running, ThreadPoolExecutor(len(together)) as threads:
         running.until(FIRST_CONTENT)
         asked = [threads.submit(ask, client, body, path) for path, body in together]

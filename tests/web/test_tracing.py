@@ -389,7 +389,7 @@ def test_an_app_around_it_has_the_spans(folders: Folders) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=3 * PATIENCE,
+        timeout=PATIENCE,
         check=False,
     )
     assert result.returncode == 0, result.stderr
