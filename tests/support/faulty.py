@@ -27,14 +27,15 @@ from tests.support import sleepy_sandbox
 from tests.support.tiny import MARKER_TOKENS, SPECIAL_TOKENS, VOCABULARY
 
 RAISES, NAN, MEMORY, DEADLY = range(VOCABULARY - len(MARKER_TOKENS), VOCABULARY)
-HELD = VOCABULARY - len(MARKER_TOKENS) - len(SPECIAL_TOKENS)
+_SPECIAL = VOCABULARY - len(MARKER_TOKENS) - len(SPECIAL_TOKENS)
+HELD = _SPECIAL + SPECIAL_TOKENS.index("<|im_start|>")
 RELEASE = signal.SIGUSR1
 HELD_MODEL = "held"
 """The load of a model of this name is held."""
 SLOW_MODEL = "slow"
 """Each slice of the load of a model of this name takes at least SLOW_SECONDS."""
 SLOW_SECONDS = 0.5
-SLUGGISH = HELD - 1
+SLUGGISH = _SPECIAL - 1
 SLUGGISH_SECONDS = 0.1
 """The time that each slice of a prompt takes if it has such a token."""
 PANIC = "panic, please"
