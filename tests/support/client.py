@@ -8,7 +8,7 @@ import socket
 import struct
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal
@@ -216,11 +216,3 @@ class RawClient:
         else:
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
-
-
-def arrivals(client: httpx.Client, body: Body) -> Iterator[tuple[float, str]]:
-    """Each `data:` line of a stream with the time when it came."""
-    with client.stream("POST", CHAT, json=body | {"stream": True}) as response:
-        for line in response.iter_lines():
-            if line.startswith("data: "):
-                yield time.monotonic(), line.removeprefix("data: ")
