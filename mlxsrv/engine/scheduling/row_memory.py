@@ -119,8 +119,8 @@ class RowMemory:
 
     def note_joining(self, readings: Sequence[Reading]) -> None:
         """Note that these texts are read. Their KV caches stay until the next step, in which the
-        arrays of a group take them over. Where rows cannot share arrays, they stay."""
-        self._joining += readings if self._facts.batched else ()
+        arrays of a group take them over."""
+        self._joining += readings
 
     def note_step(self) -> None:
         """Note that all rows that were read are in the arrays of a group."""
@@ -265,9 +265,7 @@ class RowMemory:
         """Bytes of the arrays in which a row is tried, once they are there, and not only the text
         that was read."""
         row = self._recovery.trial
-        if row is None or (self._facts.batched and row.fresh):
-            return 0
-        return self._measure_trial(row)
+        return 0 if row is None or row.fresh else self._measure_trial(row)
 
     def _measure_trial(self, row: Row) -> int:
         room = self._recovery.room

@@ -3,6 +3,7 @@ within a budget."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
@@ -22,10 +23,13 @@ from mlxsrv.engine.embedding.embedding_models import (
 from mlxsrv.engine.embedding.encoders.bert import Bert
 from mlxsrv.engine.embedding.encoders.layers import Encoder
 from mlxsrv.engine.embedding.encoders.modernbert import ModernBert
-from mlxsrv.engine.events import Embedded, Event
+from mlxsrv.engine.events import Embedded, Event, Shortage
 from mlxsrv.engine.orders import Embed
+from mlxsrv.engine.scheduling.embed_memory import EmbedMemory
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.pace import Pace
+from mlxsrv.engine.scheduling.text_queue import TextQueue
+from mlxsrv.formats.pooling import Pooling
 from tests.support.effort import per_cache
 from tests.support.embedding import run_slice
 from tests.support.encoders import CONFIGS
@@ -81,29 +85,35 @@ def test_a_pass_of_an_encoder(name: str, kind: type[Encoder]) -> None:
     check(EmbeddingEncoder(kind(CONFIGS[name] | SIZES)))
 
 
-def check_budget(model: EmbeddingModel, folder: Path, lengths: Sequence[int], slots: int) -> None:
-    """Embed texts within a budget, and look at MLX's peak. By the clock each work takes a
-    millisecond, so slices are as large as the budget allows."""
+def measure_texts(embedder: Embedder, lengths: Sequence[int], budget: int) -> int:
+    """Embed texts within a budget, twice. Returns the bytes that MLX has in use at most the second
+    time. By the clock each work takes a millisecond, so slices are as large as may be."""
     clock = partial(next, count(0.0, 0.001))
-    embedder = Embedder(model, folder, "m")
-    step = embedder.facts.pass_bytes(CHUNK, max(lengths))
     schedule = EmbedSchedule(1, embedder.facts, Pace(CHUNK, 1.0))
-    schedule.budget.set(budget := slots * step)
+    schedule.budget.set(budget)
     texts = tuple((5,) * length for length in lengths)
     events: list[Event] = []
 
     def embed() -> None:
-        order = Embed(len(events), "m", texts, (1,) * len(texts) if model.labels else ())
-        schedule.submit(order)
+        firsts = (1,) * len(texts) if embedder.facts.labels else ()
+        schedule.submit(Embed(len(events), "m", texts, firsts))
         while not schedule.idle:
             events.extend(run_slice(schedule, embedder, clock=clock))
 
     embed()
     taken = measure(embed)
+    assert all(isinstance(event, Embedded) for event in events), events
+    assert len(events) == 2
+    return taken
+
+
+def check_budget(model: EmbeddingModel, folder: Path, lengths: Sequence[int], slots: int) -> None:
+    embedder = Embedder(model, folder, "m")
+    step = embedder.facts.pass_bytes(CHUNK, max(lengths))
+    budget = slots * step
+    taken = measure_texts(embedder, lengths, budget)
     assert taken <= budget + step
     assert budget <= 4 * taken, "the budget is used"
-    assert all(isinstance(event, Embedded) for event in events)
-    assert len(events) == 2
 
 
 @pytest.mark.parametrize(("name", "kind"), ENCODERS)
@@ -125,3 +135,30 @@ def test_a_long_text_of_a_decoder_stays_within_the_budget(tmp_path: Path) -> Non
     small: Any = {"num_hidden_layers": 1, "num_key_value_heads": 1, "head_dim": 8}
     model: Any = load_model(write_model(tmp_path, "qwen3", **small))[0]
     check_budget(EmbeddingDecoder(model), tmp_path, (*[20] * 200, 5000), slots=8)
+
+
+def refuse(job: int, shortage: Shortage) -> None:
+    raise AssertionError(shortage)
+
+
+@pytest.mark.parametrize("type", [mx.float32, mx.bfloat16])
+@pytest.mark.parametrize("pooling", ["last", "max", "weightedmean"])
+def test_a_vector_is_made_within_the_memory_of_its_text(
+    tmp_path: Path, type: mx.Dtype, pooling: Pooling
+) -> None:
+    """The hidden states of a text that was read in parts take more than its KV cache, and several
+    copies of them are there when its vector is made."""
+    wide: Any = {"num_hidden_layers": 1, "num_key_value_heads": 1, "hidden_size": 1024}
+    model: Any = load_model(write_model(tmp_path, "qwen3", intermediate_size=64, **wide))[0]
+    model.set_dtype(type)
+    (tmp_path / "1_Pooling").mkdir()
+    config = {"word_embedding_dimension": 1024, "pooling_mode": pooling}
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(config))
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling")]
+    modules = [{"path": path, "type": f"sentence_transformers.{kind}"} for path, kind in kinds]
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    embedder = Embedder(EmbeddingDecoder(model), tmp_path, "m")
+    memory = EmbedMemory(embedder.facts, CHUNK, TextQueue(slices=True, most=CHUNK), refuse)
+    budget = memory.measure(tokens := 600)
+    taken = measure_texts(embedder, [tokens], budget)
+    assert taken <= budget <= 6 * taken

@@ -8,7 +8,7 @@ import pytest
 from mlxsrv.engine.events import Embedded, Shortage
 from mlxsrv.engine.orders import Budget, Embed
 from mlxsrv.engine.outcomes import EmbedFacts, TextFacts
-from mlxsrv.engine.plans import EmbedSlice, Forget, Rewind
+from mlxsrv.engine.plans import EmbedSlice, Forget, LoadSlice, Rewind
 from mlxsrv.engine.scheduling.groups import STEP
 from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.scheduling import Bench
@@ -145,6 +145,19 @@ def test_a_text_that_has_begun_keeps_its_memory_and_the_only_row_waits_for_its_e
     assert bench.works(Rewind)
     assert embedded(bench, 2)
     assert bench.job(1).tokens == expected(bench, 1, 1000)
+
+
+def test_a_load_waits_until_a_text_that_has_begun_fits_into_a_smaller_budget() -> None:
+    bench = bounded(6)
+    bench.embed(texts(1, LARGE))
+    bench.round()
+    assert read(bench, 1)
+    bench.send(Budget(SLOT))
+    bench.ask(msgspec.structs.replace(ORDER, model="n", path="/n"))
+    bench.finish()
+    works = [work for work in bench.runner.works if isinstance(work, (EmbedSlice, LoadSlice))]
+    assert [type(work) for work in works] == [EmbedSlice] * (len(works) - 1) + [LoadSlice]
+    assert read(bench, 1)[-1][1] == LARGE
 
 
 def test_jobs_take_turns_with_large_texts() -> None:

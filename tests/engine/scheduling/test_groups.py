@@ -128,6 +128,23 @@ def test_bytes_are_those_of_all_slots_and_columns() -> None:
     assert groups.bytes == 4 * (256 * 10 + 300 + 7) + 1 * (1024 * 10 + 300 + 7)
 
 
+def test_arrays_count_until_their_rows_have_gone_over_to_those_of_a_row_that_joins() -> None:
+    """Two groups are apart until a row comes whose length is between theirs."""
+    groups = Groups(facts(padding=5000), 32)
+    groups.add([make(0, 300), make(1, 300)])
+    groups.add([make(2, 600)])
+    assert len(shapes(groups)) == 2
+    middle, before = make(3, 450), groups.bytes
+    foreseen = groups.arrays.join([middle]).bytes(Growth(1))
+    groups.add([middle])
+    assert groups.bytes == before, "nothing has gone over yet"
+    [(rows, slots, columns)] = shapes(groups)
+    assert sorted(rows) == [0, 1, 2, 3]
+    absorbed = groups.measure(1, 768)
+    assert foreseen == groups.measure(slots, columns) + absorbed
+    assert groups.bytes == foreseen - absorbed
+
+
 LENGTHS = st.integers(1, 2000)
 
 

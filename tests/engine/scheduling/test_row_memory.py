@@ -1,0 +1,124 @@
+"""The memory of rows: what is counted is what the runner has, and what it will have."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import msgspec
+import pytest
+
+from mlxsrv.engine.orders import Budget
+from mlxsrv.engine.outcomes import TextFacts
+from mlxsrv.engine.plans import Decode, Read, Rewind
+from mlxsrv.engine.scheduling.groups import STEP
+from mlxsrv.engine.scheduling.row_memory import RowMemory
+from tests.support.fake_device import FACTS, FakeDevice
+from tests.support.scheduling import Bench
+from tests.support.situations import MODEL, ORDER, FaultyDevice, job, make
+
+SLOT = STEP * FACTS.kv_bytes(1)
+NOTHING_KEPT = msgspec.structs.replace(FACTS, prompt_cache_bytes=0)
+
+
+def memory(bench: Bench) -> RowMemory:
+    return bench.scheduler._models[MODEL].text.memory
+
+
+def failing_step(number: int, facts: TextFacts = NOTHING_KEPT) -> FaultyDevice:
+    """A device whose step of this number fails; for want of memory where only one row is in it, so
+    that it does not end."""
+    steps = count()
+    return FaultyDevice(
+        lambda work: isinstance(work, Decode) and next(steps) == number,
+        memory=not facts.batched,
+        text=facts,
+    )
+
+
+@pytest.mark.parametrize("batched", [True, False])
+def test_what_is_counted_is_there(batched: bool) -> None:
+    """When texts are read, when rows go over to arrays, and when rows are tried one by one."""
+    bench = make(failing_step(20, msgspec.structs.replace(NOTHING_KEPT, batched=batched)))
+    bench.submit(*(job(number, 5 * number, 200) for number in range(1, 4)))
+    read = tried = 0
+    for _ in range(60):
+        plan = bench.round()
+        taken = bench.runner.text(MODEL).bytes
+        assert taken <= memory(bench).held < taken + SLOT / 2, plan
+        read += any(isinstance(work, Read) for work in plan.works)
+        tried += any(isinstance(work, Decode) and work.trial for work in plan.works)
+    rows = 3 if batched else 1
+    assert read == 1 + rows, "each row was read again"
+    assert tried >= 2 * rows, "and tried"
+
+
+def test_nothing_is_counted_of_rows_that_have_ended() -> None:
+    bench = make(FakeDevice(NOTHING_KEPT))
+    for number, tokens in ((1, 0), (2, 5)):
+        bench.submit(job(number, 30, tokens))
+        while not bench.works(Read):
+            bench.round()
+        assert bool(memory(bench).held) == bool(bench.runner.text(MODEL).bytes) == bool(tokens)
+        bench.cancel(number)
+        bench.finish()
+        assert not memory(bench).held
+        bench.runner.works.clear()
+
+
+def arranged(bench: Bench, *, trial: bool = False) -> list[list[tuple[int, ...]]]:
+    """The rows of each group, of each step before which they changed."""
+    works = [work for work in bench.works(Decode) if work.trial == trial and work.groups]
+    return [[group.rows for group in work.groups or ()] for work in works]
+
+
+def lose_two(slots: float) -> Bench:
+    """Two long rows lose their KV caches in their first step together. They are tried in turn."""
+    device = FaultyDevice(
+        lambda work: isinstance(work, Decode) and arranged(bench)[-1:] == [[(1, 2)]],
+        text=NOTHING_KEPT,
+    )
+    bench = make(device)
+    bench.send(Budget(int(slots * SLOT)))
+    bench.submit(job(1, 990, 60), job(2, 990, 60))
+    while not bench.works(Rewind):
+        bench.round()
+    return bench
+
+
+def check_end(bench: Bench) -> None:
+    bench.finish()
+    assert all(len(log.tokens) == 60 for log in bench.jobs.values())
+    rewound = [work.rows for work in bench.works(Rewind)]
+    assert rewound == [(1, 2)], "only the fault has taken KV caches"
+
+
+@pytest.mark.parametrize("slots", [10, 12, 13.5])
+def test_a_lost_row_waits_until_its_arrays_fit_beside_those_that_it_joins(slots: float) -> None:
+    check_end(lose_two(slots))
+
+
+def test_a_row_that_comes_waits_until_the_arrays_of_a_trial_fit_beside_all() -> None:
+    bench = lose_two(14.5)
+    while [(2,)] not in arranged(bench, trial=True):
+        bench.round()
+    bench.submit(job(3, 20, 60))
+    check_end(bench)
+
+
+@pytest.mark.parametrize(("slots", "groups"), [(1000, [(2, 1)]), (20, [(2,), (1,)])])
+@pytest.mark.parametrize("first", [True, False])
+def test_padding_takes_an_eighth_of_the_budget_at_most(
+    slots: float, groups: list[tuple[int, ...]], first: bool
+) -> None:
+    """Whether the budget comes before the model or behind it."""
+    bench = Bench(FakeDevice(NOTHING_KEPT))
+    budget = Budget(int(slots * SLOT))
+    if first:
+        bench.send(budget)
+        bench.load(ORDER)
+    else:
+        bench.load(ORDER)
+        bench.send(budget)
+    bench.submit(job(1, 1000, 60), job(2, 20, 60))
+    bench.finish()
+    assert groups in arranged(bench)
