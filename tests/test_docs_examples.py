@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.support.effort import often
+from tests.support.serving import Server, wait_for
 from tests.test_docs import DOCS, PAGES, ROOT, blocks, read
 
 URL = "http://127.0.0.1:8000"
@@ -46,38 +46,31 @@ def names(found: list[tuple[str, str]]) -> list[str]:
     return [f"{page}-{number}" for number, (page, _) in enumerate(found)]
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @contextmanager
-def running(*command: str, port: int, path: str, cwd: Path = ROOT) -> Iterator[str]:
-    """A server, from when `path` answers to the end of the block."""
-    url = f"http://127.0.0.1:{port}"
-    process = subprocess.Popen(command, cwd=cwd, stderr=subprocess.PIPE, text=True)
+def running(*command: str, path: str, folder: Path, cwd: Path = ROOT) -> Iterator[str]:
+    """A server on a port that it takes itself, from when `path` answers to the end of the block.
+
+    Args:
+        command: starts it.
+        path: answers once it serves.
+        folder: takes its log.
+        cwd: the directory that it is started in.
+    """
+    with (folder / "log").open("wb") as stderr:
+        process = subprocess.Popen([*command, "--port", "0"], cwd=cwd, stderr=stderr)
+    server = Server(process, folder / "log")
     try:
-        for _ in range(200):
-            try:
-                if httpx.get(url + path).status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            assert process.poll() is None, process.communicate()[1]
-            time.sleep(0.1)
-        yield url
+        ready = partial(httpx.get, server.url + path)
+        wait_for(lambda: ready().status_code == 200, why=f"{path} answers")
+        yield server.url
     finally:
-        process.terminate()
-        process.communicate(timeout=30)
+        server.close()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    port = free_port()
-    with running(
-        sys.executable, "-m", "mlxsrv", "--port", str(port), port=port, path="/health"
-    ) as url:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder = tmp_path_factory.mktemp("server")
+    with running(sys.executable, "-m", "mlxsrv", path="/health", folder=folder) as url:
         yield url
 
 
@@ -172,9 +165,8 @@ def test_an_sdk_example_prints_an_answer(server: str, page: str, block: str) -> 
 @pytest.mark.parametrize(("page", "block"), MOUNTS, ids=names(MOUNTS))
 def test_a_mount_example_serves(tmp_path: Path, page: str, block: str) -> None:
     (tmp_path / "example.py").write_text(block)
-    port = free_port()
-    command = [sys.executable, "-m", "uvicorn", "example:app", "--port", str(port)]
-    with running(*command, port=port, path="/llm/health", cwd=tmp_path) as url:
+    command = [sys.executable, "-m", "uvicorn", "example:app"]
+    with running(*command, path="/llm/health", folder=tmp_path, cwd=tmp_path) as url:
         answer = httpx.post(
             f"{url}/llm/v1/chat/completions",
             json={"messages": [{"role": "user", "content": "What is mlxsrv?"}]},

@@ -21,17 +21,19 @@ def assert_linear(work: Callable[[int], object], size: int) -> None:
         work: does it for a size, on this thread.
         size: the smaller one; work on it should take a millisecond or more.
     """
-    small, large = _least_seconds(work, size), _least_seconds(work, _TIMES * size)
+    small = least_seconds(lambda: work(size))
+    large = least_seconds(lambda: work(_TIMES * size))
     assert large < 4 * _TIMES * small, f"{size}: {small:.4f} s, {_TIMES * size}: {large:.4f} s"
 
 
-def _least_seconds(work: Callable[[int], object], size: int) -> float:
+def least_seconds(work: Callable[[], object]) -> float:
+    """Return the least of this thread's own seconds in some tries, which is more than nothing."""
     tried: list[float] = []
     gc.disable()  # a collection looks at all objects of the process
     try:
         for _ in range(_TRIES):
             begun = thread_time()
-            work(size)
+            work()
             tried.append(thread_time() - begun)
     finally:
         gc.enable()

@@ -363,10 +363,10 @@ def test_errors_of_the_hub(hub: Hub, model: Path) -> None:
 
 
 def test_the_hub_is_out_of_reach(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as unused:
-        port = unused.getsockname()[1]
-    use(f"http://127.0.0.1:{port}", monkeypatch)
-    message = failure()
+    with socket.socket() as taken:  # nobody else can have its port, and nobody listens
+        taken.bind(("127.0.0.1", 0))
+        use(f"http://127.0.0.1:{taken.getsockname()[1]}", monkeypatch)
+        message = failure()
     assert "connection to the hub failed" in message
     assert "http" not in message
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
