@@ -181,7 +181,7 @@ def test_a_thread_that_runs_already_is_not_recorded(
 
 @pytest.mark.parametrize("tokens", [True, False])
 def test_a_record_costs_little(tmp_path: Path, tokens: bool) -> None:
-    """It is compared with msgspec's JSON of the same, which is as fast as the machine is. The bounds
+    """It is compared with msgspec's JSON of the same: both are as fast as the machine. The bounds
     are ten times what was measured; `pytest -s` prints what a record costs here."""
     recorder = Recorder(Recording(path=str(tmp_path / "r"), tokens=tokens, most_bytes=10**9))
     jobs = [job(i, tuple(range(100))) for i in range(32)]

@@ -12,13 +12,14 @@ from tests.support.serving import PATIENCE, wait_for
 
 def test_a_read_interrupts_a_write() -> None:
     thread, done = StorageThread(), list[str]()
-    begun = threading.Event()
+    begun, added = threading.Event(), threading.Event()
 
     def write() -> Iterator[None]:
         for piece in range(20):
-            time.sleep(0.002)
             done.append(f"piece {piece}")
-            begun.set()
+            if piece == 3:
+                begun.set()
+                added.wait(PATIENCE)
             yield
 
     def read() -> Iterator[None]:
@@ -29,10 +30,10 @@ def test_a_read_interrupts_a_write() -> None:
     thread.add_write(write())
     assert begun.wait(PATIENCE)
     thread.add_read(read())
+    added.set()
     assert thread.flush(PATIENCE)
-    place = done.index("read")
-    assert done[place + 1] == "read on", "a read is not interrupted"
-    assert 0 < place < 20
+    assert done[4:7] == ["read", "read on", "piece 4"], "a read is not interrupted"
+    assert len(done) == 22
 
 
 def test_what_is_not_written_in_time_is_given_up() -> None:
