@@ -162,7 +162,7 @@ def test_what_was_refused_is_told_without_its_text(client: httpx.Client) -> None
 def test_a_stream_that_fails_half_way_is_told_and_one_that_is_left_is_not(
     folders: Folders, tmp_path: Path
 ) -> None:
-    options = ["--max-concurrency", "1", "--queue-timeout", "1", "--keepalive", "0.2"]
+    options = ["--max-concurrency", "1", "--queue-timeout", "3", "--keepalive", "0.05"]
     with (
         serving(tmp_path, "--model", f"t={folders.endless}", *options) as server,
         server.client() as client,
