@@ -69,8 +69,9 @@ def test_who_is_there_is_served_and_who_comes_is_told(cramped: Server) -> None:
     with cramped.client() as client:
         expected = answer(ask(client, chat()))
         with crowd(cramped) as clients:
-            told = wait_for(lambda: turned_away(clients), why="some are turned away")
-            refusal = next(each for each in told if each)
+            refusal, *_ = wait_for(
+                lambda: [told for told in turned_away(clients) if told], why="some are turned away"
+            )
             assert refusal.startswith(b"HTTP/1.1 503 ")
             assert b"retry-after: 1\r\n" in refusal
             assert b'"code":"overloaded"' in refusal
