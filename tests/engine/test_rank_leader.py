@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from queue import SimpleQueue
-from time import monotonic, sleep
+from time import sleep
 
 import msgspec
 import pytest
@@ -200,7 +200,7 @@ def test_several_ranks_that_are_lost_at_once_are_one_loss() -> None:
     for _, other in ends:
         other.close()
     for thread in threads:
-        thread.join(5)
+        thread.join(PATIENCE)
     assert len(told) == 1
     with pytest.raises(RankLost, match=told[0]):
         leader.send(PLAN)
@@ -209,12 +209,13 @@ def test_several_ranks_that_are_lost_at_once_are_one_loss() -> None:
 def test_a_rank_that_has_done_its_part_is_not_called_silent(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = 1000.0
+    monkeypatch.setattr(leader_module, "monotonic", lambda: now)
     pair.leader.send(PLAN)
     pair.others[0].send(Beat(1, WAITING, 0.0))
     pair.others[1].send(Beat(1, "decode", 2.0))
     wait_for(lambda: len(pair.leader._beats) == 2, why="both beats have come")
-    later = monotonic() + 60
-    monkeypatch.setattr(leader_module, "monotonic", lambda: later)
+    now += 60
     first, second = pair.leader.describe().split("; ")
     assert first == "rank 1 has done its part 60 s ago"
     assert second == "rank 2 is silent for 60 s"
