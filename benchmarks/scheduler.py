@@ -21,6 +21,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from statistics import median, quantiles
 from time import thread_time_ns
+from typing import NamedTuple
 
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Ask, Budget, Job, Load, Open, Submit
@@ -42,6 +43,7 @@ _FACTS = TextFacts(
 _CLIENT = 1
 _ENDLESS = (1 << 20,)
 _PROMPT = 300
+_CHANGING = "coming and going"
 
 
 class _Rounds:
@@ -92,18 +94,24 @@ class _Rounds:
         return spent / 1000
 
 
+class _Situation(NamedTuple):
+    """A situation, the microseconds of its rounds, and how many jobs have ended in each of them."""
+
+    name: str
+    spent: list[float]
+    jobs: float = 0.0
+
+
 def _measure(
     rows: int, waiting: int, rounds: int, budget: int, answer: int
-) -> Iterator[tuple[str, list[float]]]:
-    """The situations, and the microseconds of their rounds; then `jobs`: how many have ended in a
-    round of `coming and going`."""
+) -> Iterator[_Situation]:
     decoding = _Rounds(rows, budget)
     decoding.submit(rows, _ENDLESS)
     decoding.run(4 * rows)
-    yield "decoding", decoding.run(rounds)
+    yield _Situation("decoding", decoding.run(rounds))
     decoding.submit(waiting, _ENDLESS)
     decoding.run(10)
-    yield "waiting", decoding.run(rounds)
+    yield _Situation("waiting", decoding.run(rounds))
     changing = _Rounds(rows, budget)
     answers = [
         most for first in range(3) for most in range(answer // 2 + first, answer * 3 // 2, 3)
@@ -111,14 +119,14 @@ def _measure(
     changing.submit(rows + waiting, answers)
     changing.run(max(8 * rows, 2 * answer), answers)
     before = changing.ended
-    yield "coming and going", changing.run(rounds, answers)
-    yield "jobs", [(changing.ended - before) / rounds]
+    spent = changing.run(rounds, answers)
+    yield _Situation(_CHANGING, spent, (changing.ended - before) / rounds)
     reading = _Rounds(rows, budget)
     reading.submit(rows - 1, _ENDLESS)
     reading.run(4 * rows)
     reading.submit(1, (1,), prompt=100_000)
     reading.run(10)
-    yield "reading", reading.run(min(rounds, 100_000 // 2048 - 12))
+    yield _Situation("reading", reading.run(min(rounds, 100_000 // 2048 - 12)))
 
 
 def main() -> None:
@@ -133,18 +141,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=1)
     options = parser.parse_args()
     given = (options.rows, options.waiting, options.rounds, int(options.budget), options.answer)
-    runs = [dict(_measure(*given)) for _ in range(options.runs)]
-    jobs = min(run.pop("jobs")[0] for run in runs)  # the same in each
     mean: dict[str, float] = {}
-    for name in runs[0]:
-        spent = [min(times) for times in zip(*(run[name] for run in runs), strict=True)]
+    jobs: dict[str, float] = {}
+    for runs in zip(*(_measure(*given) for _ in range(options.runs)), strict=True):
+        name, _, jobs[name] = runs[0]
+        spent = [min(times) for times in zip(*(run.spent for run in runs), strict=True)]
         p99, middle = quantiles(spent, n=100)[-1], median(spent)
         mean[name] = sum(spent) / len(spent)
         print(
             f"{name:>17}: mean {mean[name]:6.1f}, median {middle:6.1f}, p99 {p99:6.1f} us a round"
         )
-    each = (mean["coming and going"] - mean["decoding"]) / jobs
-    print(f"{'a job':>17}: {each:6.1f} us; {jobs:.2f} of them come and go a round")
+    each = (mean[_CHANGING] - mean["decoding"]) / jobs[_CHANGING]
+    print(f"{'a job':>17}: {each:6.1f} us; {jobs[_CHANGING]:.2f} of them come and go a round")
 
 
 if __name__ == "__main__":

@@ -189,14 +189,14 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 class Written(msgspec.Struct, frozen=True, tag=True):
     """The kept prompt `entry` is stored, or cannot be. So many `files`, of so many bytes, were
-    written for it; other files were there. `failed`: the disk takes no more for now. The model has
+    written for it; other files were there. `full`: the disk takes no more for now. The model has
     `held_files` now, of `held_bytes`."""
 
     model: int
     entry: int
     files: int = 0
     bytes: int = 0
-    failed: bool = False
+    full: bool = False
     held_files: int = 0
     held_bytes: int = 0
 

@@ -48,17 +48,15 @@ class Growth(msgspec.Struct, frozen=True):
     """Growth of rows, and of their arrays, until their bytes are counted.
 
     Attributes:
-        tokens: of each row; no more than its job allows, unless `free` is given.
+        tokens: of each row; no more than its job allows, unless `beyond_limits` is given.
         fit: how much room arrays have when they change.
-        free: rows may have more tokens than their jobs allow: those that are proposed to others of
-            their group.
-        settled: what goes with the next steps is gone.
+        beyond_limits: a row also has room for tokens that its job does not allow, since they are
+            proposed to others of its group.
     """
 
     tokens: int
     fit: Fit = Fit.AMPLE
-    free: bool = False
-    settled: bool = False
+    beyond_limits: bool = False
 
 
 class _Shape(msgspec.Struct, frozen=True):
@@ -74,19 +72,23 @@ class _Shape(msgspec.Struct, frozen=True):
         longest = max(self.longest, other.longest, key=_LENGTH)
         return _Shape(self.rows + other.rows, longest, self.slots, self.columns)
 
-    def choose_room(self, growth: Growth, most: int, *, changed: bool) -> tuple[int, int]:
-        """The slots and the columns for these rows when they have grown, and at most so many slots.
-        `changed`: rows have, so that arrays are copied anyway."""
+    def choose_room(self, growth: Growth, max_rows: int, *, changed: bool) -> tuple[int, int]:
+        """The slots and the columns for these rows when they have grown.
+
+        Args:
+            growth: of each row.
+            max_rows: rows that are decoded together, at most: more slots are of no use.
+            changed: rows have, so that arrays are copied anyway.
+        """
         longest, tokens, fit = self.longest, growth.tokens, growth.fit
         columns = longest.length + tokens
-        if columns > longest.most_length and not growth.free:  # or no other row has more
-            grown = [(row.length + tokens, row.most_length) for row in self.rows]
-            columns = max([length if length < most else most for length, most in grown])
+        if columns > longest.most_length and not growth.beyond_limits:  # or no other row has more
+            columns = max([min(row.length + tokens, row.most_length) for row in self.rows])
         rows, slots, room = len(self.rows), self.slots, self.columns
         if fit is _EXACT:
             return rows, _round_up(columns)
         if rows > slots or (changed and 2 * rows <= slots):
-            slots = rows if fit is _SPARING else min(_step_up(rows), max(most, rows))
+            slots = rows if fit is _SPARING else min(_step_up(rows), max(max_rows, rows))
         if columns > room:
             room = _round_up(max(columns, 0 if fit is _SPARING else room + room // 8))
         elif changed and 2 * columns <= room:
@@ -241,7 +243,7 @@ class Groups:
         last call."""
         self.close_up()
         self._absorbed, changed = 0, self._changed
-        growth = Growth(tokens, self.fit, free=True)
+        growth = Growth(tokens, self.fit, beyond_limits=True)
         for group in self._groups:
             room = group.shape.choose_room(growth, self.max_rows, changed=self._changed)
             changed |= room != (group.slots, group.columns)

@@ -46,12 +46,12 @@ _FORESIGHT = 64  # tokens before which memory is asked for: steps enough for an 
 
 # What is counted.
 _STEP = Growth(_NEXT)
-_LEAST = Growth(_NEXT, Fit.EXACT, settled=True)
-_LAST = Growth(1, Fit.EXACT, settled=True)
-_SOON = Growth(_NEXT + _FORESIGHT, Fit.EXACT, settled=True)
+_LEAST = Growth(_NEXT, Fit.EXACT)
+_LAST = Growth(1, Fit.EXACT)
+_SOON = Growth(_NEXT + _FORESIGHT, Fit.EXACT)
 _GROWN = Growth(STEP + _NEXT, Fit.EXACT)  # reserved for all rows when a text is read
-_AMPLE = Growth(_FORESIGHT + _ROUND, free=True)
-_AMPLE_WITH_MORE = Growth(STEP + _NEXT, free=True)
+_AMPLE = Growth(_FORESIGHT + _ROUND, beyond_limits=True)
+_AMPLE_WITH_MORE = Growth(STEP + _NEXT, beyond_limits=True)
 
 _FITS = tuple(Fit)
 _UNBOUNDED = 1 << 62  # bytes
@@ -77,9 +77,10 @@ class _Forecasts(msgspec.Struct, frozen=True):
     texts: int
     begun: tuple[EmbedMemory, ...] = ()
 
-    def bytes(self, growth: Growth) -> int:
+    def bytes(self, growth: Growth, *, settled: bool = False) -> int:
         """The bytes; see `Forecast.bytes`."""
-        return self.texts + sum([each.bytes(growth) for each in self.rows.values()])
+        rows = self.rows.values()
+        return self.texts + sum([each.bytes(growth, settled=settled) for each in rows])
 
     def grant(self, *waiting: Waiting) -> _Forecasts:
         """Foresee what is taken if these are given memory as well."""
@@ -247,16 +248,16 @@ class MemoryBudget:
         """Have kept prompts and rows go until there is room for the next steps. Returns what is
         taken then."""
         self._give_way(found.bytes(_STEP) + self._spare - most)
-        needed = found.bytes(_SOON)
+        needed = found.bytes(_SOON, settled=True)
         self._question.ask(needed, most)
         # Where there were more bytes until now, arrays are too large whoever goes, and shrink.
-        while needed > most and found.bytes(_LEAST) > most:
+        while needed > most and found.bytes(_LEAST, settled=True) > most:
             holders = sorted(self._find_holders(), key=_number)
             if not holders:
                 break
             model, youngest = holders[-1]
             alone = len(holders) == 1 and not found.texts
-            if alone and found.bytes(_LAST) <= most:
+            if alone and found.bytes(_LAST, settled=True) <= most:
                 youngest.end_soon()
                 break
             model.preempt(youngest)
@@ -329,7 +330,7 @@ class MemoryBudget:
         """Choose how much room the arrays have when they change."""
         left = most - self._spare
         fit = next((fit for fit in _FITS if found.bytes(Growth(_NEXT, fit)) <= left), Fit.EXACT)
-        taken = found.bytes(Growth(_ROUND, fit, free=True))
+        taken = found.bytes(Growth(_ROUND, fit, beyond_limits=True))
         for model in self._models:
             model.groups.fit, model.proposals_fit = fit, taken <= left
         self.free = left - (taken if taken <= left else found.bytes(Growth(_NEXT, fit)))

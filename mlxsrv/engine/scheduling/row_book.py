@@ -120,8 +120,7 @@ class RowBook:
     def free(self) -> int:
         """Rows for which there is a place beside those that are read, decoded or lost."""
         recovery = self.recovery
-        running = self.groups.count + (recovery.trial is not None)
-        return recovery.fitting - running - len(recovery.rows) - self.queue.rows
+        return recovery.fitting - self.decoding - len(recovery.rows) - self.queue.rows
 
     def find(self, job_id: int) -> Row | None:
         """None if the row has ended."""

@@ -51,14 +51,15 @@ class Forecast(msgspec.Struct, frozen=True):
     tried: int = 0
     granted: tuple[Row, ...] = ()
 
-    def bytes(self, growth: Growth) -> int:
-        """The most bytes that are taken until rows have grown."""
+    def bytes(self, growth: Growth, *, settled: bool = False) -> int:
+        """The most bytes that are taken until rows have grown; `settled`: when what goes with the
+        next steps is gone."""
         taken = self.arrays.bytes(growth) + self.trial
         if self.joined is not self.arrays:
             # A layer's arrays take the rows that were read, whose own caches of the layer then go.
             # Of several texts it is not known which is read first.
             taken = max(taken, self.joined.bytes(growth) + self.tried - self.least)
-        return (taken if growth.settled else max(self.now, taken)) + self.beside
+        return (taken if settled else max(self.now, taken)) + self.beside
 
 
 class RowMemory:

@@ -184,7 +184,7 @@ class StoreSchedule:
 
     def _note_written(self, order: Written) -> None:
         """Note what the disk did not take, and that it takes something again."""
-        if order.failed:
+        if order.full:
             self._missed = [each for each in self._missed if self._index.has(each)]
             self._missed.append(order.entry)
         elif order.files:

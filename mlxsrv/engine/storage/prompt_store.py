@@ -81,13 +81,12 @@ class FetchedCache(msgspec.Struct):
 
 
 class StoreCounts(msgspec.Struct):
-    """Files written, and bytes of these; `failed`: the disk took no more; `paused`: it was not
-    asked, since it took no more before."""
+    """Files written, and bytes of these. `full`: the disk took no more, or is not asked for now,
+    since it took no more before."""
 
     files: int = 0
     bytes: int = 0
-    failed: bool = False
-    paused: bool = False
+    full: bool = False
 
 
 class Abandoned:
@@ -231,7 +230,7 @@ class PromptStore:
                 if self.shelf.holds(name):
                     self.folder.touch(self.shelf, name)
                 elif not self._may_write:
-                    counts.paused = True
+                    counts.full = True
                     break
                 elif abandoned.now:
                     break
@@ -242,7 +241,7 @@ class PromptStore:
         except (FileNotFoundError, FileExistsError, NotANumber):
             _log.debug("a prompt was not stored", exc_info=True)
         except OSError as error:
-            counts.failed = True
+            counts.full = True
             self._note_full(error)
         finally:
             # Before it is told: the device thread then drops the arrays, and must be the last.

@@ -121,7 +121,7 @@ class Storage:
                     *key,
                     files=counts.files,
                     bytes=counts.bytes,
-                    failed=counts.failed or counts.paused,
+                    full=counts.full,
                     held_files=len(shelf.files),
                     held_bytes=shelf.bytes,
                 )

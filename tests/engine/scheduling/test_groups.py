@@ -168,7 +168,7 @@ def test_bytes_are_known_before_they_are_taken(
         if length % 2:
             groups.take_changed()
     foreseen = groups.arrays.join([make(100 + each, each) for each in joining]).bytes(
-        Growth(tokens, free=True)
+        Growth(tokens, beyond_limits=True)
     )
     for number, length in enumerate(joining):
         groups.add([make(100 + number, length)])

@@ -19,6 +19,7 @@ from mlxsrv.engine.storage.stored_names import CHUNK, Text, split
 from tests.support.stored import full
 
 FINGERPRINT = "0" * 32
+FULL = StoreCounts(full=True)
 STOPS, GOES_ON = "prompts are not stored for now", "prompts are stored again"
 
 
@@ -60,8 +61,8 @@ def test_a_full_disk_ends_the_writing_with_one_warning(
     disk.write(1)
     kept = sorted(disk.shelf.path.iterdir())
     with full():
-        assert disk.write(2) == StoreCounts(failed=True)
-        assert disk.write(3) == StoreCounts(paused=True)
+        assert disk.write(2) == FULL
+    assert disk.write(3) == FULL, "it is not asked"
     assert sorted(disk.shelf.path.iterdir()) == kept
     assert disk.finds(1), "what is there is of use still"
     assert [(each.levelname, each.getMessage()) for each in caplog.records] == [("WARNING", STOPS)]
@@ -73,13 +74,14 @@ def test_a_full_disk_is_tried_again_after_a_minute(
     caplog.set_level("INFO")
     disk = Disk(tmp_path)
     with full():
-        assert disk.write(1).failed
-        disk.now = 59.0
-        assert disk.write(1) == StoreCounts(paused=True)
-        disk.now = 60.0
-        assert disk.write(1).failed, "it is tried, in vain"
+        assert disk.write(1) == FULL
+    disk.now = 59.0
+    assert disk.write(1) == FULL
+    disk.now = 60.0
+    with full():
+        assert disk.write(1) == FULL
     disk.now = 119.0
-    assert disk.write(1) == StoreCounts(paused=True), "not before another minute"
+    assert disk.write(1) == FULL, "it was tried in vain, so another minute passes"
     disk.now = 120.0
     assert disk.write(1).files == 1
     assert disk.write(2).files == 1
@@ -91,8 +93,8 @@ def test_a_full_disk_is_tried_again_when_a_file_was_removed(tmp_path: Path, remo
     disk = Disk(tmp_path)
     disk.write(1)
     with full():
-        assert disk.write(2).failed
-    assert disk.write(2) == StoreCounts(paused=True)
+        assert disk.write(2) == FULL
+    assert disk.write(2) == FULL
     [name] = split(text(1))
     if remover == "this process":
         disk.folder.remove(disk.shelf, name)
