@@ -42,7 +42,12 @@ _FLAGS: tuple[tuple[str, type, str, str], ...] = (
     ("--num-cpus-per-replica", float, "NUMBER", "CPUs that Ray sets aside for each. Default: 1."),
     ("--num-gpus-per-replica", float, "NUMBER", "GPUs that Ray sets aside for each. Default: 0."),
     ("--memory-per-replica", int, "BYTES", "Memory that Ray sets aside for each."),
-    ("--ray-address", str, "ADDRESS", "Ray cluster to run in, or auto; none starts one here."),
+    (
+        "--ray-address",
+        str,
+        "ADDRESS",
+        "Ray cluster to run in, or auto; Serve must not run there. None starts one here.",
+    ),
 )
 
 
@@ -109,7 +114,7 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
     if address is None:
         ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS)
     else:
-        ray.init(address=address)
+        _join(ray, serve, address)
     _stop_at_signals(stopped)  # Ray has handlers of its own, with which the process aborts
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": port})
@@ -120,3 +125,20 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
         with contextlib.suppress(Exception):
             serve.shutdown()
         ray.shutdown()
+
+
+def _join(ray: Any, serve: Any, address: str) -> None:
+    """Connect with a Ray that runs. Raises SettingsError if there is none, or if Serve runs in it:
+    the end of this command would be the end of all that Serve has."""
+    try:
+        ray.init(address=address)
+    except ConnectionError as error:
+        raise SettingsError(f"--ray-address {address}: {error}") from None
+    status = serve.status()
+    if status.proxies or status.applications:
+        ray.shutdown()
+        raise SettingsError(
+            f"--ray-address {address}: Serve runs there already, and this command would end it; "
+            "deploy mlxsrv.replicas.deployment(...) there with serve.run, or end it with "
+            "`serve shutdown`"
+        )

@@ -113,7 +113,8 @@ class _Database:
         until = time.monotonic() + _BUSY
         while True:
             try:
-                self._connection.execute("PRAGMA journal_mode = WAL")
+                # Not WAL: its readers and writers share memory, so they must be on one machine.
+                self._connection.execute("PRAGMA journal_mode = DELETE")
                 self._connection.execute("PRAGMA synchronous = OFF")
                 self._connection.executescript(_SCHEMA)
                 return
@@ -178,7 +179,7 @@ class SharedFile:
     @staticmethod
     def remove(path: Path) -> None:
         """Forget all that is shared; no replica may run."""
-        for ending in ("", "-wal", "-shm"):
+        for ending in ("", "-journal", "-wal", "-shm"):  # the last two are of former versions
             Path(f"{path}{ending}").unlink(missing_ok=True)
 
     def add_change(self, change: StateChange) -> None:
@@ -235,10 +236,9 @@ class SharedResponses:
 
     def _make_room(self) -> None:
         [(count, size)] = self._file.execute("SELECT COUNT(*), SUM(size) FROM responses")
-        recent = "SELECT id, size FROM responses ORDER BY used"
-        for id, own in self._file.execute(recent):
-            if count <= self._most and size <= self._most_bytes:
-                return
+        while count > self._most or size > self._most_bytes:
+            oldest = "SELECT id, size FROM responses ORDER BY used LIMIT 1"
+            [(id, own)] = self._file.execute(oldest)
             self._forget(id)
             count, size = count - 1, size - own
 

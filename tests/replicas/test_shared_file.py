@@ -166,6 +166,25 @@ def test_two_open_a_new_file_at_once(tmp_path: Path) -> None:
                 opened.result()
 
 
+def test_replicas_on_several_machines_could_use_the_file(pair: Pair, tmp_path: Path) -> None:
+    """They have no memory in common, which SQLite's WAL mode needs: it makes a file for that."""
+    for each in pair:
+        each.responses.put(response(1))
+        assert each.changes_after(0) == []
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["shared"]
+    [mode] = pair[0]._file.execute("PRAGMA journal_mode")
+    assert mode == ("delete",)
+
+
+def test_a_command_forgets_all_files_of_before(tmp_path: Path) -> None:
+    path = tmp_path / "shared"
+    SharedFile(path, Settings(), "one").close()
+    for ending in ("-journal", "-wal", "-shm"):
+        Path(f"{path}{ending}").touch()
+    SharedFile.remove(path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_texts_are_for_this_user_only(pair: Pair, tmp_path: Path) -> None:
     pair[0].responses.put(response(1))
     for path in (tmp_path / "data").iterdir():

@@ -2,8 +2,8 @@
 
 Threads, and who owns what: the device thread does the works, and puts what it is in into the
 clock. A second thread receives; what it receives goes through a queue. A third sends a beat every
-second, from the clock. If rank 0 is lost, the second thread ends the process: the device thread may
-wait for ever in a collective.
+second, from the clock, and the wish for a shutdown. If rank 0 is lost, the second thread ends the
+process: the device thread may wait for ever in a collective.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from time import monotonic
 
@@ -50,6 +51,7 @@ class RankFollower:
         self._connection = connection
         self._clock = clock
         self._rounds: SimpleQueue[Round | None] = SimpleQueue()
+        self._wishes: SimpleQueue[ShutdownWish | None] = SimpleQueue()
         self._round = 0  # which it has begun
         self._done = 0  # the last one that it has done
         self._sending = threading.Lock()
@@ -78,8 +80,9 @@ class RankFollower:
             worked = True
 
     def ask_to_stop(self) -> None:
-        """Ask rank 0 to shut all ranks down."""
-        self._send(ShutdownWish())
+        """Ask rank 0 to shut all ranks down. A signal's handler may call it: it waits for no lock,
+        which the code that the signal has interrupted may hold."""
+        self._wishes.put(ShutdownWish())
 
     def _send(self, message: RankMessage) -> None:
         try:
@@ -94,13 +97,18 @@ class RankFollower:
             while not isinstance(message := self._connection.receive(), Stop):
                 self._rounds.put(message)
             self._rounds.put(None)
+            self._wishes.put(None)
         except Exception as error:  # whatever it is: no other thread would notice
             log(_log, logging.CRITICAL, "ranks out of step", reason=f"{reason}: {error}")
             os._exit(_FAILURE)
 
     def _beat(self) -> None:
-        pause, told_done = threading.Event(), 0
-        while not pause.wait(_BEAT_SECONDS):
+        told_done = 0
+        while True:
+            with suppress(Empty):
+                if (wish := self._wishes.get(timeout=_BEAT_SECONDS)) is None:
+                    return
+                self._send(wish)
             current, done = self._clock.slice, self._done
             if current is not None:
                 self._send(Beat(self._round, current.what, monotonic() - current.since))
