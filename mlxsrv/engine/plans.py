@@ -89,9 +89,10 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rows: the rows whose text it is. Those after the first share the reading.
         begin, end: the first token to read, and the one behind the last.
-        opens: the reading begins, with a KV cache of its own, cut to `begin` tokens: a copy of the
-            kept prompt `source`, or of the row `lender`'s; or an empty one.
+        source, lender: the kept prompt, or the row, with a copy of whose KV cache the reading
+            begins, cut to `begin` tokens. None of both: it begins with an empty one.
         moves: the kept prompt itself is taken, and is kept no more.
+        opens: the reading begins with this span.
         keep: a copy of the KV cache is kept after the span.
         joins: the text is read to its end but for the last token, so these rows may be decoded.
             None: there is more to read. Rows that draw no token are not among them.
@@ -120,13 +121,13 @@ class Read(_Work, frozen=True):
 
 
 class RowGroup(msgspec.Struct, frozen=True):
-    """Rows that share KV cache arrays and a pass of the model.
+    """Rows that share KV cache arrays.
 
     Attributes:
-        rows: in the order of their slots: the first has slot 0, and there is none without a row
-            between them.
-        slots: rows that the arrays have room for.
-        columns: tokens of each row that the arrays have room for, with those of the step.
+        rows: the ids of their jobs, in the order of their slots: the first row has slot 0, and no
+            slot between them is free.
+        slots: rows that the arrays have room for, those free behind the last included.
+        columns: tokens of each row that the arrays have room for, those of the step included.
     """
 
     rows: tuple[int, ...]

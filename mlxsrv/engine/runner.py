@@ -71,14 +71,14 @@ if TYPE_CHECKING:
 class Runner:
     """Does works for all models of the process.
 
-    Attributes:
-        constraint_makers: what makes constraints of jobs' grammars, by client and name of model.
-        storage: prompts on disk.
-
     Args:
         post: puts an order of the storage thread into the queue of orders.
         clock: tells when works begin and end, in seconds, and never goes back.
         ranks: those that do the same works; None: this process is alone.
+
+    Attributes:
+        storage: prompts on disk.
+        constraint_makers: what makes constraints of jobs' grammars, by client and name of model.
     """
 
     def __init__(

@@ -1,9 +1,12 @@
 """The state that replicas share, in one SQLite file under `--data-dir`.
 
 It has stored responses, the rates of clients, and the changes of what one process would hold for
-all: steering, and models that were loaded or unloaded on purpose. Every call is short enough for
-the event loop; nothing waits for the disk (`synchronous = OFF`), for after a crash of the machine
-the file may go.
+all: steering, and models that were loaded or unloaded on purpose.
+
+Calls are made on the event loop. A look takes 0.01 ms, counting a rate 0.05 ms, and storing a
+response a copy of its bytes. A call waits for those of other replicas, 5 s at most (`_BUSY`); then
+it fails. None waits for the disk (`synchronous = OFF`), for after a crash of the machine the file
+may go.
 """
 
 from __future__ import annotations

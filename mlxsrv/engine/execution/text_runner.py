@@ -78,6 +78,7 @@ class TextRunner:
         padding: bytes of padding for which groups of rows are not kept apart; as many as the
             weights have, unless given.
         stored: its prompts on disk, if they are stored.
+        ranks: those that each have their part of the model; None: this process is alone.
 
     Attributes:
         facts: what the scheduler knows of the model.

@@ -4,8 +4,9 @@ The arrays of a group have so many slots, one for each row, and so many columns,
 Every row has as many columns as the longest: one row of 30,000 tokens beside seven of 300 would
 fill the memory of 240,000, all of it read at each step. A row like that gets a group of its own.
 That has a cost at each step: another pass over the weights, or, where groups share passes, other
-calls of attention. So groups are kept apart only while padding them to one length would take more
-bytes than the weights have.
+calls of attention. So groups are kept apart only while padding the rows of the shorter one to the
+other's length would take more bytes than the weights have, or, where memory has a budget, more than
+an eighth of that (`MemoryBudget`).
 
 Slots and columns grow in steps, since arrays that grow are copied, and shrink when at most half is
 used and rows have changed anyway. So the bytes are known before they are taken. Where memory is
@@ -45,7 +46,7 @@ _SPARING, _EXACT = Fit.SPARING, Fit.EXACT  # see `row` on members of enums
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Growth of rows, and of their arrays, until their bytes are counted.
+    """An amount by which rows grow, and their arrays with them, before the bytes are counted.
 
     Attributes:
         tokens: of each row; no more than its job allows, unless `beyond_limits` is given.

@@ -119,7 +119,11 @@ class MemoryBudget:
         self._lasting = 0  # rounds for which that holds, if rows only draw tokens
 
     def set(self, bytes: int) -> None:
-        """Take the client's order, which may be the answer to MemoryShort."""
+        """Take the client's order, which may be the answer to MemoryShort.
+
+        Args:
+            bytes: that KV caches, and large texts to embed, may take from now on.
+        """
         self.bytes = bytes
         self._question.note_answer()
         for model in self._models:
@@ -179,7 +183,14 @@ class MemoryBudget:
         return self.take(bytes)
 
     def take(self, bytes: int) -> bool:
-        """Take so many bytes for this round, if they are free. Nothing gives way."""
+        """Take bytes for the rest of this round. Nothing gives way to them.
+
+        Args:
+            bytes: that are wanted.
+
+        Returns:
+            Whether they were free, and are taken.
+        """
         if bytes > self.free:
             return False
         self.free -= bytes

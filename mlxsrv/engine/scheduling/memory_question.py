@@ -35,7 +35,9 @@ _NEXT = {
 
 
 class MemoryQuestion:
-    """The bytes and the rows that one client was asked for.
+    """The bytes that one client was asked for, and for whom.
+
+    Rows and jobs of texts have numbers in one order of arrival.
 
     Args:
         tell: takes the event that asks it.
@@ -48,7 +50,7 @@ class MemoryQuestion:
         self.state = QuestionState.ENOUGH
         self._tell = tell
         self._needed = 0  # bytes in all that it was asked for; 0: there was enough since
-        self._rows: set[int] = set()  # that it was asked for: numbers of rows that do not fit alone
+        self._numbers: set[int] = set()  # of those that do not fit alone, for whom it was asked
 
     def enter(self, state: QuestionState) -> None:
         """Go on to `state`.
@@ -63,14 +65,23 @@ class MemoryQuestion:
         if needed > max(most, self._needed):
             self._send(needed, most)
 
-    def ask_for(self, row: int, needed: int, most: int) -> bool:
-        """Ask for a row that does not fit alone. Returns whether that was asked, and answered."""
-        if self.state is QuestionState.ANSWERED and row in self._rows:
-            self._rows.remove(row)
+    def ask_for(self, number: int, needed: int, most: int) -> bool:
+        """Ask for a row, or a large text, that does not fit alone.
+
+        Args:
+            number: the row's, or that of the text's job.
+            needed: bytes that it takes.
+            most: bytes that there are.
+
+        Returns:
+            Whether that was asked, and answered.
+        """
+        if self.state is QuestionState.ANSWERED and number in self._numbers:
+            self._numbers.remove(number)
             return True
         self._send(needed, most)
         if needed <= self._needed:
-            self._rows.add(row)
+            self._numbers.add(number)
         return False
 
     def _send(self, needed: int, most: int) -> None:
@@ -87,6 +98,6 @@ class MemoryQuestion:
     def note_enough(self) -> None:
         """Note that nobody is short of memory. What is asked next is a new question."""
         self._needed = 0
-        self._rows.clear()
+        self._numbers.clear()
         if self.state is QuestionState.ANSWERED:
             self.enter(QuestionState.ENOUGH)

@@ -337,16 +337,21 @@ class PromptIndex:
             self.drop(self._worth.choose())
 
     def _find_parent(self, entry: _Entry, alike: Iterable[_Entry]) -> int | None:
-        """The number of the entry whose chat this one goes on with. That is not the first
-        checkpoint of a chat, from which others go on as well."""
+        """The number of the longest entry with which this one begins: it goes on with that one's
+        chat. None if there is none, or only a chat's first checkpoint, from which other chats go on
+        as well."""
         chain = sorted(filter(entry.begins_with, alike), key=_size)
         if not chain or (chain[-1].lasting and len(chain) == 1):
             return None
         return chain[-1].number
 
     def _supersede(self, entry: _Entry, alike: list[_Entry]) -> None:
-        """Drop those entries that begin `alike` and are of little use beside this one, which is
-        new."""
+        """Drop the entries that are of little use beside a new one.
+
+        Args:
+            entry: the new one.
+            alike: the others whose first tokens are the same.
+        """
         for old in [old for old in alike if entry.covers(old)]:
             alike.remove(old)
             self._drop(old, heir=entry)
