@@ -72,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         path = item.path.relative_to(_TESTS)
         if {path.as_posix(), path.name, *(folder.as_posix() for folder in path.parents)} & _SERVED:
             item.add_marker(pytest.mark.served)
+        if item.get_closest_marker("ranks") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(600))  # they wait for cores, in every layer
     places = {_TESTS / name: place for place, name in enumerate(_LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import signal
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -13,32 +12,22 @@ import pytest
 from mlxsrv import create_app
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings
-from tests.support.ranks import PATIENCE, Ranks, launch, launched, ranks
+from tests.support.client import COMPLETIONS, RawClient, completion
+from tests.support.ranks import PATIENCE, launch, launched, ranks
 from tests.support.serving import Server, wait_for
 from tests.support.tiny import write_model
 
 pytestmark = [pytest.mark.served, pytest.mark.slow, pytest.mark.ranks]
 
-ENDLESS = {"prompt": "on and on", "max_tokens": 300, "temperature": 0, "stream": True}
+ENDLESS = completion("on and on", max_tokens=500_000, stream=True)
+TEXT = rb'"text":"[^"]'
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model"), "qwen3", plain=True)
-
-
-def read_stream(running: Ranks, at_token: int, act: Any) -> list[dict[str, Any]]:
-    """The chunks of an endless answer, until it ends; `act` is called at a token."""
-    chunks: list[dict[str, Any]] = []
-    with httpx.stream(
-        "POST", f"{running.server.url}/v1/completions", json=ENDLESS, timeout=PATIENCE
-    ) as answer:
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                chunks.append(json.loads(line.removeprefix("data: ")))
-                if len(chunks) == at_token:
-                    act()
-    return chunks
+    """A model with more context than a test lasts."""
+    folder = tmp_path_factory.mktemp("model")
+    return write_model(folder, "qwen3", plain=True, max_position_embeddings=10**6)
 
 
 @pytest.mark.parametrize("victim", [0, 1])
@@ -46,13 +35,19 @@ def test_a_rank_that_is_killed_ends_all_requests_and_all_ranks(
     folder: Path, tmp_path: Path, victim: int
 ) -> None:
     options = ("--model", f"m={folder}", "--parallel", "tensor")
-    with ranks(2, tmp_path, *options) as running:
+    with (
+        ranks(2, tmp_path, *options) as running,
+        RawClient(running.server, ENDLESS, COMPLETIONS) as client,
+    ):
+        client.until(TEXT, seconds=PATIENCE)
+        running.signal(victim, signal.SIGKILL)
         if victim:
-            chunks = read_stream(running, 5, lambda: running.signal(victim, signal.SIGKILL))
-            assert chunks[-1]["error"]["code"] == "engine_failed", chunks[-1]
+            client.until(rb'"code":"engine_failed"', seconds=PATIENCE)
         else:
-            with pytest.raises(httpx.RemoteProtocolError):
-                read_stream(running, 5, lambda: running.signal(victim, signal.SIGKILL))
+            with suppress(ConnectionResetError):
+                while client.read(seconds=PATIENCE):
+                    pass
+            assert b"[DONE]" not in client.data
         statuses = running.exit_statuses()
         assert statuses[victim] == -signal.SIGKILL
         assert statuses[1 - victim] == 3
@@ -63,32 +58,33 @@ def test_a_rank_that_is_killed_ends_all_requests_and_all_ranks(
 def test_sigterm_to_any_rank_drains_and_ends_all(
     folder: Path, tmp_path: Path, signalled: tuple[int, ...]
 ) -> None:
-    options = ("--model", f"m={folder}", "--parallel", "tensor", "--shutdown-grace", "60")
-    with ranks(2, tmp_path, *options) as running:
-
-        def end() -> None:
-            for rank in signalled:
-                running.signal(rank, signal.SIGTERM)
-
-        chunks = read_stream(running, 5, end)
-        assert "length" in [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+    options = ("--model", f"m={folder}", "--parallel", "tensor", "--shutdown-grace", "600")
+    body = ENDLESS | {"max_tokens": 300}
+    with (
+        ranks(2, tmp_path, *options) as running,
+        RawClient(running.server, body, COMPLETIONS) as client,
+    ):
+        client.until(TEXT, seconds=PATIENCE)
+        for rank in signalled:
+            running.signal(rank, signal.SIGTERM)
+        client.until(rb'"finish_reason":"length"', seconds=PATIENCE)
         assert running.exit_statuses() == [0, 0]
 
 
 @pytest.mark.long
 def test_the_watchdog_names_a_rank_that_hangs(folder: Path, tmp_path: Path) -> None:
     options = ("--model", f"m={folder}", "--parallel", "tensor", "--step-timeout", "4")
-    with ranks(2, tmp_path, *options) as running:
-
-        def hang() -> None:
-            running.signal(1, signal.SIGSTOP)
-            slow = running.server.logged("slow step")
-            assert "rank 1 is silent" in slow["ranks"], slow
-            running.signal(1, signal.SIGCONT)
-
-        chunks = read_stream(running, 5, hang)
-        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
-        assert "length" in reasons, chunks[-1]
+    with (
+        ranks(2, tmp_path, *options) as running,
+        RawClient(running.server, ENDLESS, COMPLETIONS) as client,
+    ):
+        client.until(TEXT, seconds=PATIENCE)
+        running.signal(1, signal.SIGSTOP)
+        slow = running.server.logged("slow step")
+        assert "rank 1 is silent" in slow["ranks"], slow
+        running.signal(1, signal.SIGCONT)
+        client.until(rb"(?s).{%d}" % (len(client.data) + 100_000), seconds=PATIENCE)
+        assert b'"error"' not in client.data
 
 
 @pytest.mark.parametrize(
@@ -135,6 +131,7 @@ def test_the_launcher_starts_ranks_and_ends_them(folder: Path, tmp_path: Path) -
     log = tmp_path / "log"
     with launched(2, log, "-m", "mlxsrv", *options.split()) as process:
         server = Server(process, log)
+        wait_for(lambda: server.log("listening"), seconds=PATIENCE, why="the server listens")
         with server.client() as client:
             wait_for(
                 lambda: client.get("/health").status_code == 200,

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.ranks import Ranks, launched, ranks, write_divisible
+from tests.support.ranks import PATIENCE, Ranks, launched, ranks, write_divisible
 from tests.support.serving import serving
 
 pytestmark = [pytest.mark.served, pytest.mark.slow, pytest.mark.ranks]
@@ -43,14 +43,14 @@ def bodies() -> list[dict[str, Any]]:
 
 
 def ask(url: str, body: dict[str, Any]) -> list[tuple[str, str]]:
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
     assert answer.status_code == 200, answer.text
     return [(choice["text"], choice["finish_reason"]) for choice in answer.json()["choices"]]
 
 
 def ask_tokens(url: str, body: dict[str, Any]) -> list[str]:
     """The text of each token of the answer."""
-    answer = httpx.post(f"{url}/v1/completions", json={**body, "logprobs": 0}, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json={**body, "logprobs": 0}, timeout=PATIENCE)
     tokens: list[str] = answer.json()["choices"][0]["logprobs"]["tokens"]
     return tokens
 
@@ -94,7 +94,7 @@ def test_ranks_give_the_text_of_one_process(started: Ranks, expected: list[Any])
     usage = httpx.post(
         f"{started.server.url}/v1/completions",
         json={**bodies()[6], "max_tokens": 1},
-        timeout=60,
+        timeout=PATIENCE,
     ).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] > 100
     assert "Traceback" not in "".join(map(started.read_log, range(len(started.processes))))
@@ -109,7 +109,7 @@ def test_ranks_give_the_tokens_of_mlx_lm_on_as_many_ranks(
     split, count = division
     program = ["-m", "tests.support.sharded", split, str(folder), str(work)]
     with launched(count, tmp_path / "log", *program) as process:
-        process.wait(90)
+        process.wait(PATIENCE)
     assert done.exists(), (tmp_path / "log").read_text()
     with ThreadPoolExecutor(len(greedy)) as pool:  # in one batch; mlx-lm reads one after the other
         drawn = list(pool.map(lambda body: ask_tokens(started.server.url, body), greedy))

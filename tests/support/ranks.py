@@ -16,7 +16,7 @@ from mlxsrv.formats.safetensors import read_header
 from tests.support.serving import Server, environment, wait_for
 from tests.support.tiny import write_model
 
-PATIENCE = 60.0
+PATIENCE = 180.0
 """Seconds that a test waits for ranks: each collective waits until all of them had a core."""
 
 
@@ -139,7 +139,11 @@ def starting(count: int, folder: Path, *options: str) -> Iterator[Ranks]:
 def ranks(count: int, folder: Path, *options: str) -> Iterator[Ranks]:
     """Ranks that serve."""
     with starting(count, folder, *options) as started:
-        wait_for(lambda: started.server.url or started.ended(), why="the ranks do not serve")
+        wait_for(
+            lambda: started.server.log("listening") or started.ended(),
+            seconds=PATIENCE,
+            why="the ranks do not serve",
+        )
         with started.server.client() as client:
             wait_for(
                 lambda: client.get("/health").status_code == 200,
