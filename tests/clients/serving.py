@@ -16,10 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent.parent
 PYTHON = os.environ.get("MLXSRV_PYTHON", str(ROOT / ".venv/bin/python"))
 
-START = 60.0
+START = 100.0
 """Seconds that a server has to listen, on a machine that may be busy."""
 
-STOP = 15.0
+STOP = 60.0
 """Seconds that a server has to end after it was asked to."""
 
 

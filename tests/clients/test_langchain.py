@@ -63,7 +63,7 @@ def test_invoke_answers(model: ChatOpenAI) -> None:
 def test_stream_gives_what_invoke_gives(model: ChatOpenAI, stream_usage: bool | None) -> None:
     invoked = model.invoke(QUESTION)
     chunks = list(model.stream(QUESTION, stream_usage=stream_usage))
-    assert sum(bool(chunk.content) for chunk in chunks) > 5
+    assert sum(bool(chunk.content) for chunk in chunks) > 1
     streamed = whole(chunks)
     assert streamed.content == invoked.content
     assert streamed.response_metadata["finish_reason"] == "stop"

@@ -61,7 +61,7 @@ def test_anthropic_invoke_answers(model: ChatAnthropic) -> None:
 def test_anthropic_stream_gives_what_invoke_gives(model: ChatAnthropic) -> None:
     invoked = model.invoke(QUESTION)
     chunks = list(model.stream(QUESTION))
-    assert sum(bool(chunk.text) for chunk in chunks) > 5
+    assert sum(bool(chunk.text) for chunk in chunks) > 1
     streamed = whole(chunks)
     assert streamed.text == invoked.text
     assert streamed.response_metadata["stop_reason"] == "end_turn"

@@ -49,7 +49,7 @@ def test_responses_invoke_and_stream_answer(model: ChatOpenAI) -> None:
     answer = model.invoke(QUESTION)
     assert ANSWER in answer.text
     chunks = list(model.stream(QUESTION))
-    assert sum(bool(chunk.text) for chunk in chunks) > 5
+    assert sum(bool(chunk.text) for chunk in chunks) > 1
     streamed = whole(chunks)
     assert streamed.text == answer.text
     assert streamed.usage_metadata["output_tokens"] == answer.usage_metadata["output_tokens"]

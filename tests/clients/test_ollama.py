@@ -74,7 +74,7 @@ def test_a_chat_answers(client: ollama.Client) -> None:
 def test_a_chat_streams_what_it_says_whole(client: ollama.Client) -> None:
     whole = client.chat(MODEL, say(QUESTION))
     *parts, last = client.chat(MODEL, say(QUESTION), stream=True)
-    assert len(parts) > 5
+    assert len(parts) > 1
     assert "".join(part.message.content for part in parts) == whole.message.content
     assert not any(part.done for part in parts)
     assert (last.done, last.done_reason, last.message.content) == (True, "stop", "")

@@ -74,7 +74,7 @@ def test_the_stream_helper_gives_what_create_gives(client: openai.OpenAI) -> Non
     with client.responses.stream(model=MODEL, input=QUESTION) as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
-    assert len(deltas) > 5
+    assert len(deltas) > 1
     assert "".join(deltas) == final.output_text == whole.output_text
     assert final.usage is not None
     assert whole.usage is not None
@@ -113,9 +113,11 @@ def test_a_functions_arguments_stream(client: openai.OpenAI) -> None:
     with client.responses.stream(
         model=MODEL, input=WEATHER_QUESTION, tools=[GET_WEATHER]
     ) as stream:
-        types = [event.type for event in stream]
+        events = list(stream)
         call = the_call(stream.get_final_response())
-    assert types.count("response.function_call_arguments.delta") > 1
+    kind = "response.function_call_arguments.delta"
+    parts = [event.delta for event in events if event.type == kind]
+    assert json.loads("".join(parts)) == {"city": "Paris"}
     assert call.parsed_arguments == {"city": "Paris"}
 
 

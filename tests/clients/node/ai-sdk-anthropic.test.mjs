@@ -45,7 +45,7 @@ test("Anthropic's generateText answers, and streamText streams the same", async 
   assert.equal(whole.finishReason, "stop");
   const result = streamText({ model, prompt: QUESTION });
   const deltas = await all(result.textStream);
-  assert.ok(deltas.length > 5);
+  assert.ok(deltas.length > 1);
   assert.equal(deltas.join(""), whole.text);
   assert.equal(await result.finishReason, "stop");
   const usage = await result.usage;

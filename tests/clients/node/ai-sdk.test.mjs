@@ -75,7 +75,7 @@ test("streamText streams what generateText says", async () => {
   const whole = await generateText({ model, prompt: QUESTION });
   const result = streamText({ model, prompt: QUESTION });
   const deltas = await all(result.textStream);
-  assert.ok(deltas.length > 5);
+  assert.ok(deltas.length > 1);
   assert.equal(deltas.join(""), whole.text);
   assert.equal(await result.finishReason, "stop");
   assert.equal((await result.usage).outputTokens, whole.usage.outputTokens);

@@ -57,7 +57,7 @@ test("a message streams what it says whole", async () => {
   const whole = await client.messages.create(request(QUESTION));
   const events = await all(await client.messages.create(request(QUESTION, { stream: true })));
   const deltas = events.filter((event) => event.type === "content_block_delta");
-  assert.ok(deltas.length > 5);
+  assert.ok(deltas.length > 1);
   assert.equal(deltas.map((event) => event.delta.text).join(""), textOf(whole));
   const message = await client.messages.stream(request(QUESTION)).finalMessage();
   assert.equal(textOf(message), textOf(whole));
@@ -70,7 +70,7 @@ test("a tool use streams its input, and its result is used", async () => {
   const parts = [];
   stream.on("inputJson", (part) => parts.push(part));
   const message = await stream.finalMessage();
-  assert.ok(parts.length > 1);
+  assert.deepEqual(JSON.parse(parts.join("")), { city: "Paris" });
   assert.equal(message.stop_reason, "tool_use");
   const [use] = message.content;
   assert.deepEqual(use.input, { city: "Paris" });

@@ -58,7 +58,7 @@ test("a chat of Ollama's client answers", async () => {
 test("a chat of Ollama's client streams what it says whole", async () => {
   const whole = await client.chat(request(QUESTION));
   const parts = await all(await client.chat(request(QUESTION, { stream: true })));
-  assert.ok(parts.length > 5);
+  assert.ok(parts.length > 2);
   assert.equal(parts.map((part) => part.message.content).join(""), whole.message.content);
   assert.deepEqual(
     parts.map((part) => part.done),
@@ -94,7 +94,8 @@ test("thoughts come apart to Ollama's client", async () => {
 test("Ollama's client generates, and stops a stream", async () => {
   const answer = await client.generate({ model: MODEL, prompt: QUESTION });
   assert.match(answer.response, ANSWER);
-  const stream = await client.generate({ model: MODEL, prompt: QUESTION, stream: true });
+  const format = { type: "array", items: { type: "integer" }, minItems: 1000 };
+  const stream = await client.generate({ model: MODEL, prompt: QUESTION, format, stream: true });
   await assert.rejects(async () => {
     for await (const part of stream) {
       assert.equal(part.done, false);

@@ -111,7 +111,7 @@ test("generateText and streamText answer over Responses", async () => {
   assert.deepEqual(whole.warnings, []);
   const streamed = streamText({ model, prompt: QUESTION });
   const deltas = await all(streamed.textStream);
-  assert.ok(deltas.length > 5);
+  assert.ok(deltas.length > 1);
   assert.equal(deltas.join(""), whole.text);
   assert.equal((await streamed.usage).outputTokens, whole.usage.outputTokens);
 });

@@ -11,7 +11,7 @@ const ROOT = path.resolve(path.dirname(fileURLToPath(import.meta.url)), "../../.
 const PYTHON = process.env.MLXSRV_PYTHON ?? path.join(ROOT, ".venv/bin/python");
 
 /** Milliseconds that a server has to end after it was asked to. */
-const STOP = 15_000;
+const STOP = 60_000;
 
 /** Starts a server on a free port. Gives its URL, and what stops it. */
 export async function startServer() {
