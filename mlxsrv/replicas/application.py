@@ -59,6 +59,11 @@ class ReplicaScale(msgspec.Struct, frozen=True, kw_only=True):
         for name, seconds in (("upscale", self.upscale_delay), ("downscale", self.downscale_delay)):
             if not 0 <= seconds < math.inf:
                 raise SettingsError(f"--{name}-delay {seconds:g}: it is at least 0")
+        for name, taken in (("num-cpus", self.cpus), ("num-gpus", self.gpus)):
+            if not 0 <= taken < math.inf:
+                raise SettingsError(f"--{name}-per-replica {taken:g}: it is at least 0")
+        if self.memory is not None and self.memory < 1:
+            raise SettingsError(f"--memory-per-replica {self.memory}: it is at least 1")
 
 
 def deployment(

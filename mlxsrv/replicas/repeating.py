@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 
+import msgspec
 from starlette.types import ASGIApp
 
 from mlxsrv.errors import StoreFailed
@@ -15,6 +17,10 @@ from mlxsrv.replicas.shared_file import NotedChange, SharedFile, StateChange
 from mlxsrv.replicas.subjects import is_load
 
 _log = logging.getLogger("mlxsrv.replicas")
+
+_ATTACH = re.compile(r"/api/saes/([^/]+)/attach")
+_DOWNLOAD_SECONDS = 300.0  # that a replica waits for an SAE before it goes on without it
+_LOOK_SECONDS = 0.1
 
 _LONGEST_REASON = 500  # characters of a refusal, in the log
 
@@ -101,6 +107,8 @@ class ChangeRepeater:
         if before is not None:
             await asyncio.wait([before])
         try:
+            if attach := _ATTACH.fullmatch(change.path):
+                await self._wait_for_sae(attach[1])
             status, body = await request_of(
                 self._app, change.method, change.path, change.query, change.body
             )
@@ -112,3 +120,11 @@ class ChangeRepeater:
         else:
             reason = body.decode(errors="replace")[:_LONGEST_REASON]
             log(_log, logging.ERROR, "change not repeated", path=change.path, reason=reason)
+
+    async def _wait_for_sae(self, id: str) -> None:
+        """Wait while an SAE is downloaded: where it was attached, it was there."""
+        for _ in range(int(_DOWNLOAD_SECONDS / _LOOK_SECONDS)):
+            status, body = await request_of(self._app, "GET", f"/api/saes/{id}", b"")
+            if status != 200 or msgspec.json.decode(body)["data"]["state"] != "downloading":
+                return
+            await asyncio.sleep(_LOOK_SECONDS)

@@ -24,8 +24,10 @@ from mlxsrv.service.service import Service
 from mlxsrv.settings import Settings
 from mlxsrv.web.app import App
 from mlxsrv.web.completions import CONVERSATION
+from mlxsrv.web.paths import path_below_mount
 
 _KEY = re.compile(rb"[0-9a-f]{16}")
+_HEALTH = "/health"  # does not wait for changes that take long
 
 
 class ReplicaApp:
@@ -64,7 +66,8 @@ class ReplicaApp:
 
     async def ask(self, path: str, query: bytes) -> ReplicaAnswer:
         """Answer a GET for a replica, which has checked that it is allowed."""
-        await self._changes.catch_up()
+        if not path.startswith(_HEALTH):
+            await self._changes.catch_up()
         return await self._answer(path, query)
 
     async def _answer(self, path: str, query: bytes) -> ReplicaAnswer:
@@ -77,7 +80,8 @@ class ReplicaApp:
             return
         if scope["type"] == "http":
             scope = {**scope, CONVERSATION: _conversation(scope)}
-            await self._changes.catch_up()
+            if not path_below_mount(scope).startswith(_HEALTH):
+                await self._changes.catch_up()
         await self._app(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:

@@ -16,6 +16,7 @@ from mlxsrv.engine.recording.recorder import Recording
 from mlxsrv.engine.watchdog import Clock
 from mlxsrv.errors import EngineFailed
 from mlxsrv.logs import log
+from mlxsrv.models.catalogue.catalogue import has_adapter
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings
 
@@ -30,7 +31,7 @@ def check_parallel(settings: Settings) -> None:
     refused: dict[str, object] = {
         "draft_model": settings.draft_model,
         "prompt_cache_dir": settings.prompt_cache_dir,
-        "model": [model for model in settings.model if "+" in model],
+        "model": list(filter(has_adapter, settings.model)),
     }
     if settings.parallel == "pipeline":
         refused |= {"control_vector": settings.control_vector, "kv_bits": settings.kv_bits}

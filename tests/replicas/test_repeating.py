@@ -12,12 +12,18 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from mlxsrv.models.sae_library import _DEMO_FOLDER as DEMO_FOLDER
 from mlxsrv.replicas.repeating import ChangeRepeater
 from mlxsrv.replicas.shared_file import SharedFile, StateChange
 from mlxsrv.settings import Settings
 from mlxsrv.web.app import App
+from tests.support.hub import Hub
 from tests.support.replicas import Replicas, replicas
+from tests.support.sae_libraries import remote, server
 from tests.support.saes import write_sae
+from tests.support.serving import PATIENCE
+
+__all__ = ["remote", "server"]
 
 STEERING = "/api/saes/steering"
 
@@ -76,6 +82,22 @@ def test_a_replica_that_starts_later_has_the_state_of_the_others(tmp_path: Path)
         assert {"my-one", "my-two"} <= ids
 
     run(tmp_path, work, sae_dir=(str(tmp_path / "saes"),))
+
+
+@pytest.mark.slow
+def test_an_sae_is_attached_when_its_download_is_over(tmp_path: Path, remote: Hub) -> None:
+    remote.add("org/saes", DEMO_FOLDER)
+
+    async def work(running: Replicas) -> None:
+        first, second = running.clients
+        asked = {"repository_id": "org/saes", "id": "far"}
+        await post(first, "/api/saes", asked)
+        async with asyncio.timeout(PATIENCE):
+            while (await first.post("/api/saes/far/attach", json={})).status_code != 200:
+                pass
+        assert (await get(second, "/api/saes/far"))["attached_to"] == ["demo"]
+
+    run(tmp_path, work, allow_download=True)
 
 
 @pytest.mark.slow
@@ -201,3 +223,25 @@ def test_a_client_that_goes_away_leaves_no_change_half_made(tmp_path: Path) -> N
         await followed.close()
 
     asyncio.run(work())
+
+
+def test_health_does_not_wait_for_changes(tmp_path: Path) -> None:
+    profile = {"name": "a", "steering": {}, "model_id": "demo", "sae_id": "x", "layer": 1}
+
+    async def work(running: Replicas) -> None:
+        first, second = running.clients
+        id = (await post(first, "/api/profiles", profile))["id"]
+        path = f"/api/profiles/{id}"
+        (await first.patch(path, json={"name": "b"})).raise_for_status()
+        held = Held(running.apps[1]._app, path)
+        running.apps[1]._changes._app = held
+        waiting = asyncio.create_task(second.get("/v1/models"))
+        await held.begun.wait()
+        assert (await second.get("/health")).status_code == 200
+        told = (await first.get("/health", params={"verbose": 1})).json()
+        assert told["others"].keys() == {"1"}
+        assert not waiting.done()
+        held.go_on.set()
+        assert (await waiting).status_code == 200
+
+    run(tmp_path, work)

@@ -18,7 +18,8 @@ class Replicas:
     """Replicas that ask each other, with a client of each.
 
     Attributes:
-        clients: of the replicas, in their order.
+        apps: of the replicas, in their order.
+        clients: of each.
         left_out: numbers of replicas that do not answer others.
     """
 
@@ -27,24 +28,24 @@ class Replicas:
         self.left_out: set[int] = set()
         self._settings = settings
         self._path = folder / "shared"
-        self._apps: list[ReplicaApp] = []
+        self.apps: list[ReplicaApp] = []
 
     def start(self) -> httpx.AsyncClient:
         """Start one more, and return its client."""
-        own = len(self._apps)
+        own = len(self.apps)
 
         async def ask_others(path: str, query: bytes) -> Sequence[ReplicaAnswer]:
-            others = [n for n in range(len(self._apps)) if n not in (own, *self.left_out)]
-            return [await self._apps[number].ask(path, query) for number in others]
+            others = [n for n in range(len(self.apps)) if n not in (own, *self.left_out)]
+            return [await self.apps[number].ask(path, query) for number in others]
 
         app = ReplicaApp(self._settings, str(own), self._path, local=False, ask_others=ask_others)
-        self._apps.append(app)
+        self.apps.append(app)
         transport = httpx.ASGITransport(app)
         self.clients.append(httpx.AsyncClient(transport=transport, base_url="http://x", timeout=60))
         return self.clients[-1]
 
     async def close(self) -> None:
-        for client, app in zip(self.clients, self._apps, strict=True):
+        for client, app in zip(self.clients, self.apps, strict=True):
             await client.aclose()
             await app.service.close()
             app._shared.close()

@@ -350,6 +350,11 @@ def _with_id(entry: ModelEntry) -> ModelEntry:
     return msgspec.structs.replace(entry, aliases=(*entry.aliases, _own_name(entry.source)))
 
 
+def has_adapter(text: str) -> bool:
+    """Whether a `--model` names an adapter. Raises SettingsError if it can be no model."""
+    return _split(text, "model")[1].adapter is not None
+
+
 def _split(text: str, option: str) -> tuple[str, ModelSource]:
     """Read `[NAME=]ID_OR_PATH[+ADAPTER_DIR]`. The name is empty if none is given."""
     name, equals, rest = text.partition("=")
