@@ -6,12 +6,13 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import CacheList, ChunkedKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
+from mlxsrv.engine.cache.row_cache import list_layers
 from mlxsrv.engine.events import KVCost
 
 
@@ -44,12 +45,3 @@ def _find_window(layer: Any) -> int:
     if isinstance(layer, ChunkedKVCache):
         return int(layer.chunk_size) + 1  # it is cut to the chunk before each pass
     return int(getattr(layer, "max_size", None) or 0)
-
-
-def list_layers(cache: Iterable[Any]) -> Iterator[Any]:
-    """The layers of a KV cache, those in lists as well."""
-    for layer in cache:
-        if isinstance(layer, CacheList):
-            yield from list_layers(layer.caches)
-        else:
-            yield layer

@@ -6,6 +6,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,15 @@ from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache,
 
 Layers = list[Any]
 """An object of mlx-lm's for each layer of a model."""
+
+
+def list_layers(layers: Iterable[Any]) -> Iterator[Any]:
+    """The layers of a KV cache, with the members of those that are lists in their places."""
+    for layer in layers:
+        if isinstance(layer, CacheList):
+            yield from list_layers(layer.caches)
+        else:
+            yield layer
 
 
 class RowCache:
@@ -42,7 +52,7 @@ class RowCache:
     @property
     def cuts(self) -> bool:
         """Whether it can be cut back to any earlier length."""
-        return all(map(_cuts, self.layers))
+        return all(map(_cuts, list_layers(self.layers)))
 
     @property
     def state(self) -> list[Any]:
@@ -67,7 +77,7 @@ class RowCache:
         """Have arrays of its own, and wait until they are computed. So it holds no memory but its
         own, and is in nobody's way."""
         if self._lent:
-            for layer in self.layers:
+            for layer in list_layers(self.layers):
                 _own(layer)
             self._lent = False
         mx.eval(self.state)
@@ -94,10 +104,7 @@ def _shrink(layer: Any) -> None:
 
 def _own(layer: Any) -> None:
     """Replace a layer's arrays, which are views, by copies."""
-    if isinstance(layer, CacheList):
-        for member in layer.caches:
-            _own(member)
-    elif isinstance(layer, ArraysCache):
+    if isinstance(layer, ArraysCache):
         layer.cache = tree_map(_copy, layer.cache)
     elif not layer.empty():
         layer.keys, layer.values = tree_map(_copy, layer.keys_and_values())
@@ -108,8 +115,6 @@ def _copy(array: mx.array | None) -> mx.array | None:
 
 
 def _cuts(layer: Any) -> bool:
-    if isinstance(layer, CacheList):
-        return all(map(_cuts, layer.caches))
     if isinstance(layer, ChunkedKVCache):
         # mlx-lm calls it trimmable, but tokens that it has dropped do not come back.
         return bool(layer.start_position == 0)

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
-from mlxsrv.engine.cache.row_cache import Layers, RowCache
+from mlxsrv.engine.cache.row_cache import Layers, RowCache, list_layers
 from mlxsrv.engine.cache.rows import Room, Rows
 from mlxsrv.engine.cache.slots import QuantizedSlots, RingSlots, Slots
 
@@ -159,10 +159,7 @@ def _flatten(kinds: Iterable[_RowsOfLayer]) -> Iterator[_RowsOfLayer]:
 def can_share(layers: Layers) -> bool:
     """Whether rows can be decoded together whose KV caches have these layers."""
     kinds = (KVCache, QuantizedKVCache, RotatingKVCache, SinkCache, ArraysCache)
-    return all(
-        can_share(list(layer.caches)) if type(layer) is CacheList else type(layer) in kinds
-        for layer in layers
-    )
+    return all(type(layer) in kinds for layer in list_layers(layers))
 
 
 class RowCaches:
@@ -184,6 +181,9 @@ class RowCaches:
         self._kinds = [
             _make(self._rows, layer, reading=reading) if shared else _Lone() for layer in empty
         ]
+        flat = list(_flatten(self._kinds))
+        self._merged = [kind for kind in flat if isinstance(kind, _Merged)]
+        self._lone = [kind for kind in flat if isinstance(kind, _Lone)]
         self._slots: list[int] = []  # of each row
 
     @property
@@ -234,23 +234,20 @@ class RowCaches:
     def cut(self, surplus: Sequence[int]) -> None:
         """Forget the last tokens of each row, so many of each `(rows,)`."""
         self._rows.cut(surplus)
-        for kind in _flatten(self._kinds):
-            if isinstance(kind, _Lone):
-                kind.view.trim(surplus[0])
+        for kind in self._lone:
+            kind.view.trim(surplus[0])
 
     def prepare(self, tokens: Sequence[int]) -> None:
         """Get ready for a right-padded pass over so many tokens of each row."""
         padding = [max(tokens) - own for own in tokens]
-        for kind in _flatten(self._kinds) if any(padding) else ():
-            if isinstance(kind, _Merged):
-                kind.view.prepare(lengths=tokens, right_padding=padding)
+        for kind in self._merged if any(padding) else ():
+            kind.view.prepare(lengths=tokens, right_padding=padding)
 
     def finish(self, tokens: Sequence[int]) -> None:
         """Note that the pass is done: forget the padding, and wait for the rest."""
         padding = [max(tokens) - own for own in tokens]
-        for kind in _flatten(self._kinds) if any(padding) else ():
-            if isinstance(kind, _Merged):
-                kind.view.finalize()
+        for kind in self._merged if any(padding) else ():
+            kind.view.finalize()
         self._rows.advance(max(tokens))
         self._rows.cut(padding)
         mx.eval([kind.view.state for kind in self._kinds])

@@ -14,7 +14,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.kv_costs import list_layers, sum_costs
+from mlxsrv.engine.cache.kv_costs import sum_costs
+from mlxsrv.engine.cache.row_cache import list_layers
 from mlxsrv.engine.cache.shared_layers import share_layers
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.execution.read import read_together

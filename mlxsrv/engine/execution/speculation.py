@@ -28,7 +28,6 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 from mlx_lm.models.cache import (
     BatchRotatingKVCache,
-    CacheList,
     ChunkedKVCache,
     RotatingKVCache,
     make_prompt_cache,
@@ -36,7 +35,7 @@ from mlx_lm.models.cache import (
 )
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.row_cache import Layers
+from mlxsrv.engine.cache.row_cache import Layers, list_layers
 from mlxsrv.engine.execution.launch import launch
 from mlxsrv.engine.execution.sub_batches import Pass
 from mlxsrv.engine.live_row import LiveRow
@@ -228,13 +227,9 @@ def count_vocabulary(model: Any) -> int:
 def _always_cuts(cache: Sequence[Any]) -> bool:
     """Whether the KV cache can be cut back at any length. One with a window can be until it is
     full, which may be in the middle of a speculative round."""
-    return all(
-        _always_cuts(layer.caches)
-        if isinstance(layer, CacheList)
-        else layer.is_trimmable()
-        and not isinstance(layer, (RotatingKVCache, BatchRotatingKVCache, ChunkedKVCache))
-        for layer in cache
-    )
+    windowed = (RotatingKVCache, BatchRotatingKVCache, ChunkedKVCache)
+    layers = list_layers(cache)
+    return all(layer.is_trimmable() and not isinstance(layer, windowed) for layer in layers)
 
 
 def _count_equal(proposed: Sequence[int], drawn: Sequence[int]) -> int:
