@@ -20,7 +20,7 @@ from mlxsrv.engine.embedding.embedding_models import (
     EmbeddingEncoder,
 )
 from mlxsrv.engine.embedding.encoders.load import load_encoder
-from mlxsrv.engine.events import Embedded, Event
+from mlxsrv.engine.events import Embedded, Event, Progress
 from mlxsrv.engine.faults import describe_error
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.orders import Embed
@@ -39,7 +39,8 @@ def run_slice(
     beside: bool = False,
     clock: Callable[[], float] = perf_counter,
 ) -> list[Event]:
-    """Do a round's work: the jobs that came and went, and a slice if there is one."""
+    """Do a round's work: the jobs that came and went, and a slice if there is one. Returns the
+    events of the jobs that ended."""
     events: list[Event] = []
     for work in schedule.take_changes():
         events += schedule.settle(work, do(work, embedder, clock))
@@ -47,7 +48,7 @@ def run_slice(
     slice = schedule.plan(decoding=decoding, beside=beside)
     if slice is not None:
         events += schedule.settle(slice, do(slice, embedder, clock))
-    return events
+    return [event for event in events if not isinstance(event, Progress)]
 
 
 def do(

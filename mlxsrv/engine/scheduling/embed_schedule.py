@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
-from mlxsrv.engine.events import Embedded, Event, Failed, Shortage
+from mlxsrv.engine.events import Embedded, Event, Failed, Progress, Shortage
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextsRead
 from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, TextSpan
@@ -26,13 +25,6 @@ _MOST_TOKENS = 16 * 1024  # of a slice, padding included; the layers' memory gro
 _MOST_WHOLE = 4096  # tokens of one text; attention's memory grows with their square
 _BESIDE = 4  # many slices in a row may take one part in so many of other models' gaps
 _LEAST = 16  # tokens; a slice of fewer would cost a whole pass for next to nothing
-
-
-class _Streams(NamedTuple):
-    """The streams that there were when a slice was planned."""
-
-    decoding: bool
-    beside: bool
 
 
 class EmbedSchedule:
@@ -60,8 +52,8 @@ class EmbedSchedule:
         self.budget.add_texts(self._memory)
         self._admissions: dict[int, Embed] = {}  # by job; the runner does not have them yet
         self._releases: list[int] = []  # jobs that ended, which the runner still has
-        self._streams = _Streams(False, False)  # when the last slice was planned
-        self._moved = False  # a slice was read since `progress`
+        # The streams that there were when the last slice was planned.
+        self._decoding = self._beside = False
         self._rate: float | None = None  # tokens a second, padding included
 
     @property
@@ -132,12 +124,6 @@ class EmbedSchedule:
                 self._releases.append(job)
         return dropped
 
-    def progress(self) -> list[int]:
-        """The ids of the unfinished jobs, if a slice was read since the last call. All of them:
-        each slice brings each job's turn nearer."""
-        moved, self._moved = self._moved, False
-        return list(self._queue.jobs) if moved else []
-
     # Works.
 
     def take_changes(self) -> list[AdmitTexts | ReleaseTexts]:
@@ -159,7 +145,7 @@ class EmbedSchedule:
         """
         if not self.pending:
             return None
-        self._streams = _Streams(decoding, beside)
+        self._decoding, self._beside = decoding, beside
         limit, most = self._limit()
         parts = [(text, 0, text.length) for text in self._choose(limit, most)]
         if not parts:
@@ -182,7 +168,7 @@ class EmbedSchedule:
 
     def _limit(self) -> tuple[int, int]:
         """The most tokens of one text, and of a slice with its padding."""
-        decoding, beside = self._streams
+        decoding, beside = self._decoding, self._beside
         limit = self._pace.limit(decoding=decoding, long=False, beside=beside)
         if not (decoding or beside):
             fitting = 0 if self._rate is None else int(_SECONDS * self._rate)
@@ -217,23 +203,24 @@ class EmbedSchedule:
     # Outcomes.
 
     def settle(self, work: AdmitTexts | EmbedSlice | ReleaseTexts, outcome: Outcome) -> list[Event]:
-        """Learn from the outcome of a work. Returns the events of the jobs that it ended: a fault
-        ends all jobs of the work."""
+        """Learn from the outcome of a work. Returns the events of the jobs that it ended or brought
+        on: a fault ends all jobs of the work."""
         if outcome.fault is not None:
             reason = outcome.fault.reason
             return [Failed(job, reason) for job in self._drop(_list_jobs(work))]
         if isinstance(work, EmbedSlice):
             assert isinstance(outcome.done, TextsRead)
+            events = self._complete(work.completes, outcome.done)
             if outcome.done.tokens:  # or the jobs were not admitted
                 self._learn(outcome.done.tokens, outcome.seconds)
-            return self._complete(work.completes, outcome.done)
+                # Of all others: each slice brings each job's turn nearer.
+                events += [Progress(job) for job in self._queue.jobs]
+            return events
         return []
 
     def _learn(self, tokens: int, seconds: float) -> None:
-        decoding, beside = self._streams
-        self._moved = True
-        self._pace.saw_slice(tokens, seconds, decoding=decoding)
-        if not (decoding or beside):
+        self._pace.saw_slice(tokens, seconds, decoding=self._decoding)
+        if not (self._decoding or self._beside):
             self._rate = tokens / max(seconds, 1e-6)
 
     def _complete(self, jobs: Iterable[int], done: TextsRead) -> list[Event]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from mlxsrv.engine.events import Failed, Finished, Progress, Token
+from mlxsrv.engine.events import Failed, Finished, Token
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Embed, Job, Load
 from mlxsrv.engine.outcomes import EmbedFacts, Outcome, TextFacts, Watched
@@ -223,6 +223,5 @@ class ModelSchedule:
             return
         if isinstance(work, (AdmitTexts, EmbedSlice, ReleaseTexts)):
             self._events += self._embed.settle(work, outcome)
-            self._events += [Progress(job) for job in self._embed.progress()]
         elif self._text is not None:
             self._text.settle(work, outcome)

@@ -25,7 +25,7 @@ from mlxsrv.engine.faults import OUT_OF_MEMORY
 from mlxsrv.engine.plans import RowGroup
 from mlxsrv.engine.scheduling.groups import Groups, alone
 from mlxsrv.engine.scheduling.prompt_index import Tokens
-from mlxsrv.engine.scheduling.prompt_queue import Reading, restart
+from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
 
 _MOST_INCIDENTS = 3  # of one row that are not explained, or in which memory was short
@@ -141,7 +141,7 @@ class Recovery:
         """
         rows = [row for reading in readings for row in reading.rows]
         for reading in readings:
-            restart(reading)
+            reading.restart()
         for row in rows:
             row.incidents.append(incident)
             row.alone = True

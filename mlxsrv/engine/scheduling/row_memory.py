@@ -21,7 +21,8 @@ import msgspec
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.groups import STEP, GroupArrays, Growth
-from mlxsrv.engine.scheduling.prompt_queue import Reading, same_prompt
+from mlxsrv.engine.scheduling.prompt_queue import same_prompt
+from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.recovery import choose_room
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.row_book import RowBook

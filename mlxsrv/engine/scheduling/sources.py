@@ -9,7 +9,6 @@ and not copied, and it is no kept prompt any more. When the row ends, its longer
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
 
 from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.scheduling.groups import Groups
@@ -21,17 +20,8 @@ from mlxsrv.engine.scheduling.prompt_index import (
     common_prefix,
     find_beginning,
 )
+from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.row import Row, Source
-
-
-class _Reading(Protocol):
-    """A text that is half read."""
-
-    rows: list[Row]
-    opened: bool
-    done: int
-    text: Tokens
-    beginning: Beginning
 
 
 class Sources:
@@ -48,7 +38,7 @@ class Sources:
         self._index = index
         self._groups = groups
 
-    def find(self, row: Row, begun: Sequence[_Reading]) -> Source:
+    def find(self, row: Row, begun: Sequence[Reading]) -> Source:
         """The source that saves most of reading a row's text. Looked up again when there are
         others.
 
@@ -76,13 +66,13 @@ class Sources:
             return None
         return self._index.lend(source.entry, source.tokens)
 
-    def _version(self, begun: Sequence[_Reading]) -> tuple[int, ...]:
+    def _version(self, begun: Sequence[Reading]) -> tuple[int, ...]:
         """Changes with what there is to go on from."""
         if not self._facts.cuts:
             return (self._index.changes,)
         return (self._index.changes, self._groups.changes, *[each.done for each in begun])
 
-    def _look_up(self, row: Row, begun: Sequence[_Reading]) -> Source:
+    def _look_up(self, row: Row, begun: Sequence[Reading]) -> Source:
         tokens, steering = row.text[:-1], row.job.steering
         entry, most = self._index.find(tokens, steering)
         best = Source(entry=entry, tokens=most)
@@ -98,7 +88,7 @@ class Sources:
         return best
 
     def _find_lenders(
-        self, beginning: Beginning, begun: Sequence[_Reading]
+        self, beginning: Beginning, begun: Sequence[Reading]
     ) -> Iterator[tuple[int, Tokens]]:
         """The rows whose texts begin so, and the tokens of these that their KV caches hold."""
         for row in [row for row in self._groups.rows if row.beginning == beginning]:

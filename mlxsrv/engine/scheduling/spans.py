@@ -8,7 +8,8 @@ from mlxsrv.engine.outcomes import TextFacts
 from mlxsrv.engine.plans import Keep, Span
 from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
-from mlxsrv.engine.scheduling.prompt_queue import PromptQueue, Reading
+from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
+from mlxsrv.engine.scheduling.reading import Reading
 
 _MOST_LOGITS = 16 * 1024 * 1024  # numbers, in a slice of a prompt that is scored
 

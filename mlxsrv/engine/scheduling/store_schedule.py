@@ -98,13 +98,6 @@ class Fetch:
         return same and tokens == self.tokens
 
 
-def make_store(
-    model: int, facts: TextFacts, pace: Pace, index: PromptIndex, queue: PromptQueue
-) -> StoreSchedule | None:
-    """The schedule of a model's stored prompts; None if they are not stored."""
-    return None if facts.store is None else StoreSchedule(model, facts, pace, index, queue)
-
-
 class StoreSchedule:
     """The stored prompts of one model.
 

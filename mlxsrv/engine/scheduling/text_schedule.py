@@ -27,13 +27,14 @@ from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex
-from mlxsrv.engine.scheduling.prompt_queue import PromptQueue, Reading
+from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
+from mlxsrv.engine.scheduling.reading import Reading
 from mlxsrv.engine.scheduling.recovery import Recovery, blame
 from mlxsrv.engine.scheduling.row import Incident, Row, RowState
 from mlxsrv.engine.scheduling.row_book import RowBook
 from mlxsrv.engine.scheduling.row_memory import RowMemory
 from mlxsrv.engine.scheduling.spans import SpanMaker
-from mlxsrv.engine.scheduling.store_schedule import make_store
+from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 
 _log = logging.getLogger("mlxsrv.engine")
 
@@ -76,7 +77,9 @@ class TextSchedule:
         self._lookups = LookupPolicy() if facts.lookup else None
         self._budget = MemoryBudget() if budget is None else budget
         self._events = self._budget.events
-        self._store = make_store(model, facts, pace, self._index, self._queue)
+        self._store: StoreSchedule | None = None
+        if facts.store is not None:
+            self._store = StoreSchedule(model, facts, pace, self._index, self._queue)
         self._book = RowBook(
             model,
             client,
@@ -101,7 +104,7 @@ class TextSchedule:
     @property
     def streaming(self) -> bool:
         """Whether rows are being decoded."""
-        return self._groups.count > 0 or self._recovery.trial is not None
+        return self._book.decoding > 0
 
     @property
     def pending(self) -> bool:

@@ -208,7 +208,7 @@ def test_a_policy_that_is_wrong_about_one_model_is_made_anew(
     assert bench.job(2).tokens == expected(bench, 2, 30)
 
 
-@pytest.mark.parametrize("name", ["take_changes", "plan", "settle", "progress"])
+@pytest.mark.parametrize("name", ["take_changes", "plan", "settle"])
 def test_an_error_about_texts_is_contained(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     bench = make_two(FakeDevice(embed=EmbedFacts(slices=True)))
     break_once(monkeypatch, EmbedSchedule, name)

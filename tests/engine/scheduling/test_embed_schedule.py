@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.engine.events import Embedded, Event, Failed
+from mlxsrv.engine.events import Embedded, Event, Failed, Progress
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.outcomes import EmbedFacts, Fault, Outcome, TextsRead
 from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts, TextSpan
@@ -111,7 +111,6 @@ def test_nothing_is_planned_without_texts() -> None:
     assert (schedule.idle, schedule.pending) == (True, False)
     assert schedule.plan(decoding=False, beside=False) is None
     assert schedule.take_changes() == []
-    assert schedule.progress() == []
     assert schedule.statistics() == {"texts": 0}
 
 
@@ -224,12 +223,10 @@ def test_a_job_ends_with_its_last_text() -> None:
     runner.schedule.submit(order(1, 60, 50))
     runner.schedule.submit(order(2, 60))
     assert not runner.is_idle()
-    assert runner.step(decoding=True)[1] == []
-    assert runner.schedule.progress() == [1, 2]
-    assert runner.schedule.progress() == []
+    assert runner.step(decoding=True)[1] == [Progress(1), Progress(2)]
     _, events = runner.step(decoding=True)
     assert ended(events) == [2]
-    assert runner.schedule.progress() == [1]
+    assert events[1:] == [Progress(1)]
     slice, [event] = runner.step(decoding=True)
     assert slice.completes == (1,)
     assert isinstance(event, Embedded)
@@ -246,7 +243,6 @@ def test_a_fault_fails_the_jobs_of_its_slice_only() -> None:
     slice, events = runner.step(fault="no room")
     assert slice.texts == (TextSpan(3, 0, 0, 10), TextSpan(1, 0, 0, 11))
     assert events == [Failed(1, "no room"), Failed(3, "no room")]
-    assert runner.schedule.progress() == []
     runner.change()
     assert set(runner.jobs) == {2}
 

@@ -1,0 +1,74 @@
+"""A text that is being read: from where, for which rows, and how far it has got."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mlxsrv.engine.scheduling.prompt_index import Tokens, find_beginning
+from mlxsrv.engine.scheduling.row import Row, Source
+
+
+class Reading:
+    """One text that is being read, for one row or for several that have it in common.
+
+    Args:
+        rows: these rows. Those after the first are not scored.
+        source: what is gone on from.
+        lent: the source is a kept prompt that is kept no more.
+        source_bytes: of the KV cache that it begins with, if that was a kept prompt's.
+
+    Attributes:
+        cached: tokens of the text that the source holds.
+        opened: the runner has begun to read it.
+        done: tokens of the text that are read.
+        checkpoints: tokens after which a slice ends, so that the KV cache can be kept there.
+        began: when its first slice began.
+    """
+
+    def __init__(
+        self, rows: Sequence[Row], source: Source, *, lent: bool = False, source_bytes: int = 0
+    ) -> None:
+        first = rows[0]
+        self.rows = list(rows)
+        self.recovering = first.recovering
+        self.text = first.text
+        self.scored = not first.read and first.job.scores is not None
+        self.number = first.number
+        self.steering = first.job.steering
+        self.beginning = find_beginning(self.text, self.steering)
+        self.source = source
+        self.lent = lent
+        self.source_bytes = source_bytes
+        self.cached = source.tokens
+        self.done = self.cached
+        self.opened = False
+        self.checkpoints: tuple[int, ...] = ()
+        self.began = 0.0
+
+    @property
+    def left(self) -> int:
+        """The number of tokens to read: all but the last, which is the row's first input."""
+        return self.text.size - 1 - self.done
+
+    @property
+    def read(self) -> Tokens | None:
+        """The tokens that the runner has read; a state after exactly these is of use even if it
+        cannot be cut back."""
+        return self.text[: self.done] if self.opened else None
+
+    @property
+    def decoded(self) -> tuple[int, ...]:
+        """The rows that are decoded when the text is read."""
+        return tuple([row.id for row in self.rows if row.job.max_tokens > 0])
+
+    def drop(self, row: Row) -> bool:
+        """Forget a row. Returns whether none is left."""
+        if row is self.rows[0]:
+            self.scored = False
+        self.rows.remove(row)
+        return not self.rows
+
+    def restart(self) -> None:
+        """Note that the text is to be read anew; what was told of its tokens is not told again."""
+        for row in self.rows:
+            row.told = max(row.told, self.done)
