@@ -9,8 +9,8 @@ from typing import Any
 QUESTION = "How do I stop the server?"
 """The demo model knows the answer: it names Ctrl-C."""
 
-ENDLESS = '{"ignore_eos": true, "max_tokens": 4000}'
-"""Other fields of a request, with which the demo model writes for many seconds."""
+ENDLESS = '{"ignore_eos": true, "max_tokens": 200000}'
+"""Other fields of a request, with which the demo model writes for longer than a test lasts."""
 
 
 def box(page: Any) -> Any:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="`make test-page` installs it")
 
-from tests.clients.serving import serving  # noqa: E402
+from tests.clients.serving import ROOT, serving  # noqa: E402
 
 # Long, for a machine that is busy: what is awaited comes much sooner.
-sync_api.expect.set_options(timeout=20_000)
+sync_api.expect.set_options(timeout=60_000)
 
 CHROMIUM = os.environ.get("MLXSRV_CHROMIUM") or next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -32,17 +34,35 @@ class Serve(Protocol):
 
 
 @pytest.fixture(scope="session")
-def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model, with more context than a test lasts."""
+    folder = tmp_path_factory.mktemp("models") / "demo"
+    folder.mkdir()
+    for file in (ROOT / "mlxsrv" / "models" / "demo").glob("*.*"):
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["max_position_embeddings"] = 10**6
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory, demo: Path) -> Serve:
+    """Starts servers of the demo model, unless the arguments name others."""
+
     def start(*arguments: str) -> AbstractContextManager[str]:
         folder = tmp_path_factory.mktemp("server")
-        return serving(folder / "log", "--data-dir", str(folder), *arguments)
+        if "--model" not in arguments:
+            arguments += ("--model", "demo")
+        named = [f"demo={demo}" if each == "demo" else each for each in arguments]
+        return serving(folder / "log", "--data-dir", str(folder), *named)
 
     return start
 
 
 @pytest.fixture(scope="session")
 def url(serve: Serve) -> Iterator[str]:
-    """The URL of a server without options, which the tests of a run share."""
+    """The URL of a server that the tests of a run share."""
     with serve() as found:
         yield found
 
@@ -94,7 +114,7 @@ def context(browser: Any) -> Iterator[Any]:
     """A new profile of the browser, with an empty store."""
     made = browser.new_context(viewport={"width": 1280, "height": 800})
     made.grant_permissions(["clipboard-read", "clipboard-write"])
-    made.set_default_timeout(20_000)
+    made.set_default_timeout(60_000)
     yield made
     made.close()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from tests.page.chatting import QUESTION, answers, ask, box, press, questions, setting
+from tests.page.chatting import ENDLESS, QUESTION, answers, ask, box, press, questions, setting
 
 
 def test_regenerate_is_another_branch(page: Any, url: str) -> None:
@@ -67,7 +67,7 @@ def test_escape_leaves_a_question_as_it_was(page: Any, url: str) -> None:
 def test_an_answer_goes_on_being_written_on_its_branch(page: Any, url: str) -> None:
     """A new branch stops the former one, so that a conversation has one row at most."""
     page.goto(url)
-    setting(page, "Other fields").fill('{"ignore_eos": true, "max_tokens": 4000}')
+    setting(page, "Other fields").fill(ENDLESS)
     ask(page, QUESTION)
     expect(answers(page)).to_contain_text("Ctrl-C")
     press(questions(page), "Edit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ def test_a_server_goes_away_and_comes_back(page: Any, serve: Serve) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    with serve("--port", port) as url:
+    with serve("--port", port, "--shutdown-grace", "0.1") as url:
         page.goto(url)
         setting(page, "Other fields").fill(ENDLESS)
         ask(page, QUESTION)
@@ -133,21 +134,23 @@ def test_while_an_answer_waits_the_server_is_asked_only_if_somebody_sees_it(
 
 
 class Cutting:
-    """A proxy that ends an answer as if it were whole, after some of its events."""
+    """A proxy that ends an answer as if it were whole, after its first text."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        parts = 0
+        over = False
 
         async def send_some(message: Message) -> None:
-            nonlocal parts
-            if scope["path"].endswith("/chat/completions") and message.get("body"):
-                parts += 1
-                message = {**message, "more_body": parts < 4}
-            if parts < 5:
-                await send(message)
+            nonlocal over
+            if over:
+                return
+            body = message.get("body", b"") if scope["path"].endswith("/chat/completions") else b""
+            if text := re.search(rb'"content":"[^"].*?\n\n', body):
+                over = True
+                message = {**message, "body": body[: text.end()], "more_body": False}
+            await send(message)
 
         await self._app(scope, receive, send_some)
 
