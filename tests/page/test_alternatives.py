@@ -69,13 +69,31 @@ def test_with_a_form_an_answer_begins_anew_only(page: Any, url: str, name: str, 
     expect(answers(page).get_by_text("2 / 2")).to_have_count(0)
 
 
+def test_the_alternatives_stay_open_while_the_answer_is_written(page: Any, url: str) -> None:
+    page.goto(url)
+    look_inside(page)
+    setting(page, "Other fields").fill(ENDLESS)
+    ask(page, QUESTION)
+    log = page.get_by_role("log")
+    end = "log => log.scrollHeight - log.scrollTop - log.clientHeight"
+    far = f"log => log.scrollTop > 100 && ({end})(log) < 100"
+    page.wait_for_function(far, arg=log.element_handle())
+    tokens = answers(page).get_by_role("group", name="Tokens").get_by_role("button")
+    count = tokens.evaluate_all("all => { all.at(-1).click(); return all.length; }")
+    expect(tokens.nth(count + 200)).to_be_attached()
+    expect(page.get_by_role("dialog", name=f"Token {count}")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.wait_for_function(far, arg=log.element_handle())  # the end is followed again
+    press(page, "Stop")
+
+
 def test_escape_closes_the_alternatives_and_stops_no_answer(page: Any, url: str) -> None:
     page.goto(url)
     look_inside(page)
     setting(page, "Other fields").fill(ENDLESS)
     ask(page, QUESTION)
     log = page.get_by_role("log")
-    # At the end the view would follow the answer, and what scrolls closes the alternatives.
+    # At the end the view would follow the answer, and its first token would be out of sight.
     page.wait_for_function(
         "log => log.scrollHeight > 2 * log.clientHeight", arg=log.element_handle()
     )

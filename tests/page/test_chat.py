@@ -10,7 +10,18 @@ from typing import Any
 
 from playwright.sync_api import expect
 
-from tests.page.chatting import ENDLESS, QUESTION, answers, ask, box, copied, press, rows, setting
+from tests.page.chatting import (
+    ENDLESS,
+    QUESTION,
+    answers,
+    ask,
+    box,
+    copied,
+    press,
+    questions,
+    rows,
+    setting,
+)
 from tests.support.serving import wait_for
 
 
@@ -40,6 +51,58 @@ def test_shift_enter_begins_a_line(page: Any, url: str) -> None:
     box(page).press_sequentially("two")
     expect(box(page)).to_have_value("one\ntwo")
     expect(answers(page)).to_have_count(0)
+
+
+INPUT_METHOD = """(element, key) => element.dispatchEvent(
+    new KeyboardEvent("keydown", { key, keyCode: 229, bubbles: true, cancelable: true })
+)"""
+"""A key that ends a composition, as Safari tells it: behind its end."""
+
+
+def test_the_keys_of_an_input_method_send_and_stop_nothing(page: Any, url: str) -> None:
+    page.goto(url)
+    box(page).fill("日本")
+    box(page).evaluate(INPUT_METHOD, "Enter")
+    expect(box(page)).to_have_value("日本")
+    expect(answers(page)).to_have_count(0)
+    setting(page, "Other fields").fill(ENDLESS)
+    ask(page, QUESTION)
+    expect(answers(page)).to_contain_text("Ctrl-C")
+    box(page).evaluate(INPUT_METHOD, "Escape")
+    length = len(answers(page).inner_text())
+    longer = "([answer, length]) => answer.innerText.length > length + 100"
+    page.wait_for_function(longer, arg=[answers(page).element_handle(), length])
+    press(page, "Stop")
+    press(questions(page), "Edit")
+    field = questions(page).get_by_role("textbox")
+    field.evaluate(INPUT_METHOD, "Escape")
+    expect(field).to_be_visible()
+
+
+def test_an_answer_without_text_stays_in_the_conversation(page: Any, url: str) -> None:
+    """Some templates refuse two questions that follow each other."""
+    page.goto(url)
+    setting(page, "Temperature").fill("0")
+    setting(page, "Other fields").fill('{"stop": ["P"]}')
+    ask(page, QUESTION)
+    expect(answers(page)).to_contain_text(" written")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "Thanks!")
+    [_, answer, _] = sent.value.post_data_json["messages"]
+    assert answer == {"role": "assistant", "content": ""}
+    expect(answers(page).last).to_contain_text(" written")
+
+
+def test_an_answer_without_text_is_not_gone_on_with(page: Any, url: str) -> None:
+    page.goto(url)
+    body = """async content => {
+        const [{ chatBody }, { defaults }] = await Promise.all(
+            [import("./page/request.js"), import("./page/settings.js")]
+        );
+        return chatBody(defaults(), "demo", [{ role: "assistant", content }]);
+    }"""
+    assert page.evaluate(body, "Yes")["continue_final_message"] is True
+    assert "continue_final_message" not in page.evaluate(body, "")
 
 
 def test_stop_frees_the_row_and_keeps_what_there_is(page: Any, url: str) -> None:

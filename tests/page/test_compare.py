@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from playwright.sync_api import expect
+
+from tests.page.conftest import Serve
+from tests.support.scripted import write_scripted
 
 QUESTION = "Is it free software?"
 
@@ -100,6 +104,25 @@ def test_looking_inside_marks_the_first_difference_and_goes_on_from_another(
     expect(compared.verdict).to_have_text("The answers part at token 4.")
     expect(side.locator(".differs")).to_have_count(1)
     assert tokens.nth(3).evaluate("each => each.classList.contains('differs')")
+
+
+def test_thoughts_are_kept_when_an_answer_goes_on(page: Any, serve: Serve, tmp_path: Path) -> None:
+    script = ["<think>", "Hm", ".", "</think>", "Here", " I", " am"]
+    model = write_scripted(tmp_path / "thinking", script)
+    with serve("--model", f"thinking={model}") as url:
+        page.goto(f"{url}/#compare")
+        compared = Compared(page)
+        compared.set("Temperature", "0", "0")
+        compared.ask("Where are you?")
+        side = compared.answers[0]
+        side.get_by_label("Look inside").check()
+        side.locator(".tokens").get_by_text("am").click()
+        other = page.get_by_role("dialog").locator("button:not([aria-current]):enabled").first
+        with page.expect_request("**/v1/chat/completions") as sent:
+            other.click()
+        begun = sent.value.post_data_json["messages"][-1]
+        assert begun["content"].startswith("Here I")
+        assert begun["reasoning_content"] == "Hm."
 
 
 def test_an_error_of_one_side_leaves_the_other(compared: Compared) -> None:

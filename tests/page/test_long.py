@@ -91,5 +91,19 @@ def test_the_end_is_followed_until_one_scrolls_up(long: Any) -> None:
     press(long, "Stop")
 
 
+def test_another_view_leaves_the_place_in_the_conversation(long: Any) -> None:
+    log = long.get_by_role("log")
+    view = long.get_by_role("region", name="Chat", exact=True)
+    log.evaluate("log => log.scrollBy(0, -1500)")
+    place = "log => log.querySelectorAll('article')[38].getBoundingClientRect().top"
+    before = log.evaluate(place)
+    for name in ("Compare", "Server"):
+        long.get_by_role("link", name=name).click()
+        expect(view).to_be_hidden()
+        long.get_by_role("link", name="Chat").click()
+        expect(view).to_be_visible()
+        assert log.evaluate(place) == pytest.approx(before, abs=2)
+
+
 def test_a_setting_of_a_file_is_kept(long: Any) -> None:
     expect(setting(long, "Other fields")).to_have_value(OTHERS)

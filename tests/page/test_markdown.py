@@ -249,7 +249,7 @@ def test_a_tool_call_shows_what_hides_and_copies_it_as_it_is(page: Any, url: str
     page.evaluate("""async () => {
         const { AnswerView } = await import("./page/answer.js");
         const { emptyAnswer } = await import("./page/generate.js");
-        const view = new AnswerView(() => {});
+        const view = new AnswerView({ announce() {}, models: { names: [] } });
         document.querySelector("main").replaceChildren(view.element);
         const called = { name: "rm\\u202e", arguments: '{"path": "<b>\\u202e"}' };
         view.update({

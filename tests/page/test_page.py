@@ -42,6 +42,22 @@ def test_what_names_no_view_shows_the_chat_and_back_leaves_the_page(
     assert page.url == "about:blank"
 
 
+@pytest.mark.parametrize("view", ["Compare", "Server"])
+def test_a_view_that_is_shown_again_is_where_it_was(page: Any, url: str, view: str) -> None:
+    page.set_viewport_size({"width": 390, "height": 400})
+    page.goto(f"{url}/#{view.lower()}")
+    region = page.get_by_role("region", name=view, exact=True)
+    page.wait_for_function(
+        "each => (each.scrollTop = 100) && each.scrollTop === 100", arg=region.element_handle()
+    )
+    page.get_by_role("link", name="Chat").click()
+    expect(region).to_be_hidden()
+    expect(page.get_by_role("textbox", name="Message", exact=True)).to_be_focused()
+    page.go_back()
+    expect(region).to_be_visible()
+    assert region.evaluate("each => each.scrollTop") == 100
+
+
 def test_a_view_that_is_not_loaded_is_told_and_tried_again(page: Any, url: str) -> None:
     page.goto(url)
     page.route("**/page/steer.js", lambda route: route.abort())

@@ -42,6 +42,30 @@ def test_a_model_that_is_loading_is_told_of(page: Any, serve: Serve, tmp_path: P
         expect(answers(page)).to_contain_text("Here I am.")
 
 
+def test_of_several_models_an_answer_names_its_own(page: Any, serve: Serve, tmp_path: Path) -> None:
+    second = write_scripted(tmp_path / "second", ["Here", " I", " am", "."])
+    with serve("--model", "demo", "--model", f"second={second}") as url:
+        page.goto(url)
+        for number, name in enumerate(("demo", "second")):
+            page.get_by_role("combobox", name="Model").select_option(name)
+            ask(page, "Hello")
+            told = answers(page).nth(number).locator(".figures")
+            expect(told).to_have_text(re.compile(f"^{name} · .* written"))
+        page.reload()
+        expect(answers(page).locator(".figures")).to_have_text(
+            [re.compile("^demo · "), re.compile("^second · ")]
+        )
+
+
+def test_where_there_is_one_model_no_answer_names_it(page: Any, url: str) -> None:
+    page.goto(url)
+    ask(page, "Hello")
+    told = answers(page).locator(".figures")
+    expect(told).to_have_text(re.compile("^[0-9]+ tokens read"))
+    page.reload()
+    expect(told).to_have_text(re.compile("^[0-9]+ tokens read"))
+
+
 def test_a_server_goes_away_and_comes_back(page: Any, serve: Serve) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -140,6 +140,52 @@ def test_a_file_brings_all_conversations_back(page: Any, url: str, tmp_path: Pat
     expect(answers(page).locator(".answer")).to_have_text(written, use_inner_text=True)
 
 
+def test_an_imported_conversation_that_was_gone_on_with_is_imported_again(
+    page: Any, url: str, tmp_path: Path
+) -> None:
+    """Whatever the ids: the store reads messages of one number in the order of these."""
+    question, answer = exchange()
+    path = tmp_path / "file.json"
+    path.write_text(imported(question, {**answer, "id": "~"}))
+    page.goto(url)
+    bring(page, path)
+    expect(answers(page)).to_contain_text("Yes.")
+    ask(page, "Thanks!")
+    expect(answers(page).last).to_contain_text(" written")
+    page.reload()
+    expect(answers(page)).to_have_count(2)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Export", exact=True).click()
+    download.value.save_as(path)
+    [exported] = json.loads(path.read_text())["conversations"]
+    assert [message["number"] for message in exported["messages"]] == [0, 1, 2, 3]
+    bring(page, path)
+    expect(listed(page)).to_have_count(2)
+    expect(answers(page)).to_have_count(2)
+
+
+def test_a_file_may_have_its_messages_in_any_order(page: Any, url: str, tmp_path: Path) -> None:
+    question, answer = exchange()
+    another = {**answer, "id": "c", "answer": {"content": "No.", "finish": "stop"}}
+    path = tmp_path / "file.json"
+    path.write_text(imported(answer, another, question))
+    page.goto(url)
+    bring(page, path)
+    expect(questions(page)).to_contain_text("Really?")
+    expect(answers(page)).to_contain_text("Yes.")
+    press(answers(page), "Next branch")
+    expect(answers(page)).to_contain_text("No.")
+
+
+def exchange() -> tuple[dict[str, object], dict[str, object]]:
+    """A question and its answer, as a file has them."""
+    told = {"content": "Yes.", "finish": "stop", "model": "demo"}
+    return (
+        {"role": "user", "id": "a", "parent": "", "content": "Really?"},
+        {"role": "assistant", "id": "b", "parent": "a", "answer": told},
+    )
+
+
 def test_one_conversation_is_exported_and_a_second_import_is_a_copy(
     page: Any, url: str, tmp_path: Path
 ) -> None:
@@ -163,6 +209,8 @@ def test_one_conversation_is_exported_and_a_second_import_is_a_copy(
         '{"format": "mlxsrv conversations", "conversations": [{"messages": [{"role": "x"}]}]}',
         '{"format": "mlxsrv conversations", "conversations": [{"messages": '
         '[{"role": "user", "id": "a", "parent": "a", "content": "circle"}]}]}',
+        '{"format": "mlxsrv conversations", "conversations": [{"messages": '
+        '[{"role": "user", "id": "a"}, {"role": "user", "id": "a"}]}]}',
     ],
 )
 def test_other_files_are_refused(page: Any, url: str, tmp_path: Path, content: str) -> None:
@@ -199,9 +247,9 @@ def test_a_file_whose_settings_are_no_json_is_refused(page: Any, url: str, tmp_p
     expect(listed(page)).to_have_count(0)
 
 
-def imported(message: object) -> str:
-    """Return a file of one message."""
-    conversation = {"title": "File", "messages": [message]}
+def imported(*messages: object) -> str:
+    """Return a file of one conversation."""
+    conversation = {"title": "File", "messages": messages}
     return json.dumps({"format": "mlxsrv conversations", "conversations": [conversation]})
 
 

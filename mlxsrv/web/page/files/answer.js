@@ -1,6 +1,7 @@
 /** An answer: its thoughts, its text, its tool calls, how it ended, and its figures. */
 
 import { eachFrame, el } from "./dom.js";
+import { seconds } from "./figures.js";
 import { emptyAnswer } from "./generate.js";
 import { InsideView, beginning } from "./inside.js";
 import { MarkdownView } from "./markdown.js";
@@ -14,8 +15,9 @@ const ENDS = {
 
 export class AnswerView {
 	/** `goOn` gets the beginning of another answer, which one chooses while looking inside. */
-	constructor(announce, goOn = begun => {}) {
+	constructor({ announce, models }, goOn = begun => {}) {
 		this.announce = announce;
+		this.models = models;
 		this.answer = emptyAnswer();
 		this.looks = false;
 		this.inside = new InsideView((...chosen) => goOn(beginning(this.answer, ...chosen)));
@@ -25,8 +27,8 @@ export class AnswerView {
 		this.calls = [];
 		this.end = el("p.end");
 		this.figures = el("p.figures.quiet");
-		const { folded, text, inside, end } = this;
-		this.element = el("div.answer", folded, text.element, inside.element, end, this.figures);
+		const parts = [this.folded, this.text.element, this.inside.element, this.end, this.figures];
+		this.element = el("div.answer", ...parts);
 		this.draw = eachFrame(() => this.drawNow());
 		this.drawNow();
 	}
@@ -50,7 +52,7 @@ export class AnswerView {
 		this.end.textContent = error || ENDS[finish ?? ""] || "";
 		this.end.classList.toggle("error", error !== "");
 		this.end.hidden = this.end.textContent === "";
-		this.figures.textContent = figures(this.answer);
+		this.figures.replaceChildren(visible(figures(this.answer, this.models.names)));
 	}
 
 	drawCalls(calls) {
@@ -88,22 +90,19 @@ function indented(json) {
 	}
 }
 
-function figures({ usage, firstToken, duration }) {
-	const told = [];
+function figures({ model, usage, firstToken, duration }, models) {
+	// Where there is one model, nobody asks which it was.
+	const told = models.some(each => each !== model) ? [model] : [];
 	if (usage) {
 		const cached = usage.prompt_tokens_details?.cached_tokens;
 		told.push(`${usage.prompt_tokens} tokens read${cached ? ` (${cached} cached)` : ""}`);
 		told.push(`${usage.completion_tokens} written`);
 	}
-	if (firstToken !== null) told.push(`first after ${time(firstToken)}`);
+	if (firstToken !== null) told.push(`first after ${seconds(firstToken / 1000)}`);
 	// The first token came before the clock of the others began. What came in one packet has no speed.
 	if (usage && usage.completion_tokens > 1 && duration > 20) {
 		const speed = (1000 * (usage.completion_tokens - 1)) / duration;
 		told.push(`${speed < 100 ? speed.toFixed(1) : Math.round(speed)} tokens/s`);
 	}
-	return told.join(" · ");
-}
-
-function time(milliseconds) {
-	return milliseconds < 1000 ? `${Math.round(milliseconds)} ms` : `${(milliseconds / 1000).toFixed(1)} s`;
+	return told.filter(Boolean).join(" · ");
 }

@@ -1,4 +1,4 @@
-/** The server's API: paths below the folder that this page lies in, with the API key if there is one. */
+/** The server's API, with the API key if there is one. */
 
 /** Where the server's paths begin: the server may be mounted below another app. */
 export const BASE = new URL("..", import.meta.url);
@@ -39,7 +39,7 @@ export class API {
 		return answer?.success === true && "data" in answer ? answer.data : answer;
 	}
 
-	/** Ask for a stream, and read the JSON of each line, be it of an event or, as in Ollama's API, alone. */
+	/** Ask for a stream, and read the JSON of each line: of an event or, in Ollama's API, alone. */
 	async *stream(path, body, signal) {
 		const response = await this.send("POST", path, body, { signal });
 		try {
@@ -57,17 +57,14 @@ export class API {
 		}
 	}
 
-	/**
-	 * Send a request; ask the user for a key, and send it again, where the server wants one.
-	 * @param {RequestInit} [options] of `fetch`
-	 */
+	/** Send a request; again with a key of the user's if the server wants one. @param {RequestInit} [options] of `fetch` */
 	async send(method, path, body, options) {
 		while (true) {
 			const { key } = this.keys;
 			const headers = new Headers();
 			if (body) headers.set("Content-Type", "application/json");
 			if (key !== null) headers.set("Authorization", `Bearer ${key}`);
-			const response = await reach(new URL(path, BASE), {
+			const response = await fetch(new URL(path, BASE), {
 				...options,
 				method,
 				headers,
@@ -75,6 +72,8 @@ export class API {
 				credentials: "omit",
 				cache: "no-store",
 				redirect: "error",
+			}).catch(error => {
+				throw options?.signal?.aborted ? error : new APIError(0, "The server cannot be reached");
 			});
 			if (response.ok) return response;
 			const error = failure(response.status, await response.json().catch(() => null));
@@ -87,22 +86,12 @@ export class API {
 	}
 }
 
-async function reach(url, request) {
-	try {
-		return await fetch(url, request);
-	} catch (error) {
-		if (request.signal?.aborted) throw error;
-		throw new APIError(0, "The server cannot be reached");
-	}
-}
-
 /** The error that a body tells: an object or, in Ollama's API, a text. */
 function failure(status, body) {
 	const error = body?.error;
 	return new APIError(status, error?.message ?? error ?? `The server answered ${status}`, body);
 }
 
-/** Read each line that is complete. */
 async function* linesOf(body) {
 	const reader = body.pipeThrough(new TextDecoderStream()).getReader();
 	let rest = "";

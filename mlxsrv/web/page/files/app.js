@@ -8,8 +8,7 @@ import { Models } from "./models.js";
 /**
  * @typedef {{
  *   api: API, models: Models, announce(text: string): void, open(name: string): Promise<any>
- * }} Context what each view is given; `announce` shows a short note, which screen readers say; `open` gives a
- *   view, or undefined if it cannot be opened
+ * }} Context what each view is given; `announce` shows a note; `open` gives a view, or undefined if it cannot
  *
  * The file of a view has its class, `View`: its `element` is shown, and then its `shown` called.
  */
@@ -52,12 +51,12 @@ async function open(name) {
 		link.ariaCurrent = link.getAttribute("href") === address ? "page" : null;
 	try {
 		const { View } = await load();
+		if (location.hash !== address) return; // another view was asked for meanwhile
 		const view = made.get(name) ?? new View({ api, models, announce, open });
 		made.set(name, view);
-		// Another view may have been asked for meanwhile.
-		if (view !== front && location.hash === address) {
+		if (view !== front) {
 			front = view;
-			main.replaceChildren(view.element);
+			bringToFront(view.element);
 			view.shown();
 		}
 		return view;
@@ -66,8 +65,16 @@ async function open(name) {
 		front = undefined;
 		// A browser may hold a module to be missing until the page is loaded anew.
 		const again = button("Try again", () => location.reload());
-		main.replaceChildren(el("p.error", { role: "alert" }, `${title} cannot be opened: ${error.message} `, again));
+		bringToFront(el("p.error", { role: "alert" }, `${title} cannot be opened: ${error.message} `, again));
 	}
+}
+
+/** Show an element. Views behind it stay in the document, or they would lose how far they are scrolled. */
+function bringToFront(element) {
+	find(":popover-open")?.hidePopover();
+	find("main > .error")?.remove();
+	if (!element.isConnected) main.append(element);
+	for (const each of main.children) each.toggleAttribute("inert", each !== element);
 }
 
 /** Read the models, and try again while the server cannot be reached. */

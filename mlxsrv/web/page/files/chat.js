@@ -1,7 +1,7 @@
 /** The view "Chat": a conversation, the list of all of them, and the settings. */
 
 import { add, asRequest, branches, choose, newConversation, newId, path, upTo } from "./conversation.js";
-import { button, download, el, errorLine, onEnter } from "./dom.js";
+import { button, composes, download, el, errorLine, onEnter, small } from "./dom.js";
 import { emptyAnswer } from "./generate.js";
 import { ConversationList } from "./list.js";
 import { viewOf } from "./message.js";
@@ -48,8 +48,7 @@ export class View {
 		});
 		this.sendButton = el("button.main", "Send");
 		this.stopButton = button("Stop", () => this.stop(), { title: "Escape" });
-		const form = el("form.composer", this.box, this.sendButton, this.stopButton);
-		onEnter(form, () => this.send());
+		const form = onEnter(el("form.composer", this.box, this.sendButton, this.stopButton), () => this.send());
 		const bar = el(
 			"div.bar",
 			this.side.toggle,
@@ -64,7 +63,8 @@ export class View {
 			el("div.middle", bar, this.log, this.trouble, form, this.heard),
 			this.options.content,
 		);
-		document.addEventListener("keydown", event => this.element.isConnected && this.press(event));
+		document.addEventListener("keydown", event => this.element.inert || this.press(event));
+		this.models.addEventListener("change", () => this.draw());
 		this.draw();
 		this.restored = this.restore();
 	}
@@ -75,7 +75,7 @@ export class View {
 	}
 
 	press(event) {
-		if (document.querySelector("dialog[open], :popover-open")) return;
+		if (composes(event) || document.querySelector("dialog[open], :popover-open")) return;
 		if (event.key === "Escape") this.stop();
 		if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
 			event.preventDefault();
@@ -220,7 +220,7 @@ export class View {
 		if (this.ask(parent, { role: "user", content })) this.box.value = "";
 	}
 
-	/** Add a message of the user or the results of tools, and have the model answer. @returns whether it could be asked */
+	/** Add a message or the results of tools, and have the model answer. @returns whether it could be asked */
 	ask(parent, said) {
 		if (!this.settingsFit()) return false;
 		this.reply(this.append(parent, said).id, null);
@@ -244,14 +244,9 @@ export class View {
 	}
 
 	reply(parent, begun) {
-		const reply = this.append(parent, {
-			role: "assistant",
-			answer: startOf(begun),
-			settings: this.conversation.settings,
-			model: this.models.chosen,
-			begun,
-		});
-		this.run(reply);
+		const { settings } = this.conversation;
+		const model = this.models.chosen;
+		this.run(this.append(parent, { role: "assistant", answer: startOf(begun), settings, model, begun }));
 	}
 
 	/** Add a message behind another one. `run` draws it. */
@@ -277,7 +272,7 @@ export class View {
 
 	request({ parent, begun, settings, model }) {
 		const messages = upTo(this.conversation, parent);
-		if (begun) messages.push({ role: "assistant", answer: startOf(begun) });
+		if (begun?.content) messages.push({ role: "assistant", answer: startOf(begun) });
 		return chatBody(settings, model, asRequest(messages));
 	}
 
@@ -322,14 +317,15 @@ export class View {
 		this.stopButton.hidden = !this.sendButton.hidden;
 	}
 
-	/** Stay at the end as long as the user does. */
+	/** Note whether the user is at the end. */
 	follow() {
 		const { scrollHeight, scrollTop, clientHeight } = this.log;
 		this.following = scrollHeight - scrollTop - clientHeight < NEAR;
 	}
 
+	/** Stay at the end as long as the user does, unless a list of alternatives is open. */
 	toEnd() {
-		if (this.following) this.log.scrollTop = this.log.scrollHeight;
+		if (this.following && !document.querySelector(":popover-open")) this.log.scrollTop = this.log.scrollHeight;
 	}
 }
 
@@ -340,12 +336,8 @@ function startOf(begun) {
 /** A part beside the conversation that one may close; on a narrow screen it covers the conversation. */
 class Panel {
 	constructor(label, content, open) {
-		content.id = `panel-${label.toLowerCase()}`;
 		this.content = content;
-		this.toggle = button(label, () => this.show(content.hidden), {
-			className: "small",
-			"aria-controls": content.id,
-		});
+		this.toggle = small(label, () => this.show(content.hidden));
 		this.show(open);
 	}
 

@@ -1,6 +1,7 @@
 /** The view "Compare": one prompt, and two answers that arrive side by side. */
 
 import { AnswerView } from "./answer.js";
+import { asRequest } from "./conversation.js";
 import { button, eachFrame, el, field, offer, onEnter } from "./dom.js";
 import { emptyAnswer, generate } from "./generate.js";
 import { chatBody } from "./request.js";
@@ -13,13 +14,11 @@ export class View {
 		this.prompt = el("textarea", { rows: 2, required: true });
 		this.stop = button("Stop", () => this.sides.forEach(side => side.stop()));
 		this.verdict = el("p.verdict.quiet", { role: "status" });
+		const both = part => el("div.pair", ...this.sides.map(side => side[part]));
 		this.form = el(
 			"form",
 			field("Prompt for both", this.prompt),
-			el(
-				"div.sides",
-				this.sides.map(side => side.settings),
-			),
+			both("settings"),
 			el("div.actions", el("button.main", "Compare"), this.stop),
 		);
 		onEnter(this.form, () => this.run());
@@ -29,16 +28,13 @@ export class View {
 			el("h1", "Compare two answers"),
 			this.form,
 			this.verdict,
-			el(
-				"div.sides",
-				this.sides.map(side => side.element),
-			),
+			both("element"),
 		);
 		this.draw();
 	}
 
 	shown() {
-		this.prompt.focus();
+		this.prompt.focus({ preventScroll: true });
 	}
 
 	run() {
@@ -86,10 +82,10 @@ class Side {
 			field("Steering", this.steering),
 			field("Profile", this.profile),
 		);
-		this.view = new AnswerView(context.announce, begun => this.run({ ...emptyAnswer(), ...begun }));
+		this.view = new AnswerView(context, begun => this.run({ ...emptyAnswer(), ...begun }));
 		this.look = el("input", { type: "checkbox", onchange: () => this.draw() });
 		this.element = el(
-			"section.side.box",
+			"section",
 			{ ariaLabel: `Answer ${name}` },
 			el("div.bar", el("h2", name), el("label.check", this.look, "Look inside")),
 			this.view.element,
@@ -123,10 +119,8 @@ class Side {
 			profile: this.profile.value.trim(),
 			logprobs: true,
 		};
-		const { content } = this.answer;
-		const messages = [{ role: "user", content: this.prompt }];
-		if (content) messages.push({ role: "assistant", content });
-		return chatBody(settings, this.model.value, messages);
+		const begun = this.answer.content ? [{ role: "assistant", answer: this.answer }] : [];
+		return chatBody(settings, this.model.value, asRequest([{ role: "user", content: this.prompt }, ...begun]));
 	}
 
 	stop() {

@@ -6,8 +6,7 @@
 /**
  * @typedef {import("./generate.js").Answer} Answer
  *
- * @typedef {{ id: string, parent: string, number: number }} Place whose parent is the message before it,
- *   or ""; the number counts the older messages of the conversation
+ * @typedef {{ id: string, parent: string, number: number }} Place behind its parent, or ""; `number` messages are older
  * @typedef {{ id: string, name: string, content: string }} Result of the call with the id
  * @typedef {Pick<Answer, "content" | "reasoning" | "tokens">} Beginning of an answer to go on with
  *
@@ -20,13 +19,12 @@
  * @typedef {{
  *   id: string, title: string, changed: number, settings: Record<string, any>, chosen: Record<string, string>,
  *   messages: (Question | Results | Reply)[]
- * }} Conversation changed at a time in milliseconds, with the settings of the next answer, the id of the branch
- *   that is shown by the parent's, and the messages of all branches as they were made
+ * }} Conversation changed at a time in milliseconds, with the settings of the next answer, the ids of shown branches
+ *   by the parent's, and the messages of all branches as they were made
  */
 
 export function newId() {
-	const bytes = crypto.getRandomValues(new Uint8Array(8)); // randomUUID needs https
-	return Array.from(bytes, byte => byte.toString(16).padStart(2, "0")).join("");
+	return crypto.getRandomValues(new BigUint64Array(1))[0].toString(36); // randomUUID needs https
 }
 
 export function newConversation(settings) {
@@ -74,7 +72,7 @@ export function branches(conversation, message) {
 	return conversation.messages.filter(({ parent }) => parent === message.parent);
 }
 
-/** Messages as a request has them. Answers of which nothing came are left out. */
+/** Messages as a request has them. An answer of which nothing came stays: many templates want turns to alternate. */
 export function asRequest(messages) {
 	return messages.flatMap(message => {
 		if (message.role === "user") return { role: "user", content: message.content };
@@ -83,7 +81,6 @@ export function asRequest(messages) {
 		const { content, reasoning, finish } = message.answer;
 		// A call that was cut off has half of its arguments, which the server would refuse.
 		const calls = finish === "tool_calls" ? message.answer.calls : [];
-		if (content === "" && calls.length === 0) return [];
 		return {
 			role: "assistant",
 			content,

@@ -47,7 +47,7 @@ export function section(title, ...children) {
 	return el("section", { ariaLabel: title }, el("h2", title), ...children);
 }
 
-/** Make a function that has `draw` called once before the browser paints next, however often it is called. */
+/** Make a function that has `draw` called once before the next frame, however often it is called. */
 export function eachFrame(draw) {
 	let asked = false;
 	return () => {
@@ -69,26 +69,29 @@ export async function copy(text, announce) {
 	}
 }
 
-/** Submit a form by its button and by Enter; Shift+Enter begins a line. */
+/** Whether a key is for an input method: of the one that ends a composition, Safari tells it by the code only. */
+export function composes({ isComposing, keyCode }) {
+	return isComposing || keyCode === 229;
+}
+
+/** Have a form submitted by its button and by Enter; Shift+Enter begins a line. @returns the form */
 export function onEnter(form, act) {
 	form.addEventListener("submit", event => {
 		event.preventDefault();
 		act();
 	});
 	form.addEventListener("keydown", event => {
-		const { key, shiftKey, isComposing, target } = event;
-		// While an input method is composing, Enter chooses among its proposals.
-		if (key !== "Enter" || shiftKey || isComposing || target.type !== "textarea") return;
+		const { key, shiftKey, target } = event;
+		if (key !== "Enter" || shiftKey || composes(event) || target.type !== "textarea") return;
 		event.preventDefault();
 		act();
 	});
+	return form;
 }
 
-/** Make a form of one field and its button, which says the verb. */
+/** Make a form of one field and a button. */
 export function lineForm(label, control, verb, submit) {
-	const form = el("form.line", field(label, control), el("button", verb));
-	onEnter(form, submit);
-	return form;
+	return onEnter(el("form.line", field(label, control), el("button", verb)), submit);
 }
 
 /** Make a table that keys, too, scroll sideways. A column of buttons has an empty head. */
@@ -118,18 +121,15 @@ export async function attempt(line, work) {
 export function fileInput(use, props = {}) {
 	const input = el("input", { type: "file", accept: ".json", ...props });
 	input.onchange = () => {
-		use(readJSON(input.files[0]));
+		const content = input.files[0].text().then(JSON.parse);
+		use(
+			content.catch(() => {
+				throw new Error("The file is not JSON");
+			}),
+		);
 		input.value = ""; // the same file may be chosen again
 	};
 	return input;
-}
-
-async function readJSON(file) {
-	try {
-		return JSON.parse(await file.text());
-	} catch {
-		throw new Error("The file is not JSON");
-	}
 }
 
 /** Have the browser save JSON as a file. */

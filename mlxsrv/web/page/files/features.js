@@ -1,4 +1,4 @@
-/** The features that steer: a slider for each, the mode, and a field that finds more of them. */
+/** The features that steer: a slider for each, the mode, and a field that finds more. */
 
 import { el, errorLine, field, lineForm, section, small } from "./dom.js";
 

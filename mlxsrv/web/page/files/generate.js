@@ -1,4 +1,4 @@
-/** Ask for an answer over /v1/chat/completions, and collect it while it arrives. */
+/** Ask for an answer, and collect it while it arrives. */
 
 /**
  * @typedef {{ token: string, bytes: number[] | null, logprob: number }} Alternative

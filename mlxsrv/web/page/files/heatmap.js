@@ -1,11 +1,13 @@
 /** Which features fire where: a table of tokens and features, coloured by activation. */
 
+import { BASE } from "./api.js";
 import { attempt, button, el, errorLine, section, small } from "./dom.js";
 import { query } from "./sae.js";
+import { named, visible } from "./text.js";
 
 const TOP = 50; // features that are read for each token
 const COLUMNS = 12;
-const MOST_TOKENS = 1000; // that a monitor's history can keep
+const MOST_TOKENS = 999; // that are kept: an unusual number, by which a tab knows what another one has switched on
 
 /**
  * Have a model answer. Read prompt and answer once more while the monitor watches, and leave the
@@ -14,7 +16,9 @@ const MOST_TOKENS = 1000; // that a monitor's history can keep
 async function read(api, body) {
 	const { model, steering, steering_mode } = body;
 	const configure = (state, options) => api.post("api/monitoring/configure", { model, ...state }, options);
-	const { enabled, features, top_k, history_size } = await api.get(`api/monitoring${query(model)}`);
+	const { features, top_k, history_size, ...state } = await api.get(`api/monitoring${query(model)}`);
+	// What another tab has switched on goes off.
+	const enabled = state.enabled && (features.length > 0 || top_k !== TOP || history_size !== MOST_TOKENS);
 	// It is sent even if the tab is closed.
 	const putBack = () => configure({ enabled, features, top_k, history_size }, { keepalive: true });
 	const leave = () => putBack().catch(() => {});
@@ -36,6 +40,7 @@ async function read(api, body) {
 		});
 		const path = `api/monitoring/history${query(model)}&limit=${MOST_TOKENS}&request_id=`;
 		const entries = await api.get(path + echo.id);
+		if (!entries.length) throw new Error("Something has switched the monitor off. Read it again.");
 		for (const { id } of [answer, echo]) await api.delete(path + id);
 		await putBack();
 		return {
@@ -64,7 +69,9 @@ export class HeatMap {
 			for (const each of buttons) each.disabled = true;
 			await attempt(error, async () => {
 				const asked = (this.asked = body(steered));
-				const found = await read(api, asked);
+				const work = () => read(api, asked);
+				// Tabs take turns: one that ends switches the monitor off. Over plain http a browser has no locks.
+				const found = await (navigator.locks?.request(`monitor of ${BASE}`, work) ?? work());
 				if (asked === this.asked) this.show(found);
 			});
 			for (const each of buttons) each.disabled = false;
@@ -73,7 +80,9 @@ export class HeatMap {
 			button("Read the unsteered answer", () => run(false)),
 			button("Read the steered answer", () => run(true)),
 		];
-		this.element = section("Which features fire where", el("div.line", buttons), error, this.frame);
+		const explained = `Activations before steering, if among the ${TOP} highest of a token. Press a feature to add it.`;
+		const line = el("div.line", buttons);
+		this.element = section("Which features fire where", el("p.quiet", explained), line, error, this.frame);
 	}
 
 	clear() {
@@ -84,10 +93,13 @@ export class HeatMap {
 	show({ tokens, prompt, seen }) {
 		const columns = strongest(seen);
 		const most = Math.max(...columns.values(), 1e-9);
-		const heads = [...columns].map(([feature, value]) => {
-			const add = () => this.choose(feature, value);
-			return el("th", { scope: "col" }, small(`${feature}`, add, `Add feature ${feature}`));
-		});
+		const heads = [...columns].map(([feature, value]) =>
+			el(
+				"th",
+				{ scope: "col" },
+				small(feature, () => this.choose(feature, value), `Add feature ${feature}`),
+			),
+		);
 		const rows = tokens.map((token, at) => {
 			const cells = [...columns.keys()].map(feature => {
 				const value = seen.get(at)?.[feature];
@@ -96,17 +108,14 @@ export class HeatMap {
 				cell.style.setProperty("--heat", `${Math.round(45 * heat)}%`);
 				return cell;
 			});
-			const text = token.replaceAll("\n", "⏎").replaceAll(" ", "␣");
-			return el("tr", el("th.mono", { scope: "row" }, text), cells);
+			return el("tr", el("th.mono", { scope: "row" }, visible(named(token))), cells);
 		});
 		const group = (title, part) => {
 			const head = { scope: "rowgroup", colSpan: columns.size + 1 };
 			return el("tbody", el("tr", el("th", head, title)), part);
 		};
-		const explained = `Activations before steering, if among the ${TOP} highest of a token. Press a feature to add it.`;
 		this.frame.hidden = false;
 		this.table.replaceChildren(
-			el("caption", explained),
 			el("thead", el("tr", el("th", { scope: "col" }, "Token"), heads)),
 			group("Question", rows.slice(0, prompt)),
 			group("Answer", rows.slice(prompt)),

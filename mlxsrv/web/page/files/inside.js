@@ -1,18 +1,18 @@
 /** A look inside an answer: its tokens, coloured by their probability, and what else could have come. */
 
 import { button, eachFrame, el } from "./dom.js";
-import { visible } from "./text.js";
+import { named, visible } from "./text.js";
 
-/** The levels, each with its least probability. */
+/** Levels, each with its least probability. */
 const LEVELS = { "≥ 90 %": 0.9, "≥ 50 %": 0.5, "≥ 20 %": 0.2, "≥ 5 %": 0.05, "< 5 %": 0 };
 
-/** Tokens that the browser draws or leaves out together; a line's end is the place to part them. */
+/** Tokens that the browser draws together; a line's end is the place to part them. */
 const CHUNK = 100;
 const LARGEST_CHUNK = 600;
 
 const KEYS = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10, Home: -Infinity, End: Infinity };
 
-/** Names as special tokens have them, such as "<|im_end|>", "</s>" and "[INST]": as a text they are something else. */
+/** Special tokens, such as "<|im_end|>", "</s>" and "[INST]": as a text they are something else. */
 const SPECIAL = /^(?:<[|｜].*[|｜]>|<\/?\w+>|\[\/?[A-Z_]+\])$/;
 
 /** Begin an answer as another did, up to a token, and go on with an alternative to it. */
@@ -139,7 +139,8 @@ export class InsideView {
 		this.place(this.spans[index].getClientRects()[0]);
 		this.alternatives.querySelector("button:enabled")?.focus();
 		const scrolled = ({ target }) => target !== this.alternatives && this.alternatives.hidePopover();
-		document.addEventListener("scroll", scrolled, { capture: true, once: true });
+		const watch = () => document.addEventListener("scroll", scrolled, { capture: true, once: true });
+		requestAnimationFrame(watch); // what was scrolled before is told by then
 	}
 
 	/** Put the alternatives below a token or, if there is no room, above it. */
@@ -175,11 +176,6 @@ export class InsideView {
 function nameOf({ token, bytes }) {
 	if (!bytes || !token.includes("\ufffd")) return named(token);
 	return bytes.map(byte => byte.toString(16).padStart(2, "0")).join(" ");
-}
-
-/** Name a text so that its spaces are seen. */
-function named(text) {
-	return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(empty)";
 }
 
 function percent({ logprob }) {

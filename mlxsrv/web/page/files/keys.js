@@ -1,4 +1,4 @@
-/** The API key: asked for when the server wants one; kept in memory or, if wished, for the session. */
+/** The API key: asked for when the server wants one; kept in memory or for the session. */
 
 import { button, el, field } from "./dom.js";
 import { recall, remember } from "./session.js";
@@ -11,13 +11,13 @@ export class Keys {
 		this.asking = null; // the answer of the dialog that is open
 	}
 
-	/** Ask the user for a key, once for all requests that want one. Tell whether one was given. */
+	/** Ask for a key, once for all requests that want one. Tell whether one was given. */
 	ask(wrong) {
 		this.asking ??= this.open(wrong).finally(() => (this.asking = null));
 		return this.asking;
 	}
 
-	/** @param {boolean} wrong whether there was a key, which the server refused */
+	/** @param {boolean} wrong whether the server has refused a key */
 	open(wrong) {
 		// Other characters cannot stand in a header.
 		const ascii = { pattern: "[ -~]+", title: "Characters of ASCII only" };
@@ -25,11 +25,11 @@ export class Keys {
 		const keep = el("input", { type: "checkbox" });
 		const dialog = el(
 			"dialog",
-			{ ariaLabel: "API key" },
+			{ ariaLabel: NAME },
 			el(
 				"form",
 				{ method: "dialog" },
-				el("h2", "API key"),
+				el("h2", NAME),
 				wrong && el("p.error", { role: "alert" }, "The server does not know this key."),
 				field("The server wants an API key", input),
 				el("label.check", keep, "Keep it until this tab is closed"),
@@ -45,15 +45,13 @@ export class Keys {
 		return new Promise(resolve => {
 			dialog.onclose = () => {
 				const given = dialog.returnValue === "given";
-				if (given) this.take(input.value.trim(), keep.checked);
+				if (given) {
+					this.key = input.value.trim();
+					remember(NAME, keep.checked ? this.key : "");
+				}
 				dialog.remove();
 				resolve(given);
 			};
 		});
-	}
-
-	take(key, keep) {
-		this.key = key;
-		remember(NAME, keep ? key : "");
 	}
 }

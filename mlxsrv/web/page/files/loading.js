@@ -1,7 +1,7 @@
-/** The models of the server: what each needs and does, and buttons that load, unload and pull. */
+/** The models of the server, and buttons that load, unload and pull. */
 
 import { attempt, el, errorLine, lineForm, section, small, table } from "./dom.js";
-import { bytes } from "./memory.js";
+import { bytes, count } from "./figures.js";
 
 const FACTS = ["State", "Size", "KV cache", "Context", "Rows", "Requests"];
 
@@ -87,7 +87,7 @@ class ModelRow {
 			(state?.state ?? "not loaded") + (pinned ? ", pinned" : ""),
 			size ? bytes(size) : "not here yet",
 			kvCache(state?.kv_cache ?? model.kv_cache),
-			model.context_length?.toLocaleString("en") ?? "–",
+			model.context_length ? count(model.context_length) : "–",
 			state ? `${state.rows} of ${state.max_rows}` : "–",
 			state?.requests ?? "–",
 		];
@@ -108,7 +108,7 @@ function kvCache(costs) {
 	const told = costs?.map(({ kind, bytes_per_token, window, bytes: all }) => {
 		if (kind === "state") return `${bytes(all)} a row`;
 		const each = `${bytes(bytes_per_token)} a token`;
-		if (kind === "window") return `${each} of the last ${window.toLocaleString("en")}`;
+		if (kind === "window") return `${each} of the last ${count(window)}`;
 		return kind === "draft" ? `${each} for the draft` : each;
 	});
 	return told?.join(" + ") || "–";
@@ -153,7 +153,8 @@ class PullForm {
 
 	show(next) {
 		this.form.querySelector("button").textContent = next;
-		this.bar.hidden = next === "Pull";
+		this.name.readOnly = next === "Stop";
+		this.bar.hidden = !this.name.readOnly;
 		this.bar.removeAttribute("value");
 		this.told.textContent = "";
 	}

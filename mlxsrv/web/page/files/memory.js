@@ -1,14 +1,9 @@
-/** The server's memory against its limit: a bar, and what its parts are. */
+/** The server's memory: a bar, and what its parts are. */
 
 import { el, section } from "./dom.js";
+import { bytes } from "./figures.js";
 
-const PARTS = {
-	weights: "Weights",
-	rows: "Rows",
-	reading: "Prompts being read",
-	kept: "Kept prompts",
-	free: "Free",
-};
+const PARTS = { weights: "Weights", rows: "Rows", reading: "Prompts being read", kept: "Kept prompts", free: "Free" };
 
 export class MemoryBar {
 	constructor() {
@@ -17,15 +12,8 @@ export class MemoryBar {
 			for (const each of [part, key]) each.style.setProperty("--turn", String(index * 100));
 			return { name, part, size, line: el("li", key, `${label} `, size) };
 		});
-		this.bar = el(
-			"div.memory",
-			{ role: "img" },
-			this.parts.map(({ part }) => part),
-		);
-		this.legend = el(
-			"ul.legend.line",
-			this.parts.map(({ line }) => line),
-		);
+		this.bar = el("div.memory", { role: "img" }, ...this.parts.map(({ part }) => part));
+		this.legend = el("ul.legend.line", ...this.parts.map(({ line }) => line));
 		this.device = el("p.quiet");
 		this.element = section("Memory", this.bar, this.legend, this.device);
 	}
@@ -46,13 +34,4 @@ export class MemoryBar {
 			`The limit is ${bytes(limit)}. MLX has ${bytes(active)} in use, ` +
 			`keeps ${bytes(cached)} for reuse, and had ${bytes(peak)} at most.`;
 	}
-}
-
-export function bytes(count) {
-	const units = ["B", "kB", "MB", "GB", "TB"];
-	while (count >= 999.5 && units.length > 1) {
-		count /= 1000;
-		units.shift();
-	}
-	return `${Number(count.toPrecision(3))} ${units[0]}`;
 }

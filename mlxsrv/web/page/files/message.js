@@ -2,7 +2,7 @@
 
 import { AnswerView } from "./answer.js";
 import { branches } from "./conversation.js";
-import { button, copy, el, field, onEnter, small } from "./dom.js";
+import { button, composes, copy, el, field, onEnter, small } from "./dom.js";
 import { asCurl, asPython } from "./request.js";
 
 export function viewOf(chat, message) {
@@ -15,7 +15,6 @@ function plain(label, press, ariaLabel) {
 	return small(label, press, ariaLabel, "small plain");
 }
 
-/** What all views of messages share. */
 class MessageView {
 	constructor(chat, message, name, ...actions) {
 		this.chat = chat;
@@ -46,7 +45,7 @@ class MessageView {
 		};
 		form.append(small("Cancel", close));
 		form.addEventListener("keydown", event => {
-			if (event.key !== "Escape") return;
+			if (event.key !== "Escape" || composes(event)) return;
 			event.stopPropagation(); // it stops no answer
 			close();
 		});
@@ -94,7 +93,7 @@ class ReplyView extends MessageView {
 			plain("Copy as curl", () => give(asCurl(chat.request(reply)))),
 			plain("Copy as Python", () => give(asPython(chat.request(reply)))),
 		);
-		this.answer = new AnswerView(chat.announce, begun => chat.regenerate(reply, begun));
+		this.answer = new AnswerView(chat, begun => chat.regenerate(reply, begun));
 		this.waiting = el("p.waiting.quiet");
 		this.retry = button("Try again", () => chat.retry(reply));
 		this.form = null; // asks for what the tools return
@@ -106,7 +105,7 @@ class ReplyView extends MessageView {
 		this.update();
 	}
 
-	/** Show the answer as it is. It is called for each token: nothing here reads the whole answer. */
+	/** Show the answer as it is: for each token, so nothing here reads the whole of it. */
 	update() {
 		const { answer } = this.message;
 		const running = answer.finish === null;
@@ -142,7 +141,5 @@ function resultsForm(chat, parent, results) {
 }
 
 function enterForm(fields, verb, act) {
-	const form = el("form", fields, el("button.main.small", verb));
-	onEnter(form, act);
-	return form;
+	return onEnter(el("form", fields, el("button.main.small", verb)), act);
 }

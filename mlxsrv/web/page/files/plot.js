@@ -1,4 +1,4 @@
-/** A small live plot: one number over the last two minutes, drawn as SVG. */
+/** A small live plot of one number, drawn as SVG. */
 
 import { el } from "./dom.js";
 
@@ -20,7 +20,7 @@ export class Plot {
 		const viewBox = `0 0 ${WIDTH} ${HEIGHT}`;
 		this.picture = shape("svg", { viewBox, preserveAspectRatio: "none", role: "img" });
 		this.picture.append(this.line);
-		this.element = el("div.plot.box", el("h3", title), el("p", this.now, this.most), this.picture);
+		this.element = el("div.plot.box", el("h3", title), el("p.bar", this.now, this.most), this.picture);
 	}
 
 	/** Take the value of a moment in milliseconds, or null, and draw. */
@@ -28,14 +28,13 @@ export class Plot {
 		if (value !== null) this.samples.push({ time, value });
 		this.samples = this.samples.filter(each => each.time > time - WINDOW);
 		const values = this.samples.map(each => each.value);
-		const most = Math.max(this.least, ...values);
+		const most = Math.max(...values);
 		const { title, format } = this;
 		this.now.textContent = value === null ? "–" : format(value);
-		this.most.textContent = values.length ? `top ${format(most)}` : "";
-		const range =
-			values.length && `; from ${format(Math.min(...values))} to ${format(Math.max(...values))} in the last 2 minutes`;
+		this.most.textContent = values.length ? `up to ${format(most)}` : "";
+		const range = values.length && `; from ${format(Math.min(...values))} to ${format(most)} in the last 2 minutes`;
 		this.picture.ariaLabel = `${title}: ${value === null ? "no value" : `${format(value)} now`}${range || ""}`;
-		this.line.setAttribute("d", this.path(time, most || 1));
+		this.line.setAttribute("d", this.path(time, Math.max(this.least, most) || 1));
 	}
 
 	path(now, most) {

@@ -22,7 +22,7 @@ export class ProfilePanel {
 		);
 	}
 
-	/** Read the profiles, after a change of them. */
+	/** Read the profiles, after a change. */
 	refresh(change) {
 		return attempt(this.error, async () => {
 			await change?.();

@@ -1,4 +1,4 @@
-/** The body of a chat request, and the same request as a command and as a program. */
+/** A chat request: its body, and the same as a command and as a program. */
 
 import { BASE } from "./api.js";
 import { streamed } from "./generate.js";
@@ -22,6 +22,8 @@ const NAMED = new Set(
 export function chatBody(settings, model, messages) {
 	const { system, think, logprobs, steering } = settings;
 	const { others, ...forms } = parsed(settings);
+	const last = messages.at(-1);
+	const goesOn = last?.role === "assistant" && last.content !== "";
 	const body = {
 		...settings,
 		model: model || "default",
@@ -32,7 +34,7 @@ export function chatBody(settings, model, messages) {
 		top_logprobs: logprobs ? ALTERNATIVES : null,
 		steering_mode: steering && settings.steering_mode,
 		profile: steering ? null : settings.profile || null,
-		...(messages.at(-1)?.role === "assistant" && { continue_final_message: true, add_generation_prompt: false }),
+		...(goesOn && { continue_final_message: true, add_generation_prompt: false }),
 		// These stand elsewhere in the request.
 		system: null,
 		schema: null,

@@ -1,9 +1,9 @@
-/** The answers that are being generated: at most one of each conversation. */
+/** The answers that are generated: at most one of each conversation. */
 
 import { generate } from "./generate.js";
 
 const SAVES = 2000; // milliseconds between two saves of an answer
-const PATIENCE = 700; // milliseconds without a token after which it is told what an answer waits for
+const PATIENCE = 700; // milliseconds before the user is told what an answer waits for
 
 export class Runs {
 	constructor(chat) {
@@ -56,7 +56,7 @@ export class Runs {
 		this.chat.store.saveMessage(id, { ...reply, answer: { ...reply.answer, tokens: [] } });
 	}
 
-	/** Say what an answer waits for, until its first token. The server is asked only while somebody sees it. */
+	/** Say what an answer waits for. The server is asked only while somebody sees it. */
 	async tellWait(reply) {
 		const { answer, model } = reply;
 		let pause = PATIENCE;
@@ -65,7 +65,7 @@ export class Runs {
 			if (answer.finish !== null || answer.firstToken !== null) return;
 			pause = 3 * PATIENCE;
 			const waiting = this.chat.view(reply)?.waiting;
-			if (document.hidden || !waiting?.isConnected) continue;
+			if (document.hidden || !waiting?.checkVisibility({ visibilityProperty: true })) continue;
 			const list = await this.chat.api.get("v1/models").catch(error => error);
 			const loading = list.data?.find(({ id }) => id === model)?.loaded === false;
 			waiting.textContent = loading ? "The model is loading." : "Waiting for the first token.";

@@ -1,7 +1,7 @@
-/** The SAE of a model: which ones are on offer, whether they fit, attach and detach. */
+/** The SAE of a model, and those that may be attached. */
 
 import { attempt, button, el, errorLine, offer } from "./dom.js";
-import { bytes } from "./memory.js";
+import { bytes, count } from "./figures.js";
 
 const OFFER = "Name folders of SAEs with --sae-dir, or an SAE with POST /api/saes.";
 
@@ -82,7 +82,7 @@ export function query(model) {
 /** @param {any} sae or its attachment */
 function described(sae) {
 	const told = [
-		sae.d_sae && `${sae.d_sae.toLocaleString("en")} features`,
+		sae.d_sae && `${count(sae.d_sae)} features`,
 		sae.layer !== null && `layer ${sae.layer}`,
 		sae.architecture,
 		sae.bytes && bytes(sae.bytes),

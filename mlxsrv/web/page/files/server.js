@@ -1,14 +1,13 @@
-/** The view "Server": its models, its memory and its requests, read once a second while it is shown. */
+/** The view "Server", read once a second while it is shown. */
 
 import { button, el, section, table } from "./dom.js";
+import { count, seconds } from "./figures.js";
 import { ModelTable } from "./loading.js";
 import { MemoryBar } from "./memory.js";
 import { Plot, WINDOW } from "./plot.js";
 
 const PERIOD = 1000; // milliseconds between two looks
 const PATIENCE = 5000; // milliseconds that a look may take
-
-const ERROR_HEADS = ["Time", "Request", "Status", "Code", "Model", "Request id"];
 
 const STATES = {
 	ok: "Ready",
@@ -50,7 +49,7 @@ export class View {
 	begin() {
 		clearTimeout(this.next);
 		this.looking.abort();
-		if (!this.element.isConnected || document.hidden) return;
+		if (this.element.inert || document.hidden) return;
 		this.looking = new AbortController();
 		this.look(this.looking.signal);
 	}
@@ -67,7 +66,7 @@ export class View {
 	}
 
 	/** Read the health, which a server that is not well tells with a 503. */
-	async read(signal) {
+	read(signal) {
 		return this.api.get("health?verbose=1", signal).catch(error => {
 			if (error.body?.requests) return error.body;
 			throw error;
@@ -98,7 +97,6 @@ export class View {
 	}
 }
 
-/** The plots, and the totals below them. */
 class Figures {
 	constructor() {
 		this.plots = {
@@ -138,7 +136,7 @@ class Figures {
 		for (const [name, plot] of Object.entries(this.plots)) plot.add(now, values[name] ?? null);
 	}
 
-	/** The tokens per second since the look before. `tokens` are all that the loaded models have generated, or null. */
+	/** The tokens per second since the look before, from all tokens of the loaded models, or null. */
 	speed(time, tokens) {
 		const before = this.before;
 		this.before = tokens === null ? null : { time, tokens };
@@ -146,7 +144,7 @@ class Figures {
 		return (1000 * (tokens - before.tokens)) / (time - before.time);
 	}
 
-	/** The share of the prompts' tokens that came from the cache, of what ended in the last two minutes. */
+	/** The share of prompts' tokens from the cache, of what ended in the last two minutes. */
 	hits(now, { prompt_tokens: read, cached_tokens: cached }) {
 		const history = this.history;
 		if (read < (history.at(-1)?.read ?? 0)) history.length = 0; // the server is another
@@ -162,7 +160,7 @@ class ErrorTable {
 		this.told = "";
 		this.rows = el("tbody");
 		this.none = el("p.quiet", "No request has failed since the start.");
-		this.table = table("Last errors", ERROR_HEADS, this.rows);
+		this.table = table("Last errors", ["Time", "Request", "Status", "Code", "Model", "Request id"], this.rows);
 		this.element = section("Last errors", this.none, this.table);
 		this.update([]);
 	}
@@ -187,10 +185,7 @@ function errorRow({ time, method, route, status, code, model, request_id }) {
 		model || "–",
 		el("code", request_id),
 	];
-	return el(
-		"tr",
-		cells.map(cell => el("td", cell)),
-	);
+	return el("tr", ...cells.map(cell => el("td", cell)));
 }
 
 function described({ ended, failed, prompt_tokens, completion_tokens, ttft }) {
@@ -202,14 +197,6 @@ function described({ ended, failed, prompt_tokens, completion_tokens, ttft }) {
 	return told.join(" · ");
 }
 
-function count(value) {
-	return Math.round(value).toLocaleString("en");
-}
-
 function percent(value) {
 	return `${Math.round(100 * value)} %`;
-}
-
-function seconds(value) {
-	return value < 1 ? `${Math.round(1000 * value)} ms` : `${value.toFixed(value < 10 ? 1 : 0)} s`;
 }

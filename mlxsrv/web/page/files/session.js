@@ -1,4 +1,4 @@
-/** What a tab remembers until it is closed, for each server path by itself; nothing where site data is blocked. */
+/** What a tab remembers until it is closed, for each server by itself; nothing where site data is blocked. */
 
 import { BASE } from "./api.js";
 

@@ -1,4 +1,4 @@
-/** Settings of a conversation: the system prompt, sampling, the form of the answer, tools, steering. */
+/** The settings of a conversation. */
 
 import { button, el, errorLine, field, small } from "./dom.js";
 
@@ -116,7 +116,6 @@ export class SettingsForm {
 			this.add("profile", "Steering profile", el("input")),
 			this.steering,
 			...texts,
-			this.error,
 			button("Back to defaults", () => this.change(defaults())),
 		);
 		this.draw();
@@ -156,6 +155,8 @@ export class SettingsForm {
 		this.error.textContent = wrong?.message;
 		this.error.hidden = !wrong;
 		for (const [name, control] of this.controls) control.ariaInvalid = String(name === wrong?.setting);
-		return this.controls.get(wrong?.setting);
+		const control = this.controls.get(wrong?.setting);
+		control?.after(this.error);
+		return control;
 	}
 }

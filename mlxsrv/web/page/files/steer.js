@@ -17,7 +17,7 @@ const MOST_TOKENS = 256; // strong steering lets many models write without end
 export class View {
 	constructor(context) {
 		this.context = context;
-		const { api, models, announce } = context;
+		const { api, models } = context;
 		this.model = ""; // whose attachment was read
 		this.attachment = null; // as `SAEPanel` tells it
 		this.kept = new Map(); // steerings by model and SAE, as long as the page is open
@@ -37,8 +37,8 @@ export class View {
 			steered => this.body(steered),
 			(feature, most) => this.features.add([[feature, Math.round(2 * most) / 2]]),
 		);
-		this.unsteered = new LiveAnswer(api, announce);
-		this.steered = new LiveAnswer(api, announce);
+		this.unsteered = new LiveAnswer(context);
+		this.steered = new LiveAnswer(context);
 		this.question = el("input", { required: true, autocomplete: "off" });
 		this.presets = el("div.presets.tiles", { role: "group", ariaLabel: "Try a feature" });
 		this.none = el("p.quiet", "No feature is set.");
@@ -165,14 +165,14 @@ export class View {
 
 /** An answer that is asked for anew whenever its request changes. */
 class LiveAnswer {
-	constructor(api, announce) {
-		this.api = api;
-		this.view = new AnswerView(announce);
+	constructor(context) {
+		this.api = context.api;
+		this.view = new AnswerView(context);
 		this.asked = ""; // the request whose answer is shown
 		this.stop = new AbortController();
 	}
 
-	/** Ask, unless this very request was the last. @returns null if it was, or if another one came meanwhile */
+	/** Ask, unless this request was the last. @returns null if it was, or if another came meanwhile */
 	async ask(body) {
 		const asked = JSON.stringify(body);
 		if (asked === this.asked) return null;

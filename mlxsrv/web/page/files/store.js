@@ -7,7 +7,7 @@ const NAME = `mlxsrv ${BASE.pathname}`;
 
 export class Store {
 	/**
-	 * @param {() => void} failed is called once, if the database cannot be read or written
+	 * @param {() => void} failed is called once, if the database fails
 	 * @param {(change: { id: string, gone: boolean }) => void} changed gets what another tab has saved or deleted
 	 */
 	constructor(failed, changed) {
@@ -20,7 +20,7 @@ export class Store {
 		this.tabs.onmessage = ({ data }) => changed(data);
 	}
 
-	/** The heads of all conversations, the latest first. */
+	/** All heads, the latest first. */
 	async heads() {
 		const kept = (await this.read("heads", heads => heads.getAll())) ?? [];
 		const own = this.broken ? this.saved.values() : [];

@@ -15,6 +15,11 @@ export function visible(text) {
 	return made;
 }
 
+/** Name a text so that its spaces are seen. */
+export function named(text) {
+	return text.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "(empty)";
+}
+
 function mark(character) {
 	const code = character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0");
 	return el("span.hidden-character.quiet", { title: "A character that cannot be seen" }, `U+${code}`);

@@ -6,7 +6,7 @@ import { defaults, parsed } from "./settings.js";
 
 const FORMAT = "mlxsrv conversations";
 
-// Each value stands for its type, `null` for any, as none does harm; a list holds what each of its items is like.
+// Each value stands for its type, `null` for any, as none does harm; a list holds what its items are like.
 const ALTERNATIVE = { token: "", bytes: [0], logprob: 0 };
 const TOKEN = { ...ALTERNATIVE, top_logprobs: [ALTERNATIVE] };
 const CALL = { id: "", type: "function", function: { name: "", arguments: "" } };
@@ -42,16 +42,21 @@ export function fromFile(file) {
 function readConversation(raw) {
 	const { id, changed, ...fresh } = newConversation(defaults());
 	const read = like({ ...fresh, chosen: null, messages: [null] }, raw);
-	const messages = read.messages.map(readMessage);
-	const known = new Set([""]);
-	for (const message of messages) {
-		const { id, parent } = message;
-		message.number = known.size;
-		// Each message stands behind its parent, so there is no circle.
-		if (known.has(id) || !known.has(parent)) throw new Error("The messages of this file do not follow each other");
-		known.add(id);
+	return { id, changed, ...read, chosen: { ...read.chosen }, messages: inOrder(read.messages.map(readMessage)) };
+}
+
+/** Put each message behind its parent, and number them. */
+function inOrder(messages) {
+	const following = Map.groupBy(messages, ({ parent }) => parent);
+	const ordered = [{ id: "" }];
+	for (const { id } of ordered) {
+		ordered.push(...(following.get(id) ?? []));
+		following.delete(id);
 	}
-	return { id, changed, ...read, chosen: { ...read.chosen }, messages };
+	// A message lacks its parent, is in a circle, or has the id of another.
+	if (new Set(ordered.map(({ id }) => id)).size <= messages.length)
+		throw new Error("The messages of this file do not follow each other");
+	return ordered.slice(1).map((message, number) => ({ ...message, number }));
 }
 
 function readMessage(raw) {
