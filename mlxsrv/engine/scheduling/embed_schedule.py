@@ -184,9 +184,7 @@ class EmbedSchedule:
     def _fit_part(self, limit: int) -> int:
         """The tokens of the next part of the long text: so many, as far as there is room. They
         attend to all before them, so a later part works with more."""
-        text = self._queue.long
-        assert text is not None, "nobody asks where there is none"
-        end = min(self._queue.long_done + limit, text.length)
+        end = min(self._queue.long_done + limit, self._queue.begun[0].length)
         return self._memory.fit_pass(limit, end, self.budget.free)
 
     def _count_off(self, ended: Iterable[int]) -> tuple[int, ...]:

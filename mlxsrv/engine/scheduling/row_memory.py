@@ -271,8 +271,8 @@ class RowMemory:
 
     def _measure_trial(self, row: Row) -> int:
         room = self._recovery.room
-        if room is None or row.id not in room.rows or row.recovering:
-            room = choose_room(row)  # its text has not grown since it was chosen, if it was
+        if room is None or row is not self._recovery.trial:
+            room = choose_room(row)
         return self._facts.kv_bytes(room.columns)
 
 

@@ -67,9 +67,8 @@ class TextQueue:
         """By id, in the order of arrival."""
         self.tokens = 0
         """Tokens of all texts that wait, but for large ones."""
-        self.long: QueuedText | None = None
-        self.next_long: QueuedText | None = None
-        """A large text that is the long one next."""
+        self.begun: list[QueuedText] = []
+        """The long text, and perhaps a large one that is the long one next."""
         self.long_done = 0
         """Tokens of the long text that were taken."""
         self._most = most
@@ -85,14 +84,14 @@ class TextQueue:
         return len(self._waiting) + large + len(self.begun)
 
     @property
-    def begun(self) -> list[QueuedText]:
-        """The long text, and the one that is next."""
-        return [text for text in (self.long, self.next_long) if text is not None]
+    def long(self) -> QueuedText | None:
+        """The text that is being read in several slices."""
+        return self.begun[0] if self.begun else None
 
     @property
     def ready(self) -> bool:
         """Whether there are texts that a slice can take now."""
-        return bool(self._waiting or self.long or self.next_long)
+        return bool(self._waiting or self.begun)
 
     @property
     def large(self) -> QueuedText | None:
@@ -105,7 +104,7 @@ class TextQueue:
         """Have the large text read that is to be begun next."""
         assert self.large is not None, "nobody asks where there is none"
         job = self._large.popleft()
-        self.next_long = self.jobs[job].large.pop(0)
+        self._set_begun([*self.begun, self.jobs[job].large.pop(0)])
         if self.jobs[job].large:
             self._large.append(job)
 
@@ -128,10 +127,7 @@ class TextQueue:
         self._turns = deque(job for job in self._turns if job not in gone)
         self._large = deque(job for job in self._large if job not in gone)
         self._waiting = [text for text in self._waiting if text.job not in gone]
-        if self.long is not None and self.long.job in gone:
-            self.long = None
-        if self.next_long is not None and self.next_long.job in gone:
-            self.next_long = None
+        self._set_begun([text for text in self.begun if text.job not in gone])
         self.tokens = sum(text.length for text in self._waiting)
         return sorted(gone)
 
@@ -146,10 +142,7 @@ class TextQueue:
                 may be.
             most: the most tokens of a slice, padding included; one text may have more.
         """
-        if self.long is None and self.next_long is not None:
-            self.long, self.long_done, self.next_long = self.next_long, 0, None
-            self._long_is_next = True
-        if self.long is not None and self._long_is_next:
+        if self.begun and self._long_is_next:
             self._long_is_next = False
             return []
         self._long_is_next = True
@@ -159,7 +152,7 @@ class TextQueue:
         end = bisect_right(self._waiting, first)
         if self._slices and first.length > limit:
             self._take(end - 1, end)
-            self.long, self.long_done = first, 0
+            self._set_begun([first])
             self._long_is_next = False
             return []
         start, real = end - 1, first.length
@@ -175,12 +168,18 @@ class TextQueue:
         """Take the next tokens of the long text, at most `limit`, or all where a text is not read
         in several slices: the text, the first token's place in it, and the last one's, exclusive.
         Once it has ended there is no long text."""
-        assert self.long is not None, "nobody asks where there is none"
-        text, begin = self.long, self.long_done
-        self.long_done = min(begin + limit, text.length) if self._slices else text.length
-        if self.long_done == text.length:
-            self.long = None
-        return text, begin, self.long_done
+        text, begin = self.begun[0], self.long_done
+        end = self.long_done = min(begin + limit, text.length) if self._slices else text.length
+        if end == text.length:
+            self._set_begun(self.begun[1:])
+        return text, begin, end
+
+    def _set_begun(self, begun: list[QueuedText]) -> None:
+        """Have these be the texts that have begun. If the first is another, it is the long one from
+        now on, and its turn."""
+        if begun[:1] != self.begun[:1]:
+            self.long_done, self._long_is_next = 0, True
+        self.begun = begun
 
     def _take(self, start: int, end: int) -> list[QueuedText]:
         texts = self._waiting[start:end]
@@ -208,7 +207,7 @@ class TextQueue:
         while waiting and not self._waits(waiting[-1]):
             waiting.pop()
         allowed: Sequence[QueuedText] = waiting
-        if self.long is not None and self._slices:
+        if self.begun and self._slices:
             allowed = waiting[: bisect_left(waiting, (limit + 1,))]
         return (text for text in reversed(allowed) if self._waits(text))
 

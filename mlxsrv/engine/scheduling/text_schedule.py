@@ -266,19 +266,19 @@ class TextSchedule:
     def _settle_release(self, work: Release, outcome: Outcome) -> None:
         self._book.settle_release(work, outcome)
         if outcome.fault is not None:  # KV caches may be half changed
-            self._lose(outcome.fault, self._groups.rows, stepping=False)
-            if (trial := self._recovery.trial) is not None:
-                self._lose(outcome.fault, [trial], stepping=False)
+            self._lose(outcome.fault, trial=False, stepping=False)
+            self._lose(outcome.fault, trial=True, stepping=False)
 
     def _settle_draft(self, work: ReadDraft, outcome: Outcome) -> None:
         self._stepped = None  # the next step waits for the draft: its time tells nothing
+        drafts, row = self._book.drafts, self._book.find(work.row)
         if outcome.fault is not None:
             self._give_up_drafts()
-        elif self._book.drafts is not None and (row := self._book.find(work.row)) is None:
-            self._book.drafts.forget()  # the row ended in the step before, and its text is gone
-        elif self._book.drafts is not None and row is not None:
+        elif drafts is not None and row is None:
+            drafts.forget()  # the row ended in the step before, and its text is gone
+        elif drafts is not None and row is not None:
             waited = outcome.done.waited if isinstance(outcome.done, DraftRead) else outcome.began
-            self._book.drafts.saw_reading(row, work.begin, work.tokens, outcome.ended - waited)
+            drafts.saw_reading(row, work.begin, work.tokens, outcome.ended - waited)
 
     def _give_up_drafts(self) -> None:
         _log.warning("the draft model may be to blame, and is no longer used")
@@ -404,10 +404,8 @@ class TextSchedule:
         """Note that rows have made their first step."""
         if work.groups is None:
             return
-        trial = self._recovery.trial
-        rows = self._groups.rows if not work.trial else [trial] if trial is not None else []
         fresh = RowState.FRESH
-        for row in rows:
+        for row in self._decoded(trial=work.trial):
             if row.state is fresh:
                 row.enter(RowState.DECODING)
 
@@ -438,18 +436,20 @@ class TextSchedule:
         if self._lookups is not None and not work.trial:
             self._lookups.saw_fault(guessed=bool(work.guesses))
             stepping = not work.guesses
-        trial = self._recovery.trial
-        if not work.trial:
-            self._lose(fault, self._groups.rows, stepping=stepping)
-        elif trial is not None:
-            self._lose(fault, [trial], stepping=stepping)
+        self._lose(fault, trial=work.trial, stepping=stepping)
 
-    def _lose(self, fault: Fault, rows: Sequence[Row], *, stepping: bool) -> None:
+    def _decoded(self, *, trial: bool) -> Sequence[Row]:
+        """The rows of one of the two decoders."""
+        tried = self._recovery.trial
+        return self._groups.rows if not trial else () if tried is None else (tried,)
+
+    def _lose(self, fault: Fault, *, trial: bool, stepping: bool) -> None:
         """Note that all rows of a decoder have lost their KV caches."""
-        incident = self._note(fault)
-        trial = self._recovery.trial
-        if rows and rows[0] is trial:
-            self._recovery.drop(trial)
+        rows, incident = self._decoded(trial=trial), self._note(fault)
+        if not rows:
+            return
+        if trial:
+            self._recovery.drop(rows[0])
             fitting = self._groups.count
         else:
             self._groups.clear()
