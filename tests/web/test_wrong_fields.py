@@ -389,9 +389,6 @@ BODIES = st.builds(
 )
 THOROUGHLY = settings(
     max_examples=examples(150),
-    deadline=None,
-    derandomize=True,
-    database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
