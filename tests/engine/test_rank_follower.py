@@ -25,6 +25,8 @@ from mlxsrv.engine.ranks.messages import (
 from mlxsrv.engine.watchdog import Clock
 from tests.support.serving import PATIENCE
 
+pytestmark = pytest.mark.served  # connections are made here
+
 T = TypeVar("T")
 
 PLAN = RoundPlan((Decode(model=1), Decode(model=2)))

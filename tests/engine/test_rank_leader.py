@@ -26,6 +26,8 @@ from mlxsrv.engine.ranks.messages import (
 )
 from tests.support.serving import PATIENCE, wait_for
 
+pytestmark = pytest.mark.served  # connections are made here
+
 PLAN = RoundPlan((Decode(model=1),))
 GOOD = Outcome(0.0, 1.0)
 BAD = Outcome(0.0, 1.0, fault=Fault("no memory"))
