@@ -110,9 +110,9 @@ class Cluster:
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         self.deploy(self.settings)
 
-    def deploy(self, settings: Settings) -> None:
+    def deploy(self, settings: Settings, count: int = 2) -> None:
         """Bring the replicas to these settings: old ones drain while new ones serve."""
-        scale = ReplicaScale(replicas=2, cpus=0.1, period=1.0)
+        scale = ReplicaScale(replicas=count, cpus=0.1, period=1.0)
         app = deployment(settings, scale, local=True)
         serve.run(app, name="mlxsrv", route_prefix="/")
 
