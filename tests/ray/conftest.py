@@ -29,7 +29,7 @@ KEY = "sk-of-the-tests"
 KEYED = {"authorization": f"Bearer {KEY}"}
 
 
-def wait_for(what: Callable[[], T | None], why: str, seconds: float = 60) -> T:
+def wait_for(what: Callable[[], T | None], why: str, seconds: float = 180) -> T:
     """The first true value of `what()`; fails with `why` if there is none in time."""
     deadline = time.monotonic() + seconds
     while not (value := what()):
@@ -95,7 +95,7 @@ class Cluster:
             metrics=True,
             shutdown_grace=20.0,
             api_key=(KEY,),
-            rate_limit=2000,
+            rate_limit=10**6,
         )
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
