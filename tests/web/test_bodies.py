@@ -41,11 +41,12 @@ def half_sent(server: Server, *framing: str) -> Iterator[socket.socket]:
 
 def test_bodies_together_are_bounded_and_small_ones_get_in(bounded: Server) -> None:
     with bounded.client() as client:
-        ask(client, LARGE, "/tokenize")
         with contextlib.ExitStack() as stack:
             for _ in range(2):
-                stack.enter_context(half_sent(bounded, f"Content-Length: {MOST}"))
-            wait_for(lambda: client.post("/tokenize", json=LARGE).is_error, why="both are heard")
+                framing = (f"Content-Length: {MOST}", "Expect: 100-continue")
+                raw = stack.enter_context(half_sent(bounded, *framing))
+                raw.settimeout(PATIENCE)
+                assert raw.recv(999).startswith(b"HTTP/1.1 100 "), "there is room for it"
             error = refused(client.post("/tokenize", json=LARGE), 503, "overloaded")
             assert str(2 * MOST) in error["message"]
             assert client.post("/tokenize", json=LARGE).headers["retry-after"] == "1"
