@@ -119,27 +119,23 @@ class Slots:
         joining = self._take_over(sources, lengths)
         stay = {slot: source for slot, source in enumerate(sources) if isinstance(source, int)}
         moves = {slot: source for slot, source in stay.items() if slot != source}
-        old: list[Any] = self._arrays
-        self.keys = self.values = None
         # The array of an only row may be that of a kept prompt, too: it was taken over as it was
         # (see `_rebuild`), and nothing may have been written since. So others never write into it.
         taken_over = room.slots == 1 and bool(joining)
         crossed = not moves.keys().isdisjoint(stay.values())
-        fresh = not old or room != self._room or crossed or taken_over
+        fresh = self.empty() or room != self._room or crossed or taken_over
         reach = self._find_reach()
-        arrays: list[mx.array] = []
-        for number in range(len(old) or max(map(len, joining.values()), default=0)):
+        arrays: list[Any] = self._arrays or [None] * max(map(len, joining.values()), default=0)
+        self.keys = self.values = None
+        for number in range(len(arrays)) if fresh or moves or joining else ():
             pieces = {slot: parts[number] for slot, parts in joining.items()}
-            array: Any = None
-            if old:
-                array, old[number] = old[number], None
+            array, arrays[number] = arrays[number], None
             if fresh:
                 array = _rebuild(array, room, stay, pieces, held)
-            elif moves or pieces:
+            else:
                 _refill(array, moves, pieces, held, reach)
-            if fresh or moves or pieces:
-                mx.eval(array)
-            arrays.append(array)
+            mx.eval(array)
+            arrays[number] = array
             for parts in joining.values():
                 parts[number] = []
         self._set(arrays)

@@ -27,7 +27,6 @@ texts that do not fit alone: it is asked for while rows still have room for some
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
 
 import msgspec
@@ -263,10 +262,10 @@ class MemoryBudget:
         self._question.ask(needed, most)
         # Where there were more bytes until now, arrays are too large whoever goes, and shrink.
         while needed > most and found.bytes(_LEAST, settled=True) > most:
-            holders = sorted(self._find_holders(), key=_number)
+            holders = [(model, row) for model in self._models for row in model.rows]
             if not holders:
                 break
-            model, youngest = holders[-1]
+            model, youngest = max(holders, key=_number)
             alone = len(holders) == 1 and not found.texts
             if alone and found.bytes(_LAST, settled=True) <= most:
                 youngest.end_soon()
@@ -274,11 +273,6 @@ class MemoryBudget:
             model.preempt(youngest)
             found = self._foresee()
         return found
-
-    def _find_holders(self) -> Iterator[Holder]:
-        for model in self._models:
-            for row in model.rows:
-                yield model, row
 
     def _give_way(self, bytes: int) -> None:
         """Have kept prompts and drafts give way to so many bytes, first those of models without

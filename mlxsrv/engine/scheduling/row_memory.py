@@ -74,15 +74,16 @@ class RowMemory:
     Attributes:
         preemptions: how often a row has lost its KV cache for want of memory.
         proposals_fit: there is room for tokens that are proposed to rows.
+        book, index, queue, groups: as above, and the book's own.
     """
 
     def __init__(self, facts: TextFacts, slice: int, book: RowBook) -> None:
         self.preemptions = 0
         self.proposals_fit = True
+        self.book = book
         self.index = book.index
         self.queue = book.queue
         self.groups = book.groups
-        self.book = book
         self._facts = facts
         self._slice = slice
         self._recovery = book.recovery
