@@ -103,18 +103,17 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
     serve = import_serve()
     import ray
 
-    listener = bind(settings)
-    local, url, port = is_loopback(listener), url_of(listener), listener.getsockname()[1]
-    listener.close()
     path = shared_path(settings, "mlxsrv")
-    if address is None:
-        SharedFile.remove(path)  # as one process forgets when it ends
     stopped = threading.Event()
-    _stop_at_signals(stopped)
-    if address is None:
-        ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS)
-    else:
-        _join(ray, serve, address)
+    with bind(settings) as listener:  # held until Ray has its own ports, which it chooses itself
+        local, url, port = is_loopback(listener), url_of(listener), listener.getsockname()[1]
+        if address is None:
+            SharedFile.remove(path)  # as one process forgets when it ends
+        _stop_at_signals(stopped)
+        if address is None:
+            ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS)
+        else:
+            _join(ray, serve, address)
     _stop_at_signals(stopped)  # Ray has handlers of its own, with which the process aborts
     try:
         serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": port})

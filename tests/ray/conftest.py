@@ -97,16 +97,16 @@ class Cluster:
             api_key=(KEY,),
             rate_limit=10**6,
         )
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.url = f"http://127.0.0.1:{free.getsockname()[1]}"
         import_serve()
-        ray.init(
-            num_cpus=4,
-            include_dashboard=False,
-            object_store_memory=96 * 1024 * 1024,
-            log_to_driver=False,
-        )
-        port = int(self.url.rpartition(":")[2])
+        with socket.create_server(("127.0.0.1", 0)) as free:  # held until Ray has its own ports
+            port = free.getsockname()[1]
+            ray.init(
+                num_cpus=4,
+                include_dashboard=False,
+                object_store_memory=96 * 1024 * 1024,
+                log_to_driver=False,
+            )
+        self.url = f"http://127.0.0.1:{port}"
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         self.deploy(self.settings)
 
