@@ -19,7 +19,7 @@ FLOOD = 24
 TOKENS = 400
 OPTIONS = ("--max-replicas", "2", "--requests-per-replica", "4", "--metrics")
 DELAYS = ("--upscale-delay", "1", "--downscale-delay", "5")
-PATIENCE = 150.0
+PATIENCE = 240.0
 """Seconds. Serve looks at the average of the last 30 s, of which it hears every 10 s."""
 
 
@@ -96,7 +96,7 @@ async def session_at_each(client: httpx.AsyncClient) -> dict[str, str]:
 def test_replicas_come_with_a_flood_and_go_with_it(tmp_path: Path) -> None:
     async def run(url: str) -> None:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as client:
             first, others = await serving(client)
             assert not others
 
@@ -107,7 +107,7 @@ def test_replicas_come_with_a_flood_and_go_with_it(tmp_path: Path) -> None:
             def flooding(client_number: int) -> Callable[[int], Awaitable[None]]:
                 return lambda number: stream(client, f"Chat {client_number}, {number}.")
 
-            assert await ask_until(both_answer, [flooding(n) for n in range(FLOOD)]) > FLOOD
+            assert await ask_until(both_answer, [flooding(n) for n in range(FLOOD)]) >= FLOOD
             sessions = await session_at_each(client)
             assert first in sessions
 
@@ -119,7 +119,7 @@ def test_replicas_come_with_a_flood_and_go_with_it(tmp_path: Path) -> None:
                 return lambda number: stream(client, f"Later {session}, {number}.", session)
 
             # Each has requests when one of them is told to go.
-            assert await ask_until(one_is_left, [at(each) for each in sessions.values()]) > 2
+            assert await ask_until(one_is_left, [at(each) for each in sessions.values()]) >= 2
             await stream(client, "And then?")
 
     with commanded(tmp_path, "--replicas", "1", *OPTIONS, *DELAYS) as command:
