@@ -33,10 +33,6 @@ class Crowd:
 
         return self._threads.submit(work)
 
-    def running(self, request: str) -> None:
-        """Wait until this request is generated."""
-        self._server.logged("stream start", request=request)
-
     def waiting(self, model: str) -> None:
         """Wait until the model waits for room."""
         self._until(model, state="waiting for room")

@@ -14,7 +14,7 @@ import pytest
 from tests.support import faulty
 from tests.support.client import COMPLETIONS, ask, completion
 from tests.support.effort import often
-from tests.support.serving import Server, serving_faulty, wait_for
+from tests.support.serving import PATIENCE, Server, serving_faulty, wait_for
 from tests.support.tiny import write_model
 
 SIZE = 20_000
@@ -41,7 +41,7 @@ def sluggish(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def engine(server: Server) -> dict[str, int]:
-    [model] = httpx.get(f"{server.url}/health?verbose=1").json()["models"]
+    [model] = httpx.get(f"{server.url}/health?verbose=1", timeout=PATIENCE).json()["models"]
     return dict(model["engine"])
 
 

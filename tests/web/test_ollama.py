@@ -34,6 +34,9 @@ def ollama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     models = {name: write_scripted(folder / name, cut(text, 3)) for name, text in SCRIPTS.items()}
     models["base"] = write_scripted(folder / "base", ["Once", " more"], template=None)
     models["t"] = write_model(folder / "t", "qwen3", plain=True)
+    models["endless"] = write_model(
+        folder / "endless", "qwen3", plain=True, max_position_embeddings=10**6
+    )
     models["a"] = write_model(folder / "a", "qwen3", plain=True, seed=1, max_position_embeddings=64)
     arguments = [part for name, path in models.items() for part in ("--model", f"{name}={path}")]
     options = ("--pin", "t", "--ollama-root", "--allow-chat-template")
@@ -422,7 +425,7 @@ def test_the_management_keeps_its_own_shape(client: httpx.Client) -> None:
 
 
 def test_a_client_that_leaves_frees_its_row(ollama: Server, client: httpx.Client) -> None:
-    body = {"model": "t", "messages": HELLO, "options": {"num_predict": -1}}
+    body = {"model": "endless", "messages": HELLO, "options": {"num_predict": -1}}
     with client.stream(
         "POST", "/api/chat", json=body, headers={"X-Request-ID": "left"}
     ) as response:
