@@ -122,7 +122,7 @@ def endless() -> Body:
 
 
 def test_pings_and_then_an_error_event(folders: Folders, tmp_path: Path) -> None:
-    options = ["--max-concurrency", "1", "--keepalive", "0.1", "--queue-timeout", "0.5"]
+    options = ["--max-concurrency", "1", "--keepalive", "0.1", "--queue-timeout", "2"]
     with (
         serving(tmp_path, "--model", f"t={folders.endless}", *options) as server,
         RawClient(server, endless(), MESSAGES) as first,

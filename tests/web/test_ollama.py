@@ -439,7 +439,7 @@ def test_a_client_that_leaves_frees_its_row(ollama: Server, client: httpx.Client
 @pytest.fixture(scope="module")
 def impatient(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with one row, which nobody waits for long."""
-    arguments = ("--max-concurrency", "1", "--keepalive", "0.1", "--queue-timeout", "0.5")
+    arguments = ("--max-concurrency", "1", "--keepalive", "0.1", "--queue-timeout", "2")
     folder = tmp_path_factory.mktemp("impatient")
     with serving(folder, "--model", f"t={folders.endless}", *arguments) as server:
         yield server

@@ -28,8 +28,8 @@ from tests.support.fixtures import Folders
 from tests.support.serving import PATIENCE, Server, serving, serving_faulty, wait_for
 
 FOR_EVER = 500_000
-QUEUE = 1.0
-STALL = 1.0
+QUEUE = 2.0
+STALL = 1.5
 CHUNK = 16
 
 
@@ -38,7 +38,7 @@ def long(first: int, slices: int) -> list[int]:
     return [first, *[faulty.SLUGGISH] * (CHUNK * slices)]
 
 
-READING = 30  # slices: three times as long as a standstill may be
+READING = 45  # slices: three times as long as a standstill may be
 
 
 @pytest.fixture(scope="module")

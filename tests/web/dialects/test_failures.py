@@ -278,7 +278,7 @@ def test_a_full_queue(folders: Folders) -> None:
 
 def test_a_turn_that_does_not_come(folders: Folders) -> None:
     """Whoever streams is kept waiting in a form that its clients understand."""
-    with beside_another(folders, queue_timeout=0.5, keepalive=0.1) as client:
+    with beside_another(folders, queue_timeout=2.0, keepalive=0.1) as client:
         for (spoken, stream), waited in in_every_way(client, short()).items():
             response = waited()
             tell = told_within if stream else told
