@@ -188,8 +188,10 @@ def test_a_pull_shows_how_far_it_is(
             bar = view.get_by_role("progressbar", name="Download")
             expect(bar).to_have_js_property("hidden", value=False)
             expect(view).to_contain_text(re.compile("[1-9][0-9.]* [kM]?B of [0-9.]+ [kM]B"))
-            view.get_by_label("Download a model").press("ControlOrMeta+a")
-            view.get_by_label("Download a model").press("Delete")  # what is pulled stays named
+            name = view.get_by_label("Download a model")
+            name.press("ControlOrMeta+a")
+            name.press("Delete")
+            expect(name).to_have_value("org/new")  # without a name, Stop would be refused
             view.get_by_role("button", name="Stop").click()
             expect(bar).to_be_hidden()
             hub.mend()

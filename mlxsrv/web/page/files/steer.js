@@ -62,7 +62,7 @@ export class View {
 			this.profiles.element,
 		);
 		const explained =
-			"A sparse autoencoder (SAE) names features in a layer of the model. Set some, and see what changes.";
+			"A sparse autoencoder (SAE) finds features in a layer of the model. Set some, and see what changes.";
 		this.element = el(
 			"section.steer",
 			{ ariaLabel: "Steer" },
