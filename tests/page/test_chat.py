@@ -72,7 +72,6 @@ def test_the_keys_of_an_input_method_send_and_stop_nothing(page: Any, url: str) 
     length = len(answers(page).inner_text())
     longer = "([answer, length]) => answer.innerText.length > length + 100"
     page.wait_for_function(longer, arg=[answers(page).element_handle(), length])
-    press(page, "Stop")
     press(questions(page), "Edit")
     field = questions(page).get_by_role("textbox")
     field.evaluate(INPUT_METHOD, "Escape")
@@ -161,7 +160,8 @@ def test_what_is_no_json_is_told_and_not_sent(page: Any, url: str) -> None:
     setting(page, "JSON schema").fill('{"type": ')
     ask(page, "Hello")
     expect(setting(page, "JSON schema")).to_be_focused()
-    expect(page.get_by_role("alert").filter(has_text="no JSON")).to_be_visible()
+    field = page.locator(".field").filter(has=page.get_by_label("JSON schema"))
+    expect(field.get_by_role("alert").filter(has_text="no JSON")).to_be_visible()
     expect(box(page)).to_have_value("Hello")
     expect(answers(page)).to_have_count(0)
 
