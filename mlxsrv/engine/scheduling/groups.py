@@ -84,7 +84,9 @@ class _Shape(msgspec.Struct, frozen=True):
         longest, tokens, fit = self.longest, growth.tokens, growth.fit
         columns = longest.length + tokens
         if columns > longest.most_length and not growth.beyond_limits:  # or no other row has more
-            columns = max([min(row.length + tokens, row.most_length) for row in self.rows])
+            grown = [(row.length + tokens, row.most_length) for row in self.rows]
+            # `min` of the two would take twice as long, for each row in each round.
+            columns = max([length if length < limit else limit for length, limit in grown])
         rows, slots, room = len(self.rows), self.slots, self.columns
         if fit is _EXACT:
             return rows, _round_up(columns)
@@ -265,8 +267,9 @@ class Groups:
             pair = self.find_close([group.shape for group in self._groups])
             if pair is None:
                 return
-            one, other = self._groups[pair[0]], self._groups.pop(pair[1])
-            one.absorb(other)
+            first, second = pair
+            other = self._groups.pop(second)
+            self._groups[first].absorb(other)
             self._absorbed += self.measure(other.slots, other.columns)
 
     def find_close(self, groups: Sequence[_Shape]) -> tuple[int, int] | None:
@@ -302,8 +305,9 @@ class GroupArrays(msgspec.Struct, frozen=True):
         for row in rows:
             groups.append(_Shape((row,), row))
             while (pair := self.owner.find_close(groups)) is not None:
-                one, other = groups[pair[0]], groups.pop(pair[1])
-                groups[pair[0]] = one.join(other)
+                first, second = pair
+                other = groups.pop(second)
+                groups[first] = groups[first].join(other)
                 absorbed += self.owner.measure(other.slots, other.columns)
         return GroupArrays(self.owner, groups, absorbed, True)
 

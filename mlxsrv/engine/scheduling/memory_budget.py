@@ -89,7 +89,8 @@ class _Forecasts(msgspec.Struct, frozen=True):
             if isinstance(each, EmbedMemory):
                 texts, begun = texts + each.needed, (*begun, each)
             else:
-                granted.setdefault(each[0], []).append(each[1])
+                model, row = each
+                granted.setdefault(model, []).append(row)
         for model, rows in granted.items():
             found[model] = model.foresee_granted(found[model], rows)
         return _Forecasts(found, texts, begun)

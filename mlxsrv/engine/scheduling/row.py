@@ -128,6 +128,8 @@ class Row:
         uses: of the kept prompt that it was lent, which the row's own text takes over.
         told: the first token whose activations nobody was told.
         lookup: finds proposals in its text; None until it was asked for some.
+        source: of most use to it, when that was last looked up.
+        source_version: what there was to go on from then; see `Sources`.
     """
 
     __slots__ = (
@@ -135,7 +137,6 @@ class Row:
         "beginning",
         "checksum",
         "drawn",
-        "found",
         "id",
         "incidents",
         "job",
@@ -145,6 +146,8 @@ class Row:
         "number",
         "prompt",
         "read",
+        "source",
+        "source_version",
         "state",
         "told",
         "uses",
@@ -167,8 +170,8 @@ class Row:
         self.told = 0
         self.uses: tuple[int, ...] = ()
         self.lookup: PromptLookup | None = None
-        # What there was to go on from when the row's text was last looked up, and the result.
-        self.found: tuple[tuple[int, ...], Source] = ((), Source())
+        self.source = Source()
+        self.source_version: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         return f"row {self.id}"

@@ -47,9 +47,9 @@ class Sources:
             begun: texts that are half read.
         """
         version = self._version(begun)
-        if row.found[0] != version:
-            row.found = version, self._look_up(row, begun)
-        return row.found[1]
+        if row.source_version != version:
+            row.source_version, row.source = version, self._look_up(row, begun)
+        return row.source
 
     def lend(self, source: Source, others: Iterable[Row]) -> tuple[int, ...] | None:
         """Lend a kept prompt to the row that goes on from it, if it may be.
@@ -62,7 +62,7 @@ class Sources:
         """
         if source.entry is None or not self._facts.cuts:
             return None
-        if any(row.found[1].entry == source.entry for row in others):
+        if any(row.source.entry == source.entry for row in others):
             return None
         return self._index.lend(source.entry, source.tokens)
 
