@@ -13,7 +13,7 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import mlxsrv
-from tests.page.chatting import ENDLESS, QUESTION, answers, ask, press, setting
+from tests.page.chatting import ENDLESS, QUESTION, answers, ask, box, press, setting
 from tests.page.conftest import Serve, hide
 from tests.support.scripted import write_scripted
 from tests.support.serving import hosted
@@ -96,6 +96,7 @@ def test_another_server_has_other_models(page: Any, serve: Serve, tmp_path: Path
     with serve("--port", port, "--model", f"first={here}") as url:
         page.goto(url)
         expect(model).to_have_value("first")
+        expect(box(page)).to_be_visible()  # all of the page is here
     with serve("--port", port, "--model", f"second={here}"):
         ask(page, "Hello")
         expect(model).to_have_value("second")
