@@ -97,6 +97,39 @@ def test_the_alternatives_stay_open_while_the_answer_is_written(page: Any, endle
     page.wait_for_function(far, arg=log.element_handle())  # the end is followed again
 
 
+def test_alternatives_that_were_closed_do_not_close_the_next(page: Any, endless: str) -> None:
+    page.goto(endless)
+    look_inside(page)
+    ask(page, QUESTION)
+    log = page.get_by_role("log")
+    scrolls = "log => log.scrollHeight > 2 * log.clientHeight"
+    page.wait_for_function(scrolls, arg=log.element_handle())
+    page.keyboard.press("Escape")
+    expect(answers(page)).to_contain_text("Stopped.")
+    tokens = answers(page).get_by_role("group", name="Tokens").get_by_role("button")
+    # A token half out of sight is scrolled to when it is pressed.
+    name = tokens.evaluate_all(
+        """async all => {
+            const log = document.querySelector("[role=log]");
+            const edge = log.getBoundingClientRect().top;
+            const frames = async () => {
+                for (let i = 0; i < 5; i++) await new Promise(requestAnimationFrame);
+            };
+            const { top, height } = all[0].getBoundingClientRect();
+            log.scrollTop += top + height / 2 - edge;
+            await frames();
+            all.find(each => each.getBoundingClientRect().top > edge + 100).click();
+            await frames();
+            document.querySelector(":popover-open").hidePopover();
+            all[0].click();
+            await frames();
+            return document.querySelector(":popover-open")?.ariaLabel;
+        }"""
+    )
+    assert name is not None
+    assert name.startswith("Token 1: ")
+
+
 def test_escape_closes_the_alternatives_and_stops_no_answer(page: Any, url: str) -> None:
     page.goto(url)
     look_inside(page)

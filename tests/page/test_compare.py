@@ -12,6 +12,7 @@ from playwright.sync_api import expect
 
 from tests.page.conftest import Serve
 from tests.support.scripted import write_scripted
+from tests.support.serving import wait_for
 
 QUESTION = "Is it free software?"
 
@@ -106,12 +107,31 @@ def test_looking_inside_marks_the_first_difference_and_goes_on_from_another(
     assert tokens.nth(3).evaluate("each => each.classList.contains('differs')")
 
 
+def test_each_side_asks_the_default_model_when_the_list_comes_first(
+    page: Any, serve: Serve, demo: Path
+) -> None:
+    with serve("--model", f"one={demo}", "--model", f"a={demo}") as url:
+        held: list[Any] = []
+        page.route("**/v1/models/default", lambda route: held.append(route))
+        with page.expect_request("**/v1/models/default"):
+            page.goto(f"{url}/#chat")
+        page.get_by_role("link", name="Compare").click()
+        sides = Compared(page).view.get_by_role("combobox", name="Model")
+        expect(sides).to_have_count(2)
+        wait_for(lambda: page.evaluate("true") and held, why="the request is held")
+        held[0].continue_()
+        for side in sides.all():
+            expect(side).to_have_value("one")
+
+
 def test_thoughts_are_kept_when_an_answer_goes_on(page: Any, serve: Serve, tmp_path: Path) -> None:
     script = ["<think>", "Hm", ".", "</think>", "Here", " I", " am"]
     model = write_scripted(tmp_path / "thinking", script)
     with serve("--model", f"thinking={model}") as url:
         page.goto(f"{url}/#compare")
         compared = Compared(page)
+        for side in compared.view.get_by_role("combobox", name="Model").all():
+            expect(side).to_have_value("thinking")
         compared.set("Temperature", "0", "0")
         compared.ask("Where are you?")
         side = compared.answers[0]

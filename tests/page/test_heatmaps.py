@@ -54,6 +54,22 @@ def other(context: Any, server: Server) -> Any:
     return open_view(context, server)
 
 
+NO_LOCKS = """LockManager.prototype.request = async () => {
+    throw new DOMException("The request was denied.", "SecurityError");
+};"""
+"""As in Chromium where site data is blocked."""
+
+
+def test_where_locks_are_denied_a_heat_map_is_read(context: Any, server: Server) -> None:
+    context.add_init_script(NO_LOCKS)
+    view = open_view(context, server)
+    press(view, "Read the unsteered answer")
+    view.get_by_role("table").wait_for()
+    _, cells = shown_heat(view)
+    assert any(cells.values())
+    assert not server.get("monitoring")["enabled"]
+
+
 def test_the_heat_maps_of_two_tabs_take_turns(view: Any, other: Any, server: Server) -> None:
     held = held_back(view, "**/v1/completions")
     with view.expect_request("**/v1/completions"):

@@ -91,7 +91,7 @@ function indented(json) {
 }
 
 function figures({ model, usage, firstToken, duration }, models) {
-	// Where there is one model, nobody asks which it was.
+	// One model needs no name.
 	const told = models.some(each => each !== model) ? [model] : [];
 	if (usage) {
 		const cached = usage.prompt_tokens_details?.cached_tokens;

@@ -69,7 +69,7 @@ async function open(name) {
 	}
 }
 
-/** Show an element. Views behind it stay in the document, or they would lose how far they are scrolled. */
+/** Show an element. Views behind it stay in the document, and at their places. */
 function bringToFront(element) {
 	find(":popover-open")?.hidePopover();
 	find("main > .error")?.remove();

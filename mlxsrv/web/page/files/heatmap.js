@@ -7,7 +7,7 @@ import { named, visible } from "./text.js";
 
 const TOP = 50; // features that are read for each token
 const COLUMNS = 12;
-const MOST_TOKENS = 999; // that are kept: an unusual number, by which a tab knows what another one has switched on
+const MOST_TOKENS = 999; // kept: an unusual number, by which a tab knows what another has switched on
 
 /**
  * Have a model answer. Read prompt and answer once more while the monitor watches, and leave the
@@ -57,6 +57,13 @@ async function read(api, body) {
 	}
 }
 
+/** Have tabs take turns, where the browser has locks: one that ends switches the monitor off. */
+const inTurn = work =>
+	new Promise((done, failed) => {
+		const begin = () => work().then(done, failed);
+		(navigator.locks?.request(`monitor of ${BASE}`, begin) ?? Promise.reject()).catch(begin);
+	});
+
 export class HeatMap {
 	/** `body` makes the request for an answer; `choose` is called for a feature. */
 	constructor(api, body, choose) {
@@ -69,9 +76,7 @@ export class HeatMap {
 			for (const each of buttons) each.disabled = true;
 			await attempt(error, async () => {
 				const asked = (this.asked = body(steered));
-				const work = () => read(api, asked);
-				// Tabs take turns: one that ends switches the monitor off. Over plain http a browser has no locks.
-				const found = await (navigator.locks?.request(`monitor of ${BASE}`, work) ?? work());
+				const found = await inTurn(() => read(api, asked));
 				if (asked === this.asked) this.show(found);
 			});
 			for (const each of buttons) each.disabled = false;
@@ -104,8 +109,7 @@ export class HeatMap {
 			const cells = [...columns.keys()].map(feature => {
 				const value = seen.get(at)?.[feature];
 				const cell = el("td", value?.toFixed(1));
-				const heat = Math.max(0, Math.min(1, (value ?? 0) / most));
-				cell.style.setProperty("--heat", `${Math.round(45 * heat)}%`);
+				cell.style.setProperty("--heat", `${45 * Math.max(0, (value ?? 0) / most)}%`);
 				return cell;
 			});
 			return el("tr", el("th.mono", { scope: "row" }, visible(named(token))), cells);

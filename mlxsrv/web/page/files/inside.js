@@ -125,6 +125,7 @@ export class InsideView {
 	}
 
 	open(index) {
+		this.watch?.abort(); // of the list before
 		const token = this.tokens[index];
 		const all = [...token.top_logprobs];
 		if (!all.some(each => same(each, token))) all.push(token);
@@ -138,9 +139,15 @@ export class InsideView {
 		this.alternatives.showPopover();
 		this.place(this.spans[index].getClientRects()[0]);
 		this.alternatives.querySelector("button:enabled")?.focus();
-		const scrolled = ({ target }) => target !== this.alternatives && this.alternatives.hidePopover();
-		const watch = () => document.addEventListener("scroll", scrolled, { capture: true, once: true });
-		requestAnimationFrame(watch); // what was scrolled before is told by then
+		const scrolled = ({ target }) => {
+			if (target === this.alternatives) return;
+			watch.abort();
+			this.alternatives.hidePopover();
+		};
+		const watch = (this.watch = new AbortController());
+		const props = { capture: true, signal: watch.signal };
+		// What was scrolled before is told by then.
+		requestAnimationFrame(() => document.addEventListener("scroll", scrolled, props));
 	}
 
 	/** Put the alternatives below a token or, if there is no room, above it. */

@@ -19,10 +19,12 @@ export class Models extends EventTarget {
 
 	/** Read the list again. Until the user chooses, it is the server's default model. */
 	async refresh() {
-		this.all = (await this.api.get("v1/models")).data;
+		const { data } = await this.api.get("v1/models");
+		let { chosen } = this;
+		if (!data.some(({ id }) => id === chosen)) chosen = (await this.api.get("v1/models/default")).id;
+		this.all = data; // with the choice: a select alone would take the first
 		const { names } = this;
-		if (!names.includes(this.chosen)) this.chosen = (await this.api.get("v1/models/default")).id;
-		this.choose(names.includes(this.chosen) ? this.chosen : (names[0] ?? ""));
+		this.choose(names.includes(chosen) ? chosen : (names[0] ?? ""));
 	}
 
 	choose(id) {

@@ -1,4 +1,4 @@
-/** Features of the demo model's SAE that do what docs/steering.md says. Files of SAEs name none. */
+/** Features of the demo model's SAE that do what docs/steering.md says. */
 
 /** Feature, name, value, effect, question. @type {[number, string, number, string, string][]} */
 const DEMO = [

@@ -136,7 +136,7 @@ class Figures {
 		for (const [name, plot] of Object.entries(this.plots)) plot.add(now, values[name] ?? null);
 	}
 
-	/** The tokens per second since the look before, from all tokens of the loaded models, or null. */
+	/** The tokens per second since the look before, or null. */
 	speed(time, tokens) {
 		const before = this.before;
 		this.before = tokens === null ? null : { time, tokens };
@@ -144,7 +144,7 @@ class Figures {
 		return (1000 * (tokens - before.tokens)) / (time - before.time);
 	}
 
-	/** The share of prompts' tokens from the cache, of what ended in the last two minutes. */
+	/** The share of prompts' tokens from the cache. */
 	hits(now, { prompt_tokens: read, cached_tokens: cached }) {
 		const history = this.history;
 		if (read < (history.at(-1)?.read ?? 0)) history.length = 0; // the server is another

@@ -16,5 +16,5 @@ export function recall(what) {
 export function remember(what, text) {
 	try {
 		sessionStorage.setItem(nameOf(what), text);
-	} catch {} // it is blocked
+	} catch {}
 }

@@ -1,4 +1,4 @@
-/** Conversations in the browser's IndexedDB: the head of each, which is all but its messages, and those. */
+/** Conversations in the browser's IndexedDB: heads, which are all but the messages, and messages. */
 
 import { BASE } from "./api.js";
 

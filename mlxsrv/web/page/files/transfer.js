@@ -6,7 +6,7 @@ import { defaults, parsed } from "./settings.js";
 
 const FORMAT = "mlxsrv conversations";
 
-// Each value stands for its type, `null` for any, as none does harm; a list holds what its items are like.
+// Each value stands for its type, `null` for any; a list holds what its items are like.
 const ALTERNATIVE = { token: "", bytes: [0], logprob: 0 };
 const TOKEN = { ...ALTERNATIVE, top_logprobs: [ALTERNATIVE] };
 const CALL = { id: "", type: "function", function: { name: "", arguments: "" } };
