@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 import msgspec
@@ -22,8 +23,8 @@ _log = logging.getLogger("mlxsrv.replicas")
 class ChangeNotes:
     """Writes down the requests that have changed what a replica holds for all.
 
-    If that fails, the client is refused, and may ask again: such changes set a state, so it makes
-    no difference that one is made twice.
+    If that fails, the client is told so; the change is made here, and is written down as soon as
+    that can be done. A client that goes away ends no change half-way, nor keeps it from its note.
 
     Args:
         app: makes the changes.
@@ -33,6 +34,7 @@ class ChangeNotes:
     def __init__(self, app: ASGIApp, shared: SharedFile) -> None:
         self._app = app
         self._shared = shared
+        self._running: set[asyncio.Task[None]] = set()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope.get(INTERNAL):
@@ -66,4 +68,11 @@ class ChangeNotes:
             if not refused:
                 await send(message)
 
-        await self._app(scope, tap.receive, send_noted)
+        async def change() -> None:
+            await self._app(scope, tap.receive, send_noted)
+
+        # Serve cancels the caller when the client leaves; what has begun goes on without it.
+        task = asyncio.create_task(change())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        await asyncio.shield(task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlxsrv.configuration import option_parser, settings_from
@@ -89,9 +89,9 @@ def _number(scale: ReplicaScale) -> str:
     return f"{scale.replicas}" if most == scale.replicas else f"{scale.replicas} to {most}"
 
 
-def _stop_at_signals(stopped: threading.Event) -> None:
+def _stop_at_signals(stop: Callable[[], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stopped.set())
+        signal.signal(number, lambda *_: stop())
 
 
 def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
@@ -107,17 +107,25 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
     stopped = threading.Event()
     with bind(settings) as listener:  # held until Ray has its own ports, which it chooses itself
         local, url, port = is_loopback(listener), url_of(listener), listener.getsockname()[1]
-        if address is None:
-            SharedFile.remove(path)  # as one process forgets when it ends
-        _stop_at_signals(stopped)
+        _stop_at_signals(stopped.set)
         if address is None:
             ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS)
         else:
             _join(ray, serve, address)
-    _stop_at_signals(stopped)  # Ray has handlers of its own, with which the process aborts
+    SharedFile.remove(path)  # as one process forgets when it ends; no Serve runs yet
+
+    def leave() -> None:
+        _stop_at_signals(stopped.set)  # another signal does not end the end
+        raise SystemExit
+
     try:
+        _stop_at_signals(leave)  # Ray has handlers of its own, with which the process aborts
+        if stopped.is_set():
+            raise SystemExit
         serve.start(proxy_location="HeadOnly", http_options={"host": settings.host, "port": port})
+        # It waits without end, where models are long in coming or no machine has room.
         serve.run(deployment(settings, scale, local=local), name="mlxsrv", route_prefix="/")
+        _stop_at_signals(stopped.set)
         print(f"mlxsrv: {_number(scale)} replicas on {url}", flush=True)
         stopped.wait()
     finally:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Sequence
+from time import monotonic
 
 import msgspec
 from starlette.types import ASGIApp
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp
 from mlxsrv.errors import StoreFailed
 from mlxsrv.logs import log
 from mlxsrv.replicas.own_requests import request_of
-from mlxsrv.replicas.shared_file import NotedChange, SharedFile, StateChange
+from mlxsrv.replicas.shared_file import BUSY, NotedChange, SharedFile, StateChange
 from mlxsrv.replicas.subjects import is_load
 
 _log = logging.getLogger("mlxsrv.replicas")
@@ -22,14 +23,17 @@ _ATTACH = re.compile(r"/api/saes/([^/]+)/attach")
 _DOWNLOAD_SECONDS = 300.0  # that a replica waits for an SAE before it goes on without it
 _LOOK_SECONDS = 0.1
 
+_LOOK_BUSY = 0.05  # seconds for which a look waits for other replicas; all streams wait with it
+_LOOK_PAUSE = 1.0  # seconds without a look after one that has failed
+
 _LONGEST_REASON = 500  # characters of a refusal, in the log
 
 
 class ChangeRepeater:
     """Makes the changes of the shared file at one replica, in their order.
 
-    A change that was made here is skipped, unless another replica's came between its beginning and
-    its note: that one was made here after it, or will be.
+    A change that was made here is skipped, unless another one was repeated here between its
+    beginning and its note: that one was made here after it, or will be.
 
     Args:
         app: of this replica.
@@ -39,7 +43,8 @@ class ChangeRepeater:
     def __init__(self, app: ASGIApp, shared: SharedFile) -> None:
         self._app = app
         self._shared = shared
-        self._last_foreign = 0
+        self._last_repeated = 0
+        self._next_look = 0.0
         self._up_to_date = True  # as far as the shared file can be read
         self._repeating: asyncio.Task[None] | None = None
         self._loads: dict[str, asyncio.Task[None]] = {}  # the last one of each subject
@@ -47,24 +52,27 @@ class ChangeRepeater:
     async def catch_up(self) -> None:
         """Make the changes that others have made. Without the shared file there are none: most
         requests need nothing of it."""
+        if monotonic() < self._next_look:
+            return
         try:
-            await self.repeat()
+            await self.repeat(_LOOK_BUSY)
         except StoreFailed as error:
             if self._up_to_date:
                 log(_log, logging.ERROR, "changes of others not known", reason=error.message)
             self._up_to_date = False
+            self._next_look = monotonic() + _LOOK_PAUSE
         else:
             self._up_to_date = True
 
-    async def repeat(self) -> None:
-        """As `catch_up`. Raises StoreFailed.
+    async def repeat(self, busy: float = BUSY) -> None:
+        """As `catch_up`, waiting `busy` seconds for the shared file. Raises StoreFailed.
 
         The task that makes the changes is not the caller's: one that goes away must not cancel a
         change half-way.
         """
         while True:
             if self._repeating is None:
-                changes = self._shared.changes_after(self._shared.made)
+                changes = self._shared.changes_after(self._shared.made, busy)
                 if not changes:
                     return
                 self._repeating = asyncio.create_task(self._make_all(changes))
@@ -84,9 +92,8 @@ class ChangeRepeater:
     async def _make_all(self, changes: Sequence[NotedChange]) -> None:
         try:
             for noted in changes:
-                if not noted.own:
-                    self._last_foreign = noted.number
-                if self._last_foreign > noted.change.after:
+                if not noted.own or self._last_repeated > noted.change.after:
+                    self._last_repeated = noted.number
                     await self._begin(noted.change)
                 self._shared.made = noted.number
         finally:

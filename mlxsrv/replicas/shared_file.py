@@ -4,9 +4,9 @@ It has stored responses, the rates of clients, and the changes of what one proce
 all: steering, and models that were loaded or unloaded on purpose.
 
 Calls are made on the event loop. A look takes 0.01 ms, counting a rate 0.05 ms, and storing a
-response a copy of its bytes. A call waits for those of other replicas, 5 s at most (`_BUSY`); then
-it fails. None waits for the disk (`synchronous = OFF`), for after a crash of the machine the file
-may go.
+response a copy of its bytes. A call waits for those of other replicas, 5 s at most (`BUSY`); then
+it fails. A look before a request waits much less. None waits for the disk (`synchronous = OFF`),
+for after a crash of the machine the file may go.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from mlxsrv.service.response_store import (
 from mlxsrv.settings import Settings
 from mlxsrv.web.security.rates import Allowance, grant
 
-_BUSY = 5.0  # seconds that a call waits for other replicas' calls
+BUSY = 5.0
+"""Seconds that a call waits for other replicas' calls, unless it says another time."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -106,14 +107,14 @@ class _Database:
         path.parent.mkdir(parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # texts are for this user only
         self._connection = sqlite3.connect(
-            path, timeout=_BUSY, isolation_level=None, check_same_thread=False
+            path, timeout=BUSY, isolation_level=None, check_same_thread=False
         )
         self._prepare()
 
     def _prepare(self) -> None:
         """Make what is not there. Of two that do this to a new file at once, SQLite refuses one
         without a wait."""
-        until = time.monotonic() + _BUSY
+        until = time.monotonic() + BUSY
         while True:
             try:
                 # Not WAL: its readers and writers share memory, so they must be on one machine.
@@ -148,6 +149,15 @@ class _Database:
                 self.execute("ROLLBACK")
             raise
 
+    @contextlib.contextmanager
+    def waiting(self, seconds: float) -> Iterator[None]:
+        """Within the block, calls wait so many seconds for other replicas' calls."""
+        self.execute(f"PRAGMA busy_timeout = {seconds * 1000:.0f}")
+        try:
+            yield
+        finally:
+            self.execute(f"PRAGMA busy_timeout = {BUSY * 1000:.0f}")
+
     def close(self) -> None:
         self._connection.close()
 
@@ -166,6 +176,7 @@ class SharedFile:
     def __init__(self, path: Path, settings: Settings, replica: str) -> None:
         self.made = 0
         self._replica = replica
+        self._unwritten: list[StateChange] = []  # that were made here
         try:
             self._file = _Database(path)
         except (OSError, sqlite3.Error) as error:
@@ -186,20 +197,34 @@ class SharedFile:
             Path(f"{path}{ending}").unlink(missing_ok=True)
 
     def add_change(self, change: StateChange) -> None:
-        """Have the other replicas repeat a change before their next requests."""
-        with self._file.transaction():
-            self._file.execute("DELETE FROM changes WHERE subject = ?", (change.subject,))
-            self._file.execute(
-                "INSERT INTO changes (subject, replica, change) VALUES (?, ?, ?)",
-                (change.subject, self._replica, msgspec.msgpack.encode(change)),
-            )
+        """Have the other replicas repeat a change before their next requests. Where this fails, the
+        change is written before the next call that can write."""
+        self._unwritten.append(change)
+        self._write()
 
-    def changes_after(self, number: int) -> list[NotedChange]:
-        """Return the changes since a number, in order."""
-        rows = self._file.execute(
-            "SELECT number, replica, change FROM changes WHERE number > ? ORDER BY number",
-            (number,),
-        )
+    def _write(self) -> None:
+        with self._file.transaction():
+            for change in self._unwritten:
+                self._file.execute("DELETE FROM changes WHERE subject = ?", (change.subject,))
+                self._file.execute(
+                    "INSERT INTO changes (subject, replica, change) VALUES (?, ?, ?)",
+                    (change.subject, self._replica, msgspec.msgpack.encode(change)),
+                )
+        self._unwritten.clear()
+
+    def changes_after(self, number: int, busy: float = BUSY) -> list[NotedChange]:
+        """Return the changes since a number, in order.
+
+        Args:
+            busy: seconds to wait for other replicas' calls.
+        """
+        with self._file.waiting(busy):
+            if self._unwritten:
+                self._write()
+            rows = self._file.execute(
+                "SELECT number, replica, change FROM changes WHERE number > ? ORDER BY number",
+                (number,),
+            )
         return [
             NotedChange(number, replica == self._replica, _change_in(change))
             for number, replica, change in rows

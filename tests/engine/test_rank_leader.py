@@ -170,6 +170,31 @@ def test_strangers_do_not_keep_ranks_from_coming() -> None:
     met.close()
 
 
+def test_a_stranger_that_has_gone_already_keeps_no_rank_from_coming(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = [ConnectionAbortedError(), OSError("Invalid argument")]  # as macOS tells it
+
+    def connect(accepted: socket.socket) -> RankConnection:
+        if gone:
+            accepted.close()
+            raise gone.pop()
+        return RankConnection(accepted)
+
+    monkeypatch.setattr("mlxsrv.engine.ranks.leader.RankConnection", connect)
+    reception = Reception("127.0.0.1")
+    meeting = reception.meeting
+    address = (meeting.host, meeting.port)
+    strangers = [socket.create_connection(address) for _ in gone]
+    own = RankConnection(socket.create_connection(address))
+    own.send(Hello(1, meeting.token))
+    [met] = reception.receive(1, PATIENCE)
+    for stranger in strangers:
+        stranger.close()
+    own.close()
+    met.close()
+
+
 def test_ranks_that_do_not_come_are_named() -> None:
     reception = Reception("127.0.0.1")
     meeting = reception.meeting

@@ -60,30 +60,38 @@ class Command:
     def stop(self) -> None:
         """End it with SIGTERM, after which it has nothing to complain about."""
         self._process.send_signal(signal.SIGTERM)
-        assert self._process.wait(60) == 0, self._log.read_text()
+        assert self._process.wait(180) == 0, self._log.read_text()
         assert "Traceback" not in self._log.read_text()
 
 
 @contextmanager
-def commanded(folder: Path, *options: str) -> Iterator[Command]:
-    """The command with these options, and with its log and its data in `folder`."""
-    command = [sys.executable, "-m", "mlxsrv", "replicas", "--port", "0", *options]
+def begun(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """The process of the command with these options, and its log; that and its data are in
+    `folder`."""
+    command = [sys.executable, "-m", "mlxsrv", "replicas", "--port", "0"]
     own = ["--num-cpus-per-replica", "0.1", "--data-dir", str(folder / "data")]
     log = folder / "log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            [*command, *own],
+            [*command, *own, *options],
             stdout=file,
             stderr=file,
             env=os.environ | {"HF_HUB_CACHE": "/nonexistent"},
             start_new_session=True,  # so that all its processes can be killed together
         )
     try:
-        yield Command(process, log)
+        yield process, log
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+@contextmanager
+def commanded(folder: Path, *options: str) -> Iterator[Command]:
+    """The command with these options, when it serves; its log and its data are in `folder`."""
+    with begun(folder, *options) as (process, log):
+        yield Command(process, log)
 
 
 class Cluster:

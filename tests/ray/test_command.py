@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster as Nodes
 
-from tests.ray.conftest import commanded
+from tests.ray.conftest import begun, commanded, wait_for
 
 
 def test_the_command_serves_until_a_signal(tmp_path: Path) -> None:
@@ -25,6 +26,14 @@ def test_the_command_serves_until_a_signal(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
         command.stop()
+
+
+def test_a_signal_ends_a_start_for_which_no_machine_has_room(tmp_path: Path) -> None:
+    with begun(tmp_path, "--num-cpus-per-replica", "1000") as (process, log):
+        wait_for(lambda: "Adding 1 replica" in log.read_text(), "it waits for the replica")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(180) == 0, log.read_text()
+        assert "Traceback" not in log.read_text()
 
 
 @pytest.fixture

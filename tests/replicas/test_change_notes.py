@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
 from mlxsrv.replicas.change_notes import ChangeNotes
 from mlxsrv.replicas.shared_file import SharedFile
@@ -61,7 +62,7 @@ def test_a_change_is_noted_when_it_is_made_and_not_when_it_is_refused(pair: Pair
     assert pair.noted() == [("PATCH", renamed)]
 
 
-def test_a_change_that_cannot_be_noted_is_refused_and_may_be_asked_for_again(pair: Pair) -> None:
+def test_a_change_that_cannot_be_noted_is_refused_and_noted_later(pair: Pair) -> None:
     id = pair.request("POST", "/api/profiles", PROFILE).json()["data"]["id"]
     file = pair.other._file
     file.execute("ALTER TABLE changes RENAME TO away")
@@ -71,5 +72,38 @@ def test_a_change_that_cannot_be_noted_is_refused_and_may_be_asked_for_again(pai
     assert (told["success"], told["error"]["code"]) == (False, "store_failed")
     assert "'shared' under --data-dir cannot be used" in told["error"]["message"]
     file.execute("ALTER TABLE away RENAME TO changes")
-    assert pair.request("PATCH", f"/api/profiles/{id}", {"name": "a"}).status_code == 200
+    assert pair.noted() == []
+    [noted] = pair.shared.changes_after(0)
+    assert noted.own
     assert pair.noted() == [("PATCH", f"/api/profiles/{id}")]
+
+
+def test_a_client_that_leaves_keeps_no_change_from_its_note(pair: Pair) -> None:
+    path, body = "/api/saes/steering", b'{"feature_idx": 3, "value": 1}'
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    async def send(message: Message) -> None:
+        pass
+
+    async def work() -> None:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+            begun.set()
+            await go_on.wait()
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+
+        notes = ChangeNotes(app, pair.shared)
+        asked = asyncio.create_task(notes(scope, receive, send))
+        await begun.wait()
+        asked.cancel()
+        await asyncio.wait([asked])
+        go_on.set()
+        await asyncio.gather(*notes._running)
+
+    asyncio.run(work())
+    assert pair.noted() == [("POST", path)]

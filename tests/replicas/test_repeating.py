@@ -188,6 +188,48 @@ def test_a_change_that_cannot_be_made_holds_up_nothing(
     assert "no SAE is attached" in caplog.records[1].__dict__["mlxsrv_fields"]["reason"]
 
 
+def test_what_is_made_here_beside_changes_of_others_ends_in_the_order_of_the_file(
+    tmp_path: Path,
+) -> None:
+    async def work() -> None:
+        followed = Followed(tmp_path, "/nowhere")
+        followed.note(ENABLE)
+        await followed.repeater.catch_up()
+        for subject, after in (("x", 0), ("y", 1), ("z", 3)):
+            path = f"/api/profiles/{subject}"
+            followed.shared.add_change(StateChange(subject, "DELETE", path, b"", b"", after))
+        await followed.repeater.catch_up()
+        # x began before the other's change was made here, and y before x was made again.
+        assert followed.app.came == [ENABLE, "/api/profiles/x", "/api/profiles/y"]
+        await followed.close()
+
+    asyncio.run(work())
+
+
+def test_a_file_that_another_replica_holds_stops_no_stream_for_long(tmp_path: Path) -> None:
+    async def work() -> None:
+        followed = Followed(tmp_path, "/nowhere")
+        followed.note(ENABLE)
+        told: list[str] = []
+        followed.shared._file._connection.set_trace_callback(told.append)
+        followed.other._file.execute("BEGIN EXCLUSIVE")
+        await followed.repeater.catch_up()
+        looked = ["PRAGMA busy_timeout = 50", "PRAGMA busy_timeout = 5000"]
+        assert [each for each in told if each.startswith("PRAGMA")] == looked
+        count = len(told)
+        await followed.repeater.catch_up()
+        assert len(told) == count, "it does not look again at once"
+        followed.other._file.execute("COMMIT")
+        async with asyncio.timeout(PATIENCE):
+            while not followed.app.came:
+                await followed.repeater.catch_up()
+                await asyncio.sleep(0.01)
+        assert followed.app.came == [ENABLE]
+        await followed.close()
+
+    asyncio.run(work())
+
+
 def test_a_load_is_begun_and_not_waited_for(tmp_path: Path) -> None:
     async def work() -> None:
         followed = Followed(tmp_path, "/api/generate")

@@ -13,7 +13,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
-from time import monotonic
+from time import monotonic, sleep
 
 import msgspec
 
@@ -44,6 +44,7 @@ COME_SECONDS = JOIN_SECONDS / 2
 _FAULT_SECONDS = 5.0
 _HELLO_SECONDS, _HELLO_BYTES = 2.0, 1024
 _WISH_SECONDS = 0.5
+_GONE_SECONDS = 0.05  # without a look, after a stranger that has gone
 _SILENT_SECONDS = 3.0  # a rank that works sends a beat every second
 
 
@@ -255,14 +256,15 @@ class Reception:
 
     def _accept(self, deadline: float) -> RankConnection | None:
         """The next one that connects; None if nobody does in time."""
-        left = deadline - monotonic()
-        if left <= 0:  # strangers may come for ever
-            return None
-        self._socket.settimeout(left)
-        try:
-            return RankConnection(self._socket.accept()[0])
-        except TimeoutError:
-            return None
+        while (left := deadline - monotonic()) > 0:  # strangers may come for ever
+            self._socket.settimeout(left)
+            try:
+                return RankConnection(self._socket.accept()[0])
+            except TimeoutError:
+                return None
+            except OSError:  # a stranger that has gone already
+                sleep(_GONE_SECONDS)
+        return None
 
     def _missing(self, ranks: list[int], seconds: float) -> str:
         host, port = self._socket.getsockname()[:2]
