@@ -182,10 +182,11 @@ def test_a_change_that_cannot_be_made_holds_up_nothing(
 
     with caplog.at_level(logging.INFO, "mlxsrv.replicas"):
         asyncio.run(work())
-    told = [(record.levelno, record.getMessage()) for record in caplog.records]
+    records = [record for record in caplog.records if record.name == "mlxsrv.replicas"]
+    told = [(record.levelno, record.getMessage()) for record in records]
     assert [level for level, _ in told] == [logging.ERROR, logging.ERROR, logging.INFO], told
     assert "RuntimeError: it fails" in caplog.text
-    assert "no SAE is attached" in caplog.records[1].__dict__["mlxsrv_fields"]["reason"]
+    assert "no SAE is attached" in records[1].__dict__["mlxsrv_fields"]["reason"]
 
 
 def test_what_is_made_here_beside_changes_of_others_ends_in_the_order_of_the_file(
