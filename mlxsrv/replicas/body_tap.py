@@ -24,6 +24,11 @@ class BodyTap(Generic[T]):
         self._parts: list[bytes] = []
         self._made: list[T] = []
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of the body has come."""
+        return bool(self._made)
+
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request" and not self._made:

@@ -71,8 +71,13 @@ class ChangeNotes:
         async def change() -> None:
             await self._app(scope, tap.receive, send_noted)
 
-        # Serve cancels the caller when the client leaves; what has begun goes on without it.
+        # Serve cancels the caller when the client leaves; a change that has begun goes on.
         task = asyncio.create_task(change())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
-        await asyncio.shield(task)
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not tap.whole or tap.finish() is None:  # half a body, or a request for a text
+                task.cancel()
+            raise

@@ -78,12 +78,23 @@ def test_a_change_that_cannot_be_noted_is_refused_and_noted_later(pair: Pair) ->
     assert pair.noted() == [("PATCH", f"/api/profiles/{id}")]
 
 
-def test_a_client_that_leaves_keeps_no_change_from_its_note(pair: Pair) -> None:
-    path, body = "/api/saes/steering", b'{"feature_idx": 3, "value": 1}'
+@pytest.mark.parametrize(
+    ("path", "body", "whole", "goes_on"),
+    [
+        ("/api/saes/steering", b'{"feature_idx": 3, "value": 1}', True, True),
+        ("/api/saes/steering", b'{"feature_idx": 3', False, False),
+        ("/api/generate", b'{"model": "demo"}', True, True),
+        ("/api/generate", b'{"model": "demo", "prompt": "Hello"}', True, False),
+    ],
+    ids=["change", "half a change", "load", "text"],
+)
+def test_a_client_that_leaves_ends_its_text_and_no_change(
+    pair: Pair, path: str, body: bytes, *, whole: bool, goes_on: bool
+) -> None:
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
 
     async def receive() -> Message:
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": body, "more_body": not whole}
 
     async def send(message: Message) -> None:
         pass
@@ -100,10 +111,12 @@ def test_a_client_that_leaves_keeps_no_change_from_its_note(pair: Pair) -> None:
         notes = ChangeNotes(app, pair.shared)
         asked = asyncio.create_task(notes(scope, receive, send))
         await begun.wait()
+        running = list(notes._running)
         asked.cancel()
         await asyncio.wait([asked])
         go_on.set()
-        await asyncio.gather(*notes._running)
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert [isinstance(each, asyncio.CancelledError) for each in ended] == [not goes_on]
 
     asyncio.run(work())
-    assert pair.noted() == [("POST", path)]
+    assert pair.noted() == ([("POST", path)] if goes_on else [])
