@@ -69,10 +69,10 @@ class RequestLog:
                 message = f"the server failed; its log says why under request id {identity}"
                 await refusal(scope, ServeError(message))(scope, receive, send_with_id)
         finally:
-            # A browser asks for two dozen files of the page, which would hide the other lines.
+            # Probes, and the two dozen files of the page, would hide the other lines.
             log(
                 _log,
-                logging.DEBUG if record.page else logging.INFO,
+                logging.DEBUG if record.quiet else logging.INFO,
                 "request",
                 method=scope["method"],
                 path=scope["path"],

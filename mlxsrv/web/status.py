@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxsrv.web import messages
+from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.observability.totals import Totals
 from mlxsrv.web.paths import is_verbose, speaks_anthropic
 from mlxsrv.web.reading import service_of
@@ -28,6 +29,7 @@ async def get_model(request: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """Whether requests would be served: for load balancers."""
+    record_of(request.scope).quiet = True
     service = service_of(request)
     answer = Health(status=service.health)
     if is_verbose(request.scope):
@@ -39,5 +41,6 @@ async def health(request: Request) -> Response:
 
 async def live(request: Request) -> Response:
     """Whether a restart would help: for supervisors."""
+    record_of(request.scope).quiet = True
     service = service_of(request)
     return JSONResponse(Health(status=service.health), status_code=200 if service.alive else 503)

@@ -130,15 +130,17 @@ def test_that_ollama_is_running_is_told_without_a_key_and_nothing_else_is(page: 
         assert client.get("/openapi.json").status_code == 401
 
 
-def test_the_log_tells_of_its_files_only_to_who_debugs(
-    client: TestClient, caplog: pytest.LogCaptureFixture
+def test_the_log_tells_of_its_files_and_of_probes_only_to_who_debugs(
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG", logger="mlxsrv.access")
-    for path in ("/", "/page/app.js", "/v1/models", "/page/none.js"):
-        client.get(path)
+    probes = ("/health", "/health/live", "/health?verbose=1", "/metrics")
+    with TestClient(make_app(metrics=True)) as client:
+        for path in ("/", "/page/app.js", *probes, "/v1/models", "/page/none.js"):
+            client.get(path)
     # The model is loaded meanwhile, and tells so.
     told = [record.levelname for record in caplog.records if record.name == "mlxsrv.access"]
-    assert told == ["DEBUG", "DEBUG", "INFO", "INFO"]
+    assert told == [*6 * ["DEBUG"], "INFO", "INFO"]
 
 
 @pytest.mark.parametrize("page", ["on", "off"])

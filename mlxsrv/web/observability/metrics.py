@@ -34,6 +34,7 @@ from mlxsrv.models.pool.observing import ModelEvicted, ModelFailed, ModelLoaded
 from mlxsrv.service.observing import Generated, Observer, RequestEnded, TokenCallback
 from mlxsrv.service.service import Service
 from mlxsrv.version import __version__
+from mlxsrv.web.observability.records import record_of
 from mlxsrv.wire.openai.answers import Health
 
 # Not OpenMetrics: prometheus-client replaces colons in names by underscores there.
@@ -253,6 +254,7 @@ class Metrics(Observer):
     # A scrape.
 
     async def scrape(self, request: Request) -> Response:
+        record_of(request.scope).quiet = True
         service: Service = request.app.service
         health = await service.state()
         self._live.gauges = [*_service_gauges(service, health), *_engine_gauges(health)]

@@ -21,7 +21,17 @@ _KEY = "mlxsrv.record"
 class RequestRecord:
     """Everything that is known about one request so far."""
 
-    __slots__ = ("asked", "begun", "error", "model", "operation", "page", "reply", "time", "tokens")
+    __slots__ = (
+        "asked",
+        "begun",
+        "error",
+        "model",
+        "operation",
+        "quiet",
+        "reply",
+        "time",
+        "tokens",
+    )
 
     def __init__(self) -> None:
         self.time = time.time_ns()
@@ -31,7 +41,7 @@ class RequestRecord:
         self.model = ""
         self.reply: Reply | None = None
         self.tokens: int | None = None
-        self.page = False  # whether it is answered with a file of the page
+        self.quiet = False  # whether only who debugs wants to read of it: a probe, a file
         self.error: str | None = None
 
     def end(self, scope: Scope, status: int, request_id: str) -> RequestEnded:

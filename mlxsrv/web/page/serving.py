@@ -125,7 +125,7 @@ def _page_file(content: bytes, name: str) -> PageFile:
 
 
 def _answer(request: Request, found: PageFile, more: Mapping[str, str]) -> Response:
-    record_of(request.scope).page = True
+    record_of(request.scope).quiet = True
     headers = {**_HEADERS, **more, "ETag": found.etag}
     asked = request.headers.get("if-none-match", "")
     if found.etag in (tag.strip().removeprefix("W/") for tag in asked.split(",")):

@@ -28,6 +28,8 @@ class ItemPart(Struct, frozen=True, omit_defaults=True):
     logprobs: Any = None
 
 
+_TEXTS = ("input_text", "output_text", "text")  # types of parts that any message may have
+
 Parts = str | Annotated[list[ItemPart], Meta(max_length=10_000)]
 
 
@@ -176,13 +178,23 @@ def read_stored(items: Sequence[bytes], path: str) -> list[PlacedItem]:
 
 def stored_form(item: InputItem, new_id: Callable[[str], str]) -> tuple[str, bytes]:
     """Return the id of an item that a client has sent, and the item as it is stored: with an id
-    and a status, and the content of a message as parts."""
+    and a status, and the content of a message as parts of its role's kind."""
     id = item.id or new_id(str(item.__struct_config__.tag))
     item = replace(item, id=id, status=item.status or "completed")
     match item:
-        case InputMessage(role=role, content=str(text)):
-            kind = "output_text" if role == "assistant" else "input_text"
-            item = replace(item, content=[ItemPart(type=kind, text=text)])
+        case InputMessage(role=role, content=content):
+            parts = [ItemPart("text", content)] if isinstance(content, str) else content or []
+            item = replace(item, content=[_stored_part(part, role) for part in parts])
         case InputReasoning(summary=None):
             item = replace(item, summary=[])
     return id, msgspec.json.encode(item)
+
+
+def _stored_part(part: ItemPart, role: str) -> ItemPart:
+    """A part of a message as OpenAI's types want it in a list: what an assistant said is
+    `output_text` with annotations, however the client named it."""
+    if part.type not in _TEXTS:
+        return part
+    if role != "assistant":
+        return ItemPart("input_text", part.text)
+    return replace(part, type="output_text", annotations=part.annotations or [])

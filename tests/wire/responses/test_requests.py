@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseItem
+from pydantic import TypeAdapter
 
 from mlxsrv.errors import InvalidRequest, ServeError
 from mlxsrv.generation.spec import (
@@ -219,17 +221,24 @@ def test_the_response_repeats_the_tools() -> None:
 def test_items_are_stored_with_all_that_a_client_may_leave_out() -> None:
     items = [{"role": "user", "content": "hi"}, said("So"), {"type": "reasoning"}, CALL, OUTPUT]
     junk = {"role": "assistant", "content": "x", "junk": 1}
-    request = asked(input=[*items, junk])
+    bare = [{"type": "output_text", "text": "b"}, {"type": "input_text", "text": "c"}]
+    parts = [{"role": role, "content": bare} for role in ("assistant", "user")]
+    nothing = {"role": "assistant", "content": None}
+    request = asked(input=[*items, junk, *parts, nothing])
     found = [json.loads(stored) for _, stored in stored_input(request, Past())]
     assert [item["type"] for item in found] == [
-        *("message", "message", "reasoning", "function_call", "function_call_output", "message")
+        *("message", "message", "reasoning", "function_call", "function_call_output"),
+        *4 * ("message",),
     ]
-    assert [item["id"].split("_")[0] for item in found] == ["msg", "msg", "rs", "fc", "fco", "msg"]
+    prefixes = ["msg", "msg", "rs", "fc", "fco", *4 * ["msg"]]
+    assert [item["id"].split("_")[0] for item in found] == prefixes
     assert {item["status"] for item in found} == {"completed"}
     assert found[0]["content"] == [{"type": "input_text", "text": "hi"}]
     assert found[1]["content"] == said("So")["content"]
+    for item in found:
+        TypeAdapter(ResponseItem).validate_python(item)
     assert found[2]["summary"] == []
-    assert found[5]["content"] == [{"type": "output_text", "text": "x"}]
+    assert found[5]["content"] == [{"type": "output_text", "text": "x", "annotations": []}]
     past = Past([stored for _, stored in stored_input(request, Past())])
     again = prompt(past, input=None, previous_response_id="resp_1")
     assert again.messages == request.spec(Past()).prompt.messages  # type: ignore[union-attr]
