@@ -72,16 +72,31 @@ class NamedTool(Struct, frozen=True):
     function: NamedFunction
 
 
+class ReasoningFields(Struct, frozen=True):
+    """Whether and how much to think, as OpenRouter's clients say it."""
+
+    effort: str | None = None
+    enabled: bool | None = None
+
+    @property
+    def thinks(self) -> bool | None:
+        """Whether the model shall think, if the request says so: an effort asks for it too."""
+        if self.enabled is None and self.effort is not None:
+            return self.effort != "none"
+        return self.enabled
+
+
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
     tools: Annotated[list[Tool], Meta(max_length=1000)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required", "any"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
     reasoning_effort: str | None = None
+    reasoning: ReasoningFields | None = None
     enable_thinking: bool | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
     continue_final_message: bool | None = None
@@ -93,12 +108,18 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         """Whether the model shall think, if the request says so."""
         if self.enable_thinking is not None:
             return self.enable_thinking
-        return None if self.think is None else bool(self.think)
+        if self.think is not None:
+            return bool(self.think)
+        return None if self.reasoning is None else self.reasoning.thinks
 
     @property
     def effort(self) -> str | None:
         """The effort to put into thinking, if the request says."""
-        return self.think if isinstance(self.think, str) else self.reasoning_effort
+        if isinstance(self.think, str):
+            return self.think
+        if self.reasoning_effort is not None or self.reasoning is None:
+            return self.reasoning_effort
+        return None if self.reasoning.effort == "none" else self.reasoning.effort
 
     @property
     def likeliest(self) -> int | None:
@@ -113,7 +134,8 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         """Whether the model must call a tool."""
         if isinstance(self.tool_choice, NamedTool):
             return ToolChoice("required", (self.tool_choice.function.name,))
-        return ToolChoice(self.tool_choice or "auto")
+        # Mistral's clients, and Anthropic's, call it "any" that a tool must be called.
+        return ToolChoice("required" if self.tool_choice == "any" else self.tool_choice or "auto")
 
     def spec(self) -> GenerationSpec:
         """Return what the request asks for.
@@ -187,12 +209,13 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
 
 def _check_thinking(request: ChatRequest) -> None:
     own = request.chat_template_kwargs or {}
-    level = isinstance(request.think, str)
+    level, asked = isinstance(request.think, str), request.reasoning
     check_same(
         {
             "chat_template_kwargs.enable_thinking": own.get("enable_thinking"),
             "enable_thinking": request.enable_thinking,
             "think": None if request.think is None else bool(request.think),
+            "reasoning.enabled": None if asked is None else asked.enabled,
         }
     )
     check_same(
@@ -200,6 +223,7 @@ def _check_thinking(request: ChatRequest) -> None:
             "chat_template_kwargs.reasoning_effort": own.get("reasoning_effort"),
             "reasoning_effort": request.reasoning_effort,
             "think": request.think if level else None,
+            "reasoning.effort": None if asked is None else asked.effort,
         }
     )
     check_ending(request)

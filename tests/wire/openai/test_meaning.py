@@ -8,8 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from mlxsrv.generation.spec import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
-from mlxsrv.wire.openai.requests import NamedTool
+from mlxsrv.generation.spec import (
+    ChatPrompt,
+    ChoiceForm,
+    Form,
+    GrammarForm,
+    JSONForm,
+    RegexForm,
+    ToolChoice,
+)
+from mlxsrv.wire.openai.requests import CHAT_REQUESTS, NamedTool
 from mlxsrv.wire.openai.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS
 from tests.support.bodies import KINDS
 from tests.support.openai_bodies import JSON_SCHEMA, chat, tool
@@ -135,6 +143,29 @@ def test_tools_are_what_templates_take() -> None:
     assert request.tool_choice.function.name == "g"
     read = msgspec.to_builtins(request.tools)
     assert json.dumps(read) == json.dumps(given_tools), "in the order of templates' examples"
+
+
+def test_any_tool_is_required() -> None:
+    assert read_chat(tools=[tool()], tool_choice="any").choice == ToolChoice("required")
+
+
+def test_reasoning_says_whether_and_how_much_to_think() -> None:
+    def asked(**reasoning: Any) -> tuple[bool | None, str | None]:
+        prompt = read_chat(reasoning=reasoning).spec().prompt
+        assert isinstance(prompt, ChatPrompt)
+        return prompt.thinking, prompt.effort
+
+    assert asked() == (None, None)
+    assert asked(effort="high") == (True, "high")
+    assert asked(effort="none") == (False, None)
+    assert asked(enabled=True) == (True, None)
+    assert asked(enabled=False, effort="low") == (False, "low")
+
+
+def test_the_parts_of_reasoning_that_have_no_effect_are_named() -> None:
+    reasoning = {"enabled": True, "max_tokens": 500, "exclude": True}
+    _, ignored = CHAT_REQUESTS.decode(json.dumps(chat(reasoning=reasoning)).encode())
+    assert ignored == ["reasoning.exclude", "reasoning.max_tokens"]
 
 
 def test_a_prompt_has_four_forms() -> None:
