@@ -19,8 +19,8 @@ from mlxsrv.connect.address import find_address
 from mlxsrv.connect.clients import CLIENTS
 from mlxsrv.connect.setup import ClientSetup
 from mlxsrv.connect.writing import plan_change, write_change
-from mlxsrv.engine.recording.command import replay_record
 from mlxsrv.engine.recording.record_file import RecordError
+from mlxsrv.engine.recording.replay import replay_record
 from mlxsrv.models.catalogue import hub_cache
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.options import SettingsError
@@ -202,34 +202,14 @@ def replay(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(
         prog="mlxsrv replay",
         description="Give the orders and outcomes of a record (mlxsrv --record FILE) to the "
-        "scheduler, and compare its plans with those that were recorded. With --model the works "
-        "are done again as well, and the tokens are compared; that needs a record that was made "
-        "with --record-tokens. Exit status 1: something differs.",
+        "scheduler, and compare its plans with those that were recorded. It needs no model. Exit "
+        "status 1: something differs.",
     )
     parser.add_argument("record", metavar="FILE", help="The record, which may be a .gz file.")
-    parser.add_argument("--print", action="store_true", help="Print each round, with its works.")
-    for flag, what in (
-        ("--model", "Do the works of the model NAME again, with that in this folder. Repeatable."),
-        ("--file", "Path of an adapter, a draft model, an SAE or a control vector. Repeatable."),
-    ):
-        parser.add_argument(flag, action="append", default=[], metavar="NAME=PATH", help=what)
-    asked = parser.parse_args(arguments)
-    models, files = _pairs("--model", asked.model), _pairs("--file", asked.file)
     try:
-        replay_record(asked.record, models, files, prints=asked.print)
+        replay_record(parser.parse_args(arguments).record)
     except RecordError as error:
         raise SettingsError(str(error)) from None
-
-
-def _pairs(flag: str, values: Iterable[str]) -> dict[str, str]:
-    """The values of a flag that is repeatable. Raises SettingsError."""
-    pairs: dict[str, str] = {}
-    for value in values:
-        name, equals, path = value.partition("=")
-        if not (name and equals and path):
-            raise SettingsError(f"{flag} {value}: it is NAME=PATH")
-        pairs[name] = path
-    return pairs
 
 
 COMMANDS: Final[Mapping[str, Callable[[Sequence[str]], None]]] = MappingProxyType(

@@ -409,18 +409,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     record: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
         Meta(
-            description="Write what the engine is asked, plans and does to this file, without "
-            "texts, for a bug report; mlxsrv replay reads it.",
+            description="Write what the engine is asked, plans and does to this file, for a bug "
+            "report; mlxsrv replay reads it. It has the token ids of all texts, and paths.",
             extra={"metavar": "FILE"},
         ),
     ] = None
-    record_tokens: Annotated[
-        bool,
-        Meta(
-            description="With --record: write token ids and grammars too. All texts can be read "
-            "from them."
-        ),
-    ] = False
     metrics: Annotated[
         bool, Meta(description="Serve Prometheus metrics at /metrics (extra metrics).")
     ] = False

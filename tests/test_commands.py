@@ -111,7 +111,6 @@ def test_nothing_is_loaded_to_list_models(folder: Path) -> None:
         (("pull", "not-a-repository"), 2, "ORG/NAME"),
         (("replay", "/no/record"), 2, "/no/record: No such file"),
         (("replay", __file__), 2, "is no record"),
-        (("replay", "x", "--model", "x"), 2, "--model x: it is NAME=PATH"),
         (("connect", "nobody"), 2, "there is no client 'nobody'; there are: codex, "),
         *(
             pytest.param(*case, marks=pytest.mark.long)

@@ -9,7 +9,7 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from struct import iter_unpack
 from time import perf_counter
@@ -28,7 +28,6 @@ from mlxsrv.engine.outcomes import (
     LoadStep,
     Outcome,
     Refusal,
-    Restored,
     Watched,
 )
 from mlxsrv.engine.plans import (
@@ -109,13 +108,6 @@ class Runner:
                 raise
             fault = note(error, f"{type(work).__name__} failed")
         return Outcome(began, self._clock(), done, fault)
-
-    def read_kept(self, model: int, entry: int, tokens: Sequence[int]) -> Outcome:
-        """Read these tokens and keep their KV cache as `entry`: what a replay does in place of
-        reading it from disk."""
-        began = self._clock()
-        prompt = self._text(model).read_kept(entry, tokens)
-        return Outcome(began, self._clock(), Restored(over=True, prompt=prompt))
 
     def _do(self, work: PlainWork) -> Done | None:
         match work:

@@ -35,19 +35,15 @@ class Writer(FakeDevice):
 
 
 @contextmanager
-def recorded(
-    path: Path, *, tokens: bool = False, most_bytes: int = BYTES
-) -> Iterator[list[Recorder]]:
-    """Have each Bench that is made meanwhile write a record. Yields their recorders."""
-    made: list[Recorder] = []
-    recording = Recording(path=str(path), tokens=tokens, most_bytes=most_bytes)
+def recorded(path: Path, *, most_bytes: int = BYTES) -> Iterator[None]:
+    """Have each Bench that is made meanwhile write a record."""
+    recording = Recording(path=str(path), most_bytes=most_bytes)
 
     def make() -> RecordedScheduler:
-        made.append(Recorder(recording))
-        return RecordedScheduler(made[-1])
+        return RecordedScheduler(Recorder(recording))
 
     with patch("tests.support.scheduling.Scheduler", make):
-        yield made
+        yield
 
 
 def replay(path: Path) -> ReplaySummary:
@@ -56,11 +52,9 @@ def replay(path: Path) -> ReplaySummary:
     return Replay(reader).run()
 
 
-def write_record(
-    path: Path, *jobs: Job, tokens: bool = False, device: FakeDevice | None = None
-) -> Bench:
+def write_record(path: Path, *jobs: Job, device: FakeDevice | None = None) -> Bench:
     """Record these jobs, one after the other."""
-    with recorded(path, tokens=tokens):
+    with recorded(path):
         bench = Bench(Writer() if device is None else device)
     bench.load(LOAD)
     for each in jobs:

@@ -62,11 +62,10 @@ class StoringEngine:
         disk: Path | None,
         *,
         record: Path | None = None,
-        tokens: bool = True,
         change: Callable[[Work, Outcome], Outcome] = lambda _, outcome: outcome,
         **more: Any,
     ) -> None:
-        recording = Recording(path=str(record), tokens=tokens, most_bytes=BYTES)
+        recording = Recording(path=str(record), most_bytes=BYTES)
         self.scheduler = Scheduler() if record is None else RecordedScheduler(Recorder(recording))
         self._told: SimpleQueue[StorageTold] = SimpleQueue()
         self.runner = Runner(self._told.put)

@@ -59,7 +59,6 @@ from mlxsrv.engine.outcomes import (
 from mlxsrv.engine.plans import Decode, FetchPrompt, Keep, Leave, RestorePrompt, RowGroup, Span
 from mlxsrv.engine.ranks.costs import find_greatest
 from mlxsrv.engine.ranks.rank_group import RankGroup
-from mlxsrv.engine.steering.plan import forward
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint
 
@@ -298,15 +297,6 @@ class TextRunner:
             return Restored(over=over)
         [prompt] = self._keep([KeptCache(work.entry, cache)])
         return Restored(over=over, prompt=prompt)
-
-    def read_kept(self, entry: int, tokens: Sequence[int]) -> KeptPrompt:
-        """Read these tokens, and keep their KV cache as `entry`."""
-        cache = self._caches.make()
-        forward(self._model, None, mx.array(list(tokens))[None], cache.layers)
-        cache.tokens = len(tokens)
-        mx.eval(cache.state)
-        [prompt] = self._keep([KeptCache(entry, cache)])
-        return prompt
 
     def _note_text(self, keep: Keep | None, row: int) -> None:
         """Note what a KV cache is of that is to be kept."""

@@ -4,7 +4,8 @@ Then come, for each round of the device thread: its orders, if there were any; i
 written before its works are done; and the outcome of each work. So a file that breaks off tells
 what was to be done next.
 
-What only clients are told is left out, and so is what a plan repeats of the orders: texts.
+Results that decide nothing are left out: log-probabilities, activations, vectors. So is what a plan
+repeats of the orders: token ids.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.generation.outputs import Vectors
 from mlxsrv.generation.parameters import Sampling
 
-FORMAT = 3
+FORMAT = 4
 _GZIP = b"\x1f\x8b"
 
 Number = int | float | bool | None
@@ -34,7 +35,6 @@ class RecordHeader(msgspec.Struct, frozen=True, tag="record", kw_only=True):
 
     Attributes:
         format: the version of the file's format.
-        tokens: token ids are real; if not, they are pseudonyms.
         began: seconds since 1970.
         clock: the same moment by the clock of outcomes.
         versions: of mlxsrv, MLX, mlx-lm and Python.
@@ -44,7 +44,6 @@ class RecordHeader(msgspec.Struct, frozen=True, tag="record", kw_only=True):
     """
 
     format: int
-    tokens: bool
     began: float
     clock: float
     versions: dict[str, str]
@@ -66,25 +65,20 @@ class PlanLine(msgspec.Struct, frozen=True, tag="plan"):
 
 
 class OutcomeLine(msgspec.Struct, frozen=True, tag="outcome"):
-    """The outcome of the next work of the plan.
-
-    Where token ids are pseudonyms, `ends` are the end tokens among those drawn: (client, job,
-    pseudonym). An order cannot name them: the pseudonym of a token depends on all before it.
-    """
+    """The outcome of the next work of the plan."""
 
     outcome: Outcome
-    ends: tuple[tuple[int, int, int], ...] = ()
 
 
 Line = OrdersLine | PlanLine | OutcomeLine
 
 
 class RecordError(ValueError):
-    """The file is no record of this version, or what is given does not suffice to replay it."""
+    """The file cannot be read, or is no record of this version."""
 
 
 def shorten(works: tuple[Work, ...]) -> tuple[Work, ...]:
-    """Works without the texts of their jobs, which their orders have."""
+    """Return works without the token ids of their jobs, which their orders have."""
     return tuple(map(_shorten, works))
 
 
@@ -130,11 +124,11 @@ class RecordedRound(msgspec.Struct):
     number: int
     orders: tuple[Received, ...] = ()
     works: tuple[Work, ...] | None = None
-    results: list[OutcomeLine] = []
+    outcomes: list[Outcome] = []
 
 
 class RecordReader:
-    """Reads a record, which may be compressed with gzip. It can be iterated more than once.
+    """Reads a record, which may be compressed with gzip.
 
     Attributes:
         header: its first line.
@@ -166,7 +160,7 @@ class RecordReader:
                         this = RecordedRound(this.number + 1)
                     this.works = works
                 case OutcomeLine():
-                    this.results.append(line)
+                    this.outcomes.append(line.outcome)
         if this.works is not None or this.orders:
             yield this
 

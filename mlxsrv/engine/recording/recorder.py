@@ -22,20 +22,8 @@ import msgspec
 
 from mlxsrv.engine.backend import describe_device
 from mlxsrv.engine.events import Activations
-from mlxsrv.engine.outcomes import (
-    Admitted,
-    AttachStep,
-    Decoded,
-    DeviceAnswer,
-    Done,
-    LoadStep,
-    Outcome,
-    PromptsRead,
-    Refusal,
-    RowFailure,
-)
-from mlxsrv.engine.plans import Decode, Release, RoundPlan, Work
-from mlxsrv.engine.recording.hiding import PathNames, Pseudonyms
+from mlxsrv.engine.outcomes import Decoded, LoadStep, Outcome, PromptsRead
+from mlxsrv.engine.plans import RoundPlan, Work
 from mlxsrv.engine.recording.record_file import (
     FORMAT,
     Line,
@@ -60,13 +48,11 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: the file. One that is there is kept as PATH.old.
-        tokens: with real token ids.
         options: of the server, for the file's first line.
         most_bytes: of the file; then the record ends.
     """
 
     path: str
-    tokens: bool
     options: tuple[tuple[str, Number], ...] = ()
     most_bytes: int = 1024**3
 
@@ -78,7 +64,6 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
         values = [(option, getattr(settings, option.name)) for option in options()]
         return cls(
             path=os.path.abspath(os.path.expanduser(settings.record)),
-            tokens=settings.record_tokens,
             options=tuple(
                 (option.name, value)
                 for option, value in values
@@ -93,8 +78,6 @@ class Recorder:
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
         self._encoder = LineEncoder()
-        self._paths = PathNames()
-        self._pseudonyms = None if recording.tokens else Pseudonyms()
         self._file: int | None = None
         self._over = False
         self._written = 0
@@ -103,24 +86,24 @@ class Recorder:
         """Write the orders of a round. The first are written when MLX is imported, which is when
         the file is made."""
         if orders:
-            self._note(self._make_orders, orders)
+            self._note(lambda: OrdersLine(tuple(orders)))
 
     def note_plan(self, plan: RoundPlan) -> None:
         """Write the plan of a round, before its works are done."""
-        self._note(self._make_plan, plan)
+        self._note(lambda: PlanLine(shorten(plan.works)))
 
-    def note_outcome(self, work: Work, outcome: Outcome) -> None:
+    def note_outcome(self, outcome: Outcome) -> None:
         """Write what came of the next work of the plan."""
-        self._note(self._make_outcome, work, outcome)
+        self._note(lambda: OutcomeLine(_reduce(outcome)))
 
-    def _note(self, make: Callable[..., Line], *what: object) -> None:
+    def _note(self, make: Callable[[], Line]) -> None:
         if self._over:
             return
         try:
             if self._file is None:
                 self._file = _create(self._recording.path)
                 self._write(self._encoder.encode(_make_header(self._recording)))
-            self._write(self._encoder.encode(make(*what)))
+            self._write(self._encoder.encode(make()))
         except Exception as error:  # a full disk, or whatever: it must not cost an answer
             self._stop(f"{type(error).__name__}: {error}")
 
@@ -137,78 +120,28 @@ class Recorder:
 
     def _stop(self, reason: str) -> None:
         self._over = True
-        self._pseudonyms = None
         if self._file is not None:
             os.close(self._file)
             self._file = None
         log(_log, logging.WARNING, "recording ended", file=self._recording.path, reason=reason)
 
-    # Lines.
 
-    def _make_orders(self, orders: Sequence[Received]) -> Line:
-        return OrdersLine(tuple(map(self._hide, orders)))
-
-    def _hide(self, received: Received) -> Received:
-        order = self._paths.hide(received.order)
-        if self._pseudonyms is not None:
-            order = self._pseudonyms.hide(received.client, order)
-        return Received(received.client, order)
-
-    def _make_plan(self, plan: RoundPlan) -> Line:
-        works = plan.works
-        if self._pseudonyms is not None:
-            self._pseudonyms.follow(works)
-            works = tuple(map(self._pseudonyms.hide_guesses, works))
-        return PlanLine(tuple(map(self._paths.hide_work, shorten(works))))
-
-    def _make_outcome(self, work: Work, outcome: Outcome) -> Line:
-        done = None if outcome.done is None else self._reduce(outcome.done)
-        ends: tuple[tuple[int, int, int], ...] = ()
-        if self._pseudonyms is not None:
-            if isinstance(work, Decode) and isinstance(done, Decoded):
-                done, ends = self._pseudonyms.hide_drawn(work, done)
-            elif isinstance(work, Release):
-                self._pseudonyms.forget(work)
-        fault = outcome.fault
-        if fault is not None:
-            fault = msgspec.structs.replace(fault, reason=self._paths.clean(fault.reason))
-        return OutcomeLine(Outcome(outcome.began, outcome.ended, done, fault), ends)
-
-    def _reduce(self, done: Done) -> Done:
-        """The outcome of a work without what only clients are told, and without folders."""
-        replace = msgspec.structs.replace
-        match done:
-            case Decoded():
-                return replace(
-                    done,
-                    likelihoods={},
-                    activations=tuple(map(_without_values, done.activations)),
-                    failures=self._clean_failures(done.failures),
-                )
-            case PromptsRead():
-                scores = None if done.scores is None else replace(done.scores, scores=())
-                activations = tuple(map(_without_values, done.activations))
-                return replace(done, scores=scores, activations=activations)
-            case Admitted():
-                return replace(done, failures=self._clean_failures(done.failures))
-            case LoadStep():
-                loaded = None if done.loaded is None else replace(done.loaded, notes=())
-                return replace(done, loaded=loaded, refusal=self._clean(done.refusal))
-            case AttachStep() | DeviceAnswer():
-                return replace(done, refusal=self._clean(done.refusal))
-        return done
-
-    def _clean(self, refusal: Refusal | None) -> Refusal | None:
-        if refusal is None:
-            return None
-        return Refusal(refusal.kind, self._paths.clean(refusal.reason))
-
-    def _clean_failures(self, failures: Sequence[RowFailure]) -> tuple[RowFailure, ...]:
-        clean = self._paths.clean
-        return tuple(
-            RowFailure(each.row, clean(each.reason), each.clear and clean(each.clear))
-            for each in failures
-        )
+def _reduce(outcome: Outcome) -> Outcome:
+    """Return the outcome of a work without the results that decide nothing."""
+    replace = msgspec.structs.replace
+    done = outcome.done
+    match done:
+        case Decoded():
+            activations = tuple(map(_without_values, done.activations))
+            done = replace(done, likelihoods={}, activations=activations)
+        case PromptsRead():
+            scores = None if done.scores is None else replace(done.scores, scores=())
+            activations = tuple(map(_without_values, done.activations))
+            done = replace(done, scores=scores, activations=activations)
+        case LoadStep():
+            loaded = None if done.loaded is None else replace(done.loaded, notes=())
+            done = replace(done, loaded=loaded)
+    return replace(outcome, done=done)
 
 
 def _without_values(activations: Activations) -> Activations:
@@ -230,7 +163,6 @@ def _create(path: str) -> int:
 def _make_header(recording: Recording) -> RecordHeader:
     return RecordHeader(
         format=FORMAT,
-        tokens=recording.tokens,
         began=time.time(),
         clock=time.perf_counter(),
         versions=find_versions(),
@@ -263,5 +195,5 @@ class RecordedScheduler(Scheduler):
         return plan
 
     def settle(self, work: Work, outcome: Outcome) -> None:
-        self._recorder.note_outcome(work, outcome)
+        self._recorder.note_outcome(outcome)
         super().settle(work, outcome)

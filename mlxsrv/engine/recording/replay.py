@@ -6,35 +6,18 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable
 
 import msgspec
 
 from mlxsrv.engine.events import Failed, Token
 from mlxsrv.engine.orders import Embed, Submit
-from mlxsrv.engine.plans import Decode, Work
-from mlxsrv.engine.recording.record_file import (
-    OutcomeLine,
-    RecordedRound,
-    RecordError,
-    RecordReader,
-    shorten,
-)
+from mlxsrv.engine.outcomes import Outcome
+from mlxsrv.engine.plans import Work
+from mlxsrv.engine.recording.record_file import RecordedRound, RecordReader, shorten
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
-
-JobKey = tuple[int, int]
-"""The client's number and the job's id."""
-
-
-def _find_ends(rounds: Iterable[RecordedRound]) -> dict[JobKey, set[int]]:
-    """Return the pseudonyms of end tokens that jobs have drawn: a replay must know them before
-    their time. Raises RecordError."""
-    found: dict[JobKey, set[int]] = {}
-    for this in rounds:
-        for client, job, token in [end for result in this.results for end in result.ends]:
-            found.setdefault((client, job), set()).add(token)
-    return found
+from mlxsrv.errors import ServeError
+from mlxsrv.version import __version__
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -45,8 +28,8 @@ class Difference(msgspec.Struct, frozen=True):
 
     round: int
     what: str
-    recorded: tuple[Work, ...] | None = None
-    planned: tuple[Work, ...] | None = None
+    recorded: tuple[Work, ...] = ()
+    planned: tuple[Work, ...] = ()
 
 
 class ReplaySummary(msgspec.Struct):
@@ -70,56 +53,23 @@ class ReplaySummary(msgspec.Struct):
     difference: Difference | None = None
 
 
-class Follower(Protocol):
-    """Does something with each work of a replay, before its outcome is settled."""
-
-    def take_orders(self, orders: Sequence[Received]) -> None:
-        """Look at the orders of a round."""
-
-    def follow(self, work: Work, result: OutcomeLine) -> str | None:
-        """Look at a work, and what came of it. Returns what is wrong, in one sentence.
-
-        Raises RecordError if it cannot be looked at.
-        """
-
-
-def _guesses(work: Work) -> bool:
-    return isinstance(work, Decode) and any(work.guesses)
-
-
 class Replay:
-    """One replay of a record.
+    """One replay of a record."""
 
-    Args:
-        reader: the record.
-        follower: takes all works, besides the scheduler.
-        show: called with each round before it is replayed.
-
-    Raises:
-        RecordError: it cannot be read to its end.
-    """
-
-    def __init__(
-        self,
-        reader: RecordReader,
-        follower: Follower | None = None,
-        show: Callable[[RecordedRound], None] = lambda _: None,
-    ) -> None:
+    def __init__(self, reader: RecordReader) -> None:
         self._reader = reader
-        self._ends = {} if reader.header.tokens else _find_ends(reader)
-        self._follower = follower
-        self._show = show
         self._scheduler = Scheduler()
         self.summary = ReplaySummary()
 
     def run(self) -> ReplaySummary:
-        """Replay the record to its end, or to the first difference. Raises RecordError."""
+        """Replay the record to its end, or to the first difference.
+
+        Raises:
+            RecordError: it cannot be read to its end.
+        """
         for this in self._reader:
-            self._show(this)
             try:
                 self.summary.difference = self._play(this)
-            except RecordError:
-                raise
             except Exception as error:  # as it may have been when it was recorded: a bug is found
                 trace = "".join(traceback.format_exception(error))
                 self.summary.difference = Difference(this.number, f"an error:\n{trace}")
@@ -128,39 +78,20 @@ class Replay:
         return self.summary
 
     def _play(self, this: RecordedRound) -> Difference | None:
-        orders = [self._complete(received) for received in this.orders]
-        self._count(orders)
-        if self._follower is not None:
-            self._follower.take_orders(orders)
-        plan = self._scheduler.plan(orders)
+        self._count(this.orders)
+        plan = self._scheduler.plan(this.orders)
         self._take_events()
         if this.works is None:
             self.summary.ended = "the plan"
             return None
-        if shorten(plan.works) != this.works:
-            if not self._reader.header.tokens and any(map(_guesses, this.works)):
-                raise RecordError(
-                    "tokens were looked up in texts, which takes real token ids: "
-                    "record with --record-tokens"
-                )
-            what = "the plan is another"
-            return Difference(this.number, what, this.works, shorten(plan.works))
-        for work, result in zip(plan.works, this.results, strict=False):
-            if self._follower is not None and (wrong := self._follower.follow(work, result)):
-                return Difference(this.number, wrong)
-            self._settle(work, result)
-        if len(this.results) < len(plan.works):
-            self.summary.ended = type(plan.works[len(this.results)]).__name__
+        planned = shorten(plan.works)
+        if planned != this.works:
+            return Difference(this.number, "the plan is another", this.works, planned)
+        for work, outcome in zip(plan.works, this.outcomes, strict=False):
+            self._settle(work, outcome)
+        if len(this.outcomes) < len(plan.works):
+            self.summary.ended = type(plan.works[len(this.outcomes)]).__name__
         return None
-
-    def _complete(self, received: Received) -> Received:
-        """The order with the end tokens that its job has drawn, where these are pseudonyms."""
-        order = received.order
-        if self._reader.header.tokens or not isinstance(order, Submit):
-            return received
-        ends = frozenset(self._ends.get((received.client, order.job.id), ()))
-        job = msgspec.structs.replace(order.job, end_tokens=ends)
-        return Received(received.client, msgspec.structs.replace(order, job=job))
 
     def _count(self, orders: Iterable[Received]) -> None:
         self.summary.rounds += 1
@@ -169,8 +100,7 @@ class Replay:
             if isinstance(received.order, Embed):
                 self.summary.texts += len(received.order.texts)
 
-    def _settle(self, work: Work, result: OutcomeLine) -> None:
-        outcome = result.outcome
+    def _settle(self, work: Work, outcome: Outcome) -> None:
         self.summary.works += 1
         self.summary.seconds += outcome.seconds
         if outcome.fault is not None:
@@ -184,3 +114,41 @@ class Replay:
                 self.summary.tokens += isinstance(event, Token)
                 if isinstance(event, Failed):
                     self.summary.failures[event.reason] += 1
+
+
+def replay_record(path: str) -> None:
+    """Replay a record, and print what it has and the first difference.
+
+    Raises:
+        RecordError: the file is no record, or cannot be read to its end.
+        ServeError: something differs.
+    """
+    reader = RecordReader(path)
+    header = reader.header
+    print(f"{header.system}; {_pairs(header.versions)}; {_pairs(header.device)}")
+    print(f"options: {_pairs(header.options) or 'the defaults'}")
+    if header.versions.get("mlxsrv") != __version__:
+        print(f"This is mlxsrv {__version__}: another version may plan otherwise.")
+    summary = Replay(reader).run()
+    print(
+        f"{summary.rounds} rounds, {summary.works} works of {summary.seconds:.3f} s, "
+        f"{summary.jobs} jobs ({summary.texts} texts to embed), {summary.tokens} tokens"
+    )
+    for what, reasons in (("works", summary.faults), ("jobs", summary.failures)):
+        for reason, count in reasons.most_common():
+            print(f"{what} that failed: {count} times: {reason}")
+    if reader.cut:
+        print("the last line is not whole")
+    if summary.ended is not None:
+        print(f"the record ends before this was done: {summary.ended}")
+    if (difference := summary.difference) is not None:
+        print(f"round {difference.round}: {difference.what}")
+        for name, works in (("recorded", difference.recorded), ("planned", difference.planned)):
+            for work in works:
+                print(f"  {name}: {work}")
+        raise ServeError("the replay differs from the record")
+    print("no difference")
+
+
+def _pairs(values: dict[str, str] | dict[str, str | int] | dict[str, float | None]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

@@ -188,8 +188,7 @@ def test_nothing_is_left_to_import_for_a_request() -> None:
         import pkgutil
         import mlxsrv.engine
         walk = pkgutil.walk_packages(mlxsrv.engine.__path__, "mlxsrv.engine.")
-        replaying = ("command", "model_replay", "printing", "replay")  # the command's own
-        engine = {each.name for each in walk if each.name.split(".")[-1] not in replaying}
+        engine = {each.name for each in walk} - {"mlxsrv.engine.recording.replay"}  # a command's
         wanted = engine | {"mlxsrv.prompts.grammars.grammar", "llguidance.hf"}
         print(wanted - {*sys.modules})
     """)

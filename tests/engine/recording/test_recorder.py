@@ -55,7 +55,7 @@ from mlxsrv.generation.parameters import Bans, Grammar, Sampling, Steering
 from mlxsrv.settings import Settings
 from tests.support.fake_device import FakeDevice
 from tests.support.growth import least_seconds
-from tests.support.recording import LOAD, Writer, job, recorded, replay, write_record
+from tests.support.recording import LOAD, job, recorded, replay, write_record
 from tests.support.scheduling import Bench
 
 
@@ -147,7 +147,7 @@ def test_a_round_is_in_the_file_before_its_works_are_done(tmp_path: Path) -> Non
 
 
 def test_what_clients_alone_are_told_is_not_recorded(tmp_path: Path) -> None:
-    recorder = Recorder(Recording(path=str(tmp_path / "r"), tokens=True, most_bytes=10**6))
+    recorder = Recorder(Recording(path=str(tmp_path / "r"), most_bytes=10**6))
     told = Likelihood(-1.25, ((77, -1.25),))
     activations = (Activations(1, 0, ((88, 1.5),)),)
     outcomes: dict[Work, Done] = {
@@ -156,12 +156,12 @@ def test_what_clients_alone_are_told_is_not_recorded(tmp_path: Path) -> None:
         EmbedSlice(model=1, texts=()): TextsRead(3, {1: np.full((2, 3), 99.0, np.float32)}),
     }
     recorder.note_plan(RoundPlan(tuple(outcomes)))
-    for work, done in outcomes.items():
-        recorder.note_outcome(work, Outcome(1.0, 2.0, done))
+    for done in outcomes.values():
+        recorder.note_outcome(Outcome(1.0, 2.0, done))
     text = (tmp_path / "r").read_text()
     assert not re.findall(r"1\.25|77|88|99", text.partition("\n")[2])
     [this] = RecordReader(str(tmp_path / "r"))
-    decoded, read, embedded = (result.outcome.done for result in this.results)
+    decoded, read, embedded = (outcome.done for outcome in this.outcomes)
     assert decoded == Decoded(((1, 5),), activations=(Activations(1, 0, ()),))
     assert read == PromptsRead((), PromptScored(1, ()), (), (Activations(1, 0, ()),))
     assert isinstance(embedded, TextsRead)
@@ -172,18 +172,17 @@ def test_a_thread_that_runs_already_is_not_recorded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     thread = DeviceThread.shared()
-    wish = Recording(path=str(tmp_path / "r"), tokens=False)
+    wish = Recording(path=str(tmp_path / "r"))
     with caplog.at_level(logging.WARNING):
         assert DeviceThread.shared(wish) is thread
     assert "not recorded" in caplog.text
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize("tokens", [True, False])
-def test_a_record_costs_little(tmp_path: Path, tokens: bool) -> None:
+def test_a_record_costs_little(tmp_path: Path) -> None:
     """It is compared with msgspec's JSON of the same: both are as fast as the machine. The bounds
     are ten times what was measured; `pytest -s` prints what a record costs here."""
-    recorder = Recorder(Recording(path=str(tmp_path / "r"), tokens=tokens, most_bytes=10**9))
+    recorder = Recorder(Recording(path=str(tmp_path / "r"), most_bytes=10**9))
     jobs = [job(i, tuple(range(100))) for i in range(32)]
     recorder.note_orders([Received(1, Submit(each)) for each in jobs])
     recorder.note_plan(RoundPlan((Admit(model=1, client=1, jobs=tuple(jobs)),)))
@@ -195,7 +194,7 @@ def test_a_record_costs_little(tmp_path: Path, tokens: bool) -> None:
     def record_steps() -> None:
         for _ in range(100):
             recorder.note_plan(step)
-            recorder.note_outcome(step.works[0], outcome)
+            recorder.note_outcome(outcome)
 
     def encode_steps() -> None:
         for _ in range(100):
@@ -221,7 +220,7 @@ def test_settings_that_are_numbers_are_recorded() -> None:
 
 
 def test_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
-    recorder = Recorder(Recording(path=str(tmp_path / "r"), tokens=True, most_bytes=10**6))
+    recorder = Recorder(Recording(path=str(tmp_path / "r"), most_bytes=10**6))
     steering = Steering(3, "clamp", ((1, 0.5),), (("v", 2.0),))
     asked = job(
         1,
@@ -251,16 +250,3 @@ def test_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
     recorder.note_orders(received)
     [this] = RecordReader(str(tmp_path / "r"))
     assert this.orders == tuple(received)
-
-
-def test_rows_that_have_left_are_forgotten(tmp_path: Path) -> None:
-    with recorded(tmp_path / "r") as recorders:
-        bench = Bench(Writer())
-    bench.load(LOAD)
-    bench.submit(job(1, (1, 2)), job(2, (1, 2)), job(3, (4,), max_tokens=99))
-    bench.rounds(3)
-    bench.cancel(3)
-    bench.finish()
-    [recorder] = recorders
-    assert recorder._pseudonyms is not None
-    assert not any(recorder._pseudonyms._rows.values())
