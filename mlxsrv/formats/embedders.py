@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from mlxsrv.formats.files import read_start
-from mlxsrv.formats.json_files import JSONObject, architecture_names
+from mlxsrv.formats.json_files import JSONObject, architecture_names, text_config
 
 _FILES = ("modules.json", "config_sentence_transformers.json", "1_Pooling")
 _NAME = re.compile(
@@ -15,6 +15,8 @@ _NAME = re.compile(
 _GEMMA_NAME = re.compile(r"(?:^|[-_./ ])embed(?:der|ding|dings)?gemma", re.IGNORECASE)
 # A model saved without its output head, as Qwen3Model is; QWenLMHeadModel has one.
 _HEADLESS = re.compile(r"\w+(?<!LMHead)(?<!Chat)Model")
+# LlamaBidirectionalModel, BidirLMModel, MistralBiModel, LlamaEncoderModel
+_BOTH_WAYS = re.compile(r"[Bb]idir|Bi(?:Model|For[A-Z])|EncoderModel")
 _TAG = re.compile(
     r"^pipeline_tag:\s*['\"]?(?:feature-extraction|sentence-similarity)\b", re.MULTILINE
 )
@@ -46,3 +48,17 @@ def is_embedder_name(name: str) -> bool:
 def is_headless(config: JSONObject) -> bool:
     """Whether a model was saved without its output head."""
     return any(map(_HEADLESS.fullmatch, architecture_names(config)))
+
+
+def looks_both_ways(config: JSONObject) -> bool:
+    """Whether the tokens of a decoder attend to those behind them as well, by the config's flags or
+    by the names of its classes: some models have no flag."""
+    code = config.get("auto_map")
+    named = code.values() if isinstance(code, dict) else ()
+    names = [*architecture_names(config), config.get("model_type"), *named]
+    if any(isinstance(name, str) and _BOTH_WAYS.search(name) for name in names):
+        return True
+    return any(
+        place.get("use_bidirectional_attention") or place.get("is_causal") is False
+        for place in (config, text_config(config))
+    )

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 
 from msgspec import Struct
 
-from mlxsrv.formats.embedders import is_embedder_name, is_headless
+from mlxsrv.formats.embedders import is_embedder_name, is_headless, looks_both_ways
 from mlxsrv.formats.encoders import (
     ROBERTA,
     TORCH_ACTIVATION,
@@ -117,11 +117,10 @@ def read_pooling_config(folder: Path, *, decoder: bool, name: str = "") -> Pooli
 def _check_model(folder: Path, config: JSONObject, *, decoder: bool) -> None:
     """Raise UnusableFile if the hidden states that are pooled would not be computed exactly."""
     if decoder:
-        for place in (config, text_config(config)):
-            if place.get("use_bidirectional_attention") or place.get("is_causal") is False:
-                raise UnusableFile(
-                    "it has bidirectional attention; decoders are run with causal attention only"
-                )
+        if looks_both_ways(config):
+            raise UnusableFile(
+                "it has bidirectional attention; decoders are run with causal attention only"
+            )
         return
     check_encoder(config)
     check_no_adapter(folder)

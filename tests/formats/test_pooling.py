@@ -337,17 +337,33 @@ def test_dense_layers_that_are_refused(change: dict[str, Any], reason: str, tmp_
         read(folder)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
+def test_decoders_that_look_both_ways_are_refused(tmp_path: Path) -> None:
+    """By a flag, or by the name of a class, as published embedders have them."""
+    llama = {"model_type": "llama"}
+    for config in (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
         {"model_type": "gemma3", "text_config": {"use_bidirectional_attention": True}},
         {"model_type": "qwen2", "is_causal": False},
-    ],
-)
-def test_decoders_that_look_both_ways_are_refused(config: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="bidirectional"):
-        read(write(tmp_path, config), decoder=True)
+        llama | {"architectures": ["LlamaBidirectionalModel"]},
+        llama | {"architectures": ["LlamaBidirectionalForSequenceClassification"]},
+        {"model_type": "qwen3", "architectures": ["VoyageQwen3BidirectionalEmbedModel"]},
+        {"model_type": "mistral", "architectures": "MistralBiModel"},
+        llama | {"auto_map": {"AutoModel": "modeling_llama_encoder.LlamaEncoderModel"}},
+        {"model_type": "llama_bidirec", "architectures": []},
+    ):
+        with pytest.raises(ValueError, match="bidirectional"):
+            read(write(tmp_path, config), decoder=True)
+            pytest.fail(f"{config} is not refused")
+
+
+def test_decoders_that_look_back_only_are_not_refused(tmp_path: Path) -> None:
+    for config in (
+        {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+        {"model_type": "qwen3", "architectures": ["Qwen3Model"], "auto_map": {"AutoModel": 3}},
+        {"model_type": "phi3", "auto_map": {"AutoModelForCausalLM": "m.Phi3ForCausalLM"}},
+        {"model_type": "qwen2", "is_causal": True, "auto_map": None, "architectures": None},
+    ):
+        assert read(write(tmp_path, config), decoder=True).pooling, config
 
 
 def test_a_folder_without_a_config(tmp_path: Path) -> None:
