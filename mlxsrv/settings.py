@@ -91,7 +91,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Memory for the weights of all loaded models, for the KV caches of running "
             "requests and for kept prompts together. "
-            "Default: 90% of what MLX recommends, else 75% of RAM.",
+            "Default: 90% of the working set that Metal recommends; on CUDA 81% of the card, or 90% "
+            "of what others leave of it if that is less; else 75% of RAM.",
             extra=_BYTES,
         ),
     ] = None
@@ -99,7 +100,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0)] | None,
         Meta(
             description="Freed buffers that MLX may keep for later use, beside --memory-limit; 0: "
-            "none. Default: 5% of what MLX recommends, or MLX's own limit if that is less.",
+            "none. Default: 5% of the working set, of the card or of RAM, or MLX's own limit if that "
+            "is less.",
             extra=_BYTES,
         ),
     ] = None
@@ -107,9 +109,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         bool,
         Meta(
             description="Keep what MLX uses wired, so that macOS never swaps or compresses it. "
-            "Turn it off on a Mac that panics under load."
+            "Some Macs panic under it when several requests run."
         ),
-    ] = True
+    ] = False
     idle_timeout: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(description="Unload a model that nobody has used for this many seconds."),

@@ -11,6 +11,8 @@ from contextlib import suppress
 from mlxsrv.engine.patches.imports import patch_imports
 from mlxsrv.errors import BackendMissing
 
+_UNTOLD = ("resource_limit", "uuid", "pci_bus_id")
+
 
 def require_backend() -> None:
     """Raises BackendMissing if MLX is installed without a back end for this machine."""
@@ -39,10 +41,11 @@ def import_engine() -> None:
 
 
 def describe_device() -> dict[str, str | int]:
-    """The device that MLX computes on, in MLX's words; empty where it has no back end."""
+    """The device that MLX computes on, in MLX's words and without what names this one card; empty
+    where it has no back end."""
     try:
         import mlx.core as mx
     except ImportError:
         return {}
-    known = {name: value for name, value in mx.device_info().items() if name != "resource_limit"}
-    return {"kind": mx.default_device().type.name, **known}
+    told = {name: value for name, value in mx.device_info().items() if name not in _UNTOLD}
+    return {"kind": mx.default_device().type.name, **told}

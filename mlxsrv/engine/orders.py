@@ -57,7 +57,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     kv_bits: int | None = None
     max_kv_size: int | None = None
     trust_remote_code: bool = False
-    wire_memory: bool = True
+    wire_memory: bool = False
     mlx_cache_limit: int | None = None
     prompt_cache_dir: str | None = None
     prompt_cache_disk_bytes: int = 0

@@ -6,29 +6,51 @@ Used on the device thread only.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from mlxsrv.engine.events import Report
 
-_SHARE_OF_RAM = 5 / 6  # where MLX recommends nothing; the system and the process need the rest
+_SHARE_OF_CARD = 0.9  # of a CUDA device; the driver, kernels and libraries need the rest
+_SHARE_OF_RAM = 5 / 6  # where MLX computes on the CPU; the system and the process need the rest
 _SHARE_CACHED = 0.05  # half of what `--memory-limit` leaves by default
 
 
 def working_memory() -> int:
-    """The bytes of memory that MLX recommends to work in, else most of all memory."""
-    recommended = mx.device_info().get("max_recommended_working_set_size")
+    """The bytes of memory that MLX can work in, those that it has taken included."""
+    return find_working_memory(
+        mx.device_info(),
+        held=mx.get_active_memory() + mx.get_cache_memory(),
+        ram=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    )
+
+
+def find_working_memory(device: Mapping[str, str | int], *, held: int, ram: int) -> int:
+    """The bytes that MLX can work in: those that Metal recommends; on CUDA most of the card, if
+    other processes leave as much; else most of the machine's memory.
+
+    Args:
+        device: what MLX's `device_info` tells.
+        held: bytes that MLX has taken, in use and free.
+        ram: bytes of the machine.
+    """
+    recommended = int(device.get("max_recommended_working_set_size", 0))
     if recommended:
-        return int(recommended)
-    return int(_SHARE_OF_RAM * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        return recommended
+    total = int(device.get("total_memory", 0))
+    if total:
+        share = int(_SHARE_OF_CARD * total)
+        return min(share, int(device["free_memory"]) + held) if "free_memory" in device else share
+    return int(_SHARE_OF_RAM * ram)
 
 
 def set_limits(*, wire: bool, cached: int | None) -> None:
     """Tell MLX what it may do with memory. It holds for the process, until the next call.
 
     Args:
-        wire: keep buffers wired, as far as MLX recommends it.
+        wire: keep buffers wired, as far as Metal recommends it.
         cached: the most bytes of freed buffers that MLX keeps for later use. On Metal its own limit
             is beyond all memory. None: a small share, since a step takes about the buffers that
             the step before has freed; or the limit that there is, if that is less.

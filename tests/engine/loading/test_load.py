@@ -20,6 +20,7 @@ from mlxsrv.engine.loading.device_memory import working_memory
 from mlxsrv.engine.loading.loader import Loader
 from mlxsrv.engine.loading.weights import ByteBudget, WeightReader
 from mlxsrv.engine.plans import LoadSlice
+from mlxsrv.settings import Settings
 from tests.support.effort import often
 from tests.support.fixtures import ModelFolder
 from tests.support.loading import (
@@ -114,17 +115,19 @@ def test_a_load_bounds_the_buffers_that_mlx_keeps(model_folder: ModelFolder) -> 
         mx.set_cache_limit(kept)
 
 
-@pytest.mark.parametrize("wire", [True, False])
-def test_memory_is_wired_unless_the_order_says_no(
-    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch, wire: bool
+def test_memory_is_wired_only_if_that_is_asked_for(
+    model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here MLX recommends nothing, so nothing is wired; what is asked of mlx-lm can be seen."""
     asked: list[bool] = []
     monkeypatch.setattr(
         device_memory, "maybe_set_recommended_wired_limit", lambda: asked.append(True)
     )
-    load(model_folder("qwen3"), wire_memory=wire)
-    assert asked == [True] * wire
+    load(model_folder("qwen3"))
+    load(model_folder("qwen3"), wire_memory=Settings().wire_memory)
+    assert asked == []
+    load(model_folder("qwen3"), wire_memory=True)
+    assert asked == [True]
 
 
 def test_what_a_row_costs_is_known_with_the_model(model_folder: ModelFolder) -> None:
