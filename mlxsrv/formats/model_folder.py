@@ -48,18 +48,18 @@ from mlxsrv.formats.weights import (
 
 ModelType: TypeAlias = Literal["chat", "base", "embedding"]
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "*.tiktoken",
-    "tiktoken.model",
-    "tekken.json",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "vocab.json",
-    "vocab.txt",
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "tekken.json", "tiktoken.model")
+"""The files of a tokenizer that transformers reads whatever its class is."""
+
+_VOCABULARIES_OF_CLASSES = (
+    *("vocab.json", "vocab.txt", "*.tiktoken"),
+    *("spiece.model", "sentencepiece.bpe.model"),
 )
+"""Files that only a tokenizer's own class, or its code, knows how to read."""
+
+_ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""The classes that read `_VOCABULARIES` and nothing else."""
+
 _THINKING = re.compile(
     r"<think>|<longcat_think>|<\|think:start\|>|enable_thinking|reasoning_content"
 )
@@ -129,8 +129,8 @@ def describe_model(
         # Only the model's own code knows what it makes of its config.
         if config.get("model_file") is None and not stand_ins:
             check_shape(config, weights.tensors)
-        _check_tokenizer(folder, files)
         settings = read_optional_object(folder / "tokenizer_config.json")
+        _check_tokenizer(folder, files, settings)
         template = _chat_template(folder, files, config, settings)
         encoder = is_encoder(config)
         if encoder:
@@ -182,10 +182,13 @@ def _newest(folder: Path, files: Iterable[str]) -> float:
     return max(path.stat().st_mtime for path in paths if path.is_file())
 
 
-def _check_tokenizer(folder: Path, files: Iterable[str]) -> None:
-    found = [name for name in sorted(files) for p in _TOKENIZER_FILES if fnmatchcase(name, p)]
+def _check_tokenizer(folder: Path, files: Iterable[str], settings: JSONObject) -> None:
+    """Raise UnusableFile where transformers would find no vocabulary, or one that is empty."""
+    own = settings.get("tokenizer_class") not in _ANY_CLASS or "auto_map" in settings
+    wanted = (*_VOCABULARIES, *(_VOCABULARIES_OF_CLASSES if own else ()))
+    found = [name for name in sorted(files) if any(fnmatchcase(name, each) for each in wanted)]
     if not found:
-        raise UnusableFile("it has no tokenizer, such as tokenizer.json")
+        raise UnusableFile("it has no tokenizer: tokenizer.json is missing")
     for name in found:
         check_content(folder / name)
 

@@ -96,6 +96,7 @@ class Tokenizer:
         generation = read_config(folder / "generation_config.json")
         extra = {"trust_remote_code": True} if trust_remote_code else None
         self._wrapper: TokenizerWrapper = load_tokenizer(folder, extra)
+        _require_vocabulary(self._wrapper)
         self._encoder = IncrementalEncoder(self._wrapper)
         self.chat_template = ChatTemplate(self._wrapper)
         self.end_tokens = find_end_tokens(self._wrapper.eos_token_ids, config, generation)
@@ -424,3 +425,11 @@ class Tokenizer:
         wrapper = self._wrapper
         markers = [wrapper.think_start_tokens, wrapper.think_end_tokens] if self.thinks else []
         return frozenset(tokens[0] for tokens in markers if tokens and len(tokens) == 1)
+
+
+def _require_vocabulary(tokenizer: TokenizerWrapper) -> None:
+    """Raise ValueError where transformers has read no file of the vocabulary: it then makes a
+    tokenizer that knows its special tokens, and at most one more, without a word."""
+    if len(tokenizer) - len(tokenizer.added_tokens_decoder) < 2:
+        kind = type(tokenizer._tokenizer).__name__
+        raise ValueError(f"{kind} finds no vocabulary in its folder; tokenizer.json is missing")

@@ -89,6 +89,13 @@ def _without(*names: str) -> Callable[[Path], None]:
     return remove
 
 
+def _instead_of_tokenizer(name: str) -> Callable[[Path], None]:
+    def move(folder: Path) -> None:
+        (folder / "tokenizer.json").rename(folder / name)
+
+    return move
+
+
 def _header(fields: Any) -> Callable[[Path], None]:
     text = json.dumps(fields).encode()
     return _write("model.safetensors", len(text).to_bytes(8, "little") + text + bytes(16))
@@ -165,6 +172,9 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
     (_header({"a": {"dtype": "X9", "shape": [3], "data_offsets": [16, 0]}}), "shape"),
     (_header({"a": {"dtype": "F32", "shape": [8], "data_offsets": [0, 32]}}), "cut short"),
     (_without("tokenizer.json", "tokenizer_config.json"), "no tokenizer"),
+    (_without("tokenizer.json"), "tokenizer.json is missing"),
+    (_instead_of_tokenizer("vocab.json"), "tokenizer.json is missing"),
+    (_instead_of_tokenizer("spiece.model"), "tokenizer.json is missing"),
     (_write("tokenizer.json", LFS), "'tokenizer.json' is a Git-LFS pointer"),
     (_dangling("tokenizer.json"), "'tokenizer.json' is not there"),
     (_write("tokenizer_config.json", "nothing"), "'tokenizer_config.json' is not valid JSON"),

@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.formats.model_folder import describe_model
 from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.messages import Chat
@@ -156,6 +157,30 @@ def test_special_tokens_are_no_text(folder: Path) -> None:
     pipeline = tokenizer.pipeline(stops=[], chat=True, thinking=False)
     tokens = tokenizer.encode("a<|im_start|>b<think>c</think>d").tokens
     assert pipeline.feed(tokens) == [("content", "ab"), ("reasoning", "c"), ("content", "d")]
+
+
+def unpack(folder: Path, **settings: str) -> None:
+    """Have the vocabulary in the two files of GPT-2's tokenizers instead of tokenizer.json."""
+    model = json.loads((folder / "tokenizer.json").read_text("utf-8"))["model"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (folder / "merges.txt").write_text("".join(f"{' '.join(m)}\n" for m in model["merges"]))
+    change(folder / "tokenizer_config.json", **settings)
+
+
+def test_a_vocabulary_may_be_in_the_files_that_its_class_reads(folder: Path) -> None:
+    text = "Tell me of the sea."
+    usual = Tokenizer(folder).encode(text)
+    unpack(folder, tokenizer_class="Qwen2Tokenizer")
+    assert describe_model(folder).type == "chat"
+    assert Tokenizer(folder).encode(text) == usual
+
+
+def test_a_tokenizer_without_a_vocabulary_is_refused(folder: Path) -> None:
+    """transformers makes one, of a few special tokens, where its class looks for other files."""
+    unpack(folder, tokenizer_class="LlamaTokenizer")
+    with pytest.raises(ValueError, match=r"LlamaTokenizer finds no vocabulary.*tokenizer\.json"):
+        Tokenizer(folder)
 
 
 def sentencepiece(folder: Path) -> None:
