@@ -54,13 +54,19 @@ class TokenTexts:
         wrapper: mlx-lm's tokenizer.
         end_tokens: tokens that end any answer.
         turn_ends: tokens that end an answer in a chat.
+        byte_level: the vocabulary spells bytes, whatever its files say of its decoder.
 
     Attributes:
         strips_first_space: a text that begins an answer in a chat loses its first space.
     """
 
     def __init__(
-        self, wrapper: TokenizerWrapper, *, end_tokens: frozenset[int], turn_ends: frozenset[int]
+        self,
+        wrapper: TokenizerWrapper,
+        *,
+        end_tokens: frozenset[int],
+        turn_ends: frozenset[int],
+        byte_level: bool = False,
     ) -> None:
         self._wrapper = wrapper
         self._end_tokens = end_tokens
@@ -73,7 +79,7 @@ class TokenTexts:
         detokenizer = wrapper.detokenizer
         self.strips_first_space = False
         scheme: Scheme | None = None
-        if isinstance(detokenizer, BPEStreamingDetokenizer):
+        if byte_level or isinstance(detokenizer, BPEStreamingDetokenizer):
             scheme = "byte_level"
         elif isinstance(detokenizer, SPMStreamingDetokenizer):
             scheme = "sentencepiece"

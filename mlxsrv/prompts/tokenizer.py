@@ -33,6 +33,7 @@ from mlxsrv.prompts.model_defaults import (
     vocabulary_size,
 )
 from mlxsrv.prompts.token_texts import TokenTexts
+from mlxsrv.prompts.tokenizer_steps import mend_decoder
 from mlxsrv.text.channels import Channels
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.stops import StopStrings
@@ -97,12 +98,17 @@ class Tokenizer:
         extra = {"trust_remote_code": True} if trust_remote_code else None
         self._wrapper: TokenizerWrapper = load_tokenizer(folder, extra)
         _require_vocabulary(self._wrapper)
+        backend = getattr(self._wrapper._tokenizer, "backend_tokenizer", None)
+        mended = backend is not None and mend_decoder(backend)
         self._encoder = IncrementalEncoder(self._wrapper)
         self.chat_template = ChatTemplate(self._wrapper)
         self.end_tokens = find_end_tokens(self._wrapper.eos_token_ids, config, generation)
         self.turn_ends = self.end_tokens | self.chat_template.turn_ends()
         self._texts = TokenTexts(
-            self._wrapper, end_tokens=self.end_tokens, turn_ends=self.turn_ends
+            self._wrapper,
+            end_tokens=self.end_tokens,
+            turn_ends=self.turn_ends,
+            byte_level=mended,
         )
         self._checkpoints = CheckpointFinder(self.chat_template, self._encoder, self.turn_ends)
         self.defaults = sampling_defaults(generation)

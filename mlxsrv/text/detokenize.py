@@ -68,7 +68,8 @@ def token_bytes(
 ) -> TokenBytes:
     """Derive the table of a tokenizer.
 
-    The content of an added token is text as it stands, not bytes in the vocabulary's spelling.
+    An added token is spelled like the others, so that a run of ▁ is one of spaces. But added tokens
+    are matched with whole characters: one that would be broken bytes is text as it stands.
 
     Args:
         scheme: how the vocabulary spells bytes.
@@ -82,8 +83,13 @@ def token_bytes(
     # Ids of added tokens may lie beyond the size that a tokenizer tells, with a gap before them.
     data.extend([b""] * (max(added, default=-1) + 1 - len(data)))
     for token_id, token in added.items():
-        shown = not token.special or token.content in keep
-        data[token_id] = token.content.encode() if shown else b""
+        as_it_stands = token.content.encode()
+        if token.special:
+            data[token_id] = as_it_stands if token.content in keep else b""
+            continue
+        written = spell(token.content)
+        broken = scheme == "byte_level" and _whole_text(written) is None
+        data[token_id] = as_it_stands if broken else written
     return TokenBytes(data=tuple(data), texts=tuple(map(_whole_text, data)))
 
 

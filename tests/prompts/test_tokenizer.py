@@ -220,6 +220,36 @@ def test_a_sentencepiece_answer_loses_its_first_space_in_a_chat_only(folder: Pat
         assert pipeline.feed(tokens) == [("content", expected)]
 
 
+@pytest.mark.parametrize("decoder", ["sentencepiece", "Metaspace", None])
+def test_a_byte_level_vocabulary_is_decoded_as_its_pre_tokenizer_spells(
+    folder: Path, decoder: str | None
+) -> None:
+    """Some conversions leave a decoder that is not the vocabulary's, and each space is a Ġ."""
+    expected = Tokenizer(folder)
+    text = "Hello there, naïve 你好\n\n  🙂"
+    members = [
+        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    decoders = {
+        "sentencepiece": {"type": "Sequence", "decoders": members},
+        "Metaspace": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "always"},
+        None: None,
+    }
+    change(folder / "tokenizer.json", decoder=decoders[decoder])
+    tokenizer = Tokenizer(folder)
+    tokens = tokenizer.encode(text).tokens
+    assert tokens == expected.encode(text).tokens
+    assert tokenizer.decode(tokens) == text
+    assert not tokenizer.strips_first_space
+    assert b"".join(map(tokenizer.token_bytes, tokens)).decode() == text
+    for chat in (True, False):
+        pipeline = tokenizer.pipeline(stops=[], chat=chat, thinking=False)
+        assert pipeline.feed(tokens) == [("content", text)]
+
+
 def test_the_markers_of_calls_are_text_only_where_tools_were_given(folder: Path) -> None:
     tokenizer = Tokenizer(folder)
     tools = [{"type": "function", "function": {"name": "f"}}]

@@ -42,7 +42,7 @@ def byte_level() -> Any:
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(["<think>", "</think>"])
-    tokenizer.add_tokens(["<tool é>"])
+    tokenizer.add_tokens(["<tool é>", "ĠĠĠ", "naïve"])
     return wrap(tokenizer)
 
 
@@ -70,7 +70,9 @@ def sentencepiece() -> Any:
     # The byte tokens had to be named to be in the vocabulary, but they are not special.
     spec = json.loads(tokenizer.to_str())
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] in specials]
-    return wrap(Tokenizer.from_str(json.dumps(spec)))
+    trained = Tokenizer.from_str(json.dumps(spec))
+    trained.add_tokens(["▁▁▁", "<▁tool é>"])  # Gemma's runs of spaces are of this kind
+    return wrap(trained)
 
 
 @pytest.fixture(scope="session")

@@ -1,3 +1,4 @@
+import random
 from collections.abc import Iterable
 from typing import Any
 
@@ -5,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlxsrv.text.detokenize import DecodingDetokenizer, Detokenizer, TokenBytes, token_bytes
+from mlxsrv.text.detokenize import (
+    DecodingDetokenizer,
+    Detokenizer,
+    Scheme,
+    TokenBytes,
+    token_bytes,
+)
 from mlxsrv.text.pipeline import TokenStage
 from tests.text.conftest import TEXTS
 
@@ -65,6 +72,38 @@ def test_any_ids_agree_with_decode_but_for_a_cut_character(
     assert whole.startswith(text)
     # The beginning of a surrogate, which is no character, is two broken pieces to some decoders.
     assert whole[len(text) :] in ("", "\ufffd", "\ufffd\ufffd")
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@pytest.mark.parametrize("shuffled", [False, True])
+def test_every_id_is_written_as_decode_writes_it(
+    request: pytest.FixtureRequest, kind: Scheme, shuffled: bool
+) -> None:
+    tokenizer = request.getfixturevalue(kind)
+    table = token_bytes(tokenizer, kind)
+    # A cut character is U+FFFD to both, but each decoder has its own count of them; and byte level
+    # takes an added token for bytes, even if these are no text.
+    ids = [i for i, text in enumerate(table.texts) if text not in (None, "naïve")]
+    if shuffled:
+        random.Random(31).shuffle(ids)
+    stage = Detokenizer(table, strip_first_space=kind == "sentencepiece")
+    assert "".join(run(stage, ids)) == decode(tokenizer, ids)
+
+
+def test_added_tokens_are_spelled_like_others(byte_level: Any, sentencepiece: Any) -> None:
+    """A run of spaces, as Gemma's are, and words whose characters would spell broken bytes."""
+    cases: tuple[tuple[Scheme, Any, str, str], ...] = (
+        ("sentencepiece", sentencepiece, "▁▁▁", "   "),
+        ("sentencepiece", sentencepiece, "<▁tool é>", "< tool é>"),
+        ("byte_level", byte_level, "ĠĠĠ", "   "),
+        ("byte_level", byte_level, "<tool é>", "<tool é>"),
+        ("byte_level", byte_level, "naïve", "naïve"),
+    )
+    for kind, tokenizer, name, text in cases:
+        (token,) = named(tokenizer, name)
+        assert token in tokenizer.added_tokens_decoder
+        stage = Detokenizer(token_bytes(tokenizer, kind))
+        assert run(stage, [token]) == [text, ""], name
 
 
 @given(TEXTS)
