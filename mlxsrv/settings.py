@@ -151,8 +151,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     allow_chat_template: Annotated[
         bool,
         Meta(
-            description="Let a request bring its own chat_template. It runs in a sandbox, for at "
-            "most 5 s, but may use much memory: for trusted clients only."
+            description="Let a request bring its own chat_template. It runs in a process of its "
+            "own, for at most 5 s, and with at most 4 GiB on Linux: for trusted clients only."
         ),
     ] = False
     sae_dir: Annotated[

@@ -1,21 +1,22 @@
 """A chat template: messages to one text, by the model's own template or by one of a client's.
 
-Both run in the sandbox of transformers. A client's template may not take long either, since nobody
-has looked at its loops.
+Both run in the Jinja sandbox of transformers. A client's runs in a process of its own as well,
+since nobody has looked at its loops.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+import msgspec
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.prompts.messages import Chat, PlainMessage
-from mlxsrv.prompts.time_limit import time_limit
+from mlxsrv.prompts.sandbox import TooMuch, run_apart
 
 # End-of-turn tokens by family. Published models often forget to list theirs. So in chats, the
 # marker that the template writes at the end of a turn also counts as an end token.
@@ -31,18 +32,25 @@ _TURN_ENDS = (
 # Names that rendering sets itself where a signature does not say so, in transformers and Jinja.
 _RENDERED = frozenset({"self", "conversations", "messages"})
 
+_SCRIPT = Path(__file__).with_name("template_process.py")
+
+
+class _Rendered(msgspec.Struct, frozen=True):
+    """The answer of `template_process.py`: a text, or the reason why there is none."""
+
+    text: str = ""
+    reason: str = ""
+
 
 class ChatTemplate:
     """The chat template of one model, if it has any.
 
     Args:
         wrapper: mlx-lm's tokenizer.
-        limit: seconds that a client's template may take.
     """
 
-    def __init__(self, wrapper: Any, *, limit: float = 5.0) -> None:
+    def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
-        self._limit = limit
         self._reserved = _RENDERED.union(inspect.signature(self._apply).parameters)
 
     @property
@@ -73,39 +81,60 @@ class ChatTemplate:
         Raises:
             UnsupportedParameter: there is no template.
             InvalidRequest: the template refuses these messages, or a client's template fails.
+            Overloaded: the system ended the process of a client's template.
         """
-        if not self.exists and chat.template is None:
+        if chat.template is not None:
+            return self._render_clients(chat, chat.template)
+        if not self.exists:
             raise UnsupportedParameter(
                 "this model has no chat template; use /v1/completions", param=chat.path
             )
-        apply = partial(
-            self._apply,
-            list(chat.messages),
-            tokenize=False,
-            add_generation_prompt=chat.answers and not chat.continue_final,
-            continue_final_message=chat.continue_final,
-            tools=None if chat.tools is None else list(chat.tools),
-            **chat.variables,
-        )
         try:
-            if chat.template is None:
-                return str(apply())
-            with time_limit(self._limit, "the template"):
-                return str(apply(chat_template=chat.template))
-        except (
-            TemplateError,
-            ValueError,
-            TypeError,
-            LookupError,
-            ArithmeticError,
-            RecursionError,
-            AttributeError,
-        ) as error:
-            what, param = f"{chat.path}: the model's chat template refused them", chat.path
-            if chat.template is not None:
-                param = chat.template_path
-                what = f"{param}: it cannot be rendered"
-            raise InvalidRequest(f"{what}: {error}", param=param) from None
+            text = self._apply(
+                list(chat.messages),
+                tokenize=False,
+                add_generation_prompt=chat.answers and not chat.continue_final,
+                continue_final_message=chat.continue_final,
+                tools=None if chat.tools is None else list(chat.tools),
+                **chat.variables,
+            )
+        except Exception as error:  # a template may raise anything
+            raise InvalidRequest(
+                f"{chat.path}: the model's chat template refused them: {error}", param=chat.path
+            ) from None
+        # A template may spell a character as two halves of a surrogate pair.
+        return str(text).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _render_clients(self, chat: Chat, template: str) -> str:
+        """Render a chat by a client's template, in the sandbox."""
+        tokens = self._wrapper._tokenizer.special_tokens_map
+        request = {
+            **{name: str(token) for name, token in tokens.items()},
+            **chat.variables,
+            "conversations": [
+                # As transformers does it: many templates write None for a key without a value.
+                [
+                    {key: value for key, value in message.items() if value is not None}
+                    for message in chat.messages
+                ]
+            ],
+            "tools": chat.tools,
+            "chat_template": template,
+            "add_generation_prompt": chat.answers and not chat.continue_final,
+            "continue_final_message": chat.continue_final,
+        }
+        crash = "too much for Jinja: its blocks may be nested too deeply"
+        try:
+            rendered = run_apart(
+                _SCRIPT, request, type=_Rendered, library="transformers", crash=crash
+            )
+            reason = rendered.reason
+        except TooMuch as error:
+            reason = str(error)
+        if reason:
+            path = chat.template_path
+            raise InvalidRequest(f"{path}: it cannot be rendered: {reason}", param=path)
+        return rendered.text
 
     def render_other(self, chat: Chat, messages: Sequence[PlainMessage]) -> str | None:
         """Render other messages in place of the chat's; None if the template refuses them."""

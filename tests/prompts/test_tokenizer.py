@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +13,7 @@ from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.formats.model_folder import describe_model
+from mlxsrv.prompts import sandbox
 from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.encoding import Truncation
 from mlxsrv.prompts.messages import Chat
@@ -21,6 +23,14 @@ from tests.support.fixtures import ModelFolder
 from tests.support.growth import assert_linear
 
 HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+EVERYTHING = r"""{{ bos_token }}{{ eos_token }}{%- set at = namespace(n=0) %}
+    {%- for message in messages %}{% generation %}{% set at.n = at.n + 1 %}
+    {{- message.role }} {{ message.content }}
+    {{- message.tool_calls | default([]) | tojson(indent=1) }}
+    {%- endgeneration %}{% if loop.index > 5 %}{% break %}{% endif %}
+    {% endfor %}{{ at.n }} {{ tools | tojson }} {{ x }} {{ "\ud83d\ude00 \ud83d" }}
+    {%- if add_generation_prompt %}assistant:{% endif %} {{- messages[-1].content }}"""
 
 
 @pytest.fixture
@@ -116,13 +126,52 @@ def test_what_a_template_refuses_is_the_clients_error(folder: Path) -> None:
     assert error.value.param == "messages"
 
 
-def test_a_clients_template_that_never_ends_is_refused(folder: Path) -> None:
-    """The model's own may take as long as it likes."""
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    template = ChatTemplate(load_tokenizer(folder), limit=0.1)
-    with pytest.raises(InvalidRequest, match=r"takes more than 0\.1 s") as error:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("endless", "reason"),
+    [
+        ("{{ 7 ** (24 * 10**6) }}", "takes more than 2 s"),
+        pytest.param(
+            "{{ 'x' * 10**12 }}",
+            "takes too much memory",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="macOS keeps no such limit"),
+        ),
+    ],
+)
+def test_a_clients_template_that_takes_too_much_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, endless: str, reason: str
+) -> None:
+    """Also in one operation. The model's own may take as long as it likes."""
+    monkeypatch.setattr(sandbox, "_SECONDS", 2)
+    template = ChatTemplate(load_tokenizer(folder))
+    with pytest.raises(InvalidRequest, match=reason) as error:
         template.render(Chat(messages=HELLO, template=endless))
     assert error.value.param == "chat_template"
+
+
+@pytest.mark.parametrize(
+    "chat",
+    [
+        {},
+        {"continue_final": True},
+        {"answers": False},
+        {"tools": [TOOL]},
+        {"variables": {"x": 0.1}},
+    ],
+)
+def test_a_clients_template_writes_what_the_models_own_would(folder: Path, chat: Any) -> None:
+    calls = [{"function": {"name": "look", "arguments": {"a": 1}}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "be brief 😀"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "assistant", "content": "I was "},
+    ]
+    change(folder / "tokenizer_config.json", chat_template=EVERYTHING)
+    template = ChatTemplate(load_tokenizer(folder))
+    own = template.render(Chat(messages=messages, **chat))
+    assert template.render(Chat(messages=messages, template=EVERYTHING, **chat)) == own
+    assert "😀" in own
+    assert "�" in own
 
 
 def test_a_model_without_a_template_does_not_chat(folder: Path) -> None:

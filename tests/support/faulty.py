@@ -20,7 +20,7 @@ from mlxsrv.cli import main
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import LoadSlice
 from mlxsrv.engine.runner import Runner
-from mlxsrv.prompts.grammars import sandbox
+from mlxsrv.prompts import sandbox
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.tokenizer import Tokenizer
 from tests.support import sleepy_sandbox

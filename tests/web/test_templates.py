@@ -127,6 +127,14 @@ def test_a_template_of_the_clients_is_used(trusting: httpx.Client) -> None:
     assert answer(asked) == answer(alone)
 
 
+def test_half_a_surrogate_pair_of_a_template_is_a_replacement_character(
+    trusting: httpx.Client,
+) -> None:
+    body = chat(chat_template=r"{{ '\ud83d' }}")
+    prompt = ask(trusting, body, "/apply-template")["prompt"]
+    assert prompt == "\ufffd"
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -136,6 +144,7 @@ def test_a_template_of_the_clients_is_used(trusting: httpx.Client) -> None:
         "{{ 1 / 0 }}",
         "{{ '' }}",
         "{{ nothing.at.all }}",
+        "{% for i in messages %}" * 25 + "{% endfor %}" * 25,
         pytest.param(
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
             marks=pytest.mark.long,

@@ -24,9 +24,9 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Constraint, Grammar, Mask
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars.latest import LatestAndUsed
-from mlxsrv.prompts.grammars.sandbox import one_line
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, by_characters
 from mlxsrv.prompts.grammars.translation import translate, without_forcing
+from mlxsrv.prompts.grammars.trial import one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

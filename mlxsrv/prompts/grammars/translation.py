@@ -18,10 +18,10 @@ from mlxsrv.prompts.grammars.gbnf import GBNFError
 from mlxsrv.prompts.grammars.json_strings import input_lark
 from mlxsrv.prompts.grammars.key_patterns import list_keys, spell_out
 from mlxsrv.prompts.grammars.regexes import ascii_classes
-from mlxsrv.prompts.grammars.sandbox import check_grammars, failures, match_keys, prefixed
 from mlxsrv.prompts.grammars.schema_nodes import SchemaError
 from mlxsrv.prompts.grammars.schemas import prepare
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGrammar
+from mlxsrv.prompts.grammars.trial import check_grammars, failures, match_keys, prefixed
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import llguidance
 import msgspec
 import pytest
 
-from mlxsrv.prompts.grammars import sandbox
+from mlxsrv.prompts.grammars import trial
 
 
 @pytest.fixture(scope="module")
 def near_sandbox() -> Iterator[None]:
     """The sandbox's own code tries grammars in this process: a process for each takes ten times as
     long. Nothing may hang or crash here; test_grammar_refusals.py tries that in real ones."""
-    spec = spec_from_file_location("sandbox_process", sandbox._PROCESS)
+    spec = spec_from_file_location("trial_process", trial._SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     process = module_from_spec(spec)
-    arguments = [str(sandbox._PROCESS), str(Path(llguidance.__file__).parents[1])]
-    with patch.object(sys, "argv", arguments), patch.object(sys, "path", [*sys.path]):
-        spec.loader.exec_module(process)
+    spec.loader.exec_module(process)
 
     def run(request: object, *, type: Any) -> Any:
         asked = msgspec.json.decode(msgspec.json.encode(request))
@@ -37,5 +32,5 @@ def near_sandbox() -> Iterator[None]:
             answer = [*process._failures(asked["grammars"])]
         return msgspec.json.decode(json.dumps(answer), type=type)
 
-    with patch.object(sandbox, "_run", run):
+    with patch.object(trial, "_run", run):
         yield

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizer
 
-from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.prompts.grammars import sandbox
+from mlxsrv.errors import InvalidRequest, Overloaded, UnsupportedParameter
+from mlxsrv.prompts import sandbox
 from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
 from tests.support import sleepy_sandbox
 from tests.support.grammars import JSON_OBJECT, PADDED, Model, Schema, chain, model
-from tests.support.sleepy_sandbox import LATE
+from tests.support.sleepy_sandbox import KILLED, LATE
 from tests.text.conftest import sentencepiece, wordpiece  # noqa: F401 (fixtures)
 
 __all__ = ["model"]
@@ -127,14 +127,29 @@ def test_a_schema_that_never_compiles_is_refused(
     monkeypatch.setattr(sandbox, "_SECONDS", 1)
     patterns = [{"type": "string", "pattern": f".{a}"} for a in "abcdefghijklmnopqrstuvwxyz"]
     spec = GrammarSpec("json_schema", json.dumps({"allOf": patterns}))
-    assert refusal(model, spec) == "takes more than 1 s to compile"
+    assert refusal(model, spec) == "takes more than 1 s of processor time"
 
 
 @pytest.mark.slow
 def test_a_busy_machine_makes_no_grammar_bad(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_SECONDS", 1)
     monkeypatch.setattr(sandbox, "_PROCESS", Path(sleepy_sandbox.__file__))
-    assert model.write(model.compile(GrammarSpec("choice", json.dumps([LATE])))) == LATE
+    assert model.write(model.compile(GrammarSpec("regex", LATE))) == LATE
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_killed_compiler_is_not_the_grammars_fault(
+    model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, times: int
+) -> None:
+    """It is started again once, and the next request may have more luck."""
+    monkeypatch.setattr(sandbox, "_PROCESS", Path(sleepy_sandbox.__file__))
+    (left := tmp_path / "left").write_text("x" * times)
+    spec = GrammarSpec("regex", f"{KILLED} {left}")
+    if times == 2:
+        with pytest.raises(Overloaded, match="memory is short"):
+            model.compile(spec)
+    assert model.write(model.compile(spec)).startswith(KILLED)
+    assert not left.read_text()
 
 
 def test_a_failed_grammar_is_tried_again(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

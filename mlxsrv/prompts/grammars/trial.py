@@ -1,30 +1,16 @@
-"""Runs what may hang or crash in a process of its own: compiling and trying clients' grammars.
-
-Some schemas of a kilobyte keep the compiler busy for minutes, and others overflow its stack, which
-no thread survives. `sandbox_process.py` is the other end.
-"""
+"""Tries clients' grammars in the sandbox; `trial_process.py` is the other end."""
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
-import msgspec
-
 from mlxsrv.prompts.grammars.key_patterns import KeyMatches, SchemaKeys
 from mlxsrv.prompts.grammars.specs import GrammarRefused
+from mlxsrv.prompts.sandbox import TooMuch, run_apart
 
-_SECONDS = 5
-"""Processor time: how busy the machine is must not decide what is a good grammar."""
-
-_PATIENCE = 120.0
-"""Seconds until it is given up all the same."""
-
-_PROCESS = Path(__file__).with_name("sandbox_process.py")
+_SCRIPT = Path(__file__).with_name("trial_process.py")
 
 T = TypeVar("T")
 
@@ -62,26 +48,11 @@ def match_keys(keys: Sequence[SchemaKeys]) -> list[KeyMatches]:
 
 
 def _run(request: object, *, type: type[T]) -> T:
-    """Return the process's answer, decoded. Raises GrammarRefused if it hangs or crashes."""
-    import llguidance
-
-    library = str(Path(llguidance.__file__).parents[1])
+    crash = "too much for the compiler: references may be nested too deeply"
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", str(_PROCESS), library, str(_SECONDS)],
-            input=msgspec.json.encode(request),
-            capture_output=True,
-            timeout=_PATIENCE,
-        )
-    except subprocess.TimeoutExpired:
-        raise GrammarRefused(f"takes more than {_PATIENCE:.0f} s to compile") from None
-    if done.returncode == -signal.SIGXCPU:
-        raise GrammarRefused(f"takes more than {_SECONDS} s to compile")
-    if done.returncode < 0:
-        raise GrammarRefused("too much for the compiler: references may be nested too deeply")
-    if done.returncode > 0 or not done.stdout:
-        raise RuntimeError(f"cannot try a grammar: {done.stderr.decode(errors='replace')}")
-    return msgspec.json.decode(done.stdout, type=type)
+        return run_apart(_SCRIPT, request, type=type, library="llguidance", crash=crash)
+    except TooMuch as error:
+        raise GrammarRefused(str(error)) from None
 
 
 def prefixed(name: str, reason: str) -> str:

@@ -1,8 +1,6 @@
-"""The sandbox's process: compiles and tries clients' grammars, and may hang or crash.
+"""Compiles and tries clients' grammars in the sandbox's process, and may hang or crash.
 
-This file is run, not imported. It imports nothing of this package, since that takes a while. Its
-arguments are the folder of llguidance, and the seconds of processor time after which SIGXCPU ends
-it, also if its server is gone by then. It reads one JSON object and writes the JSON answer:
+This file is run, not imported. It reads one JSON object and writes the JSON answer:
 
 - `{"grammars": [...]}`: compile each, then write random texts of it. The answer is a list of
   `[index, reason]` for grammars that are refused or lead to where nothing may follow.
@@ -15,19 +13,11 @@ from __future__ import annotations
 
 import json
 import random
-import resource
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 
-sys.path.append(sys.argv[1])
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-
-_STACK = 2 << 20
-"""Bytes; a quarter of the least default for threads. What compiles with it compiles in the server
-too."""
 
 _NOTHING = "nothing can satisfy it"
 _LONGEST_REASON = 4096
@@ -131,12 +121,4 @@ def _matcher(grammar: str) -> LLMatcher:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # a parent may have had it ignored
-    _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    if most == resource.RLIM_INFINITY or most > int(sys.argv[2]):
-        resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]), most))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(_STACK)
-    thread = threading.Thread(target=main)
-    thread.start()
-    thread.join()
+    main()
