@@ -10,12 +10,13 @@ from starlette.responses import Response
 
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import read_recorded, service_of
 from mlxsrv.web.responses import large_json, unless_gone
 from mlxsrv.web.security.clients import client_of
+from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.embeddings import (
     EMBEDDING_REQUESTS,
-    RERANK_REQUESTS,
     SCORE_REQUESTS,
     EmbeddingList,
     RerankResponse,
@@ -30,11 +31,16 @@ async def embed(request: Request) -> Response:
     return await _answer(request, work, headers)
 
 
-async def rerank(request: Request) -> Response:
-    asked, headers = await read_recorded(request, RERANK_REQUESTS, "rerank")
-    client = client_of(request, asked.user, asked.priority)
-    work = service_of(request).rerank(asked, request_id(request.scope), client)
-    return await _answer(request, work, headers)
+def reranking(requests: RequestDecoder[Any]) -> Endpoint:
+    """Return the handler of a route that reranks."""
+
+    async def endpoint(request: Request) -> Response:
+        asked, headers = await read_recorded(request, requests, "rerank")
+        client = client_of(request, asked.user, asked.priority)
+        work = service_of(request).rerank(asked, request_id(request.scope), client)
+        return await _answer(request, work, headers)
+
+    return endpoint
 
 
 async def score(request: Request) -> Response:

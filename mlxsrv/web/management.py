@@ -20,8 +20,8 @@ from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire
 from mlxsrv.wire.decoding import read_query
+from mlxsrv.wire.management_operations import MANAGEMENT
 from mlxsrv.wire.operation import Operation
-from mlxsrv.wire.operations import MANAGEMENT
 
 PathParams = Mapping[str, str]
 Handler = Callable[[Service, PathParams, Any], Awaitable[object]]

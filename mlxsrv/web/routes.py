@@ -22,7 +22,14 @@ from mlxsrv.web.page.serving import Page
 from mlxsrv.web.paths import Endpoint, OperationRoute
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import openapi
-from mlxsrv.wire.openai.dialects import ChatDialect, CompletionDialect, InfillDialect
+from mlxsrv.wire.openai.dialects import (
+    ChatDialect,
+    CompletionDialect,
+    FIMDialect,
+    InfillDialect,
+    LlamaCompletionDialect,
+)
+from mlxsrv.wire.openai.embeddings import COHERE_RERANK_REQUESTS, RERANK_REQUESTS
 from mlxsrv.wire.operations import BY_ID
 
 
@@ -38,6 +45,7 @@ def make_routes(
     versioned = [
         _route("createChatCompletion", completions.generating(ChatDialect(), "chat")),
         _route("createCompletion", completions.generating(CompletionDialect(), "text_completion")),
+        _route("createFIMCompletion", completions.generating(FIMDialect(), "text_completion")),
         _route("createMessage", messages.create_message),
         _route("countMessageTokens", messages.count_tokens),
         _route("createResponse", responses_api.create_response),
@@ -46,7 +54,7 @@ def make_routes(
         _route("deleteResponse", responses_api.delete_response),
         _route("listInputItems", responses_api.list_input_items),
         _route("createEmbedding", embeddings.embed),
-        _route("rerank", embeddings.rerank),
+        _route("rerank", embeddings.reranking(RERANK_REQUESTS)),
         _route("score", embeddings.score),
         _route("listModels", status.list_models),
         _route("getModel", status.get_model),
@@ -56,6 +64,10 @@ def make_routes(
         *versioned,
         *(OperationRoute(each.operation, each.endpoint, unversioned=True) for each in versioned),
         _route("infill", completions.generating(InfillDialect(), "text_completion")),
+        _route(
+            "llamaCompletion", completions.generating(LlamaCompletionDialect(), "text_completion")
+        ),
+        _route("rerankAsCohere", embeddings.reranking(COHERE_RERANK_REQUESTS)),
         _route("tokenize", tokens.tokenize),
         _route("detokenize", tokens.detokenize),
         _route("getTokenizerInfo", tokens.tokenizer_info),

@@ -255,7 +255,8 @@ def _tighten(schemas: dict[str, Schema]) -> None:
         for field, values in requests.NEUTRAL.items():
             if field not in properties:
                 properties[field] = {"enum": list(values), "description": "No other is supported."}
-    for name in ("ChatRequest", "CompletionRequest", "InfillRequest"):
+    llama = ("InfillRequest", "LlamaCompletionRequest")
+    for name in ("ChatRequest", "CompletionRequest", "FIMRequest", *llama):
         schema = schemas[name]
         properties = schema["properties"]
         properties["logit_bias"]["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
@@ -283,10 +284,10 @@ def _tighten(schemas: dict[str, Schema]) -> None:
         schemas[name]["anyOf"] = [_with(field, _TEXT) for field in ("model", "name")]
     schemas["TokenizeRequest"]["oneOf"] = [_set(name) for name in ("content", "prompt", "messages")]
     text["properties"]["suffix"]["description"] = "Not with `echo`; prompts are texts then."
-    asked = schemas["InfillRequest"]["properties"]
-    asked["n"] = {"enum": [None, 1], "description": "There is one answer."}
-    for name, values in infill.NOT_HERE.items():
-        asked[name] = {"enum": list(values), "description": "No other is supported."}
+    for asked in (schemas[name]["properties"] for name in llama):
+        asked["n"] = {"enum": [None, 1], "description": "There is one answer."}
+        for name, values in (*infill.NOT_HERE.items(), *infill.NEUTRAL.items()):
+            asked[name] = {"enum": list(values), "description": "No other is supported."}
     options = schemas["StreamOptions"]["properties"]
     options["continuous_usage_stats"]["description"] = "Only with `include_usage`."
     schemas["EmbeddingRequest"]["properties"]["input"] = _INPUT

@@ -43,7 +43,7 @@ WRONG: Table = {
     "repetition_penalty": ["1", 0, -1, 10.1, True],
     "repeat_penalty": ["1", 0, -1, 10.1, True],
     "logit_bias": [
-        *([], "5", 5, True, {"a": 1}, {"-1": 1}, {"1.0": 1}, {"": 1}, {"05": 1}, {" 5": 1}),
+        *("5", 5, True, {"a": 1}, {"-1": 1}, {"1.0": 1}, {"": 1}, {"05": 1}, {" 5": 1}),
         *({"5": "1"}, {"5": True}, {"5": None}, {"5": 100.1}, {"5": -101}, {"5": []}),
         *({str(2**31): 1}, {"5": 1, "x": 1}),
     ],
@@ -68,7 +68,7 @@ WRONG: Table = {
     "json_schema": [5, True, []],
     "profile": ["", 5, True, [], {}],
     "steering": [
-        *([], "5", 5, True, {"a": 1}, {"1.0": 1}, {"": 1}, {"05": 1}, {" 5": 1}, {"5": "1"}),
+        *("5", 5, True, {"a": 1}, {"1.0": 1}, {"": 1}, {"05": 1}, {" 5": 1}, {"5": "1"}),
         *({"5": True}, {"5": None}, {"5": 200.1}, {"5": -201}, {"5": []}, {"5": 1, "x": 1}),
         {str(feature): 1 for feature in range(1001)},
     ],
@@ -115,6 +115,10 @@ WRONG_INFILL: Table = {
     "n": [2],
 }
 WRONG_WITHIN_INFILL: list[tuple[Body, str]] = [
+    ({"logit_bias": [5]}, "logit_bias[0]"),
+    ({"logit_bias": [[5]]}, "logit_bias[0]"),
+    ({"logit_bias": [[5, "x"]]}, "logit_bias[0][1]"),
+    ({"logit_bias": [[5, 101]]}, "logit_bias[0][1]"),
     ({"input_extra": ["x"]}, "input_extra[0]"),
     ({"input_extra": [{"text": 5}]}, "input_extra[0].text"),
     ({"input_extra": [{"text": "x", "filename": None}]}, "input_extra[0].filename"),
@@ -339,7 +343,11 @@ UNSUPPORTED_CHAT: Table = {
     "echo": [True, 0],
     "suffix": ["the end", 5],
 }
-UNSUPPORTED_INFILL: Table = {"prompt_logprobs": [0, 5], "return_tokens_as_token_ids": [True]}
+UNSUPPORTED_INFILL: Table = {
+    "prompt_logprobs": [0, 5],
+    "return_tokens_as_token_ids": [True],
+    "n_probs": [3],
+}
 UNSUPPORTED_COMPLETION: Table = {
     "top_logprobs": [1, False],
     "response_format": [JSON_OBJECT, "text"],
@@ -359,7 +367,7 @@ FINE: Table = {
     "presence_penalty": [-2, 0, 2, -0.5],
     "repetition_penalty": [0.01, 1, 10],
     "repeat_penalty": [0.01, 1, 10],
-    "logit_bias": [{}, {"0": 100, "50256": -100}, {"5": 0.5}],
+    "logit_bias": [{}, {"0": 100, "50256": -100}, {"5": 0.5}, [], [[5, 0.5], [6, False]]],
     "seed": [0, -1, 2**63 - 1, -(2**63)],
     "stop": ["x", [], ["x"] * 16],
     "max_tokens": [-1, 1, 2**40],

@@ -362,6 +362,10 @@ def test_of_a_pair_the_longer_text_is_cut(client: httpx.Client) -> None:
     alike = client.post(RERANK, json=body | {"documents": [LONG[:34]]}).json()
     assert cut["results"] == alike["results"]
     assert cut["usage"]["prompt_tokens"] == 40
+    # Cohere's second version cuts unasked.
+    assert client.post("/v2/rerank", json=body).json()["results"] == cut["results"]
+    uncut = client.post("/v2/rerank", json=body | {"truncate": "NONE"})
+    refused(uncut, 400, "context_length_exceeded", param="documents[0]")
     made = score(client, "raw", text_1="cat", text_2=LONG, truncate="END")
     assert scores(made) == [cut["results"][0]["relevance_score"]]
 

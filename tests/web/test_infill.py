@@ -11,11 +11,22 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from mlxsrv.text.infill import FAMILIES
-from tests.support.client import COMPLETIONS, Body, answer, ask, completion, refused, stream
+from tests.support.client import (
+    COMPLETIONS,
+    Body,
+    answer,
+    ask,
+    check_schema,
+    completion,
+    refused,
+    stream,
+)
 from tests.support.serving import Server, serving
 from tests.support.tiny import make_tokenizer, write_model
 
 INFILL = "/infill"
+LLAMA = "/completion"
+FIM = "/v1/fim/completions"
 DETOKENIZE = "/detokenize"
 PREFIX, SUFFIX = "def add(a, b):\n    return ", "\n\nprint(add(1, 2))\n"
 FILES = [{"filename": "a.py", "text": "A = 1\n"}, {"text": "B = 2\n"}]
@@ -215,3 +226,80 @@ def test_what_infill_has_no_place_for_is_refused(client: httpx.Client) -> None:
         response = client.post(INFILL, json=infilled(**{name: value}))
         refused(response, 400, "unsupported_parameter", param=name)
     refused(client.post(INFILL, json=infilled(n=2)), 400, "invalid_value", param="n")
+
+
+# A text as llama.cpp's server goes on with it.
+
+
+def test_a_llama_completion_gives_what_a_completion_gives(client: httpx.Client) -> None:
+    same = ask(client, completion(PREFIX), COMPLETIONS)
+    for prompt in (PREFIX, tokenizer_of("CodeLlama").encode(PREFIX).ids):
+        # What llama.cpp's clients send unasked asks for nothing.
+        unasked = {"seed": -1, "logit_bias": [], "n_probs": 0, "grammar": "", "cache_prompt": True}
+        body = ask(client, {"prompt": prompt, "temperature": 0, "n_predict": 8, **unasked}, LLAMA)
+        assert body["content"] == answer(same)
+        assert (body["stop"], body["stop_type"], body["tokens_predicted"]) == (True, "limit", 8)
+
+
+def test_a_llama_completion_streams_the_same(client: httpx.Client) -> None:
+    asked = {"prompt": PREFIX, "temperature": 0, "n_predict": 8}
+    response = client.post(LLAMA, json=asked | {"stream": True})
+    events = response.text.removesuffix("\n\n").split("\n\n")
+    pieces = [json.loads(event.removeprefix("data: ")) for event in events]
+    assert "".join(piece["content"] for piece in pieces) == ask(client, asked, LLAMA)["content"]
+    assert [piece["stop"] for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+def test_a_bias_may_be_a_pair(client: httpx.Client) -> None:
+    asked = {"prompt": PREFIX, "temperature": 0, "n_predict": 4, "return_token_ids": True}
+    [first, *_] = ask(client, asked, LLAMA)["tokens"]
+    assert first not in ask(client, asked | {"logit_bias": [[first, False]]}, LLAMA)["tokens"]
+    assert ask(client, asked | {"logit_bias": [[7, 100]]}, LLAMA)["tokens"] == [7] * 4
+
+
+def test_any_seed_may_be_drawn(client: httpx.Client) -> None:
+    asked = {"prompt": PREFIX, "temperature": 2, "n_predict": 16}
+    texts = {ask(client, asked | {"seed": -1}, LLAMA)["content"] for _ in range(4)}
+    assert len(texts) > 1
+    seeded = {ask(client, asked | {"seed": 5}, LLAMA)["content"] for _ in range(2)}
+    assert len(seeded) == 1
+
+
+# The text between two others as Mistral's API gives it: in a chat's message.
+
+
+def test_mistrals_infill_is_a_completion_with_a_suffix(client: httpx.Client) -> None:
+    same = ask(client, completion(PREFIX, suffix=SUFFIX), COMPLETIONS)
+    asked = {"prompt": PREFIX, "suffix": SUFFIX, "temperature": 0, "max_tokens": 8}
+    body = ask(client, asked, FIM)
+    check_schema(body, "CreateChatCompletionResponse")
+    assert body["object"] == "chat.completion"
+    [choice] = body["choices"]
+    assert choice["message"] == {"role": "assistant", "content": answer(same), "refusal": None}
+    assert body["usage"]["prompt_tokens"] == same["usage"]["prompt_tokens"]
+    assert answer(ask(client, asked, FIM.removeprefix("/v1"))) == answer(same)
+
+
+def test_mistrals_infill_streams_a_chats_chunks(client: httpx.Client) -> None:
+    asked = {"prompt": PREFIX, "suffix": SUFFIX, "temperature": 0, "max_tokens": 8}
+    streamed = stream(client, asked, FIM)
+    assert streamed.content == answer(ask(client, asked, FIM))
+    assert {chunk["object"] for chunk in streamed.chunks} == {"chat.completion.chunk"}
+
+
+def test_mistrals_infill_without_a_suffix_goes_on(client: httpx.Client) -> None:
+    asked = {"prompt": PREFIX, "temperature": 0, "max_tokens": 8}
+    assert answer(ask(client, asked, FIM)) == answer(ask(client, completion(PREFIX), COMPLETIONS))
+
+
+def test_mistrals_seed_is_a_seed(client: httpx.Client) -> None:
+    asked = {"prompt": PREFIX, "temperature": 2, "max_tokens": 16}
+    one, other = (ask(client, asked | {"random_seed": 5}, FIM) for _ in range(2))
+    assert answer(one) == answer(other) == answer(ask(client, asked | {"seed": 5}, FIM))
+
+
+def test_mistrals_infill_refuses_a_model_without_the_tokens(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, server.client() as client:
+        for streamed in (False, True):
+            body = {"prompt": PREFIX, "suffix": SUFFIX, "stream": streamed}
+            refused(client.post(FIM, json=body), 400, "unsupported_parameter", param="suffix")

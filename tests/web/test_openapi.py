@@ -175,9 +175,10 @@ def test_a_proxys_prefix_is_told() -> None:
 # Whatever is asked, what is answered is as described.
 
 MESSAGES = "/v1/messages"
+TEXTS = (COMPLETIONS, "/infill", "/completion", "/v1/fim/completions")
 POSTS = [
-    *(CHAT, COMPLETIONS, "/infill", "/v1/embeddings", "/v1/rerank", "/v1/score"),
-    *("/tokenize", "/detokenize", "/apply-template", MESSAGES),
+    *(CHAT, *TEXTS, "/v1/embeddings", "/v1/rerank", "/v1/score"),
+    *("/v2/rerank", "/tokenize", "/detokenize", "/apply-template", MESSAGES),
 ]
 OLLAMA = ["/api/chat", "/api/generate", "/api/embed", "/api/embeddings", "/api/show"]
 RESPONSES = "/v1/responses"
@@ -200,7 +201,7 @@ OF_THE_MODEL = re.compile(
     r"|which means the same; give one of them|no fill-in-the-middle tokens|^add_special_tokens: "
     r"|^prompt_logprobs: not in a stream|^suffix: |needs include_usage"
     r"|^(guided_(regex|grammar|json)|grammar|json_schema|structured_outputs|response_format)\b"
-    r"|cannot be combined with tools"
+    r"|cannot be combined with tools|^prompt: must give at least one token"
     r"|^(images|messages\[\d+\].images|keep_alive|system|template|steering|format): "
     r"|this model reads text only, no images|^thread: this server keeps no conversations"
     r"|block cannot stand in a|only documents of plain text|\.source\.data$"
@@ -239,7 +240,7 @@ def prepared(case: AnyCase, **fields: Any) -> AnyCase:
     """The case as a question that the default model can answer briefly. An integer is written as
     one, for a schema cannot tell 1 from 1.0."""
     body = {**_integral(case.body), "model": "t" if case.path in OLLAMA else None}
-    if case.path in (CHAT, COMPLETIONS, MESSAGES, "/infill", "/apply-template"):
+    if case.path in (CHAT, MESSAGES, "/apply-template", *TEXTS):
         # There is no SAE here, nor a profile or a control vector.
         body |= dict.fromkeys(("profile", "steering", "steering_mode", "control_vector"))
         body |= {"max_completion_tokens": None, "n_predict": None, **fields}

@@ -31,12 +31,15 @@ OPENAI = [
     ("DELETE", "/v1/responses/{id}"),
     ("GET", "/v1/responses/{id}/input_items"),
     ("POST", "/infill"),
+    ("POST", "/completion"),
+    ("POST", "/v1/fim/completions"),
     ("POST", "/v1/messages"),
     ("POST", "/v1/messages/count_tokens"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{id:path}"),
     ("POST", "/v1/embeddings"),
     ("POST", "/v1/rerank"),
+    ("POST", "/v2/rerank"),
     ("POST", "/v1/score"),
     ("POST", "/tokenize"),
     ("POST", "/detokenize"),
@@ -172,7 +175,9 @@ def test_refusals_have_the_one_shape(method: str, path: str) -> None:
     if shape is anthropic.ERRORS:
         assert errors >= {"400", "401", "404", "413", "500", "504", "529"}
     elif method == "POST":
-        loads = path.startswith(("/v1/", "/infill")) and not path.endswith("/input_tokens")
+        loads = path.startswith(("/v1/", "/v2/", "/infill", "/completion")) and not path.endswith(
+            "/input_tokens"
+        )
         generates = {"507"} if loads else set()
         guarding = {"400", "401", "403", "408", "429", "431"}
         assert errors == guarding | {"404", "405", "413", "500", "503", "504"} | generates
@@ -199,6 +204,8 @@ PATHS = {
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",
     "infill": "/infill",
+    "llama": "/completion",
+    "fim": "/v1/fim/completions",
     "messages": "/v1/messages",
 }
 

@@ -1,12 +1,13 @@
-"""The three endpoints of OpenAI's API that generate text: chat, text completion and infill."""
+"""The endpoints that answer as OpenAI's API or llama.cpp's server does."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from mlxsrv.generation.outputs import Answer, Identity, Usage
 from mlxsrv.generation.spec import GenerationSpec
+from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.dialect import Dialect
 from mlxsrv.wire.openai.answers import (
     ChatCompletion,
@@ -16,11 +17,15 @@ from mlxsrv.wire.openai.answers import (
 )
 from mlxsrv.wire.openai.generation_request import GenerationRequest
 from mlxsrv.wire.openai.infill import (
+    FIM_REQUESTS,
     INFILL_REQUESTS,
-    InfillCompletion,
+    LLAMA_REQUESTS,
+    FIMRequest,
     InfillRequest,
-    InfillStream,
-    infill_completion,
+    LlamaCompletion,
+    LlamaCompletionRequest,
+    LlamaStream,
+    llama_completion,
 )
 from mlxsrv.wire.openai.requests import (
     CHAT_REQUESTS,
@@ -43,20 +48,26 @@ def _make_stream(kind: type[S], request: GenerationRequest, identity: Identity) 
     )
 
 
-class ChatDialect(Dialect[ChatRequest]):
-    requests = CHAT_REQUESTS
+class ChatDialect(Dialect[ChatRequest | FIMRequest]):
+    requests: ClassVar[RequestDecoder[Any]] = CHAT_REQUESTS
     id_prefix = "chatcmpl-"
 
-    def spec(self, request: ChatRequest) -> GenerationSpec:
+    def spec(self, request: ChatRequest | FIMRequest) -> GenerationSpec:
         return request.spec()
 
-    def stream(self, request: ChatRequest, identity: Identity) -> ChatStream:
+    def stream(self, request: ChatRequest | FIMRequest, identity: Identity) -> ChatStream:
         return _make_stream(ChatStream, request, identity)
 
     def fold(
         self, request: Any, identity: Identity, answers: Sequence[Answer], usage: Usage
     ) -> ChatCompletion:
         return chat_completion(identity, answers, usage)
+
+
+class FIMDialect(ChatDialect):
+    """Mistral's, which answers with a chat's messages and chunks."""
+
+    requests = FIM_REQUESTS
 
 
 class CompletionDialect(Dialect[CompletionRequest]):
@@ -75,17 +86,25 @@ class CompletionDialect(Dialect[CompletionRequest]):
         return text_completion(identity, answers, usage)
 
 
-class InfillDialect(Dialect[InfillRequest]):
-    requests = INFILL_REQUESTS
+class InfillDialect(Dialect[InfillRequest | LlamaCompletionRequest]):
+    requests: ClassVar[RequestDecoder[Any]] = INFILL_REQUESTS
     id_prefix = "cmpl-"
 
-    def spec(self, request: InfillRequest) -> GenerationSpec:
+    def spec(self, request: InfillRequest | LlamaCompletionRequest) -> GenerationSpec:
         return request.spec()
 
-    def stream(self, request: InfillRequest, identity: Identity) -> InfillStream:
-        return _make_stream(InfillStream, request, identity)
+    def stream(
+        self, request: InfillRequest | LlamaCompletionRequest, identity: Identity
+    ) -> LlamaStream:
+        return _make_stream(LlamaStream, request, identity)
 
     def fold(
         self, request: Any, identity: Identity, answers: Sequence[Answer], usage: Usage
-    ) -> InfillCompletion:
-        return infill_completion(identity, answers, usage)
+    ) -> LlamaCompletion:
+        return llama_completion(identity, answers, usage)
+
+
+class LlamaCompletionDialect(InfillDialect):
+    """llama.cpp's own way to ask for a text."""
+
+    requests = LLAMA_REQUESTS

@@ -93,6 +93,14 @@ class RerankRequest(TruncationFields, frozen=True, kw_only=True):
         return [one if isinstance(one, str) else one.text for one in self.documents]
 
 
+class CohereRerankRequest(RerankRequest, frozen=True, kw_only=True):
+    """The second version of Cohere's API cuts what is too long unless told otherwise."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.truncate not in (False, "NONE")
+
+
 Texts = NotEmpty | Annotated[list[NotEmpty], Meta(min_length=1, max_length=MOST_TEXTS)]
 
 _SIDES = (
@@ -188,6 +196,7 @@ def _check_embedding(request: EmbeddingRequest) -> None:
 
 EMBEDDING_REQUESTS = RequestDecoder(EmbeddingRequest, check=_check_embedding)
 RERANK_REQUESTS = RequestDecoder(RerankRequest, check=_check_cut)
+COHERE_RERANK_REQUESTS = RequestDecoder(CohereRerankRequest, check=_check_cut)
 SCORE_REQUESTS = RequestDecoder(ScoreRequest, check=_check_score)
 
 

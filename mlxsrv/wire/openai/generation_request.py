@@ -67,7 +67,11 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
     presence_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     repeat_penalty: Repetition | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=4096)] | None = None
+    logit_bias: (
+        Annotated[dict[TokenId, Bias], Meta(max_length=4096)]
+        | Annotated[list[tuple[TokenId, Bias | bool]], Meta(max_length=4096)]
+        | None
+    ) = None
     seed: Int64 | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=16)] | None = None
     max_tokens: Count | None = None
@@ -119,6 +123,18 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
         """The value of a field under any of its SPELLINGS. `none` means the same as null."""
         values = (getattr(self, each) for each in SPELLINGS[name])
         return next((value for value in values if value not in (None, none)), None)
+
+    @property
+    def first_seed(self) -> int | None:
+        """The seed of the first choice, if the request gives one."""
+        return self.seed
+
+    @property
+    def biases(self) -> Mapping[int, float]:
+        """The biases by token id. llama.cpp's clients list pairs, in which false means never."""
+        if isinstance(self.logit_bias, list):
+            return {id: -100.0 if bias is False else bias for id, bias in self.logit_bias}
+        return self.logit_bias or {}
 
     @property
     def timed(self) -> bool:
@@ -175,8 +191,8 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
                 frequency_penalty=self.frequency_penalty,
                 presence_penalty=self.presence_penalty,
                 repetition_penalty=self.repetition,
-                logit_bias=self.logit_bias or {},
-                seed=self.seed,
+                logit_bias=self.biases,
+                seed=self.first_seed,
             ),
             steering=self.steering_wishes,
             form=next(iter(self.forms), None),

@@ -1,4 +1,4 @@
-"""Infill, the text between two texts: the request and the answer of llama.cpp's server."""
+"""Texts, and texts between two others, as llama.cpp's server and Mistral's API have them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,16 @@ from mlxsrv.generation.outputs import (
     TokenScore,
     Usage,
 )
-from mlxsrv.generation.spec import GenerationSpec, InfillPrompt, ProjectFile
+from mlxsrv.generation.spec import GenerationSpec, InfillPrompt, ProjectFile, TextPrompts
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.answers import ErrorBody, error_response
-from mlxsrv.wire.openai.generation_request import GenerationRequest, check_generation
+from mlxsrv.wire.openai.generation_request import (
+    GenerationRequest,
+    Int64,
+    TokenId,
+    check_generation,
+    idle_options,
+)
 from mlxsrv.wire.openai.streams import OpenAIStream
 from mlxsrv.wire.openai.timings import TimingsBody
 from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
@@ -35,17 +41,26 @@ class InfillFile(Struct, frozen=True):
     filename: str = "tmp"
 
 
-class InfillRequest(GenerationRequest, frozen=True, kw_only=True):
+class LlamaRequest(GenerationRequest, frozen=True, kw_only=True):
+    """The fields that all texts of llama.cpp's server have."""
+
+    @property
+    def timed(self) -> bool:
+        return True
+
+    @property
+    def first_seed(self) -> int | None:
+        """The seed; -1 is llama.cpp's word for any."""
+        return None if self.seed == -1 else self.seed
+
+
+class InfillRequest(LlamaRequest, frozen=True, kw_only=True):
     """`prompt` is what has been written already, right behind the prefix."""
 
     input_prefix: str
     input_suffix: str
     input_extra: Annotated[list[InfillFile], Meta(max_length=1000)] | None = None
     prompt: str | None = None
-
-    @property
-    def timed(self) -> bool:
-        return True
 
     def spec(self) -> GenerationSpec:
         """Return what the request asks for."""
@@ -54,35 +69,78 @@ class InfillRequest(GenerationRequest, frozen=True, kw_only=True):
         return self.make_spec(prompt)
 
 
+class LlamaCompletionRequest(LlamaRequest, frozen=True, kw_only=True):
+    """A text, or its token ids, to go on with."""
+
+    prompt: str | Annotated[list[TokenId], Meta(min_length=1)]
+
+    def spec(self) -> GenerationSpec:
+        """Return what the request asks for."""
+        return self.make_spec(TextPrompts(prompts=[self.prompt], places=["prompt"]))
+
+
+class FIMRequest(GenerationRequest, frozen=True, kw_only=True):
+    """Mistral's request for the text between `prompt` and `suffix`; without a suffix, for the text
+    after the prompt."""
+
+    prompt: str
+    suffix: str | None = None
+    random_seed: Int64 | None = None
+
+    @property
+    def first_seed(self) -> int | None:
+        return self.seed if self.random_seed is None else self.random_seed
+
+    def spec(self) -> GenerationSpec:
+        """Return what the request asks for."""
+        suffix = self.suffix or ""
+        return self.make_spec(TextPrompts(prompts=[self.prompt], places=["prompt"], suffix=suffix))
+
+
 NOT_HERE = {"prompt_logprobs": (None,), "return_tokens_as_token_ids": (None, False)}
 """Fields that ask for log-probabilities, which llama.cpp's answer has no place for, with the values
 that ask for none."""
 
+NEUTRAL = {"n_probs": (None, 0)}
+"""The same, of llama.cpp's own fields."""
 
-def _check_infill(request: InfillRequest) -> None:
+_REASONS = {"n_probs": "use logprobs of /v1/completions"}
+
+
+def _check_llama(request: LlamaRequest) -> None:
     check_generation(request)
     for name, neutral in NOT_HERE.items():
         if getattr(request, name) not in neutral:
             raise UnsupportedParameter(
-                f"{name}: /infill tells no log-probabilities; use /v1/completions with suffix",
+                f"{name}: llama.cpp's answers tell no log-probabilities; use /v1/completions",
                 param=name,
             )
     if request.choices > 1:
-        raise InvalidRequest("n: /infill gives one answer; use /v1/completions", param="n")
+        raise InvalidRequest("n: this route gives one answer; use /v1/completions", param="n")
 
 
-def _idle_options(request: InfillRequest) -> list[str]:
+def _idle_options(request: LlamaRequest) -> list[str]:
     return [] if request.stream_options is None else ["stream_options"]
 
 
-INFILL_REQUESTS = RequestDecoder(InfillRequest, check=_check_infill, idle=_idle_options)
+INFILL_REQUESTS = RequestDecoder(
+    InfillRequest, check=_check_llama, neutral=NEUTRAL, reasons=_REASONS, idle=_idle_options
+)
+LLAMA_REQUESTS = RequestDecoder(
+    LlamaCompletionRequest,
+    check=_check_llama,
+    neutral=NEUTRAL,
+    reasons=_REASONS,
+    idle=_idle_options,
+)
+FIM_REQUESTS = RequestDecoder(FIMRequest, check=check_generation, idle=idle_options)
 
 # Answers.
 
 StopType = Literal["eos", "word", "limit"]
 
 
-class InfillCompletion(Struct, frozen=True, kw_only=True):
+class LlamaCompletion(Struct, frozen=True, kw_only=True):
     """A whole answer; with `stop` false, a piece of a streamed one, whose last has the rest."""
 
     index: Literal[0] = 0
@@ -100,9 +158,9 @@ class InfillCompletion(Struct, frozen=True, kw_only=True):
     error: ErrorBody | UnsetType = UNSET
 
 
-def infill_completion(
+def llama_completion(
     identity: Identity, answers: Sequence[Answer], usage: Usage
-) -> InfillCompletion:
+) -> LlamaCompletion:
     """The whole response to a request that is not streamed."""
     [answer] = answers
     tokens = UNSET if answer.tokens is None else [*answer.tokens]
@@ -116,9 +174,9 @@ def _last(
     stop: str | None,
     usage: Usage,
     tokens: list[int] | UnsetType = UNSET,
-) -> InfillCompletion:
+) -> LlamaCompletion:
     ends: StopType = "word" if stop is not None else "eos"
-    return InfillCompletion(
+    return LlamaCompletion(
         content=content,
         tokens=tokens,
         model=identity.model,
@@ -132,11 +190,11 @@ def _last(
     )
 
 
-class InfillStream(OpenAIStream):
-    """Pieces of an infill. The last event is the last piece: llama.cpp sends no `[DONE]`."""
+class LlamaStream(OpenAIStream):
+    """Pieces of a text. The last event is the last piece: llama.cpp sends no `[DONE]`."""
 
     def _encode_templates(self) -> None:
-        piece = InfillCompletion(content=PLACEHOLDER, stop=False, timings=self._timings)
+        piece = LlamaCompletion(content=PLACEHOLDER, stop=False, timings=self._timings)
         self._text = text_frames(piece)
 
     def opening(self) -> bytes:
@@ -148,11 +206,11 @@ class InfillStream(OpenAIStream):
         return self._text(text)
 
     def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
-        return frame(InfillCompletion(content="", tokens=[*tokens], stop=False))
+        return frame(LlamaCompletion(content="", tokens=[*tokens], stop=False))
 
     def end(self, ended: Ended) -> bytes:
         assert ended.usage is not None  # there is one choice
         return frame(_last(self._identity, "", ended.reason, ended.stop, ended.usage))
 
     def error(self, error: ServeError) -> bytes:
-        return frame(InfillCompletion(content="", error=error_response(error).error))
+        return frame(LlamaCompletion(content="", error=error_response(error).error))
