@@ -208,10 +208,10 @@ def _prepare(connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA application_id = {_APPLICATION}")
         connection.execute(f"PRAGMA user_version = {_VERSION}")
     connection.execute("COMMIT")
-    # In this mode readers need not wait for a writer. It cannot be set while others use the file;
-    # then the next write sets it.
+    # Not WAL, as of former versions: there a reader makes a file too, which a full disk refuses. It
+    # cannot be changed while others use the file; then the next write changes it.
     with suppress(sqlite3.OperationalError):
-        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA journal_mode = DELETE")
 
 
 def _row(profile: Profile) -> dict[str, object]:

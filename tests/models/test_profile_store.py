@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import re
+import resource
 import signal
 import sqlite3
 import subprocess
@@ -168,13 +169,17 @@ def test_no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no home directory" in failure(store.profiles)
 
 
-def test_the_file_says_whose_it_is_and_is_in_wal_mode(store: ProfileStore, file: Path) -> None:
+def test_the_file_says_whose_it_is_and_that_readers_need_no_other(
+    store: ProfileStore, file: Path
+) -> None:
     store.add(profile("x"))
+    _made(file, "PRAGMA journal_mode = WAL")  # as former versions made it
+    store.add(profile("y"))
     with closing(sqlite3.connect(file)) as connection:
         for pragma, value in (
             ("application_id", int.from_bytes(b"mlxs")),
             ("user_version", 1),
-            ("journal_mode", "wal"),
+            ("journal_mode", "delete"),
             ("integrity_check", "ok"),
         ):
             assert connection.execute(f"PRAGMA {pragma}").fetchone() == (value,)
@@ -396,8 +401,10 @@ def test_a_bad_file_is_told_and_left_as_it_is(
 
 
 def test_a_newer_schema_is_seen_in_the_log_as_well(store: ProfileStore, file: Path) -> None:
-    """The file itself still says version 1 while the other process has it open."""
+    """The file itself still says version 1 while the other process has it open, as former versions
+    made it."""
     _ours(file)
+    _made(file, "PRAGMA journal_mode = WAL")
     content = file.read_bytes()
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
         other.execute("PRAGMA user_version = 2")
@@ -455,6 +462,18 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     with nobody(tmp_path / "old"):
         assert "see who may write there" in failure(lambda: old.add(profile("y")))
     assert names(old) == ["x"]
+
+
+def test_a_full_disk_can_be_read(store: ProfileStore, file: Path) -> None:
+    """Where no file may grow, as on a full disk."""
+    _ours(file)
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, size[1]))
+    try:
+        assert names(store) == ["x"]
+        assert "its free space" in failure(lambda: store.add(profile("y")))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, size)
 
 
 def test_a_full_disk(store: ProfileStore, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
