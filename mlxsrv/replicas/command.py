@@ -90,8 +90,9 @@ def _number(scale: ReplicaScale) -> str:
 
 
 def _stop_at_signals(stop: Callable[[], None]) -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop())
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup
+            signal.signal(number, lambda *_: stop())
 
 
 def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:

@@ -56,6 +56,9 @@ def serve(settings: Settings) -> int:
     # there is nothing left to do for them.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, server.handle_exit)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        # Of a terminal that closes, whose shell may send another: that is no second signal.
+        signal.signal(signal.SIGHUP, lambda *_: server.exit_once())
     if device is not None:
         device.shutdown_wished = server.exit_once
     server.run(sockets=[listener])

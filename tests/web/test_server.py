@@ -97,8 +97,18 @@ def test_a_port_in_use_is_one_line_and_status_1(folders: Folders) -> None:
 # Stopping.
 
 
-def test_sigterm_lets_streams_finish_and_refuses_new_requests(
-    folders: Folders, tmp_path: Path
+# A terminal that closes sends SIGHUP, and so does its shell.
+HUNG_UP = pytest.param(
+    [signal.SIGHUP] * 2,
+    marks=pytest.mark.skipif(
+        signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup ignores SIGHUP"
+    ),
+)
+
+
+@pytest.mark.parametrize("numbers", [[signal.SIGTERM], HUNG_UP])
+def test_a_signal_lets_streams_finish_and_refuses_new_requests(
+    folders: Folders, tmp_path: Path, numbers: list[signal.Signals]
 ) -> None:
     options = ["--model", f"t={folders.endless}", "--shutdown-grace", "600"]
     with serving(tmp_path, *options) as server, server.client() as client:
@@ -111,8 +121,9 @@ def test_sigterm_lets_streams_finish_and_refuses_new_requests(
         ):
             holder.until(FIRST_CONTENT)
             running.until(FIRST_CONTENT)
-            server.signal(signal.SIGTERM)
-            server.logged("shutting down")
+            for number in numbers:
+                server.signal(number)
+                server.logged("shutting down")
             seen = len(holder.data)
             response = client.post(CHAT, json=chat())
             refused(response, 503, "shutting_down")
