@@ -1,14 +1,30 @@
 """mlxsrv: a lean, streaming-first ASGI server for MLX language models."""
 
-from contextlib import AbstractAsyncContextManager
+from __future__ import annotations
 
-from mlxsrv.settings import Settings
+from contextlib import AbstractAsyncContextManager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from mlxsrv.version import __version__
-from mlxsrv.web.app import App, create_app
+
+if TYPE_CHECKING:
+    from mlxsrv.settings import Settings
+    from mlxsrv.web.app import App, create_app
 
 __all__ = ["Settings", "__version__", "create_app", "lifespan"]
+
+_PLACES = {"Settings": "mlxsrv.settings", "create_app": "mlxsrv.web.app"}
 
 
 def lifespan(app: App) -> AbstractAsyncContextManager[None]:
     """Start a mounted app with its parent and stop it with it; see `App.lifespan`."""
     return app.lifespan()
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is public on first use: the command line does without, so that Ctrl-C ends its
+    own imports."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'mlxsrv' has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)

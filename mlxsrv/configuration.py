@@ -13,6 +13,7 @@ from typing import Any
 
 from mlxsrv.options import ENV_PREFIX, Option, SettingsError
 from mlxsrv.settings import Settings, options
+from mlxsrv.version import __version__
 
 
 def load_settings(
@@ -104,6 +105,11 @@ def option_parser(
         f"{ENV_PREFIX}PATCHES=off leaves MLX, mlx-lm and transformers unpatched.",
         allow_abbrev=False,
     )
+    if not command:
+        version = f"mlxsrv {__version__}"
+        parser.add_argument(
+            "--version", action="version", version=version, help="Print the version."
+        )
     parser.add_argument("--config", metavar="FILE.toml", help="Read options from a TOML file.")
     for option in options():
         shown = f" (default: {option.shown_default})" if option.shown_default else ""

@@ -285,7 +285,8 @@ def test_public_names() -> None:
 def test_importing_mlxsrv_imports_no_mlx() -> None:
     """`--help` and apps that only mount the server must not pay for MLX and transformers."""
     heavy = "('mlx', 'mlx_lm', 'transformers')"
-    code = f"import sys, mlxsrv.cli; print([m for m in {heavy} if m in sys.modules])"
+    ours = "mlxsrv, mlxsrv.commands, mlxsrv.server.serve, mlxsrv.web.app"
+    code = f"import sys, {ours}; print([m for m in {heavy} if m in sys.modules])"
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""The end of the process, at a time that no thread can put off."""
+"""The end of the process, at once or at a time that no thread can put off."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ import os
 import threading
 import time
 from typing import NoReturn
+
+
+INTERRUPTED = 130
+"""The exit status of a process that Ctrl-C ends, as shells have it."""
+
+
+def interrupt(*_: object) -> NoReturn:
+    """End the process at once: the handler of SIGINT while nothing is under way that could be lost.
+
+    An exception would go through half an import, and Python would wait for threads that import.
+    """
+    os.write(2, b"\n" * os.isatty(2) + b"mlxsrv: interrupted\n")  # behind the terminal's ^C
+    os._exit(INTERRUPTED)
 
 
 class ProcessEnd:

@@ -25,7 +25,8 @@ def serve(settings: Settings) -> int:
     """Run the server in this process until a signal, and return the exit status.
 
     Returns:
-        0 after a shutdown, 3 if the engine failed under `--exit-on-failure`.
+        0 after a shutdown, 130 if Ctrl-C began it before the models of the start were loaded, 3 if
+        the engine failed under `--exit-on-failure`.
 
     Raises:
         SettingsError: a model, a key file or an SAE of the settings cannot be used.
@@ -64,5 +65,7 @@ def serve(settings: Settings) -> int:
     server.run(sockets=[listener])
     if device is not None and server.end.status:
         end_after_loss(server.end.status)
+    if server.early:
+        server.end.now()  # Python would wait for threads that still import, and fail their imports
     server.end.within(_THREADS_SECONDS)
     return server.end.status

@@ -21,7 +21,7 @@ import uvicorn
 from mlxsrv.logs import log
 from mlxsrv.server.connection import Connection
 from mlxsrv.server.listening import BACKLOG
-from mlxsrv.server.process_end import ProcessEnd
+from mlxsrv.server.process_end import INTERRUPTED, ProcessEnd, interrupt
 from mlxsrv.web.app import App
 
 _log = logging.getLogger("mlxsrv.server")
@@ -69,6 +69,8 @@ class Server(uvicorn.Server):
         self._exiting = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
         self._loading: asyncio.Task[None] | None = None
+        self.early = False
+        """The shutdown has begun before the models of the start were loaded."""
         self.end = ProcessEnd()
         self._phase = _Phase.SERVING
 
@@ -121,6 +123,13 @@ class Server(uvicorn.Server):
         # call_soon_threadsafe may touch the loop; it also wakes the loop.
         if self._phase is _Phase.OVER:  # uvicorn raises each signal again after the shutdown
             return
+        if self._loading is None:  # nobody has been served
+            if sig == signal.SIGINT:
+                interrupt()
+            self.end.now()
+        if not self._loading.done():
+            self.early = True
+            self.end.status = INTERRUPTED if sig == signal.SIGINT else 0
         if self.should_exit:
             self._phase = _Phase.HURRYING
             self.end.within(_HURRY_SECONDS)

@@ -118,7 +118,8 @@ def _preload() -> None:
     """Import what a server imports, but for MLX and all that imports it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     patch_imports()
-    import_module("mlxsrv.cli")
+    for name in ("mlxsrv.commands", "mlxsrv.server.serve"):
+        import_module(name)
     transformers = import_module("transformers")
     for name in ("AutoTokenizer", "PreTrainedTokenizerFast"):
         getattr(transformers, name)  # which imports it

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from mlxsrv.version import __version__
 from tests.support import faulty
 from tests.support.client import (
     CHAT,
@@ -92,6 +93,40 @@ def test_a_port_in_use_is_one_line_and_status_1(folders: Folders) -> None:
     assert result.returncode == 1
     [line] = result.stderr.splitlines()
     assert f"127.0.0.1:{port}" in line
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [
+        "import mlxsrv.commands",
+        pytest.param("import uvicorn", marks=pytest.mark.long),
+        pytest.param("socket.bind", marks=pytest.mark.long),
+        pytest.param("import mlx.core", marks=pytest.mark.long),  # on the device thread
+        "import mlx_lm",
+        pytest.param("import transformers", marks=pytest.mark.long),
+        "open model.safetensors",
+    ],
+)
+def test_ctrl_c_at_any_moment_of_the_start_is_one_line_and_status_130(
+    tmp_path: Path, moment: str
+) -> None:
+    with serving(
+        tmp_path,
+        log_format="text",
+        variables={"AT": moment},
+        module="tests.support.interrupted",
+    ) as server:
+        assert server.exit_status() == 130
+        lines = server.log_text().splitlines()
+    told = ("mlxsrv: interrupted", "shutting down")
+    assert sum(any(each in line for each in told) for line in lines) == 1, lines
+    for line in lines:
+        assert re.match(r"mlxsrv: interrupted$|\d\d:\d\d:\d\d\.\d{3} info ", line), lines
+
+
+def test_the_version_is_told() -> None:
+    result = command("--version")
+    assert (result.returncode, result.stdout) == (0, f"mlxsrv {__version__}\n")
 
 
 # Stopping.
