@@ -12,8 +12,7 @@ Every function blocks, and may be called from several threads at once.
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -21,6 +20,7 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from mlxsrv.formats.architectures import check_architecture, template_code
+from mlxsrv.formats.capabilities import decoder_capabilities
 from mlxsrv.formats.embedders import is_embedder
 from mlxsrv.formats.encoders import (
     check_no_adapter,
@@ -37,7 +37,7 @@ from mlxsrv.formats.model_config import (
     layer_count,
 )
 from mlxsrv.formats.shape import check_shape
-from mlxsrv.formats.vocabulary import has_thinking_tokens
+from mlxsrv.formats.vocabulary import added_tokens
 from mlxsrv.formats.weights import (
     abbreviate_count,
     count_parameters,
@@ -60,11 +60,6 @@ _VOCABULARIES_OF_CLASSES = (
 _ANY_CLASS = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """The classes that read `_VOCABULARIES` and nothing else."""
 
-_THINKING = re.compile(
-    r"<think>|<longcat_think>|<\|think:start\|>|enable_thinking|reasoning_content"
-)
-_TOOLS = re.compile(r"\btools\b")
-
 
 class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     """A model, as its files describe it.
@@ -84,7 +79,9 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
         hidden_size: numbers of a hidden state; None where the config does not say.
         layers: how many the model has; None where the config does not say.
         modified_at: Unix time of the newest file.
-        capabilities: some of `completion`, `chat`, `tools`, `thinking`, `embedding`, `rerank`.
+        writes: it is a decoder, which can write text even if it is made to embed.
+        capabilities: some of `completion`, `chat`, `tools`, `thinking`, `insert`, `embedding`,
+            `rerank`: those that it is for, and that this server can use.
     """
 
     type: ModelType
@@ -101,6 +98,7 @@ class ModelDescription(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: int | None
     layers: int | None
     modified_at: float
+    writes: bool = True
     capabilities: tuple[str, ...]
 
 
@@ -139,9 +137,15 @@ def describe_model(
         own = read_optional_object(folder / "sentence_bert_config.json") if embeds else None
         if encoder:
             capabilities = _encoder_capabilities(folder, config)
+        elif embeds:
+            capabilities = ("embedding",)
         else:
-            capabilities = _decoder_capabilities(
-                template, embeds, lambda: has_thinking_tokens(folder, files, settings)
+            several = isinstance(settings.get("chat_template"), list)
+            capabilities = decoder_capabilities(
+                chats=template is not None,
+                template="" if several else _template_text(folder, files, settings),
+                tokens=added_tokens(folder, files, settings),
+                settings=settings,
             )
         quantization = quantization_config(config)
         parameters = count_parameters(weights.tensors, quantization)
@@ -161,6 +165,7 @@ def describe_model(
             hidden_size=hidden_size(config),
             layers=layer_count(config),
             modified_at=_newest(folder, files),
+            writes=not encoder,
             capabilities=capabilities,
         )
 
@@ -224,22 +229,3 @@ def _encoder_capabilities(folder: Path, config: JSONObject) -> tuple[str, ...]:
     except UnusableFile:
         return ()
     return ("rerank",)
-
-
-def _decoder_capabilities(
-    template: str | None, embeds: bool, thinks: Callable[[], bool]
-) -> tuple[str, ...]:
-    """Return what a decoder can do.
-
-    An embedder's template does not count, since it is its base model's. The tokenizer's files are
-    read by `thinks` only if the template does not tell.
-    """
-    if embeds:
-        return ("completion", "embedding")
-    if template is None:
-        return ("completion",)
-    found = {
-        "tools": _TOOLS.search(template) is not None,
-        "thinking": _THINKING.search(template) is not None or thinks(),
-    }
-    return ("completion", "chat", *(name for name, has in found.items() if has))

@@ -11,14 +11,6 @@ import msgspec
 from mlxsrv.formats.files import LONGEST_TEXT, read_start
 from mlxsrv.formats.json_files import JSONObject
 
-_THINKING = (
-    ("<think>", "</think>"),
-    ("<longcat_think>", "</longcat_think>"),
-    ("<|think:start|>", "<|think:end|>"),
-    ("<|channel>", "<channel|>"),
-)
-"""The tokens that mlx-lm takes for the markers of thoughts."""
-
 
 class _Added(msgspec.Struct):
     content: Any = None
@@ -33,15 +25,14 @@ class _File(msgspec.Struct):
 _decode = msgspec.json.Decoder(_File).decode
 
 
-def has_thinking_tokens(folder: Path, files: Iterable[str], settings: JSONObject) -> bool:
-    """Whether the tokenizer has markers of thoughts.
+def added_tokens(folder: Path, files: Iterable[str], settings: JSONObject) -> set[str]:
+    """Return the tokens that the tokenizer's files list beside its vocabulary.
 
     Args:
         files: the names in `folder`.
         settings: `tokenizer_config.json`.
     """
-    added = _listed(settings) | _added(folder, files)
-    return any(start in added and end in added for start, end in _THINKING)
+    return _listed(settings) | _added(folder, files)
 
 
 def _listed(settings: JSONObject) -> set[str]:

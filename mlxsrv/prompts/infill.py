@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
+from mlxsrv.formats.infill import InfillText, find_family, lay_out, to_tokens
 from mlxsrv.generation.spec import ProjectFile
 from mlxsrv.prompts.encoding import TokenBudget
-from mlxsrv.text.infill import InfillText, find_family, lay_out, to_tokens
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer

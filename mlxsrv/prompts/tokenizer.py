@@ -14,6 +14,8 @@ from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
 from mlxsrv.errors import InvalidRequest
+from mlxsrv.formats.capabilities import OF_TOKENIZERS
+from mlxsrv.formats.infill import find_family
 from mlxsrv.generation.parameters import Constraint, Grammar
 from mlxsrv.logs import log
 from mlxsrv.prompts.chat_template import ChatTemplate
@@ -79,6 +81,7 @@ class Tokenizer:
 
     Attributes:
         end_tokens: those that the tokenizer and the config files name, as for mlx-lm.
+        capabilities: those of `OF_TOKENIZERS` that it has.
         turn_ends: tokens that end an answer in a chat: `end_tokens`, and the one that the chat
             template ends turns with.
         vocabulary: the width of the model's logits.
@@ -114,12 +117,22 @@ class Tokenizer:
         self.defaults = sampling_defaults(generation)
         self.vocabulary = vocabulary_size(config) or len(self._wrapper)
         self.thinks: bool = self._wrapper.has_thinking
+        self.capabilities = self._find_capabilities()
         self.marks_checkpoints = True
         self.context: int | None = None
         self.enforces_calls = False
         self._logged: set[str] = set()
         self._grammars: GrammarCompiler | None = None
         self._calls: CallCompiler | None = None
+
+    def _find_capabilities(self) -> tuple[str, ...]:
+        template = self.chat_template
+        found = {
+            "tools": self._wrapper.has_tool_calling and template.has_variable("tools"),
+            "thinking": self.thinks and template.exists,
+            "insert": find_family(self.ids_by_name) is not None,
+        }
+        return tuple(name for name in OF_TOKENIZERS if found[name])
 
     # Facts.
 

@@ -166,7 +166,7 @@ class Reply:
 
     async def _make_choices(self, tokenizer: Tokenizer) -> list[Choice]:
         """Raises ServeError: the model cannot do what is asked."""
-        if "completion" not in self._lease.capabilities:
+        if not self._lease.writes:
             raise UnsupportedParameter(
                 "model: it generates no text, it only makes embeddings or scores texts",
                 param="model",

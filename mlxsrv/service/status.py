@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from mlxsrv.engine.events import KVCost, Report
+from mlxsrv.formats.capabilities import OF_TOKENIZERS
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.model_folder import read_chat_template
 from mlxsrv.models.catalogue.catalogue import ModelEntry
@@ -75,14 +76,12 @@ def read_facts(entry: ModelEntry) -> ModelFacts:
 
 
 def _capabilities(of_files: tuple[str, ...], model: Model | None) -> tuple[str, ...]:
-    """The capabilities that the files show, and thinking, which may need the tokenizer's whole
-    vocabulary."""
+    """The capabilities that the files show; a loaded tokenizer knows some of them better."""
     tokenizer = None if model is None else model.tokenizer
-    if tokenizer is None or not tokenizer.thinks:
+    if tokenizer is None or "completion" not in of_files:
         return of_files
-    if "chat" not in of_files or "thinking" in of_files:
-        return of_files
-    return (*of_files, "thinking")
+    kept = (name for name in of_files if name not in OF_TOKENIZERS)
+    return (*kept, *tokenizer.capabilities)
 
 
 def _kv_cache(costs: Iterable[KVCost] | None, drafts: Iterable[KVCost]) -> list[KVCacheCost] | None:

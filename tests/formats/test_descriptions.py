@@ -226,11 +226,19 @@ PLAIN = "{% for message in messages %}{{ message.content }}{% endfor %}"
         ({"chat_template": PLAIN}, {}, ("chat", "thinking")),
         ({"chat_template": CHAT_TEMPLATE}, {}, ("chat", "tools", "thinking")),
         ({"chat_template": [{"name": "default", "template": PLAIN}]}, {}, ("chat", "thinking")),
-        ({}, {"chat_template.jinja": PLAIN + "{{ tools }}"}, ("chat", "tools", "thinking")),
+        # Nothing can read the calls of the first; the second says which parser can.
+        ({}, {"chat_template.jinja": PLAIN + "{{ tools }}"}, ("chat", "thinking")),
+        (
+            {"tool_parser_type": "json_tools"},
+            {"chat_template.jinja": PLAIN + "{{ tools }}"},
+            ("chat", "tools", "thinking"),
+        ),
+        ({"chat_template": PLAIN + "[TOOL_CALLS]"}, {}, ("chat", "thinking")),
         ({"chat_template": CHAT_TEMPLATE}, {"chat_template.jinja": PLAIN}, ("chat", "thinking")),
         # Only processors of images read this one.
         ({}, {"chat_template.json": json.dumps({"chat_template": PLAIN})}, ()),
-        ({"chat_template_type": "deepseek_v32"}, {}, ("chat", "tools", "thinking")),
+        # Code in the place of a template: nobody knows whether it takes tools.
+        ({"chat_template_type": "deepseek_v32"}, {}, ("chat", "thinking")),
     ],
 )
 def test_a_model_chats_if_its_tokenizer_will(
@@ -241,7 +249,9 @@ def test_a_model_chats_if_its_tokenizer_will(
         (folder / name).write_text(text)
     found = describe_model(folder)
     assert found.capabilities == ("completion", *capabilities)
-    assert (found.type == "chat") == Tokenizer(folder).chat_template.exists
+    loaded = Tokenizer(folder)
+    assert (found.type == "chat") == loaded.chat_template.exists
+    assert loaded.capabilities == tuple(name for name in capabilities if name != "chat")
 
 
 def test_marks_of_thoughts_are_enough_whichever_file_lists_them(folder: Path) -> None:
@@ -288,6 +298,8 @@ def test_an_embedder_is_known_by_name(name: str, embeds: bool, original: Path) -
     found = describe_model(original, name=name)
     assert found.type == ("embedding" if embeds else "chat")
     assert ("embedding" in found.capabilities) == embeds
+    assert ("completion" in found.capabilities) != embeds
+    assert found.writes
 
 
 @pytest.mark.parametrize(

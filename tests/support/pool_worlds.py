@@ -275,7 +275,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             own=0,
             short_row=0,
             context_length=None,
-            capabilities=(),
+            writes=True,
             pooling_config="",
             cross_encoder_config="",
         )

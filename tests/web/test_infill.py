@@ -10,7 +10,7 @@ import httpx
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from mlxsrv.text.infill import FAMILIES
+from mlxsrv.formats.infill import FAMILIES
 from tests.support.client import (
     COMPLETIONS,
     Body,
@@ -226,6 +226,26 @@ def test_what_infill_has_no_place_for_is_refused(client: httpx.Client) -> None:
         response = client.post(INFILL, json=infilled(**{name: value}))
         refused(response, 400, "unsupported_parameter", param=name)
     refused(client.post(INFILL, json=infilled(n=2)), 400, "invalid_value", param="n")
+
+
+def test_models_that_fill_in_the_middle_say_so(client: httpx.Client, tmp_path: Path) -> None:
+    """In Ollama's dialect also by words of its templates."""
+    ask(client, infilled(model="m1", n_predict=1), INFILL)
+    described = client.get("/v1/models/m1").json()
+    assert described["capabilities"] == ["completion", "chat", "tools", "thinking", "insert"]
+    shown = ask(client, {"model": "m1"}, "/api/show")
+    assert {*shown["capabilities"]} == {"completion", "tools", "thinking", "insert"}
+    assert shown["template"].endswith("{#- .Suffix .Tools -#}")
+    # The words are a comment: the template writes the same with them.
+    messages = [{"role": "user", "content": "Hello!"}]
+    prompts = []
+    with serving(tmp_path, "--allow-chat-template") as server, server.client() as other:
+        for more in (
+            {},
+            {"chat_template": ask(other, {"model": "default"}, "/api/show")["template"]},
+        ):
+            prompts.append(ask(other, {"messages": messages, **more}, "/apply-template"))
+    assert prompts[0] == prompts[1]
 
 
 # A text as llama.cpp's server goes on with it.

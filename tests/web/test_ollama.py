@@ -269,6 +269,7 @@ def test_a_model_is_shown_with_what_copilot_reads(client: httpx.Client) -> None:
     assert info["general.parameter_count"] > 10**6
     assert shown["capabilities"] == ["completion", "tools", "thinking"]
     assert "<|im_start|>" in shown["template"]
+    assert shown["template"].endswith("{#- .Tools -#}")
     assert shown["details"]["family"] == "qwen3"
     assert shown["parameters"].split() == ["temperature", "0"]
     assert client.post("/api/show", json={"name": "demo"}).json() == shown

@@ -71,9 +71,9 @@ class Lease:
         return self.model.files.context_length if self.model.files is not None else None
 
     @property
-    def capabilities(self) -> tuple[str, ...]:
-        """The abilities of the model; known with the tokenizer."""
-        return self.model.files.capabilities if self.model.files is not None else ()
+    def writes(self) -> bool:
+        """Whether the model can write text; known with the tokenizer."""
+        return self.model.files is not None and self.model.files.writes
 
     @property
     def pooling_config(self) -> PoolingConfig | str:

@@ -30,7 +30,8 @@ class ModelFiles(msgspec.Struct, frozen=True):
     short_row: int
     """Bytes that a row of SHORT_ROW tokens takes, as far as the files tell."""
     context_length: int | None
-    capabilities: tuple[str, ...]
+    writes: bool
+    """It is a decoder, which can write text."""
     pooling_config: PoolingConfig | str
     """The way from texts to vectors, or why there is none."""
     cross_encoder_config: CrossEncoderConfig | str

@@ -105,7 +105,6 @@ def examine(
     if draft is not None:
         draft_folder = draft.fetch(check).resolve()
         own += describe_model(draft_folder, trust_remote_code=trust).weights
-    decoder = "completion" in described.capabilities
     return ModelFiles(
         folder,
         source.adapter,
@@ -115,9 +114,9 @@ def examine(
         # Two blocks for the row's own KV cache, and two for its place among others that it joins.
         short_row=4 * described.kv_block // ranks,
         context_length=capped(described.context_length, settings),
-        capabilities=described.capabilities,
+        writes=described.writes,
         pooling_config=_or_reason(
-            lambda: read_pooling_config(folder, decoder=decoder, name=name),
+            lambda: read_pooling_config(folder, decoder=described.writes, name=name),
         ),
         cross_encoder_config=_or_reason(lambda: read_cross_encoder_config(folder)),
     )

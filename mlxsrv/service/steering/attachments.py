@@ -276,7 +276,7 @@ def _misfits(file: SAEFile, entry: ModelEntry, layer: int | None) -> list[str]:
         reasons.append("its files do not say at which layer it is; name one")
     if said is None:
         return reasons
-    if "completion" not in said.capabilities:
+    if not said.writes:
         reasons.append("the model generates no text")
     if said.hidden_size is not None and said.hidden_size != file.d_in:
         reasons.append(f"it is {file.d_in} wide, and the model {said.hidden_size}")

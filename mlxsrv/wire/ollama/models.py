@@ -149,8 +149,11 @@ def _details(model: ModelObject) -> OllamaDetails:
     )
 
 
-_CAPABILITIES = ("completion", "tools", "thinking", "embedding")
+_CAPABILITIES = ("completion", "tools", "insert", "thinking", "embedding")
 """The capabilities that Ollama has a word for."""
+
+_TEMPLATE_WORDS = {"insert": ".Suffix", "tools": ".Tools"}
+"""Variables of Ollama's own templates by which clients tell what a model can do."""
 
 _PARAMETERS = {"repetition_penalty": "repeat_penalty"}
 
@@ -170,9 +173,15 @@ def shown_model(model: ModelObject, facts: ModelFacts) -> OllamaShown:
         parameters="\n".join(
             f"{_PARAMETERS.get(name, name):<30} {value:g}" for name, value in facts.defaults.items()
         ),
-        template=facts.template or "",
+        template=_shown_template(model, facts),
         details=_details(model),
         model_info={key: value for key, value in info.items() if value is not None},
         capabilities=[each for each in _CAPABILITIES if each in model.capabilities],
         modified_at=_modified(model),
     )
+
+
+def _shown_template(model: ModelObject, facts: ModelFacts) -> str:
+    """The template, and in a comment of Jinja's the words that clients look for."""
+    words = [word for name, word in _TEMPLATE_WORDS.items() if name in model.capabilities]
+    return (facts.template or "") + (f"{{#- {' '.join(words)} -#}}" if words else "")

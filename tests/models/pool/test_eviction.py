@@ -30,7 +30,7 @@ def model(
         own=size if base else 0,
         short_row=row,
         context_length=None,
-        capabilities=(),
+        writes=True,
         pooling_config="",
         cross_encoder_config="",
     )

@@ -7,7 +7,7 @@ else before the prefix, each after the line that llama.cpp's server writes there
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 from msgspec import Struct
@@ -121,7 +121,7 @@ _REPOSITORY = "myproject"
 _THIS_FILE = "filename"
 
 
-def find_family(vocabulary: Mapping[str, int]) -> InfillFamily | None:
+def find_family(vocabulary: Container[str]) -> InfillFamily | None:
     """Return the family of a model with these tokens, or None if it has no fill-in-the-middle."""
     known = (each for each in FAMILIES.values() if all(m in vocabulary for m in each.markers))
     return next(known, None)
