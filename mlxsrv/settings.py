@@ -91,8 +91,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             description="Memory for the weights of all loaded models, for the KV caches of running "
             "requests and for kept prompts together. "
-            "Default: 90% of the working set that Metal recommends; on CUDA 81% of the card, or 90% "
-            "of what others leave of it if that is less; else 75% of RAM.",
+            "Default: 90% of the working set that Metal recommends; on CUDA 81% of the card, or "
+            "90% of what others leave of it if that is less; else 75% of RAM.",
             extra=_BYTES,
         ),
     ] = None
@@ -100,8 +100,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Annotated[int, Meta(ge=0)] | None,
         Meta(
             description="Freed buffers that MLX may keep for later use, beside --memory-limit; 0: "
-            "none. Default: 5% of the working set, of the card or of RAM, or MLX's own limit if that "
-            "is less.",
+            "none. Default: 5% of the working set, of the card or of RAM, or MLX's own limit if "
+            "that is less.",
             extra=_BYTES,
         ),
     ] = None

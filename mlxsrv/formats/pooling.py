@@ -31,7 +31,6 @@ from mlxsrv.formats.json_files import (
     read_json,
     read_object,
     read_optional_object,
-    text_config,
 )
 
 Pooling = Literal["mean", "cls", "last", "max", "mean_sqrt_len", "weightedmean"]

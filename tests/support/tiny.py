@@ -1,9 +1,8 @@
 """Real but tiny models, made in code, so that tests and benchmarks need no download.
 
-Each family is a config of one of mlx-lm's own model classes, chosen for what its cache does: the
-plain ones, sliding windows a test can cross, recurrent state, and one that no batch can hold. The
-weights are random, yet scaled so that greedy text wanders and its choices are clear: a test that
-compares tokens then fails on a wrong cache or mask, not on the last bit of a sum.
+`families` has their configs. The weights are random, yet scaled so that greedy text wanders and its
+choices are clear: a test that compares tokens then fails on a wrong cache or mask, not on the last
+bit of a sum.
 """
 
 from __future__ import annotations
@@ -18,231 +17,20 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tests.support.families import FAMILIES as FAMILIES
+from tests.support.families import RARE as RARE
+from tests.support.families import VOCABULARY as VOCABULARY
+from tests.support.families import WINDOW as WINDOW
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKER_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 END_TOKENS = ("<|im_end|>", "<|endoftext|>")
-
-VOCABULARY = 512
-WINDOW = 16
-"""Tokens that a sliding window, or a chunk of attention, spans: a short prompt crosses it."""
-
-
-class Family(msgspec.Struct, frozen=True):
-    """One kind of model: its config.json and what each layer's cache is."""
-
-    config: dict[str, Any]
-    caches: tuple[str, ...]
-    batchable: bool = True
-    """False where the caches of two requests cannot be merged into one batch."""
-    vocabulary: int = VOCABULARY
-
-
-_SIZE = {
-    "hidden_size": 64,
-    "intermediate_size": 192,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
-_EXPERTS = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "norm_topk_prob": True,
-}
-
-FAMILIES: dict[str, Family] = {
-    "qwen3": Family(
-        {"model_type": "qwen3", **_SIZE},
-        caches=("KVCache", "KVCache"),
-    ),
-    "qwen3-46m": Family(
-        {
-            "model_type": "qwen3",
-            **_SIZE,
-            "hidden_size": 512,
-            "intermediate_size": 1792,
-            "num_hidden_layers": 12,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 64,
-        },
-        caches=("KVCache",) * 12,
-        vocabulary=4096,
-    ),
-    "llama": Family(
-        {"model_type": "llama", **_SIZE},
-        caches=("KVCache", "KVCache"),
-    ),
-    "gemma3_text": Family(
-        {
-            "model_type": "gemma3_text",
-            **_SIZE,
-            "num_hidden_layers": 3,
-            "query_pre_attn_scalar": 16,
-            "sliding_window": WINDOW,
-            "sliding_window_pattern": 3,
-        },
-        caches=("RotatingKVCache", "RotatingKVCache", "KVCache"),
-    ),
-    "gpt_oss": Family(
-        {
-            "model_type": "gpt_oss",
-            **_SIZE,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        caches=("RotatingKVCache", "KVCache"),
-    ),
-    "olmo3": Family(
-        {
-            "model_type": "olmo3",
-            **_SIZE,
-            "sliding_window": WINDOW,
-            "layer_types": ["sliding_attention", "full_attention"],
-        },
-        caches=("RotatingKVCache", "KVCache"),
-    ),
-    "qwen3_moe": Family(
-        {"model_type": "qwen3_moe", **_SIZE, **_EXPERTS},
-        caches=("KVCache", "KVCache"),
-    ),
-    "qwen3_next": Family(
-        {
-            "model_type": "qwen3_next",
-            **_SIZE,
-            **_EXPERTS,
-            "shared_expert_intermediate_size": 64,
-            "linear_num_value_heads": 4,
-            "linear_num_key_heads": 2,
-            "linear_key_head_dim": 16,
-            "linear_value_head_dim": 16,
-            "linear_conv_kernel_dim": 4,
-            "partial_rotary_factor": 0.5,
-            "full_attention_interval": 2,
-        },
-        caches=("ArraysCache", "KVCache"),
-    ),
-    "lfm2": Family(
-        {
-            "model_type": "lfm2",
-            **_SIZE,
-            "norm_eps": 1e-5,
-            "conv_bias": False,
-            "conv_L_cache": 3,
-            "block_dim": 64,
-            "block_ff_dim": 128,
-            "block_multiple_of": 16,
-            "block_ffn_dim_multiplier": 1.0,
-            "block_auto_adjust_ff_dim": False,
-            "layer_types": ["conv", "full_attention"],
-        },
-        caches=("ArraysCache", "KVCache"),
-    ),
-    "granitemoehybrid": Family(
-        {
-            "model_type": "granitemoehybrid",
-            **_SIZE,
-            "attention_bias": False,
-            "embedding_multiplier": 1.0,
-            "attention_multiplier": 0.25,
-            "logits_scaling": 1.0,
-            "residual_multiplier": 1.0,
-            "layer_types": ["mamba", "attention"],
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_proj_bias": False,
-            "mamba_d_state": 16,
-            "mamba_d_conv": 4,
-            "mamba_n_groups": 1,
-            "mamba_conv_bias": True,
-        },
-        caches=("ArraysCache", "KVCache"),
-    ),
-    "falcon_h1": Family(
-        {
-            "model_type": "falcon_h1",
-            **_SIZE,
-            "mamba_d_ssm": 128,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 16,
-            "mamba_d_state": 16,
-        },
-        caches=("CacheList", "CacheList"),
-    ),
-    "mamba": Family(
-        {
-            "model_type": "mamba",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "state_size": 16,
-            "conv_kernel": 4,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "time_step_rank": 4,
-            "tie_word_embeddings": False,
-        },
-        caches=("ArraysCache", "ArraysCache"),
-    ),
-    "mamba2": Family(
-        {
-            "model_type": "mamba2",
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_heads": 8,
-            "head_dim": 16,
-            "state_size": 16,
-            "n_groups": 1,
-            "conv_kernel": 4,
-            "use_bias": False,
-            "use_conv_bias": True,
-            "layer_norm_epsilon": 1e-5,
-            "time_step_rank": 4,
-            "time_step_limit": [0.0, 100.0],
-            "tie_word_embeddings": False,
-        },
-        caches=("ArraysCache", "ArraysCache"),
-    ),
-    "llama4": Family(
-        {
-            "model_type": "llama4",
-            "text_config": {
-                "model_type": "llama4_text",
-                **_SIZE,
-                "num_hidden_layers": 4,
-                "intermediate_size_mlp": 128,
-                "interleave_moe_layer_step": 2,
-                "num_local_experts": 4,
-                "num_experts_per_tok": 1,
-                "attention_bias": False,
-                "attention_chunk_size": WINDOW,
-                "rope_scaling": None,
-                "use_qk_norm": True,
-            },
-        },
-        caches=("ChunkedKVCache", "ChunkedKVCache", "ChunkedKVCache", "KVCache"),
-        batchable=False,
-    ),
-}
-"""Every family by name: what `write_model` makes, and what tests run through."""
 
 CHAT_TEMPLATE = """\
 {% if tools %}
@@ -318,7 +106,7 @@ def write_model(
     of a character; and it never thinks, which mlx-lm would ask of it by default. A benchmark wants
     that, for then each request runs to its `max_tokens` and each token is one visible step.
     """
-    described = FAMILIES[family]
+    described = (FAMILIES | RARE)[family]
     vocabulary = overrides.pop("vocab_size", described.vocabulary)
     tokenizer = make_tokenizer(vocabulary)
     config = _complete_config(described.config, overrides, tokenizer)

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList
+from mlx_lm.models.cache import CacheList, QuantizedKVCache
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.row_cache import Layers, RowCache
+from mlxsrv.engine.cache.row_cache import Layers, RowCache, list_layers
 from mlxsrv.engine.storage.prompt_store import FetchedCache, HandedCache, HostArray
 from mlxsrv.engine.storage.stored_file import CARRIERS
 
@@ -57,7 +57,7 @@ def share(cache: RowCache, *, cuts: bool) -> SharedCache:
     found: list[mx.array] = []
     layers = None if cuts else [_encode_layer(layer, found) for layer in cache.layers]
     if cuts:
-        found = [array for layer in cache.layers for array in _parts(layer)]
+        found = [array for layer in list_layers(cache.layers) for array in _parts(layer, cache)]
     # References of our own: with them MLX does not write into these buffers any more.
     arrays = [copy.copy(array) for array in found]
     mx.eval(arrays)
@@ -70,10 +70,17 @@ def share(cache: RowCache, *, cuts: bool) -> SharedCache:
     return SharedCache(HandedCache(tuple(views), types, layers), arrays)
 
 
-def _parts(layer: Any) -> list[mx.array]:
-    """Keys and values; quantized ones are three arrays each."""
+def _parts(layer: Any, cache: RowCache) -> list[mx.array]:
+    """Keys and values; quantized ones are three arrays each. Those of a layer that the model does
+    not use are arrays of no bytes."""
+    if layer.empty():
+        return [mx.zeros((1, 1, cache.tokens, 0))] * _count_parts(layer)
     leaves = cast(list[tuple[str, mx.array]], tree_flatten([layer.keys, layer.values]))
     return [array for _, array in leaves]
+
+
+def _count_parts(layer: Any) -> int:
+    return 6 if type(layer) is QuantizedKVCache else 2
 
 
 def _view(array: mx.array, arrays: list[mx.array]) -> HostArray:
@@ -154,17 +161,18 @@ class CacheBuilder:
         return RowCache(layers, self._fetched.tokens)
 
     def _fill(self) -> Layers:
-        """Layers that can be cut, all with as many arrays."""
-        layers, tokens = self._empty, self._fetched.tokens
-        each = len(self._arrays) // len(layers)
-        if each * len(layers) != len(self._arrays) or each not in (2, 6):
+        """Layers that can be cut."""
+        layers = [*list_layers(self._empty)]
+        if sum(map(_count_parts, layers)) != len(self._arrays):
             raise ValueError(f"it has {len(self._arrays)} arrays of {len(layers)} layers")
-        for i, layer in enumerate(layers):
-            own = self._arrays[i * each : (i + 1) * each]
-            half = each // 2
-            layer.keys, layer.values = own if each == 2 else (own[:half], own[half:])
-            layer.offset = tokens
-        return layers
+        arrays = iter(self._arrays)
+        for layer in layers:
+            own = [next(arrays) for _ in range(_count_parts(layer))]
+            if any(array.nbytes for array in own):
+                half = len(own) // 2
+                layer.keys, layer.values = own if half == 1 else (own[:half], own[half:])
+                layer.offset = self._fetched.tokens
+        return self._empty
 
     def _decode(self) -> Layers:
         encoded = self._fetched.layers

@@ -8,19 +8,23 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import logging
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
+    CacheList,
     KVCache,
     QuantizedKVCache,
     make_prompt_cache,
 )
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
-from mlxsrv.engine.cache.row_cache import Layers, RowCache
+from mlxsrv.engine.cache.row_cache import Layers, RowCache, list_layers
 from mlxsrv.engine.cache.row_caches import RowCaches, can_share
+
+_log = logging.getLogger("mlxsrv.engine")
 
 _GROUPS = (64, 32)  # elements with one scale; mlx-lm takes 64
 
@@ -34,6 +38,7 @@ class KVCacheFactory:
             their own kind of cache.
         group: elements of keys and values that share a scale when quantized.
         bits: bits of a quantized element; not quantized, unless given.
+        whole: of a layer with several KV caches, all are quantized; else the first one only.
         notes: wishes that could not be fulfilled, and why.
     """
 
@@ -44,17 +49,19 @@ class KVCacheFactory:
         max_size: int | None = None,
         group: int | None = None,
         bits: int | None = None,
+        whole: bool = True,
         notes: tuple[str, ...] = (),
     ) -> None:
         self._model = model
         self._max_size = max_size
         self._group = group
         self._bits = bits
+        self._whole = whole
         self.notes = notes
         self.pads: bool | None = None  # whether padded prompts are read rightly; None: not tried
         empty = self._make_layers()
         self.batched = can_share(empty)
-        self.cuts = all(type(layer) in (KVCache, QuantizedKVCache) for layer in empty)
+        self.cuts = all(type(layer) in (KVCache, QuantizedKVCache) for layer in list_layers(empty))
 
     @property
     def settings(self) -> str:
@@ -72,14 +79,16 @@ class KVCacheFactory:
         layers: Layers = make_prompt_cache(self._model)
         if self._max_size is not None:
             return [SinkCache(self._max_size) for _ in layers]
-        if self._bits is None:
-            return layers
-        return [
-            layer.to_quantized(group_size=self._group, bits=self._bits)
-            if type(layer) is KVCache
-            else layer
-            for layer in layers
-        ]
+        return layers if self._bits is None else [*map(self._quantize, layers)]
+
+    def _quantize(self, layer: Any) -> Any:
+        if type(layer) is CacheList:
+            first, *others = layer.caches
+            others = map(self._quantize, others) if self._whole else others
+            return CacheList(self._quantize(first), *others)
+        if type(layer) is KVCache:
+            return layer.to_quantized(group_size=self._group, bits=self._bits)
+        return layer
 
 
 def choose_kv_caches(
@@ -100,29 +109,49 @@ def choose_kv_caches(
         kv_bits = None
     if kv_bits is None:
         return KVCacheFactory(model, max_size=max_kv_size, notes=tuple(notes))
-    group = _group(model, plain)
+    reason = ""
+    # Models use what indexes a layer's tokens as an array, so all but the first may have to stay.
+    for whole in (True, False):
+        quantized, reason = yield from _try_quantized(model, kv_bits, whole, tuple(notes))
+        if quantized is not None:
+            return quantized
+        if not any(type(layer) is CacheList for layer in plain):
+            break
+    return KVCacheFactory(model, notes=(*notes, f"kv_bits: {reason}; its cache is not quantized"))
+
+
+def _try_quantized(
+    model: Any, bits: int, whole: bool, notes: tuple[str, ...]
+) -> Generator[None, None, tuple[KVCacheFactory | None, str]]:
+    """The factory of quantized KV caches, if the model can work with them; else why it cannot."""
+    layers: Layers = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=layers)  # not evaluated: only shapes are looked at
     yield
+    firsts = [layer.caches[0] if type(layer) is CacheList else layer for layer in layers]
+    used = [
+        layer
+        for layer in list_layers(layers if whole else firsts)
+        if type(layer) is KVCache and not layer.empty()
+    ]
+    if not used:
+        return None, "this model has no layers that attend to all tokens of a text"
+    sizes = {array.shape[-1] for layer in used for array in (layer.keys, layer.values)}
+    group = _find_group(sizes)
     if group is None:
-        notes.append("kv_bits: this model has no cache that can be quantized; it is not")
-        return KVCacheFactory(model, notes=tuple(notes))
-    quantized = KVCacheFactory(model, group=group, bits=kv_bits, notes=tuple(notes))
+        heads = ", ".join(map(str, sorted(sizes)))
+        return None, f"heads of {heads} numbers cannot be quantized, but multiples of {_GROUPS[-1]}"
+    quantized = KVCacheFactory(model, group=group, bits=bits, whole=whole, notes=notes)
     try:
         cache = quantized.make().layers
         for tokens in ([[1, 2, 3]], [[4]]):
             mx.eval(model(mx.array(tokens), cache=cache))
             yield
-    except Exception as error:  # not all kinds of attention can, nor all head sizes
-        reason = " ".join(str(error).split())
-        notes.append(f"kv_bits: this model cannot have a quantized cache ({reason}); it has not")
-        return KVCacheFactory(model, notes=tuple(notes))
-    return quantized
+    except Exception:  # not all kinds of attention can
+        _log.debug("the model cannot have a quantized cache", exc_info=True)
+        return None, "this model's attention cannot read quantized keys and values"
+    return quantized, ""
 
 
-def _group(model: Any, cache: Layers) -> int | None:
-    """The largest group that divides the head sizes of all layers that can be quantized."""
-    model(mx.array([[0]]), cache=cache)  # not evaluated: only shapes are looked at
-    layers = [layer for layer in cache if type(layer) is KVCache and not layer.empty()]
-    sizes = [array.shape[-1] for layer in layers for array in (layer.keys, layer.values)]
-    if not sizes:
-        return None
+def _find_group(sizes: Iterable[int]) -> int | None:
+    """The largest group that divides these head sizes."""
     return next((group for group in _GROUPS if all(size % group == 0 for size in sizes)), None)

@@ -6,32 +6,58 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
-from mlxsrv.engine.cache.row_cache import list_layers
+from mlxsrv.engine.cache.row_cache import Layers, count_bytes, is_known, list_layers
 from mlxsrv.engine.events import KVCost
 
-
-def find_costs(model: Any) -> tuple[KVCost, ...]:
-    """The costs of a text that `model` reads into mlx-lm's own KV cache. Nothing is computed."""
-    cache = make_prompt_cache(model)
-    model(mx.array([[0, 0]]), cache=cache)  # two tokens, for one would be a decode step
-    return sum_costs(cache)
+# Lengths at which layers of an unknown kind are measured: beyond the windows that they may have,
+# and with as many tokens as can be left over where some are summed up in one.
+_SHORT, _LONG = 4095, 8191
 
 
-def sum_costs(cache: Iterable[Any]) -> tuple[KVCost, ...]:
-    """The costs of a row whose KV cache has these layers. They have seen a token or more; layers of
-    one window are summed."""
+def find_costs(model: Any, make: Callable[[], Layers] | None = None) -> tuple[KVCost, ...]:
+    """The costs of a text that `model` reads into the layers that `make` makes: mlx-lm's own,
+    unless given. Nothing is computed."""
+    make = make or partial(make_prompt_cache, model)
+    layers = [*list_layers(_feed(model, make(), 2))]  # two tokens, for one would be a decode step
+    costs = _sum_costs(filter(is_known, layers))
+    if all(map(is_known, layers)):
+        return costs
+    return (*costs, _measure(model, make))
+
+
+def _feed(model: Any, layers: Layers, tokens: int) -> Layers:
+    model(mx.zeros((1, tokens), dtype=mx.uint32), cache=layers)
+    return layers
+
+
+def _measure(model: Any, make: Callable[[], Layers]) -> KVCost:
+    """The cost of the layers of unknown kinds: a line through two lengths. It is above what shorter
+    rows take, where the layers have windows."""
+    short, long = (
+        count_bytes(
+            layer for layer in list_layers(_feed(model, make(), tokens)) if not is_known(layer)
+        )
+        for tokens in (_SHORT, _LONG)
+    )
+    fixed = max(short - (long - short) * _SHORT // (_LONG - _SHORT), 0)
+    return KVCost(-((short - long) // (_LONG - _SHORT)), fixed=fixed)
+
+
+def _sum_costs(layers: Iterable[Any]) -> tuple[KVCost, ...]:
+    """The costs of layers that have seen a token or more; those of one window are summed."""
     tokens: Counter[int] = Counter()  # bytes for each token, by window
     fixed = 0
-    for layer in list_layers(cache):
+    for layer in layers:
         keys = getattr(layer, "keys", None)
         if keys is None:
-            fixed += layer.nbytes
+            fixed += count_bytes([layer])
             continue
         # Quantized keys are three arrays, all with the tokens in the same place.
         length = (keys[0] if isinstance(keys, (tuple, list)) else keys).shape[-2]

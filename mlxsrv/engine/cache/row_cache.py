@@ -11,10 +11,21 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_map
-from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, QuantizedKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from mlxsrv.engine.cache.attention_sinks import SinkCache
 
 Layers = list[Any]
 """An object of mlx-lm's for each layer of a model."""
+
+_KNOWN = (ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache, SinkCache)
 
 
 def list_layers(layers: Iterable[Any]) -> Iterator[Any]:
@@ -24,6 +35,22 @@ def list_layers(layers: Iterable[Any]) -> Iterator[Any]:
             yield from list_layers(layer.caches)
         else:
             yield layer
+
+
+def is_known(layer: Any) -> bool:
+    """Whether it is known what a layer holds. One of a model's own kind, as deepseek_v41 has it, is
+    copied whole, and neither cut nor stored."""
+    return type(layer) in _KNOWN
+
+
+def count_bytes(layers: Iterable[Any]) -> int:
+    """The bytes that layers have taken."""
+    # mlx-lm's quantized one cannot count before it is used, and some models never use it.
+    return sum(0 if _is_unused(layer) else layer.nbytes for layer in list_layers(layers))
+
+
+def _is_unused(layer: Any) -> bool:
+    return type(layer) is QuantizedKVCache and layer.keys is None
 
 
 class RowCache:
@@ -47,7 +74,7 @@ class RowCache:
 
     @property
     def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
+        return count_bytes(self.layers)
 
     @property
     def cuts(self) -> bool:
@@ -69,7 +96,7 @@ class RowCache:
         other = RowCache(copy.deepcopy(self.layers), self.tokens, lent=self._lent)
         if tokens is not None and tokens != self.tokens:
             other.cut(tokens)
-            for layer in other.layers:
+            for layer in list_layers(other.layers):
                 _shrink(layer)
         return other
 
@@ -106,7 +133,7 @@ def _own(layer: Any) -> None:
     """Replace a layer's arrays, which are views, by copies."""
     if isinstance(layer, ArraysCache):
         layer.cache = tree_map(_copy, layer.cache)
-    elif not layer.empty():
+    elif is_known(layer) and not layer.empty():
         layer.keys, layer.values = tree_map(_copy, layer.keys_and_values())
 
 
@@ -118,4 +145,4 @@ def _cuts(layer: Any) -> bool:
     if isinstance(layer, ChunkedKVCache):
         # mlx-lm calls it trimmable, but tokens that it has dropped do not come back.
         return bool(layer.start_position == 0)
-    return bool(layer.is_trimmable())
+    return is_known(layer) and bool(layer.is_trimmable())

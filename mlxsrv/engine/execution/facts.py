@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.kv_costs import sum_costs
+from mlxsrv.engine.cache.kv_costs import find_costs
 from mlxsrv.engine.cache.row_cache import list_layers
 from mlxsrv.engine.cache.shared_layers import share_layers
 from mlxsrv.engine.events import KVCost
@@ -58,9 +58,8 @@ def find_facts(
     """
     if caches.pads is None:
         caches.pads = caches.batched and masks_padding(model)
-    cache = caches.make().layers
-    # Not evaluated: only shapes are looked at. Two tokens, for one would be a decode step.
-    logits = model(mx.array([[0, 0]]), cache=cache)
+    # Not evaluated: only its shape is looked at.
+    logits = model(mx.array([[0]]), cache=caches.make().layers)
     return TextFacts(
         batched=caches.batched,
         shares=shares,
@@ -73,7 +72,7 @@ def find_facts(
         vocabulary=int(logits.shape[-1]),
         prompt_cache_bytes=prompt_cache_bytes,
         store=store,
-        kv_costs=sum_costs(cache),
+        kv_costs=find_costs(model, lambda: caches.make().layers),
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from mlxsrv.engine.cache.host_arrays import CacheBuilder, describe_kind, share
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.row_cache import RowCache
+from mlxsrv.engine.cache.row_cache import RowCache, is_known, list_layers
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job, Load
@@ -132,6 +132,11 @@ def open_stored(
     """
     if storage is None or order.prompt_cache_dir is None or not order.prompt_cache_disk_bytes:
         return None, ()
+    layers = list_layers(caches.make().layers)
+    unknown = sorted({type(layer).__name__ for layer in layers if not is_known(layer)})
+    if unknown:
+        why = f"KV caches of this model's own kind ({', '.join(unknown)}) cannot be stored"
+        return None, (f"prompt_cache_dir: {why}",)
     opening = storage.open(order, describe_kind(caches), cuts=caches.cuts)
     for _ in range(round(_OPENING_SECONDS / _WAIT_SECONDS)):
         if opening.done.wait(_WAIT_SECONDS):

@@ -37,6 +37,9 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "recurrent": ("qwen3_next", {}),
     "states": ("mamba", {}),
     "lists": ("falcon_h1", {}),
+    "indices": ("deepseek_v32", {}),
+    "indices beside quantized": ("indexed", {"kv_bits": 8}),
+    "unused": ("nemotron-nas", {"kv_bits": 8}),
 }
 
 
@@ -50,7 +53,7 @@ def find_folder(model_folder: ModelFolder, wide: Path, family: str) -> Path:
     return wide if family == "wide" else model_folder(family, plain=True)
 
 
-@pytest.mark.parametrize("kind", often(KINDS, ["full", "bounded", "sliding", "lists"]))
+@pytest.mark.parametrize("kind", often(KINDS, ["full", "bounded", "sliding", "lists", "indices"]))
 def test_the_next_process_goes_on_from_the_answer(
     model_folder: ModelFolder, wide: Path, tmp_path: Path, kind: str
 ) -> None:
