@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from mlxsrv.generation.parameters import SteeringMode
 
@@ -265,6 +266,14 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
     @property
     def is_chat(self) -> bool:
         return isinstance(self.prompt, ChatPrompt)
+
+    @property
+    def without_messages(self) -> GenerationSpec:
+        """The same without the messages of a chat, which may be long: an answer takes its time, and
+        needs only their tokens."""
+        if not isinstance(self.prompt, ChatPrompt):
+            return self
+        return replace(self, prompt=replace(self.prompt, messages=()))
 
     @property
     def echoes(self) -> bool:

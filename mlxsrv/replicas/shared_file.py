@@ -24,11 +24,10 @@ import msgspec
 from mlxsrv.models.sqlite_errors import explained
 from mlxsrv.options import SettingsError
 from mlxsrv.service.response_store import (
+    Responses,
     StoredItem,
+    StoredReference,
     StoredResponse,
-    no_item,
-    no_previous,
-    no_response,
 )
 from mlxsrv.settings import Settings
 from mlxsrv.web.security.rates import Allowance, grant
@@ -37,22 +36,22 @@ BUSY = 5.0
 """Seconds that a call waits for other replicas' calls, unless it says another time."""
 
 _SCHEMA = """
-CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, previous TEXT, body BLOB, input BLOB, output BLOB, size INTEGER, used REAL
+CREATE TABLE IF NOT EXISTS owned_responses (
+    id TEXT PRIMARY KEY, owner TEXT, previous TEXT, body BLOB, inputs INTEGER, size INTEGER,
+    used REAL
 );
-CREATE INDEX IF NOT EXISTS recent ON responses (used, size);
-CREATE TABLE IF NOT EXISTS items (
-    id TEXT PRIMARY KEY, response TEXT, body BLOB
-) WITHOUT ROWID;
-CREATE INDEX IF NOT EXISTS of_response ON items (response);
+CREATE INDEX IF NOT EXISTS recently_owned ON owned_responses (owner, used, size);
+CREATE TABLE IF NOT EXISTS owned_items (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, owner TEXT, id TEXT, response TEXT, source TEXT,
+    body BLOB
+);
+CREATE INDEX IF NOT EXISTS of_owner ON owned_items (owner, id);
+CREATE INDEX IF NOT EXISTS of_response ON owned_items (response, id);
 CREATE TABLE IF NOT EXISTS rates (client TEXT PRIMARY KEY, full_at REAL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS changes (
     number INTEGER PRIMARY KEY AUTOINCREMENT, subject TEXT, replica TEXT, change BLOB
 );
 """
-
-_items_in = msgspec.msgpack.Decoder(list[StoredItem]).decode
-_items_out = msgspec.msgpack.Encoder().encode
 
 
 class StateChange(msgspec.Struct, frozen=True):
@@ -231,8 +230,8 @@ class SharedFile:
         ]
 
 
-class SharedResponses:
-    """Responses, as `ResponseStore` keeps them, for all replicas together."""
+class SharedResponses(Responses):
+    """Responses of all replicas together."""
 
     def __init__(self, file: _Database, most: int, most_bytes: int) -> None:
         self._file = file
@@ -240,76 +239,97 @@ class SharedResponses:
         self._most_bytes = most_bytes
 
     def put(self, response: StoredResponse) -> None:
-        if response.size > self._most_bytes:
+        if not self._most or response.size > self._most_bytes:
             return
-        items = {item.id: item for item in (*response.input, *response.output)}
+        id, owner = response.id, response.owner
+        row = (id, owner, response.previous, response.body, len(response.input), response.size)
         with self._file.transaction():
             self._file.execute(
-                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    response.id,
-                    response.previous,
-                    response.body,
-                    _items_out(response.input),
-                    _items_out(response.output),
-                    response.size,
-                    time.time(),
-                ),
+                "INSERT INTO owned_responses VALUES (?, ?, ?, ?, ?, ?, ?)", (*row, time.time())
             )
             self._file.execute_many(
-                "INSERT OR REPLACE INTO items VALUES (?, ?, ?)",
-                [(item.id, response.id, item.body) for item in items.values()],
+                "INSERT INTO owned_items (owner, id, response, source, body) "
+                "VALUES (?, ?, ?, ?, ?)",
+                ((owner, each.id, id, each.response, _body(each)) for each in response.items),
             )
             self._make_room()
 
     def _make_room(self) -> None:
-        [(count, size)] = self._file.execute("SELECT COUNT(*), SUM(size) FROM responses")
-        while count > self._most or size > self._most_bytes:
-            oldest = "SELECT id, size FROM responses ORDER BY used LIMIT 1"
-            [(id, own)] = self._file.execute(oldest)
-            self._forget(id)
-            count, size = count - 1, size - own
+        owned = {
+            owner: (count, size)
+            for owner, count, size in self._file.execute(
+                "SELECT owner, COUNT(*), SUM(size) FROM owned_responses GROUP BY owner"
+            )
+        }
+        while (
+            sum(count for count, _ in owned.values()) > self._most
+            or sum(size for _, size in owned.values()) > self._most_bytes
+        ):
+            largest = max(owned, key=lambda owner: self._part(*owned[owner]))
+            oldest = "SELECT id, size FROM owned_responses WHERE owner = ? ORDER BY used LIMIT 1"
+            [(id, size)] = self._file.execute(oldest, (largest,))
+            self._remove(id)
+            owned[largest] = owned[largest][0] - 1, owned[largest][1] - size
 
-    def get(self, id: str) -> StoredResponse:
-        response = self._find(id)
-        if response is None:
-            raise no_response(id)
-        return response
+    def _part(self, count: int, size: int) -> float:
+        return max(count / self._most, size / self._most_bytes)
 
-    def delete(self, id: str) -> None:
-        self.get(id)
-        with self._file.transaction():
-            self._forget(id)
+    def _follow(self, reference: StoredReference) -> StoredItem | None:
+        return self._item("response = ? AND id = ?", reference.response, reference.id)
 
-    def conversation(self, id: str | None) -> list[StoredItem]:
-        chain: list[StoredResponse] = []
-        while id is not None:
-            response = self._find(id)
-            if response is None:
-                raise no_previous(id)
-            chain.append(response)
-            id = response.previous
-        return [item for each in reversed(chain) for item in (*each.input, *each.output)]
+    def _newest(self, owner: str, id: str) -> StoredItem | None:
+        return self._item("owner = ? AND id = ?", owner, id)
 
-    def item(self, id: str, path: str) -> StoredItem:
-        rows = self._file.execute("SELECT body FROM items WHERE id = ?", (id,))
-        if not rows:
-            raise no_item(id, path)
-        return StoredItem(id, rows[0][0])
+    def _item(self, where: str, *values: str) -> StoredItem | None:
+        rows = self._file.execute(
+            f"SELECT id, response, body FROM owned_items WHERE {where} AND body IS NOT NULL "
+            "ORDER BY number DESC LIMIT 1",
+            values,
+        )
+        return StoredItem(*rows[0]) if rows else None
 
     def _find(self, id: str) -> StoredResponse | None:
-        query = "UPDATE responses SET used = ? WHERE id = ? RETURNING previous, body, input, output"
-        rows = self._file.execute(query, (time.time(), id))
+        with self._file.transaction():  # nobody removes it between the two
+            rows = self._file.execute(
+                "SELECT owner, previous, body, inputs FROM owned_responses WHERE id = ?", (id,)
+            )
+            items = [
+                StoredReference(item, source) if content is None else StoredItem(item, id, content)
+                for item, source, content in self._file.execute(
+                    "SELECT id, source, body FROM owned_items WHERE response = ? ORDER BY number",
+                    (id,),
+                )
+            ]
         if not rows:
             return None
-        previous, body, given, made = rows[0]
+        [(owner, previous, body, inputs)] = rows
         return StoredResponse(
-            id=id, body=body, input=_items_in(given), output=_items_in(made), previous=previous
+            id=id,
+            owner=owner,
+            previous=previous,
+            body=body,
+            input=items[:inputs],
+            output=[item for item in items[inputs:] if isinstance(item, StoredItem)],
         )
 
+    def _touch(self, ids: Iterable[str]) -> None:
+        now = time.time()
+        with self._file.transaction():
+            self._file.execute_many(
+                "UPDATE owned_responses SET used = ? WHERE id = ?", ((now, id) for id in ids)
+            )
+
     def _forget(self, id: str) -> None:
-        self._file.execute("DELETE FROM responses WHERE id = ?", (id,))
-        self._file.execute("DELETE FROM items WHERE response = ?", (id,))
+        with self._file.transaction():
+            self._remove(id)
+
+    def _remove(self, id: str) -> None:
+        self._file.execute("DELETE FROM owned_responses WHERE id = ?", (id,))
+        self._file.execute("DELETE FROM owned_items WHERE response = ?", (id,))
+
+
+def _body(item: StoredItem | StoredReference) -> bytes | None:
+    return item.body if isinstance(item, StoredItem) else None
 
 
 class SharedRates:

@@ -172,6 +172,7 @@ class Reply:
                 param="model",
             )
         planned = await self._lease.model.tokenizer_lock.run(partial(plan, self.spec, tokenizer))
+        self.spec = self.spec.without_messages
         self._tokenized()
         steering = await self._resources.steering.resolve(self.spec.steering, self.identity.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in planned.prompts)

@@ -150,6 +150,7 @@ class Service:
             f"mlxsrv-{__version__}-mlx-{version('mlx')}-mlx-lm-{version('mlx-lm')}",
             count(1),
         )
+        self.reading = anyio.Lock()  # held while a large request is read
         self._replies: set[Reply] = set()
         self._work: set[TimedWork] = set()
         self._starting = False  # while the default model is loaded at start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TypeVar
 
 from msgspec import Struct
@@ -15,10 +16,9 @@ from mlxsrv.web.bodies import share_of
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import Endpoint
-from mlxsrv.web.reading import note_asked, read_request, service_of
+from mlxsrv.web.reading import note_asked, read_aside, read_request, service_of
 from mlxsrv.web.responses import ReplyBody, ReplyStream
 from mlxsrv.web.security.clients import client_of
-from mlxsrv.wire.decoding import uncollected
 from mlxsrv.wire.dialect import Dialect
 
 R = TypeVar("R", bound=Struct)
@@ -42,9 +42,8 @@ def generating(dialect: Dialect[R], operation: OperationName) -> Endpoint:
 
 async def start_reply(request: Request, dialect: Dialect[R], asked: R) -> Reply:
     """Have the service generate; the observers are told. Raises ServeError."""
-    with uncollected(share_of(request.scope).size):
-        spec = dialect.spec(asked)
-    note_asked(request, spec)
+    spec = await read_aside(request, partial(dialect.spec, asked))
+    note_asked(request, spec.without_messages)
     reply = await service_of(request).generate(
         spec,
         request_id(request.scope),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.web.bodies import share_of
 from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
-from mlxsrv.web.reading import read_request, service_of
+from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.anthropic.answers import TokenCount
@@ -19,7 +19,6 @@ from mlxsrv.wire.anthropic.dialects import MessagesDialect
 from mlxsrv.wire.anthropic.errors import REQUEST_ID
 from mlxsrv.wire.anthropic.models import anthropic_model, anthropic_models
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
-from mlxsrv.wire.decoding import uncollected
 
 _DIALECT = MessagesDialect()
 
@@ -33,8 +32,7 @@ async def create_message(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     asked, headers = await read_request(request, MESSAGES_REQUESTS)
-    with uncollected(share_of(request.scope).size):
-        spec = _DIALECT.spec(asked)
+    spec = await read_aside(request, partial(_DIALECT.spec, asked))
     work = service_of(request).count_tokens(spec, client_of(request, spec.user))
     count = await unless_gone(request.receive, work)
     return JSONResponse(TokenCount(count), headers={**headers, **_identity(request)})

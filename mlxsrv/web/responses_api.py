@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 
 from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.errors import UnsupportedParameter
-from mlxsrv.service.response_store import Responses, StoredItem, StoredResponse
+from mlxsrv.errors import RequestTooLarge, UnsupportedParameter
+from mlxsrv.service.response_store import (
+    Recalled,
+    Responses,
+    StoredItem,
+    StoredReference,
+    StoredResponse,
+)
 from mlxsrv.web.bodies import share_of
 from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.observability.records import record_of
-from mlxsrv.web.reading import read_request, service_of
+from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.web.security.clients import client_of
-from mlxsrv.wire.decoding import read_query, uncollected
+from mlxsrv.wire.decoding import read_query
 from mlxsrv.wire.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseObject
 from mlxsrv.wire.responses.dialects import ResponsesDialect
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past, ResponsesRequest
@@ -34,42 +41,81 @@ async def create_response(request: Request) -> Response:
     """Answer, and keep the response unless the client does not want that."""
     record_of(request.scope).operation = "chat"
     asked, headers = await read_request(request, RESPONSES_REQUESTS)
-    store = _store(request)
-    past = _past(store, asked)
-    dialect = ResponsesDialect(past, partial(_keep, store, asked, past))
+    recalled = _recall(request, asked)
+    places = {id: item.response for id, item in recalled.references.items()}
+    keep = partial(_keep, _store(request), asked, client_of(request).id, places)
+    dialect = ResponsesDialect(_past(recalled), keep)
     reply = await start_reply(request, dialect, asked)
     return answer(dialect, asked, reply, headers)
 
 
 async def count_input_tokens(request: Request) -> Response:
     asked, headers = await read_request(request, RESPONSES_REQUESTS)
-    past = _past(_store(request), asked)
-    with uncollected(share_of(request.scope).size):
-        spec = asked.spec(past)
+    past = _past(_recall(request, asked))
+    spec = await read_aside(request, partial(asked.spec, past))
     work = service_of(request).count_tokens(spec, client_of(request, spec.user))
     count = await unless_gone(request.receive, work)
     return JSONResponse(InputTokens(input_tokens=count), headers=headers)
 
 
-def _past(store: Responses, asked: ResponsesRequest) -> Past:
-    """Raises PreviousResponseNotFound, StoredItemNotFound."""
+def _recall(request: Request, asked: ResponsesRequest) -> Recalled:
+    """Return what the request continues or refers to. Together with its body that has the bounds of
+    a body, for a client could have sent it all.
+
+    Raises:
+        PreviousResponseNotFound, StoredItemNotFound, RequestTooLarge, Overloaded
+    """
+    share, limit = share_of(request.scope), request.app.settings.max_body
+
+    def take(size: int, path: str) -> None:
+        if share.size + size > limit:
+            raise RequestTooLarge(
+                f"{path}: with the stored items that it continues or refers to, the request is "
+                f"larger than {limit} bytes; send fewer, or what is needed of them",
+                param=path,
+            )
+        share.grow(share.size + size)
+
+    owner = client_of(request).id
+    return _store(request).recall(asked.previous_response_id, asked.references, owner, take)
+
+
+def _past(recalled: Recalled) -> Past:
     return Past(
-        [item.body for item in store.conversation(asked.previous_response_id)],
-        {id: store.item(id, path).body for id, path in asked.references.items()},
+        [item.body for item in recalled.conversation],
+        {id: item.body for id, item in recalled.references.items()},
     )
 
 
-def _keep(store: Responses, asked: ResponsesRequest, past: Past, response: ResponseObject) -> None:
-    if asked.stored:
-        store.put(
-            StoredResponse(
-                id=response.id,
-                body=encode_json(response),
-                input=[StoredItem(id, body) for id, body in stored_input(asked, past)],
-                output=[StoredItem(id, body) for id, body in stored_output(response)],
-                previous=asked.previous_response_id,
-            )
+def _keep(
+    store: Responses,
+    asked: ResponsesRequest,
+    owner: str,
+    places: Mapping[str, str],
+    response: ResponseObject,
+) -> None:
+    """Store a response.
+
+    Args:
+        places: the responses that have the items to which the request refers, by the items' ids.
+    """
+    if not asked.stored:
+        return
+    store.put(
+        StoredResponse(
+            id=response.id,
+            owner=owner,
+            body=encode_json(response),
+            input=[
+                StoredReference(id, places[id])
+                if body is None
+                else StoredItem(id, response.id, body)
+                for id, body in stored_input(asked)
+            ],
+            output=[StoredItem(id, response.id, body) for id, body in stored_output(response)],
+            previous=asked.previous_response_id,
         )
+    )
 
 
 async def get_response(request: Request) -> Response:
@@ -90,13 +136,17 @@ async def delete_response(request: Request) -> Response:
 
 async def list_input_items(request: Request) -> Response:
     query = read_query(ItemQuery, request.query_params)
-    stored = _store(request).get(request.path_params["id"])
-    page, more = page_of([(item.id, item.body) for item in stored.input], query)
+    store = _store(request)
+    stored = store.get(request.path_params["id"])
+    places, more = page_of([item.id for item in stored.input], query)
+    found = [store.resolve(stored.input[place]) for place in places]
+    page = [item for item in found if item is not None]  # others went with their responses
+    share_of(request.scope).grow(sum(len(item.body) for item in page))
     return JSONResponse(
         ItemList(
-            data=[Raw(body) for _, body in page],
-            first_id=page[0][0] if page else None,
-            last_id=page[-1][0] if page else None,
+            data=[Raw(item.body) for item in page],
+            first_id=page[0].id if page else None,
+            last_id=page[-1].id if page else None,
             has_more=more,
         )
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.web.reading import read_request, service_of
+from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, large_json, unless_gone
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import read_query
@@ -30,7 +30,7 @@ async def detokenize(request: Request) -> Response:
 
 async def apply_template(request: Request) -> Response:
     asked, headers = await read_request(request, CHAT_REQUESTS)
-    spec = asked.spec()
+    spec = await read_aside(request, asked.spec)
     work = service_of(request).apply_template(spec, client_of(request, spec.user))
     return await large_json(await unless_gone(request.receive, work), headers)
 

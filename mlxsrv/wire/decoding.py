@@ -19,6 +19,10 @@ T = TypeVar("T", bound=Struct)
 D = TypeVar("D")
 
 
+LARGE = 1024 * 1024
+"""Bytes of a body that is read with more care: its reading would hold up streams."""
+
+
 def _nothing_to_check(request: Struct) -> None:
     pass
 
@@ -92,7 +96,7 @@ def uncollected(size: int) -> Iterator[None]:
     Args:
         size: of the body, in bytes.
     """
-    collects = size > _LARGE and gc.isenabled()
+    collects = size > LARGE and gc.isenabled()
     if collects:
         gc.disable()
     try:
@@ -165,7 +169,6 @@ _PATH = re.compile(
 _MISSING = re.compile(r"Object missing required field `(?P<name>[^`]+)`")
 _ANY_KEY = "[...]"  # any key of an object, in msgspec's paths
 _LONGEST = 300
-_LARGE = 1024 * 1024  # bytes of a body
 _LONGEST_KEY = 64
 _MOST_KEYS = 10_000
 

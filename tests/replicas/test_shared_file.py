@@ -36,13 +36,19 @@ def pair(tmp_path: Path) -> Iterator[Pair]:
 
 
 def response(number: int, previous: str | None = None, size: int = 10) -> StoredResponse:
+    id = f"resp_{number}"
     return StoredResponse(
-        id=f"resp_{number}",
+        id=id,
+        owner="me",
         body=b"x" * size,
-        input=[StoredItem(f"in_{number}", b"asked")],
-        output=[StoredItem(f"out_{number}", b"answered")],
+        input=[StoredItem(f"in_{number}", id, b"asked")],
+        output=[StoredItem(f"out_{number}", id, b"answered")],
         previous=previous,
     )
+
+
+def no_bound(size: int, path: str) -> None:
+    """Any item has room."""
 
 
 def test_a_response_is_everywhere(pair: Pair) -> None:
@@ -50,16 +56,16 @@ def test_a_response_is_everywhere(pair: Pair) -> None:
     one.responses.put(response(1))
     other.responses.put(response(2, "resp_1"))
     assert other.responses.get("resp_1") == response(1)
-    assert one.responses.item("out_2", "input[0]") == StoredItem("out_2", b"answered")
-    ids = [item.id for item in one.responses.conversation("resp_2")]
-    assert ids == ["in_1", "out_1", "in_2", "out_2"]
+    found = one.responses.recall("resp_2", [("out_2", "input[0]")], "me", no_bound)
+    assert found.references == {"out_2": StoredItem("out_2", "resp_2", b"answered")}
+    assert [item.id for item in found.conversation] == ["in_1", "out_1", "in_2", "out_2"]
     other.responses.delete("resp_1")
     with pytest.raises(ResponseNotFound):
         one.responses.get("resp_1")
     with pytest.raises(PreviousResponseNotFound):
-        one.responses.conversation("resp_2")
+        one.responses.recall("resp_2", [], "me", no_bound)
     with pytest.raises(StoredItemNotFound):
-        one.responses.item("in_1", "input[0]")
+        one.responses.recall(None, [("in_1", "input[0]")], "me", no_bound)
 
 
 def test_those_go_that_were_not_used_for_longest(pair: Pair) -> None:
@@ -130,7 +136,7 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_leaves_nothing_half_don
 def test_a_table_that_is_lost_is_an_error_of_each_call(pair: Pair, tmp_path: Path) -> None:
     one, _ = pair
     file = sqlite3.connect(tmp_path / "data" / "shared")
-    for table in ("responses", "items", "rates", "changes"):
+    for table in ("owned_responses", "owned_items", "rates", "changes"):
         file.execute(f"DROP TABLE {table}")
     file.close()
     assert one.rates is not None
@@ -140,8 +146,8 @@ def test_a_table_that_is_lost_is_an_error_of_each_call(pair: Pair, tmp_path: Pat
         lambda: one.responses.put(response(1)),
         lambda: one.responses.get("resp_1"),
         lambda: one.responses.delete("resp_1"),
-        lambda: one.responses.conversation("resp_1"),
-        lambda: one.responses.item("out_1", "input"),
+        lambda: one.responses.recall("resp_1", [], "me", no_bound),
+        lambda: one.responses.recall(None, [("out_1", "input")], "me", no_bound),
         lambda: rates.take("a"),
         lambda: one.add_change(change),
         lambda: one.changes_after(0),
@@ -168,8 +174,8 @@ def test_two_open_a_new_file_at_once(tmp_path: Path) -> None:
 
 def test_replicas_on_several_machines_could_use_the_file(pair: Pair, tmp_path: Path) -> None:
     """They have no memory in common, which SQLite's WAL mode needs: it makes a file for that."""
-    for each in pair:
-        each.responses.put(response(1))
+    for number, each in enumerate(pair):
+        each.responses.put(response(number))
         assert each.changes_after(0) == []
     assert [path.name for path in (tmp_path / "data").iterdir()] == ["shared"]
     [mode] = pair[0]._file.execute("PRAGMA journal_mode")

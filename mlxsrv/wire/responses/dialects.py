@@ -16,7 +16,7 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
     """Made for one request.
 
     Args:
-        past: what the store has for the request.
+        past: what the store has for the request. It is let go once the messages are made of it.
         keep: called with the response at its end, unless it failed.
     """
 
@@ -28,7 +28,8 @@ class ResponsesDialect(Dialect[ResponsesRequest]):
         self._keep = keep
 
     def spec(self, request: ResponsesRequest) -> GenerationSpec:
-        return request.spec(self._past)
+        past, self._past = self._past, Past()
+        return request.spec(past)
 
     def stream(self, request: ResponsesRequest, identity: Identity) -> ResponsesStream:
         return ResponsesStream(request, identity, self._keep)

@@ -138,13 +138,13 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
         return read_choice(self.tool_choice, self.toolbox, self.ignored)
 
     @property
-    def references(self) -> Mapping[str, str]:
-        """The ids of stored items that the input refers to, with the paths that do."""
-        return {
-            placed.item.id: placed.path
+    def references(self) -> Sequence[tuple[str, str]]:
+        """The ids of stored items that the input refers to, each with the path that does."""
+        return [
+            (placed.item.id, placed.path)
             for placed in self.items
             if isinstance(placed.item, InputReference)
-        }
+        ]
 
     @property
     def stored(self) -> bool:

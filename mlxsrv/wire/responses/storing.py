@@ -10,20 +10,20 @@ from msgspec import Meta, Struct
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.wire.responses.answers import ResponseObject, new_item_id
 from mlxsrv.wire.responses.items import InputMessage, InputReference, stored_form
-from mlxsrv.wire.responses.requests import Past, ResponsesRequest
+from mlxsrv.wire.responses.requests import ResponsesRequest
 from mlxsrv.wire.sse import encode_json
 
 IdentifiedItem = tuple[str, bytes]
 """The id of an item, and the item as JSON."""
 
 
-def stored_input(request: ResponsesRequest, past: Past) -> Iterator[IdentifiedItem]:
-    """The items of a request; those that it refers to are copied."""
+def stored_input(request: ResponsesRequest) -> Iterator[tuple[str, bytes | None]]:
+    """The items of a request; those that it refers to without their JSON."""
     if isinstance(request.input, str):
         yield stored_form(InputMessage(role="user", content=request.input), new_item_id)
     for placed in request.items:
         if isinstance(placed.item, InputReference):
-            yield placed.item.id, past.references[placed.item.id]
+            yield placed.item.id, None
         else:
             yield stored_form(placed.item, new_item_id)
 
@@ -48,18 +48,18 @@ class ItemQuery(Struct, frozen=True):
     after: str | None = None
 
 
-def page_of(
-    items: Sequence[IdentifiedItem], query: ItemQuery
-) -> tuple[Sequence[IdentifiedItem], bool]:
-    """Return the items that are asked for, and whether there are more.
+def page_of(ids: Sequence[str], query: ItemQuery) -> tuple[Sequence[int], bool]:
+    """Return the places of the items that are asked for, and whether there are more.
+
+    Args:
+        ids: of all items, in their order.
 
     Raises:
         InvalidRequest: `after` is none of them.
     """
-    ordered = list(items) if query.order == "asc" else list(reversed(items))
+    places = range(len(ids)) if query.order == "asc" else range(len(ids))[::-1]
     if query.after is not None:
-        ids = [id for id, _ in ordered]
         if query.after not in ids:
             raise InvalidRequest("after: there is no item of that id", param="after")
-        ordered = ordered[ids.index(query.after) + 1 :]
-    return ordered[: query.limit], len(ordered) > query.limit
+        places = places[places.index(ids.index(query.after)) + 1 :]
+    return places[: query.limit], len(places) > query.limit
