@@ -52,10 +52,11 @@ Form = JSONForm | RegexForm | ChoiceForm | GrammarForm
 
 
 class PastCall(Struct, frozen=True):
-    """A tool call of an earlier answer, as the client gives it back."""
+    """A tool call of an earlier answer, as the client gives it back. Arguments that are no object
+    are the text that the model wrote."""
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: Mapping[str, Any] | str
     id: str | None = None
 
 
@@ -120,8 +121,6 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
         effort: how much it shall think, if the request says so.
         continues: the answer continues the last message.
         answers: the beginning of an answer follows the messages.
-        reminds: a system message may stand anywhere. Where the template cannot read it in its
-            place, it becomes a reminder there, in a message of the user's.
         template: a client's template, in place of the model's.
         plain: the text that is continued in place of the chat if there is no template; None: such
             a model is refused.
@@ -136,7 +135,6 @@ class ChatPrompt(Struct, frozen=True, kw_only=True):
     effort: str | None = None
     continues: bool = False
     answers: bool = True
-    reminds: bool = False
     template: str | None = None
     plain: str | None = None
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
-from mlxsrv.prompts.messages import Chat, PlainMessage
+from mlxsrv.prompts.histories import Histories
+from mlxsrv.prompts.messages import Chat, Messages, PlainMessage
 from mlxsrv.prompts.sandbox import TooMuch, run_apart
 
 # End-of-turn tokens by family. Published models often forget to list theirs. So in chats, the
@@ -51,6 +52,7 @@ class ChatTemplate:
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
+        self._histories = Histories(self._write)
         self._reserved = _RENDERED.union(inspect.signature(self._apply).parameters)
 
     @property
@@ -76,7 +78,8 @@ class ChatTemplate:
         return [name for name in names if name in self._reserved]
 
     def render(self, chat: Chat) -> str:
-        """Render a chat.
+        """Render a chat. Where its messages are refused, they are changed until the template takes
+        them, if it ever does.
 
         Raises:
             UnsupportedParameter: there is no template.
@@ -99,6 +102,9 @@ class ChatTemplate:
                 **chat.variables,
             )
         except Exception as error:  # a template may raise anything
+            forced = self._histories.force(list(chat.messages), partial(self.render_other, chat))
+            if forced is not None:
+                return self.render(msgspec.structs.replace(chat, messages=forced))
             raise InvalidRequest(
                 f"{chat.path}: the model's chat template refused them: {error}", param=chat.path
             ) from None
@@ -138,34 +144,20 @@ class ChatTemplate:
 
     def render_other(self, chat: Chat, messages: Sequence[PlainMessage]) -> str | None:
         """Render other messages in place of the chat's; None if the template refuses them."""
-        variables = {
-            **chat.variables,
-            "tools": None if chat.tools is None else list(chat.tools),
-            "add_generation_prompt": True,
-        }
+        tools = None if chat.tools is None else list(chat.tools)
+        return self._write(messages, **{**chat.variables, "tools": tools})
+
+    def adapt(self, messages: Messages) -> Messages:
+        """Return messages as the template takes them; see `Histories`."""
+        return self._histories.adapt(messages)
+
+    def _write(self, messages: Sequence[PlainMessage], **variables: Any) -> str | None:
+        """Write messages and the beginning of an answer; None if the template refuses them."""
         try:
+            variables["add_generation_prompt"] = True
             return str(self._apply(list(messages), tokenize=False, **variables))
         except Exception:  # a template may raise anything
             return None
-
-    @cached_property
-    def reads_late_system(self) -> bool:
-        """Whether the template writes a system message where it stands, after other messages.
-
-        Some refuse it, some leave it out, and some move it to the front, which changes the prompt
-        of all turns before it.
-        """
-        if not self.exists:
-            return False
-        roles = ("system", "user", "system", "assistant", "user", "system")
-        texts = [f"mlxsrv-{number}" for number in range(len(roles))]
-        chat = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=True)]
-        try:
-            written = str(self._apply(chat, tokenize=False, add_generation_prompt=True))
-        except Exception:  # a template may raise anything
-            return False
-        places = [written.find(text) for text in texts]
-        return -1 not in places and places == sorted(places)
 
     def turn_ends(self) -> set[int]:
         """Return the end-of-turn token that the template writes behind an assistant's message."""

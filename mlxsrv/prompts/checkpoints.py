@@ -55,7 +55,8 @@ class CheckpointFinder:
         """
         found = {self._find_head(chat, text, tokens), self._find_turn(tokens)}
         if not chat.continue_final:
-            others = (self._template.render_other(chat, more) for more in _continue(chat))
+            more = (self._template.adapt(messages) for messages in _continue(chat))
+            others = (self._template.render_other(chat, messages) for messages in more)
             found |= {self._find_shared(text, other, tokens) for other in others if other}
         return tuple(sorted(found - {0}))
 

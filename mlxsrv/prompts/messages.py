@@ -10,6 +10,7 @@ import msgspec
 from mlxsrv.generation.spec import ChatMessage, ToolSpec
 
 PlainMessage = dict[str, Any]
+Messages = list[PlainMessage]
 
 
 class Chat(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,36 +68,3 @@ def plain_tool(tool: ToolSpec) -> dict[str, Any]:
     }
     function = {name: value for name, value in fields.items() if value is not None}
     return {"type": "function", "function": function}
-
-
-def has_late_system(messages: Sequence[PlainMessage]) -> bool:
-    """Whether there is a system message besides the first message."""
-    return any(message["role"] == "system" for message in messages[1:])
-
-
-def as_reminders(messages: Sequence[PlainMessage]) -> list[PlainMessage]:
-    """Return the messages with system messages at the beginning only.
-
-    Those at the beginning become one. Each later one becomes a reminder, which is joined with the
-    user's messages beside it, because many templates want the roles to alternate. No message
-    changes its place, so the prompt stays a prefix of the next turn's.
-    """
-    plain: list[PlainMessage] = []
-    texts: list[list[str]] = []  # of each of them
-    reminded = False  # the last message ends with a reminder
-    for message in messages:
-        last = plain[-1]["role"] if plain else message["role"]
-        late = message["role"] == "system" != last
-        if late:
-            text = f"<system-reminder>\n{message['content']}\n</system-reminder>"
-            message = {"role": "user", "content": text}
-        if plain and message["role"] == last and (last == "system" or late or reminded):
-            texts[-1].append(message["content"])
-        else:
-            plain.append(message)
-            texts.append([message["content"]])
-        reminded = late
-    return [
-        {**message, "content": "\n\n".join(parts)}
-        for message, parts in zip(plain, texts, strict=True)
-    ]

@@ -13,14 +13,7 @@ from mlxsrv.generation.spec import ChatPrompt, GenerationSpec, InfillPrompt, Tex
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
-from mlxsrv.prompts.messages import (
-    Chat,
-    PlainMessage,
-    as_reminders,
-    has_late_system,
-    plain_message,
-    plain_tool,
-)
+from mlxsrv.prompts.messages import Chat, Messages, plain_message, plain_tool
 from mlxsrv.text.tools import ToolCalls, ToolDialect
 
 if TYPE_CHECKING:
@@ -157,11 +150,9 @@ def _offered(asked: ChatPrompt, tokenizer: Tokenizer) -> Sequence[ToolSpec]:
     return [tool for tool in asked.tools if tool.name in choice.only]
 
 
-def _messages(asked: ChatPrompt, tokenizer: Tokenizer) -> list[PlainMessage]:
+def _messages(asked: ChatPrompt, tokenizer: Tokenizer) -> Messages:
     messages = [plain_message(message) for message in asked.messages]
-    if not asked.reminds or not has_late_system(messages) or asked.template is not None:
-        return messages
-    return messages if tokenizer.chat_template.reads_late_system else as_reminders(messages)
+    return tokenizer.chat_template.adapt(messages) if asked.template is None else messages
 
 
 def _variables(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -183,10 +183,7 @@ WRONG_WITHIN_CHAT: Elsewhere = [
     (message(role="assistant", reasoning=5), "messages[1].reasoning"),
     (message(role="assistant", refusal=5), "messages[1].refusal"),
     (message(role="assistant", function_call="f"), "messages[1].function_call"),
-    (
-        message(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": {}}}]),
-        "messages[1].tool_calls[0].function.arguments",
-    ),
+    (message(role="assistant", tool_calls=["f()"]), "messages[1].tool_calls[0]"),
     ({"messages": [5]}, "messages[0]"),
     ({"top_logprobs": 1}, "top_logprobs"),
     ({"top_logprobs": 1, "logprobs": False}, "top_logprobs"),

@@ -436,29 +436,15 @@ def test_a_model_without_tools_says_so(client: httpx.Client, model: str, streami
         assert client.post(CHAT, json=asking(model=model, **none)).status_code == 200
 
 
-@pytest.mark.parametrize("arguments", ["{", "[]", "5", '"x"', "{'city': 'Paris'}", "null"])
-@pytest.mark.parametrize("at", [0, 1])
-def test_a_malformed_call_in_the_history_is_named(
-    client: httpx.Client, arguments: str, at: int
-) -> None:
-    made = [
-        {"id": f"call_{i}", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        for i in range(2)
-    ]
-    made[at]["function"] = {"name": "f", "arguments": arguments}
-    messages = [
-        {"role": "user", "content": QUESTION},
-        {"role": "assistant", "content": None, "tool_calls": made},
-        {"role": "tool", "tool_call_id": "call_0", "content": "21"},
-    ]
-    response = client.post(CHAT, json=asking(messages=messages))
-    path = f"messages[1].tool_calls[{at}].function.arguments"
-    error = refused(response, 400, "invalid_value", param=path)
-    assert path in error["message"]
-
-
-@pytest.mark.parametrize("arguments", ["{}", "", '{"city": "Paris", "n": [1, {"a": null}]}'])
-def test_a_sound_call_in_the_history_is_read(client: httpx.Client, arguments: str) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *("{}", "", '{"city": "Paris", "n": [1, {"a": null}]}', {"city": "Paris"}),
+        *("{", "[]", "5", '"x"', "{'city': 'Paris'}", "null"),
+    ],
+)
+def test_a_call_in_the_history_is_read(client: httpx.Client, arguments: Any) -> None:
+    """Also one whose arguments are no JSON object: the server itself sends such calls."""
     made = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [
         {"role": "user", "content": QUESTION},

@@ -132,7 +132,6 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
             thinking=_thinks(self.thinking),
             effort=None if self.output_config is None else self.output_config.effort,
             continues=messages[-1].is_unfinished,
-            reminds=True,
         )
 
     @property

@@ -28,6 +28,7 @@ from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.openai.embeddings import EmbeddingRequest
 from mlxsrv.wire.openai.generation_request import Priority
+from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.steering import NotEmpty, SteeringFields, check_steering
 
 _CHAT_PATHS = {"context": "options.num_ctx"}
@@ -141,7 +142,7 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
 
 class OllamaPastFunction(Struct, frozen=True):
     name: str
-    arguments: dict[str, Any] = {}
+    arguments: Any = None
 
 
 class OllamaPastCall(Struct, frozen=True):
@@ -169,7 +170,7 @@ class OllamaMessage(Struct, frozen=True):
             name=self.tool_name,
             reasoning=self.thinking,
             calls=[
-                PastCall(call.function.name, call.function.arguments, call.id)
+                PastCall(call.function.name, past_arguments(call.function.arguments), call.id)
                 for call in self.tool_calls or ()
             ],
             call_id=self.tool_call_id,

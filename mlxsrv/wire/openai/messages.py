@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Struct
 
-from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.errors import MissingParameter, UnsupportedParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
+from mlxsrv.wire.past_calls import past_arguments
 
 
 class ContentPart(Struct, frozen=True):
@@ -18,8 +18,13 @@ class ContentPart(Struct, frozen=True):
 
 
 class FunctionCall(Struct, frozen=True):
+    """A call; `arguments` is JSON as a string or, from clients of Ollama's API, an object."""
+
     name: str
-    arguments: str = ""
+    arguments: Any = None
+
+    def past(self, id: str | None = None) -> PastCall:
+        return PastCall(self.name, past_arguments(self.arguments), id)
 
 
 class ToolCall(Struct, frozen=True):
@@ -57,21 +62,17 @@ def read_messages(messages: Sequence[Message]) -> list[ChatMessage]:
     """Return the messages in no dialect.
 
     Raises:
-        InvalidRequest, MissingParameter, UnsupportedParameter: a message cannot be read; the error
-            has its path in the request.
+        MissingParameter, UnsupportedParameter: a message cannot be read; the error has its path in
+            the request.
     """
     return [_read(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _read(message: Message, where: str) -> ChatMessage:
     content = _content(message, where)
-    calls = [
-        _call(call.function, call.id, f"{where}.tool_calls[{i}].function.arguments")
-        for i, call in enumerate(message.tool_calls or ())
-    ]
+    calls = [call.function.past(call.id) for call in message.tool_calls or ()]
     if message.function_call is not None:
-        old = _call(message.function_call, None, f"{where}.function_call.arguments")
-        calls = calls or [old]
+        calls = calls or [message.function_call.past()]
     return ChatMessage(
         role=_ROLES[message.role],
         content=content,
@@ -98,12 +99,3 @@ def _content(message: Message, where: str) -> str:
             raise MissingParameter(f"missing required parameter: {path}.text", param=f"{path}.text")
         texts.append(part.text)
     return "".join(texts)
-
-
-def _call(function: FunctionCall, id: str | None, path: str) -> PastCall:
-    """Return a call with its arguments as an object. On the wire they are a string of JSON."""
-    try:
-        given = msgspec.json.decode(function.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"{path}: not a JSON object: {error}", param=path) from None
-    return PastCall(function.name, given, id)

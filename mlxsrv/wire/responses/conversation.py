@@ -1,8 +1,7 @@
 """From items to the messages of a chat.
 
 All that an assistant says in one turn (reasoning, text, calls) is several items, and one message of
-a chat. Instructions and the system's messages at the beginning are one message, because most chat
-templates take no other.
+a chat.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
-
-import msgspec
+from typing import Literal
 
 from mlxsrv.errors import MissingParameter, UnsupportedParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
+from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.responses.items import (
     InputCall,
     InputCustomCall,
@@ -70,9 +68,9 @@ class _Chat:
     """The messages so far, and the turn of the assistant that is not complete yet."""
 
     def __init__(self, instructions: str | None) -> None:
-        self._system = [instructions] if instructions else []
         self._messages: list[ChatMessage] = []
         self._turn: _Turn | None = None
+        self._add_system(instructions or "")
 
     def add(self, placed: PlacedItem) -> None:
         item, path = placed.item, placed.path
@@ -82,11 +80,9 @@ class _Chat:
             case InputMessage(role="assistant"):
                 self._assistant.texts.append(_text(item.content, f"{path}.content"))
             case InputCall():
-                self._assistant.calls.append(
-                    PastCall(
-                        flat_name(item.name, item.namespace), _object(item.arguments), item.call_id
-                    )
-                )
+                name = flat_name(item.name, item.namespace)
+                call = PastCall(name, past_arguments(item.arguments), item.call_id)
+                self._assistant.calls.append(call)
             case InputCustomCall():
                 name = flat_name(item.name, item.namespace)
                 self._assistant.calls.append(PastCall(name, {"input": item.input}, item.call_id))
@@ -99,9 +95,7 @@ class _Chat:
 
     def finish(self) -> list[ChatMessage]:
         self._end_turn()
-        system = _SEPARATOR.join(self._system)
-        first = [ChatMessage(role="system", content=system)] if system else []
-        return first + self._messages
+        return self._messages
 
     @property
     def _assistant(self) -> _Turn:
@@ -109,10 +103,8 @@ class _Chat:
         return self._turn
 
     def _add_system(self, text: str) -> None:
-        if self._messages or self._turn is not None:
+        if text:
             self._append("system", text)
-        else:
-            self._system.append(text)
 
     def _append(
         self, role: Literal["system", "user", "tool"], text: str, call_id: str | None = None
@@ -174,12 +166,3 @@ def _part_text(part: ItemPart, path: str) -> str:
     if text is None:
         raise MissingParameter(f"missing required parameter: {path}.{name}", param=f"{path}.{name}")
     return text
-
-
-def _object(arguments: str) -> dict[str, Any]:
-    """The arguments of a past call. If the model wrote no object, it is shown what it wrote: a
-    refusal would end the conversation, since the item comes back with each request."""
-    try:
-        return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError):
-        return {"arguments": arguments}

@@ -195,7 +195,6 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
                 variables=self.chat_template_kwargs or {},
                 thinking=None if effort is None else effort != "none",
                 effort=None if effort == "none" else effort,
-                reminds=True,
             ),
             model=self.model,
             sampling=SamplingWishes(

@@ -70,12 +70,12 @@ def test_a_text_is_a_users_message() -> None:
     assert roles(messages(two)) == [("user", "ab")]
 
 
-def test_what_stands_before_the_first_message_is_one_system_message() -> None:
+def test_system_messages_stay_where_they_stand() -> None:
     first = [{"role": "developer", "content": "B"}, {"role": "system", "content": "C"}]
     late = {"role": "developer", "content": "D"}
     found = messages(*first, user("hi"), late, instructions="A")
-    assert roles(found) == [("system", "A\n\nB\n\nC"), ("user", "hi"), ("system", "D")]
-    assert prompt(input=[user("hi"), late]).reminds
+    first_texts = [("system", text) for text in "ABC"]
+    assert roles(found) == [*first_texts, ("user", "hi"), ("system", "D")]
 
 
 def test_a_turn_of_the_assistants_is_one_message() -> None:
@@ -104,7 +104,7 @@ def test_calls_of_custom_tools_and_namespaces_have_the_models_names() -> None:
 @pytest.mark.parametrize("arguments", ["[1]", '{"a": ', "nonsense"])
 def test_nonsense_of_the_models_can_be_given_back(arguments: str) -> None:
     [_, message] = messages(user("hi"), {**CALL, "arguments": arguments, "status": "incomplete"})
-    assert message.calls[0].arguments == {"arguments": arguments}
+    assert message.calls[0].arguments == arguments
     [_, message] = messages(user("hi"), {**CALL, "arguments": ""})
     assert message.calls[0].arguments == {}
 
@@ -144,8 +144,8 @@ def test_stored_items_come_first() -> None:
     )
     reference = {"type": "item_reference", "id": "fc_1"}
     found = list(prompt(past, input=[reference, OUTPUT], instructions="I").messages)
-    assert roles(found)[:2] == [("system", "I\n\nS"), ("user", "One")]
-    assert found[2].calls == [PastCall("f", {"a": 1}, "call_1")]
+    assert roles(found)[:3] == [("system", "I"), ("system", "S"), ("user", "One")]
+    assert found[3].calls == [PastCall("f", {"a": 1}, "call_1")]
     assert asked(input=[{"id": "fc_1"}]).references == [("fc_1", "input[0]")]
     only = prompt(past, input=None, previous_response_id="resp_1")
     assert roles(list(only.messages)) == [("system", "S"), ("user", "One")]

@@ -1,0 +1,240 @@
+"""Messages that clients replay, in the form that the rules of each family's template allow."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from mlxsrv.errors import InvalidRequest
+from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec, PastCall
+from mlxsrv.prompts.planning import plan
+from mlxsrv.prompts.tokenizer import Tokenizer
+from tests.support.family_rules import FAMILY_RULES
+from tests.support.growth import assert_linear
+from tests.support.scripted import write_scripted
+from tests.web.dialects.asking import DIALECTS
+from tests.web.dialects.spoken import Asked, Call, Turn
+
+TURN = "[{{ message.role }}] {{ message.content }}\n"
+DROPPING = (
+    "{% for message in messages %}{% if loop.first or message.role != 'system' %}"
+    + TURN
+    + "{% endif %}{% endfor %}"
+)
+TO_THE_FRONT = (
+    "{% for message in messages if message.role == 'system' %}"
+    + TURN
+    + "{% endfor %}{% for message in messages if message.role != 'system' %}"
+    + TURN
+    + "{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
+    """A tokenizer for each template, by name."""
+    templates = {**FAMILY_RULES, "dropping": DROPPING, "to the front": TO_THE_FRONT}
+    folder = tmp_path_factory.mktemp("families")
+    return {
+        name: Tokenizer(write_scripted(folder / name, ["Hi"], template=template))
+        for name, template in templates.items()
+    }
+
+
+def render(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> str:
+    [planned] = plan(GenerationSpec(prompt=ChatPrompt(messages=messages)), tokenizer).prompts
+    return planned.text
+
+
+def said(role: str, content: str = "", **fields: object) -> ChatMessage:
+    return ChatMessage(role=role, content=content, **fields)  # type: ignore[arg-type]
+
+
+def called(*names: str, content: str = "", arguments: object = None) -> list[ChatMessage]:
+    """An answer that calls these tools, and their results."""
+    calls = [
+        PastCall(name, arguments or {"key": f"of {name}"}, f"call_{name}")  # type: ignore[arg-type]
+        for name in names
+    ]
+    thoughts = "hm" if content else None
+    results = [said("tool", f"from {name}", call_id=f"call_{name}") for name in names]
+    return [said("assistant", content, reasoning=thoughts, calls=calls), *results]
+
+
+SYSTEM, USER, ANSWER = said("system", "brief"), said("user", "one"), said("assistant", "two")
+HISTORIES = {
+    "a question": [USER],
+    "a system message": [SYSTEM, USER, ANSWER, said("user", "three")],
+    "gptme": [SYSTEM, said("system", "and kind"), USER, ANSWER, said("system", "hurry")],
+    "a title": [SYSTEM, said("user", "title it"), USER],
+    "pi, after a compaction": [SYSTEM, said("user", "in short"), USER, *called("look")],
+    "a greeting": [ANSWER, USER],
+    "a system message alone": [SYSTEM],
+    "two answers": [USER, ANSWER, said("assistant", "more"), said("user", "three")],
+    "an empty answer": [USER, said("assistant"), said("user", "three")],
+    "a late system message": [SYSTEM, USER, said("system", "hurry"), ANSWER, said("user", "three")],
+    "calls": [USER, *called("look", "find"), ANSWER, said("user", "three")],
+    "text beside calls": [USER, *called("look", "find", content="I look."), ANSWER, USER],
+    "a call after a call": [USER, *called("look", content="I look."), *called("find"), ANSWER],
+    "an interjection": [USER, *called("look"), said("user", "stop"), ANSWER, said("user", "on")],
+    "a reminder behind a result": [SYSTEM, USER, *called("look"), said("system", "hurry")],
+    "no object": [USER, *called("look", arguments='{"city": "Os'), ANSWER, USER],
+    "a list": [USER, *called("look", arguments="[1]"), ANSWER, USER],
+    "calls without ids": [
+        USER,
+        said("assistant", calls=[PastCall("look", {"key": "of look"})]),
+        said("tool", "from look"),
+    ],
+    "a result without its call": [SYSTEM, said("tool", "from look", call_id="call_1"), USER],
+}
+
+
+def texts(message: ChatMessage) -> list[str]:
+    """All that a message says."""
+    calls = [
+        part
+        for call in message.calls
+        for part in (
+            call.name,
+            *(
+                [json.dumps(call.arguments).strip('"')]
+                if isinstance(call.arguments, str)
+                else map(str, call.arguments.values())
+            ),
+        )
+    ]
+    return [message.content, *calls]
+
+
+@pytest.mark.parametrize("family", FAMILY_RULES)
+def test_each_family_reads_every_history(known: dict[str, Tokenizer], family: str) -> None:
+    for name, messages in HISTORIES.items():
+        text = render(known[family], messages)
+        plain = text.replace("\\", "")
+        for message in messages:
+            for part in texts(message):
+                assert part.replace("\\", "") in plain, f"{name}: {part!r} is not in {text!r}"
+
+
+@pytest.mark.parametrize("family", FAMILY_RULES)
+def test_a_prompt_is_the_beginning_of_the_next_turns(
+    known: dict[str, Tokenizer], family: str
+) -> None:
+    """Whatever the family's rules change: else the prompt would be read anew each turn."""
+    joins = {"an empty answer", "a system message alone"}
+    for name in HISTORIES.keys() - joins:
+        messages = HISTORIES[name]
+        text = render(known[family], messages).removesuffix("[assistant] ").rstrip()
+        more = [*messages, said("assistant", "so"), said("user", "and then?")]
+        assert render(known[family], more).startswith(text), name
+
+
+def test_what_a_template_takes_stays_as_it_is(known: dict[str, Tokenizer]) -> None:
+    for name, messages in HISTORIES.items():
+        lines = [
+            f"[{message.role}] {message.content}\n"
+            + "".join(f"call {call.name} {json.dumps(call.arguments)}\n" for call in message.calls)
+            for message in messages
+        ]
+        assert render(known["chatml"], messages) == "".join(lines) + "[assistant] ", name
+
+
+CONVERSATIONS = {
+    "turns": Asked(
+        system="Be brief.",
+        turns=[Turn(text="One"), Turn(role="assistant", text="Two"), Turn(text="Three")],
+    ),
+    "a result": Asked(
+        system="Be brief.",
+        turns=[
+            Turn(text="One"),
+            Turn(
+                role="assistant",
+                text="I look.",
+                thoughts="Hm.",
+                calls=[Call("look", {"key": "Oslo"}, "call_1"), Call("find", {"key": "x"}, "c2")],
+            ),
+            Turn(role="tool", text="sunny", answers="call_1"),
+            Turn(role="tool", text="found", answers="c2"),
+            Turn(text="Go on"),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILY_RULES)
+def test_every_dialects_requests_are_read(known: dict[str, Tokenizer], family: str) -> None:
+    for name, asked in CONVERSATIONS.items():
+        prompts = {
+            spoken.name: plan(spoken.spec(spoken.body(asked)), known[family]).prompts[0].text
+            for spoken in DIALECTS.values()
+        }
+        # Messages of one role are one in Anthropic's API.
+        assert len({*prompts.values()}) == 1, f"{name}: {prompts}"
+
+
+def test_ids_have_the_form_that_the_family_reads(known: dict[str, Tokenizer]) -> None:
+    messages = [USER, *called("look", "find"), *called("look")]
+    text = render(known["kimi"], messages)
+    assert re.findall(r"call (\S+)", text) == [
+        "functions.look:0",
+        "functions.find:1",
+        "functions.look:2",
+    ]
+
+
+def test_null_content_beside_calls_is_nothing_where_the_family_wants_that(
+    known: dict[str, Tokenizer],
+) -> None:
+    text = render(known["deepseek v3"], [USER, *called("look")])
+    assert text == '[user] one\ncall look {"key": "of look"}\n[tool] from look\n[assistant] '
+    text = render(known["deepseek v3"], [USER, *called("look", content="I look.")])
+    assert text.startswith("[user] one\n[assistant] I look.\ncall look {")
+
+
+# System messages in the middle of a chat.
+
+LATE = [SYSTEM, USER, ANSWER, said("user", "three"), said("system", "hurry")]
+REMINDER = "<system-reminder>\nhurry\n</system-reminder>"
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "gemma3", "mistral", "dropping", "to the front"])
+def test_a_late_system_message_becomes_a_reminder_in_its_place(
+    known: dict[str, Tokenizer], name: str
+) -> None:
+    text = render(known[name], LATE).removesuffix("[assistant] ")
+    wanted = f"[system] brief\n[user] one\n[assistant] two\n[user] three\n\n{REMINDER}\n"
+    assert text == wanted
+    answered = [*LATE, said("assistant", "four")]
+    assert render(known[name], answered).startswith(text), "the next turn goes on with this prompt"
+
+
+def test_a_reminder_joins_the_users_messages_beside_it(known: dict[str, Tokenizer]) -> None:
+    chat = [said("user", "a"), said("system", "hurry"), said("user", "c")]
+    assert render(known["gemma3"], chat) == f"[user] a\n\n{REMINDER}\n\nc\n[assistant] "
+
+
+def test_a_chat_that_nothing_helps_is_refused_in_the_templates_words(tmp_path: Path) -> None:
+    folder = write_scripted(tmp_path / "m", ["Hi"], template="{{ raise_exception('no') }}")
+    with pytest.raises(InvalidRequest, match="refused them: no"):
+        render(Tokenizer(folder), LATE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("roles", [("user", "user"), ("user", "system"), ("tool", "user")])
+def test_many_turns_are_adapted_in_time(
+    known: dict[str, Tokenizer], roles: tuple[str, str]
+) -> None:
+    """Texts are joined once."""
+    template = known["mistral"].chat_template
+
+    def adapt(count: int) -> None:
+        messages = [{"role": roles[i % 2], "content": "x" * 2000} for i in range(count)]
+        assert template.adapt(messages)
+
+    adapt(1)
+    assert_linear(adapt, 625)
