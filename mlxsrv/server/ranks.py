@@ -6,7 +6,11 @@ import gc
 import logging
 import os
 import signal
+import stat
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from time import sleep
 from typing import TYPE_CHECKING, NoReturn
 
 from mlxsrv.engine.device import DeviceThread
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from mlxsrv.engine.ranks.rank_group import RankGroup
 
 _log = logging.getLogger("mlxsrv.server")
+
+_LOOK_SECONDS = 1.0
 
 
 def check_parallel(settings: Settings) -> None:
@@ -48,6 +54,7 @@ def join_ranks(settings: Settings) -> DeviceThread:
         EngineFailed: they cannot come.
     """
     check_parallel(settings)
+    launcher = _find_launcher()
 
     def join(
         clock: Clock, lost: Callable[[str], None], wished: Callable[[], None]
@@ -72,7 +79,30 @@ def join_ranks(settings: Settings) -> DeviceThread:
         ranks=device.ranks,
         split=settings.parallel,
     )
+    if launcher is not None:
+        follower = device.follower
+        stop = follower.ask_to_stop if follower else lambda: device.shutdown_wished()
+        threading.Thread(target=_stop_without, args=(launcher, stop), daemon=True).start()
     return device
+
+
+def _find_launcher() -> int | None:
+    """Return the launcher's process; None if a shell has started this rank, which may outlive it.
+
+    MLX's launcher is the parent of its ranks on this machine, and has a pipe to the stdin of each.
+    """
+    with suppress(OSError):  # there is no stdin
+        if stat.S_ISFIFO(os.fstat(0).st_mode):
+            return os.getppid()
+    return None
+
+
+def _stop_without(launcher: int, stop: Callable[[], None]) -> None:
+    """Stop once the launcher has ended: it hands no signal on, and macOS tells nobody of that."""
+    while os.getppid() == launcher:
+        sleep(_LOOK_SECONDS)
+    log(_log, logging.WARNING, "the launcher has ended")
+    stop()
 
 
 def follow_rank_0(device: DeviceThread, follower: RankFollower) -> int:

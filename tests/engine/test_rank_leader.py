@@ -148,10 +148,11 @@ def test_a_rank_that_ends_is_noticed_at_once_and_no_plan_follows(pair: Pair) -> 
 
 
 def test_strangers_do_not_keep_ranks_from_coming() -> None:
-    reception = Reception("127.0.0.1", patience=0.2)
+    """Also as many as are silent for longer than ranks have to come."""
+    reception = Reception("127.0.0.1", patience=PATIENCE)
     meeting = reception.meeting
     address = (meeting.host, meeting.port)
-    strangers = [socket.create_connection(address) for _ in range(6)]
+    strangers = [socket.create_connection(address) for _ in range(22)]
     strangers[1].sendall(b"\xff\xff\xff\xff")
     strangers[2].sendall(b"GET / HTTP/1.1\r\n\r\n")
     wrong = RankConnection(strangers[3])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -126,7 +128,19 @@ def test_a_mounted_app_cannot_be_one_of_several_ranks() -> None:
         create_app(Settings(parallel="tensor"))
 
 
-def test_the_launcher_starts_ranks_and_ends_them(folder: Path, tmp_path: Path) -> None:
+def alive(session: int) -> int:
+    """The number of running processes of a session; a zombie does not run."""
+    states = subprocess.run(
+        ["ps", "-o", "stat=", "-s" if sys.platform == "linux" else "-g", str(session)],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.split()
+    return sum(not state.startswith("Z") for state in states)
+
+
+def test_ranks_end_with_their_launcher(folder: Path, tmp_path: Path) -> None:
+    """It dies of SIGTERM, and hands nothing on."""
     options = f"--port 0 --log-format json --parallel tensor --model m={folder}"
     log = tmp_path / "log"
     with launched(2, log, "-m", "mlxsrv", *options.split()) as process:
@@ -141,3 +155,7 @@ def test_the_launcher_starts_ranks_and_ends_them(folder: Path, tmp_path: Path) -
             [rank0] = server.log("listening")
             assert rank0["model"] == "m"
             assert len(server.log("ranks joined")) == 2
+        assert alive(process.pid) == 3
+        process.terminate()
+        process.wait(PATIENCE)
+        wait_for(lambda: not alive(process.pid), seconds=PATIENCE, why="the ranks end")

@@ -44,7 +44,7 @@ COME_SECONDS = JOIN_SECONDS / 2
 _FAULT_SECONDS = 5.0
 _HELLO_SECONDS, _HELLO_BYTES = 2.0, 1024
 _WISH_SECONDS = 0.5
-_GONE_SECONDS = 0.05  # without a look, after a stranger that has gone
+_LOOK_SECONDS = 0.05  # between looks whether all ranks have come
 _SILENT_SECONDS = 3.0  # a rank that works sends a beat every second
 
 
@@ -242,29 +242,30 @@ class Reception:
         found: dict[int, RankConnection] = {}
         deadline = monotonic() + seconds
         with self._socket:
+            self._socket.settimeout(_LOOK_SECONDS)
             while len(found) < count:
-                if (connection := self._accept(deadline)) is None:
+                if monotonic() > deadline:
                     for each in found.values():
                         each.close()
                     missing = sorted(set(range(1, count + 1)) - found.keys())
                     raise RankLost(self._missing(missing, seconds))
-                if (rank := self._greet(connection)) is None:
-                    connection.close()
-                else:
-                    found[rank] = connection
+                try:
+                    connection = RankConnection(self._socket.accept()[0])
+                except TimeoutError:
+                    continue
+                except OSError:  # a stranger that has gone already
+                    sleep(_LOOK_SECONDS)
+                    continue
+                # Each on a thread of its own: strangers that are silent must not hold up a rank.
+                threading.Thread(target=self._meet, args=(connection, found), daemon=True).start()
         return [found[rank] for rank in sorted(found)]
 
-    def _accept(self, deadline: float) -> RankConnection | None:
-        """The next one that connects; None if nobody does in time."""
-        while (left := deadline - monotonic()) > 0:  # strangers may come for ever
-            self._socket.settimeout(left)
-            try:
-                return RankConnection(self._socket.accept()[0])
-            except TimeoutError:
-                return None
-            except OSError:  # a stranger that has gone already
-                sleep(_GONE_SECONDS)
-        return None
+    def _meet(self, connection: RankConnection, found: dict[int, RankConnection]) -> None:
+        """Add the connection to those `found` if it is a rank's, else close it."""
+        if (rank := self._greet(connection)) is None:
+            connection.close()
+        else:
+            found[rank] = connection
 
     def _missing(self, ranks: list[int], seconds: float) -> str:
         host, port = self._socket.getsockname()[:2]
