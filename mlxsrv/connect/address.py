@@ -31,6 +31,7 @@ class ServerAddress(msgspec.Struct, frozen=True):
         model: the name of the model that the client shall ask for.
         context_length: in tokens, where known.
         key: the server wants a key.
+        capabilities: those of the model; of one whose files are not here, those of most.
         warnings: why the model may not do for an agent.
     """
 
@@ -38,6 +39,7 @@ class ServerAddress(msgspec.Struct, frozen=True):
     model: str
     context_length: int | None
     key: bool
+    capabilities: tuple[str, ...] = ("completion", "chat", "tools")
     warnings: tuple[str, ...] = ()
 
     @property
@@ -85,6 +87,7 @@ def find_address(
         model=name,
         context_length=context,
         key=bool(settings.api_key or settings.api_key_file),
+        **({} if known is None else {"capabilities": known.capabilities}),
         warnings=_warnings(known, context),
     )
 
@@ -111,7 +114,7 @@ def _is_url(text: str) -> bool:
 def _warnings(model: ModelDescription | None, context: int | None) -> tuple[str, ...]:
     warnings = []
     if model is not None and "tools" not in model.capabilities:
-        warnings.append("this model's chat template knows no tools, which agents need")
+        warnings.append("this model calls no tools, or in a way that is not read; agents need them")
     if context is not None and context < _ROOMY:
         warnings.append(
             f"its context of {context} tokens is short: agents begin with 10,000 to 20,000"

@@ -13,12 +13,16 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mlxsrv.connect.address import KEY_VARIABLE, NO_KEY, ServerAddress
-from mlxsrv.connect.formats import Owned
+from mlxsrv.connect.formats import Owned, new_text, yaml_item
 from mlxsrv.connect.setup import ClientSetup, ConfigFile
 
 _PROVIDER = "mlxsrv"
 _HOUR = 3_600_000
 """Milliseconds that a client may wait for an answer: a long prompt may take minutes to read."""
+_IN_A_CONTAINER = (
+    "In a container, 127.0.0.1 is the container: use host.docker.internal as the host, and "
+    "start the server with --allowed-host host.docker.internal.",
+)
 
 
 def _export(name: str, value: str) -> str:
@@ -71,6 +75,15 @@ def _claude(server: ServerAddress) -> ClientSetup:
 
 
 def _opencode(server: ServerAddress) -> ClientSetup:
+    return _opencodes(server, "opencode", schema="https://opencode.ai/config.json")
+
+
+def _kilo(server: ServerAddress) -> ClientSetup:
+    return _opencodes(server, "kilo", schema="https://app.kilo.ai/config.json", title="Kilo Code")
+
+
+def _opencodes(server: ServerAddress, name: str, *, schema: str, title: str = "") -> ClientSetup:
+    """A client of opencode's family."""
     model: dict[str, Any] = {"name": server.model}
     if server.context_length is not None:
         model["limit"] = {"context": server.context_length, "output": server.max_output}
@@ -82,17 +95,54 @@ def _opencode(server: ServerAddress) -> ClientSetup:
         models={server.model: model},
     )
     content = {
-        "$schema": "https://opencode.ai/config.json",
+        "$schema": schema,
         "model": f"{_PROVIDER}/{server.model}",
         "small_model": f"{_PROVIDER}/{server.model}",
         "provider": {_PROVIDER: provider},
     }
     return ClientSetup(
-        title="opencode",
+        title=title or name,
         file=ConfigFile(
-            "~/.config", "opencode/opencode.json", "json", content, variable="XDG_CONFIG_HOME"
+            "~/.config", f"{name}/{name}.json", "json", content, variable="XDG_CONFIG_HOME"
         ),
-        commands=("opencode",),
+        commands=(name,),
+    )
+
+
+def _pi(server: ServerAddress) -> ClientSetup:
+    model: dict[str, Any] = {"id": server.model, "reasoning": "thinking" in server.capabilities}
+    if server.context_length is not None:
+        model |= {"contextWindow": server.context_length, "maxTokens": server.max_output}
+    provider = Owned(
+        baseUrl=server.openai,
+        api="openai-completions",
+        apiKey=f"!printenv {KEY_VARIABLE}" if server.key else NO_KEY,
+        models=[model],
+    )
+    content = {"providers": {_PROVIDER: provider}}
+    return ClientSetup(
+        title="pi",
+        file=ConfigFile(
+            "~/.pi/agent", "models.json", "json", content, variable="PI_CODING_AGENT_DIR"
+        ),
+        commands=(f"pi --provider {_PROVIDER} --model {quote(server.model)}",),
+    )
+
+
+def _qwen_code(server: ServerAddress) -> ClientSetup:
+    key = f"${KEY_VARIABLE}" if server.key else NO_KEY
+    auth = {"selectedType": "openai", "baseUrl": server.openai, "apiKey": key}
+    content = {
+        "security": {"auth": auth},
+        "model": {
+            "name": server.model,
+            "generationConfig": {"contextWindowSize": server.context_length, "timeout": _HOUR},
+        },
+    }
+    return ClientSetup(
+        title="Qwen Code",
+        file=ConfigFile("~/.qwen", "settings.json", "json", content),
+        commands=("qwen",),
     )
 
 
@@ -118,7 +168,12 @@ def _continue(server: ServerAddress) -> ClientSetup:
         "model": server.model,
         "apiBase": server.openai,
         "apiKey": f"${{{{ secrets.{KEY_VARIABLE} }}}}" if server.key else NO_KEY,
+        "roles": ["chat", "edit", "apply"],
     }
+    if "insert" in server.capabilities:
+        model["roles"].append("autocomplete")
+    if "tools" in server.capabilities:
+        model["capabilities"] = ["tool_use"]
     if server.context_length is not None:
         model["defaultCompletionOptions"] = {"contextLength": server.context_length}
     content = {"name": "Local", "version": "1.0.0", "schema": "v1", "models": [model]}
@@ -201,8 +256,54 @@ def _open_webui(server: ServerAddress) -> ClientSetup:
         commands=("open-webui serve",),
         notes=(
             "Open WebUI reads these variables at its first start; later, its admin settings count.",
-            "In a container, 127.0.0.1 is the container: use host.docker.internal as the host, and "
-            "start the server with --allowed-host host.docker.internal.",
+            *_IN_A_CONTAINER,
+        ),
+    )
+
+
+def _librechat(server: ServerAddress) -> ClientSetup:
+    endpoint: dict[str, Any] = {
+        "name": _PROVIDER,
+        "apiKey": f"${{{KEY_VARIABLE}}}" if server.key else NO_KEY,
+        "baseURL": server.openai,
+        "models": {"default": [server.model], "fetch": True},
+        "titleConvo": True,
+        "titleModel": "current_model",
+        "modelDisplayLabel": _PROVIDER,
+    }
+    if server.context_length is not None:
+        costs = {"prompt": 0, "completion": 0, "context": server.context_length}
+        endpoint["tokenConfig"] = {server.model: costs}
+    return ClientSetup(
+        title="LibreChat",
+        paste=new_text("yaml", {"version": "1.2.8", "endpoints": {"custom": [endpoint]}}),
+        notes=(
+            "Put these lines into librechat.yaml in LibreChat's folder, and start LibreChat again.",
+            *((f"It reads {KEY_VARIABLE} from the file .env beside it.",) if server.key else ()),
+            *_IN_A_CONTAINER,
+        ),
+    )
+
+
+def _llm(server: ServerAddress) -> ClientSetup:
+    model: dict[str, Any] = {
+        "model_id": _PROVIDER,
+        "model_name": server.model,
+        "api_base": server.openai,
+        "supports_schema": True,
+        "supports_tools": "tools" in server.capabilities,
+    }
+    commands = [f"llm -m {_PROVIDER} 'What is a prompt cache?'"]
+    if server.key:
+        model["api_key_name"] = _PROVIDER
+        commands.insert(0, f"llm keys set {_PROVIDER} --value {server.shell_key}")
+    return ClientSetup(
+        title="llm",
+        paste="\n".join(yaml_item(model)),
+        commands=tuple(commands),
+        notes=(
+            'Put these lines into "$(dirname "$(llm logs path)")/extra-openai-models.yaml", a list '
+            "of models.",
         ),
     )
 
@@ -223,12 +324,17 @@ CLIENTS: Final[Mapping[str, Callable[[ServerAddress], ClientSetup]]] = MappingPr
         "codex": _codex,
         "claude": _claude,
         "opencode": _opencode,
+        "kilo": _kilo,
+        "pi": _pi,
+        "qwen-code": _qwen_code,
         "aider": _aider,
         "continue": _continue,
         "zed": _zed,
         "copilot": _copilot,
         "cline": _cline,
         "open-webui": _open_webui,
+        "librechat": _librechat,
+        "llm": _llm,
         "openai": _openai,
     }
 )

@@ -100,14 +100,14 @@ def _toml_tables(content: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[
     """The lines of each table that has settings of its own, with its header."""
     values = {key: value for key, value in content.items() if not isinstance(value, Mapping)}
     if values:
-        header = [f"[{'.'.join(map(_toml_key, path))}]"] if path else []
-        yield header + [f"{_toml_key(key)} = {_json(value)}" for key, value in values.items()]
+        header = [f"[{'.'.join(map(_bare_or_quoted, path))}]"] if path else []
+        yield header + [f"{_bare_or_quoted(key)} = {_json(value)}" for key, value in values.items()]
     for key, value in content.items():
         if isinstance(value, Mapping):
             yield from _toml_tables(value, (*path, key))
 
 
-def _toml_key(key: str) -> str:
+def _bare_or_quoted(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _json(key)
 
 
@@ -141,11 +141,11 @@ def _merge_toml(text: str, content: Mapping[str, Any]) -> str:
 def _replace_toml_value(lines: list[str], key: str, value: Any) -> None:
     """Put `key = value` above all tables: in the place of the same key, else first. With None,
     remove the key."""
-    new = [] if value is None else [f"{_toml_key(key)} = {_json(value)}"]
+    new = [] if value is None else [f"{_bare_or_quoted(key)} = {_json(value)}"]
     for number, line in enumerate(lines):
         if _TABLE.match(line):
             break
-        if re.match(rf"\s*{re.escape(_toml_key(key))}\s*=", line):
+        if re.match(rf"\s*{re.escape(_bare_or_quoted(key))}\s*=", line):
             lines[number : number + 1] = new
             return
     lines[:0] = new
@@ -184,18 +184,24 @@ def _write_yaml(content: Mapping[str, Any]) -> str:
 
 
 def _yaml_lines(content: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in content.items():
-        if isinstance(value, list):
+    for name, value in content.items():
+        key = _bare_or_quoted(name)
+        if isinstance(value, list) and isinstance(value[0], Mapping):
             yield f"{key}:"
             for item in value:
-                first, *rest = _yaml_lines(item)
-                yield f"  - {first}"
-                yield from (f"    {line}" for line in rest)
+                yield from (f"  {line}" for line in yaml_item(item))
         elif isinstance(value, Mapping):
             yield f"{key}:"
             yield from (f"  {line}" for line in _yaml_lines(value))
         else:
             yield f"{key}: {_json(value)}"
+
+
+def yaml_item(content: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines of these settings as one item of a list."""
+    first, *rest = _yaml_lines(content)
+    yield f"- {first}"
+    yield from (f"  {line}" for line in rest)
 
 
 def _merge_yaml(text: str, content: Mapping[str, Any]) -> str:

@@ -40,7 +40,7 @@ ANSWER = "The colour was blue and is green now."
 UNREAD = "I could not read the file."
 UNCHANGED = "I could not change the file."
 
-Call = tuple[str, dict[str, str]]
+Call = tuple[str, dict[str, Any]]
 
 
 class Agent(msgspec.Struct, frozen=True):
@@ -51,6 +51,7 @@ class Agent(msgspec.Struct, frozen=True):
         command: its program with arguments, without the prompt.
         route: where it sends its requests.
         read, change: the calls, made for the file at this path.
+        proxied: it asks no proxy for the server, if NO_PROXY says so.
     """
 
     client: str
@@ -58,6 +59,7 @@ class Agent(msgspec.Struct, frozen=True):
     route: str
     read: Callable[[Path], Call]
     change: Callable[[Path], Call]
+    proxied: bool = True
 
 
 CODEX = Agent(
@@ -90,6 +92,30 @@ CLAUDE = Agent(
         "Edit",
         {"file_path": str(file), "old_string": "blue", "new_string": "green"},
     ),
+)
+
+
+CONTINUE = Agent(
+    "continue",
+    ("cn", "--auto", "--verbose", "-p"),
+    "/v1/chat/completions",
+    read=lambda file: ("Read", {"filepath": str(file)}),
+    change=lambda file: (
+        "Edit",
+        {"file_path": str(file), "old_string": "blue", "new_string": "green"},
+    ),
+)
+
+QWEN_CODE = Agent(
+    "qwen-code",
+    ("qwen", "--yolo", "-p"),
+    "/v1/chat/completions",
+    read=lambda file: ("read_file", {"file_path": str(file)}),
+    change=lambda file: (
+        "edit",
+        {"file_path": str(file), "old_string": "blue", "new_string": "green"},
+    ),
+    proxied=False,
 )
 
 
@@ -175,10 +201,9 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
         "HOME": str(tmp_path / "home"),
         "PATH": os.environ["PATH"],
         "MLXSRV_API_KEY": KEY,
-        # Nothing listens there: what an agent asks of other servers fails at once.
-        **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"),
-        "NO_PROXY": "127.0.0.1",
     }
+    # Nothing listens there: what an agent asks of other servers fails at once.
+    proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     servers: list[Any] = []
 
     def run(agent: Agent) -> Run:
@@ -197,7 +222,8 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
             timeout=60,
         )
         command = [str(AGENTS / agent.command[0]), *agent.command[1:], ASKED]
-        output = run_in_group(command, file.parent, variables)
+        proxied = {**proxies, "NO_PROXY": "127.0.0.1"} if agent.proxied else {}
+        output = run_in_group(command, file.parent, variables | proxied)
         return Run(
             output,
             file.read_text(),
@@ -213,7 +239,9 @@ def run(tmp_path: Path) -> Iterator[Callable[[Agent], Run]]:
             server.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("agent", [CODEX, OPENCODE, CLAUDE], ids=lambda agent: agent.client)
+@pytest.mark.parametrize(
+    "agent", [CODEX, OPENCODE, CLAUDE, CONTINUE, QWEN_CODE], ids=lambda agent: agent.client
+)
 def test_an_agent_reads_a_file_changes_it_and_answers(
     agent: Agent, run: Callable[[Agent], Run]
 ) -> None:

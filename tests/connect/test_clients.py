@@ -9,12 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import yaml  # type: ignore[import-untyped]
 
 from mlxsrv.connect.address import ServerAddress, find_address
 from mlxsrv.connect.clients import CLIENTS
 from mlxsrv.connect.writing import FileChange, plan_change, write_change
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings
+from tests.support.model_folders import change
 from tests.support.tiny import write_model
 
 ADDRESS = ServerAddress("http://127.0.0.1:8000", "org/a model", 40_000, key=True)
@@ -23,7 +25,10 @@ ADDRESS = ServerAddress("http://127.0.0.1:8000", "org/a model", 40_000, key=True
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home of its own: no test may touch the developer's files."""
-    for name in (*("CODEX_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR"), "XDG_CONFIG_HOME"):
+    for name in (
+        *("CODEX_HOME", "CLAUDE_CONFIG_DIR", "CONTINUE_GLOBAL_DIR"),
+        *("PI_CODING_AGENT_DIR", "XDG_CONFIG_HOME"),
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     return tmp_path
@@ -95,8 +100,30 @@ def test_each_client_is_told_where_the_server_is_and_which_model(client: str) ->
         assert "http://127.0.0.1:8000" in text
         assert "org/a model" in text
         assert ("MLXSRV_API_KEY" in text) is (key or client == "zed")
-        if client not in ("aider", "cline", "open-webui", "openai", "copilot"):
+        if client not in ("aider", "cline", "open-webui", "openai", "copilot", "llm"):
             assert ("40000" in text) is (context is not None)
+
+
+def test_clients_are_told_what_the_model_can_do(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", "qwen3", plain=True)
+    change(model / "tokenizer_config.json", chat_template="{{ messages }}")
+    mute = address(model=[f"m={model}"])
+    assert (mute.capabilities, len(mute.warnings)) == (("completion", "chat", "thinking"), 2)
+    able = msgspec.structs.replace(mute, capabilities=("completion", "chat", "tools", "insert"))
+    for server in (mute, able):
+        shown = {name: CLIENTS[name](server).text(server) for name in CLIENTS}
+        assert ('["tool_use"]' in shown["continue"]) == (server is able)
+        assert ('"autocomplete"' in shown["continue"]) == (server is able)
+        assert ("supports_tools: true" in shown["llm"]) == (server is able)
+        assert ('"reasoning": true' in shown["pi"]) == (server is mute)
+
+
+def test_what_is_to_be_pasted_is_yaml() -> None:
+    for client in ("librechat", "llm"):
+        read = yaml.safe_load(CLIENTS[client](ADDRESS).paste)
+        model = read[0] if client == "llm" else read["endpoints"]["custom"][0]
+        assert ADDRESS.model in (model.get("model_name"), *model.get("tokenConfig", ()))
+        assert ADDRESS.openai in model.values()
 
 
 @pytest.mark.parametrize("client", [name for name in CLIENTS if CLIENTS[name](ADDRESS).file])
@@ -129,6 +156,8 @@ def test_what_a_client_has_is_changed_when_the_server_changes(client: str) -> No
     [
         ("codex", "CODEX_HOME", "config.toml"),
         ("opencode", "XDG_CONFIG_HOME", "opencode/opencode.json"),
+        ("kilo", "XDG_CONFIG_HOME", "kilo/kilo.json"),
+        ("pi", "PI_CODING_AGENT_DIR", "models.json"),
     ],
 )
 def test_a_folder_that_the_client_takes_from_a_variable_is_used(
