@@ -11,12 +11,13 @@ import http
 import logging
 import uuid
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 from mlxsrv.errors import InvalidHTTP, Overloaded, ServeError
 from mlxsrv.logs import log
 from mlxsrv.server.descriptors import most_connections
 from mlxsrv.server.framing import Framing
+from mlxsrv.server.lingering import LingeringTransport
 from mlxsrv.web.app import App
 from mlxsrv.web.security.headers import MOST_HEADER_BYTES
 from mlxsrv.wire.openai.answers import error_response
@@ -37,8 +38,9 @@ class Connection(Protocol):
     The head of a request must arrive in `body_timeout` seconds, and may have `MOST_HEADER_BYTES`.
     While the app has a request, the app's own limits hold. A client that reads nothing of its
     answer for `stall_timeout` seconds is cut off, because nothing else would end a write that waits
-    for it. `Framing` checks the bytes before uvicorn's parser sees them, and what is not HTTP is
-    refused in our own shape.
+    for it. A client that still sends while the connection ends is read for a moment, so that it
+    sees its answer (`LingeringTransport`). `Framing` checks the bytes before uvicorn's parser sees
+    them, and what is not HTTP is refused in our own shape.
 
     Everything runs on the event loop. Only httptools calls `on_headers_complete`.
     """
@@ -60,7 +62,8 @@ class Connection(Protocol):
     # The connection.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
+        self._end = LingeringTransport(transport, self._may_send, self._head_timeout)
+        super().connection_made(cast(asyncio.Transport, self._end))
         if len(self.connections) > most_connections():
             self._refuse(Overloaded("the server has as many connections as it can take"))
         self._watch_head()
@@ -75,11 +78,18 @@ class Connection(Protocol):
         self._unset_keepalive_if_required()
         self._end_head_timer()
         self._end_stall_timer()
+        self._end.forget()
+
+    def _may_send(self) -> bool:
+        """Whether the client may be in the middle of a request. Nobody waits for its rest where
+        connections are short."""
+        unread = self._refusal is not None or not self._framing.at_rest
+        return unread and len(self.connections) <= most_connections()
 
     # Requests.
 
     def data_received(self, data: bytes) -> None:
-        if self._refusal is not None:
+        if self._end.drop(data) or self._refusal is not None:
             return
         try:
             for piece in self._framing.pieces(data):

@@ -64,6 +64,11 @@ class Framing:
         self._left = 0  # bytes of the body or of the chunk
         self._last = False  # the connection ends after this request
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether no request is in the middle of its bytes."""
+        return self._phase is _Phase.CLOSED or (self._phase is _Phase.HEAD and not self._held)
+
     def pieces(self, data: bytes) -> Iterator[bytes]:
         """Yield what the parser may read now: heads when they are whole, bodies as they come.
 

@@ -8,7 +8,6 @@ import threading
 import time
 from typing import NoReturn
 
-
 INTERRUPTED = 130
 """The exit status of a process that Ctrl-C ends, as shells have it."""
 

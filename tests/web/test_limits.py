@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,18 +22,22 @@ LIMIT = 64 * 1024
 """Bytes of headers."""
 
 
+def with_parser(name: str, folder: Path) -> dict[str, str]:
+    """The variables of a server that parses with this one of uvicorn's two libraries."""
+    if name == "httptools":
+        pytest.importorskip("httptools")
+        return {}
+    (folder / "httptools.py").write_text("raise ImportError\n")
+    return {"PYTHONPATH": str(folder)}
+
+
 @pytest.fixture(scope="module", params=["httptools", "h11"])
 def hurried(
     request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A server that waits a second for a request to arrive; one with each of uvicorn's parsers."""
-    if request.param == "httptools":
-        pytest.importorskip("httptools")
     folder = tmp_path_factory.mktemp("hurried")
-    variables = {}
-    if request.param == "h11":
-        (folder / "httptools.py").write_text("raise ImportError\n")
-        variables["PYTHONPATH"] = str(folder)
+    variables = with_parser(request.param, folder)
     options = ["--model", f"t={folders.plain}", "--body-timeout", "1"]
     with serving(folder, *options, variables=variables) as server:
         yield server
