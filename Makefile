@@ -65,15 +65,17 @@ CLIENT_TEST := tests/clients
 NODE        := $(shell command -v node >/dev/null && command -v npm 2>/dev/null)
 NODE_DONE   := $(CLIENT_TEST)/node/node_modules/.package-lock.json
 AGENTS_DONE := $(CLIENT_TEST)/agents/node_modules/.package-lock.json
+CHATS_DONE  := $(CLIENT_TEST)/librechat/node_modules/.package-lock.json
 SERVED      := MLXSRV_PYTHON='$(abspath $(BIN)/python)'
 
 # OpenAI's client runs in both environments: the others may hold it back by a major version. The agents'
 # tests make models, for which they need the server's environment.
-test-clients: $(VENV)/.test $(CLIENTS)/.done $(if $(NODE),$(NODE_DONE) $(AGENTS_DONE))  ## SDKs, frameworks and agents against a server (ARGS="-k codex": in Python)
+test-clients: $(VENV)/.test $(CLIENTS)/.done $(if $(NODE),$(NODE_DONE) $(AGENTS_DONE) $(CHATS_DONE))  ## SDKs, frameworks and agents against a server (ARGS="-k codex": in Python)
 	$(SERVED) $(CLIENTS)/bin/python -m pytest -q $(CLIENT_TEST) $(CHOSEN)
 	$(SERVED) $(BIN)/python -m pytest -q $(CLIENT_TEST)/test_openai*.py $(CLIENT_TEST)/test_agents.py $(CHOSEN)
 ifdef NODE
 	cd $(CLIENT_TEST)/node && $(SERVED) npm test --silent
+	cd $(CLIENT_TEST)/librechat && $(SERVED) npm test --silent
 else
 	@echo 'make test-clients: there is no node with npm here, so the tests of the Node clients and of the agents are skipped'
 endif
@@ -182,6 +184,6 @@ $(RAY)/.done: pyproject.toml | $(VENV)/bin/python
 	touch $@
 
 # The packages ask for Node 22, of which npm would warn; what the tests use of them runs on 20 too.
-$(NODE_DONE) $(AGENTS_DONE) $(PAGE_DONE): %/node_modules/.package-lock.json: %/package-lock.json
+$(NODE_DONE) $(AGENTS_DONE) $(CHATS_DONE) $(PAGE_DONE): %/node_modules/.package-lock.json: %/package-lock.json
 	cd $* && npm ci --no-audit --no-fund --loglevel=error
 	touch $@
