@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import nullcontext
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 import msgspec
 
@@ -36,7 +37,7 @@ def configure(level: str, form: str) -> None:
     Args:
         form: "text" or "json".
     """
-    handler = logging.StreamHandler(sys.stderr)
+    handler = _BesideBars(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     root = logging.getLogger()
     root.handlers = [handler]
@@ -45,6 +46,25 @@ def configure(level: str, form: str) -> None:
     logging.getLogger("mlxsrv").setLevel(level.upper())
     # uvicorn's own lines about start and stop say nothing that ours do not.
     logging.getLogger("uvicorn").setLevel("WARNING")
+
+
+def on_terminal() -> bool:
+    """Whether `configure` sends lines to a terminal, as text: somebody may look at a bar there."""
+    handlers = logging.getLogger().handlers
+    return any(isinstance(each, _BesideBars) and each.is_watched for each in handlers)
+
+
+class _BesideBars(logging.StreamHandler[TextIO]):
+    """Writes lines above the bars of downloads. Without a download nobody has imported tqdm."""
+
+    @property
+    def is_watched(self) -> bool:
+        return isinstance(self.formatter, TextFormatter) and self.stream.isatty()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        bars = sys.modules.get("tqdm")
+        with bars.tqdm.external_write_mode(self.stream) if bars else nullcontext():
+            super().emit(record)
 
 
 class JsonFormatter(logging.Formatter):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlxsrv.configuration import option_parser, settings_from
+from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.options import SettingsError
 from mlxsrv.replicas.application import ReplicaScale, deployment, import_serve
 from mlxsrv.replicas.shared_file import SharedFile, shared_path
@@ -96,10 +97,14 @@ def _stop_at_signals(stop: Callable[[], None]) -> None:
 
 
 def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
-    """Start Ray Serve, or use the Ray of `address`; stop with a signal what was started."""
+    """Start Ray Serve, or use the Ray of `address`; stop with a signal what was started.
+
+    Raises ModelNotLoaded if the default model is here and cannot be served.
+    """
     if settings.record is not None:
         raise SettingsError("--record: a record is of one engine, and replicas have several")
     check_models(settings)  # here, so that a wrong one is told at once and on one line
+    Catalogue(settings).require_default()
     load_keys(settings)
     serve = import_serve()
     import ray

@@ -9,6 +9,7 @@ import signal
 
 from mlxsrv.engine.backend import require_backend
 from mlxsrv.logs import configure, log
+from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.server.descriptors import raise_limit
 from mlxsrv.server.listening import bind, is_loopback, listen, url_of
 from mlxsrv.server.ranks import end_after_loss, follow_rank_0, join_ranks
@@ -32,6 +33,7 @@ def serve(settings: Settings) -> int:
         SettingsError: a model, a key file or an SAE of the settings cannot be used.
         BackendMissing: MLX has no back end for this machine.
         ListenError: the address cannot be used.
+        ModelNotLoaded: the files of the default model are here and cannot be served.
     """
     gc.disable()  # until the model is loaded: imports make no garbage, and collections cost 6 %
     configure(settings.log_level, settings.log_format)
@@ -43,6 +45,7 @@ def serve(settings: Settings) -> int:
     listener = bind(settings)
     local = is_loopback(listener)
     app = create_app(settings, local=local)
+    Catalogue(settings).require_default()
     # A client that connects from here on waits for the app; one that came before was refused.
     listen(listener, settings)
     # transformers would log lines of its own about prompts that this server refuses anyway.

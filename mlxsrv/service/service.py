@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import anyio
 import anyio.to_thread
+from msgspec.structs import replace
 
 from mlxsrv.engine.device import DeviceThread
 from mlxsrv.errors import (
@@ -33,6 +34,7 @@ from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.pulls import Pulls, PullWatch
 from mlxsrv.models.pool.clients import Client
 from mlxsrv.models.pool.lease import Lease
+from mlxsrv.models.pool.observing import LoadProblems
 from mlxsrv.models.pool.pool import Pool, PoolStatistics
 from mlxsrv.models.profile_store import ProfileStore
 from mlxsrv.options import SettingsError
@@ -49,7 +51,7 @@ from mlxsrv.service.observing import Observer
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.response_store import Responses, ResponseStore
-from mlxsrv.service.status import model_object, model_states, read_facts
+from mlxsrv.service.status import download_state, model_object, model_states, read_facts
 from mlxsrv.service.steering.attachments import SAEs, check_steering_settings
 from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
@@ -133,7 +135,8 @@ class Service:
         responses: Responses | None = None,
     ) -> None:
         self.settings = settings
-        self.pool = Pool(Catalogue(settings), settings, observers)
+        self._problems = LoadProblems()
+        self.pool = Pool(Catalogue(settings), settings, (*observers, self._problems))
         self._pulls = Pulls(self.pool.catalogue, settings)
         self.saes = SAEs(self.pool, settings)
         store = ProfileStore(Path(settings.data_dir))
@@ -339,10 +342,12 @@ class Service:
     # The catalogue.
 
     async def models(self) -> list[ModelObject]:
-        """Loaded models first, then by name."""
+        """Loaded models first, then by name. The default model is always among them."""
         catalogue = self.pool.catalogue
         await catalogue.refresh()
-        known = [self._describe(entry) for entry in catalogue if entry.problem is None]
+        default = catalogue.default
+        listed = [each for each in catalogue if each.problem is None or each.name == default]
+        known = [self._describe(entry) for entry in listed]
         return sorted(known, key=lambda model: (not model.loaded, model.id))
 
     async def model(self, name: str) -> ModelObject:
@@ -375,7 +380,8 @@ class Service:
         return await self._pulls.watch(name)
 
     def _describe(self, entry: ModelEntry) -> ModelObject:
-        return model_object(entry, self.pool.model(entry.name), self.settings)
+        reason = self._problems.reasons.get(entry.name)
+        return model_object(entry, self.pool.model(entry.name), self.settings, reason)
 
     # Life.
 
@@ -386,7 +392,28 @@ class Service:
             return "failed" if self.pool.failure is not None else "stalled"
         if self._draining:
             return "draining"
-        return "loading" if self._starting else "ok"
+        if self._starting:
+            return "loading"
+        return "ok" if self._start_problem is None else "failed"
+
+    @property
+    def _start_problem(self) -> str | None:
+        """Why the default model could not be loaded. Once it has been, what fails is the affair of
+        the requests that wanted it: another model may have the memory."""
+        default = self.pool.catalogue.default
+        return None if default in self._problems.proven else self._problems.reasons.get(default)
+
+    def tell_health(self) -> Health:
+        """The health, with why it is not well, or how far the download of the default model is."""
+        told = Health(status=self.health)
+        model = self.pool.model(self.pool.catalogue.default)
+        reason = self.failure or self._start_problem
+        arrived = None if model is None else download_state(model.arrived)
+        if told.status == "failed" and reason is not None:
+            return replace(told, reason=reason)
+        if told.status == "loading" and arrived is not None:
+            return replace(told, download=arrived)
+        return told
 
     @property
     def alive(self) -> bool:
@@ -397,14 +424,14 @@ class Service:
     async def state(self) -> Health:
         """The health, with the state of each model and of the memory. Those are left out if the
         device thread is dead or does not answer in time."""
-        status = self.health  # before the wait, in which a stall may end
+        told = self.tell_health()  # before the wait, in which a stall may end
         report, engine = None, EngineState(stalled_seconds=self.pool.stalled)
         with contextlib.suppress(ServeError), anyio.move_on_after(_REPORT_SECONDS):
             report = await self.pool.engine.report()
         if report is None:
-            return Health(status=status, engine=engine)
+            return replace(told, engine=engine)
         models, memory = model_states(self.pool.statistics(), report)
-        return Health(status=status, engine=engine, models=models, memory=memory)
+        return replace(told, engine=engine, models=models, memory=memory)
 
     def statistics(self) -> PoolStatistics:
         """The state of all models. Does not ask the device thread."""

@@ -13,6 +13,7 @@ from mlxsrv.formats.capabilities import OF_TOKENIZERS
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.model_folder import read_chat_template
 from mlxsrv.models.catalogue.catalogue import ModelEntry
+from mlxsrv.models.catalogue.progress import Arrived
 from mlxsrv.models.pool.model import Model, ModelStatistics
 from mlxsrv.models.pool.model_files import capped
 from mlxsrv.models.pool.pool import PoolStatistics
@@ -20,22 +21,35 @@ from mlxsrv.prompts.model_defaults import read_config, sampling_defaults
 from mlxsrv.settings import Settings
 from mlxsrv.wire.ollama.models import ModelFacts
 from mlxsrv.wire.openai.answers import (
+    DownloadState,
     KVCacheCost,
     MemoryState,
     ModelDetails,
     ModelObject,
     ModelState,
+    ModelStatus,
 )
 
 
-def model_object(entry: ModelEntry, model: Model | None, settings: Settings) -> ModelObject:
-    """An entry of the catalogue, with `model` if it is loaded or wanted."""
+def model_object(
+    entry: ModelEntry, model: Model | None, settings: Settings, reason: str | None
+) -> ModelObject:
+    """An entry of the catalogue, with `model` if it is loaded or wanted.
+
+    Args:
+        reason: why its last load failed, if it did.
+    """
     loaded = None if model is None else model.loaded
+    state: ModelStatus = "unused" if model is None else model.status
+    reason = (reason or entry.problem) if state == "unused" else None
     described = ModelObject(
         id=entry.name,
         created=entry.created,
         owned_by=entry.name.rpartition("/")[0] or "mlxsrv",
         loaded=loaded is not None,
+        state="failed" if reason is not None else state,
+        reason=reason,
+        download=None if model is None else download_state(model.arrived),
         aliases=entry.aliases,
         kv_cache=None if loaded is None else _kv_cache(loaded.kv_costs, loaded.draft_costs),
     )
@@ -53,6 +67,10 @@ def model_object(entry: ModelEntry, model: Model | None, settings: Settings) -> 
         modified_at=datetime.fromtimestamp(files.modified_at, UTC),
         capabilities=_capabilities(files.capabilities, model),
     )
+
+
+def download_state(arrived: Arrived | None) -> DownloadState | None:
+    return None if arrived is None else DownloadState(arrived.completed, arrived.total)
 
 
 def read_facts(entry: ModelEntry) -> ModelFacts:
@@ -129,6 +147,7 @@ def _model_state(model: ModelStatistics, engine: dict[str, int]) -> ModelState:
     return ModelState(
         id=model.name,
         state=model.status,
+        download=download_state(model.arrived),
         pinned=model.pinned,
         requests=model.leases,
         rows=model.rows,

@@ -10,7 +10,8 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import ServeError
-from mlxsrv.models.catalogue.pulls import PulledFile, PullWatch
+from mlxsrv.models.catalogue.progress import PulledFile
+from mlxsrv.models.catalogue.pulls import PullWatch
 from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import (
     STREAM_HEADERS,

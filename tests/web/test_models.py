@@ -193,6 +193,36 @@ def test_a_model_loads_beside_a_running_stream(many: Server) -> None:
         assert beside.text.startswith(undisturbed)
 
 
+# Loads that fail.
+
+
+def test_a_failed_load_is_told_in_the_lists_until_another_is_tried(
+    places: Places, tmp_path: Path
+) -> None:
+    """The health tells it of the default model only."""
+    failing = shutil.copytree(places.broken, tmp_path / "failing")
+    options = (f"--model={failing}", f"--model=broken={places.broken}")
+    with serving(tmp_path, *options) as server, server.client() as client:
+        reason = server.logged("load failed", model="failing")["reason"]
+        wait_for(lambda: client.get("/health").json()["status"] != "loading", why="the start ends")
+        health = client.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "failed")
+        assert health.json()["reason"] == reason
+        assert client.get("/health/live").status_code == 200
+        models = listed(server)
+        assert (models["failing"]["state"], models["failing"]["reason"]) == ("failed", reason)
+        assert (models["broken"]["state"], models["broken"]["reason"]) == ("unused", None)
+        refused(client.post(CHAT, json=chat(model="broken")), 503, "model_not_loaded")
+        assert listed(server)["broken"]["state"] == "failed"
+        tags = {each["model"]: each for each in client.get("/api/tags").json()["models"]}
+        assert tags["failing:latest"]["reason"] == reason
+        assert tags["broken:latest"]["state"] == "failed"
+        shutil.copy(places.x / "config.json", failing)
+        ask(client, chat(model="failing", max_tokens=1))
+        assert listed(server)["failing"]["state"] == "loaded"
+        assert client.get("/health").json() == {"status": "ok"}, "the other is not the default"
+
+
 # What is refused, and how.
 
 

@@ -124,6 +124,17 @@ def test_ctrl_c_at_any_moment_of_the_start_is_one_line_and_status_130(
         assert re.match(r"mlxsrv: interrupted$|\d\d:\d\d:\d\d\.\d{3} info ", line), lines
 
 
+def test_a_default_model_whose_files_cannot_be_served_is_one_line_and_status_1(
+    folders: Folders, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(folders.plain, tmp_path / "broken")
+    (broken / "tokenizer.json").unlink()
+    result = command("--model", str(broken), "--port", "0")
+    assert (result.returncode, result.stdout) == (1, "")
+    [line] = result.stderr.splitlines()
+    assert line.startswith("mlxsrv: the model 'broken' cannot be served: it has no tokenizer")
+
+
 def test_the_version_is_told() -> None:
     result = command("--version")
     assert (result.returncode, result.stdout) == (0, f"mlxsrv {__version__}\n")

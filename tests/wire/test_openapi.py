@@ -299,6 +299,7 @@ def test_the_rest_is_as_described() -> None:
         created=5,
         owned_by="mlxsrv",
         loaded=True,
+        state="loaded",
         aliases=("n",),
         type="chat",
         details=openai.ModelDetails("qwen3", "4.0B", "4bit", "mlx"),

@@ -21,12 +21,13 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.errors import ModelNotFound
+from mlxsrv.errors import ModelNotFound, ModelNotLoaded
 from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.files import UnusableFile, signature
 from mlxsrv.formats.model_folder import ModelDescription, describe_model
-from mlxsrv.logs import log
+from mlxsrv.logs import log, on_terminal
 from mlxsrv.models.catalogue import hub_cache
+from mlxsrv.models.catalogue.progress import DownloadReport
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings
 
@@ -54,11 +55,12 @@ class ModelSource(msgspec.Struct, frozen=True):
         """The folder of the files, if they are on this disk. Reads the disk."""
         return self.place if isinstance(self.place, Path) else hub_cache.cached(self.place)
 
-    def fetch(self, check: Callable[[], None]) -> Path:
+    def fetch(self, check: Callable[[], None], report: DownloadReport) -> Path:
         """Download the repository if it is not on this disk, and return the folder. Blocks.
 
         Args:
             check: called during a download; it stops the download by raising.
+            report: called during a download.
 
         Raises:
             ServeError: the download failed.
@@ -70,7 +72,7 @@ class ModelSource(msgspec.Struct, frozen=True):
         # Imported on first use: this takes 0.1 s, and most servers never download.
         from mlxsrv.models.catalogue.download import fetch
 
-        return fetch(self.place, check=check)
+        return fetch(self.place, progress=on_terminal(), check=check, report=report)
 
 
 class ModelEntry(msgspec.Struct, frozen=True):
@@ -127,6 +129,12 @@ class Catalogue:
         if any(name not in self._index.names for name in wanted):
             self.scan()
             self._require(wanted)
+
+    def require_default(self) -> None:
+        """Raise ModelNotLoaded if files of the default model are here and cannot be served."""
+        reason = self._look(self._index.entries[self.default]).get("problem")
+        if reason is not None:
+            raise ModelNotLoaded(f"the model {self.default!r} cannot be served: {reason}")
 
     def __iter__(self) -> Iterator[ModelEntry]:
         return iter(self._index.entries.values())

@@ -22,7 +22,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any
 
@@ -41,6 +41,7 @@ from mlxsrv.errors import ModelNotFound, ModelNotLoaded, ServeError
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.model_folder import describe_model
 from mlxsrv.models.catalogue.hub_cache import Repository, cached, matches, read_ref
+from mlxsrv.models.catalogue.progress import Arrived, DownloadReport, PulledFile
 from mlxsrv.version import __version__
 
 _Choose = Callable[[Sequence[str]], Sequence[str]]
@@ -95,7 +96,7 @@ class Commit(msgspec.Struct, frozen=True):
     others: list[HubFile]
 
 
-def _report_nothing(file: HubFile, done: int) -> None:
+def _report_nothing(file: PulledFile, arrived: Arrived) -> None:
     return
 
 
@@ -104,7 +105,7 @@ def fetch(
     *,
     progress: bool = False,
     check: Callable[[], None] = lambda: None,
-    report: Callable[[HubFile, int], None] = _report_nothing,
+    report: DownloadReport = _report_nothing,
 ) -> Path:
     """Download what is missing of the repository's revision, as the hub has it now.
 
@@ -112,9 +113,9 @@ def fetch(
     again.
 
     Args:
-        progress: show bars on stderr.
+        progress: show a bar on stderr.
         check: called while bytes arrive; it stops the download by raising.
-        report: called while bytes arrive, with a file and how many of its bytes are here.
+        report: called while bytes arrive.
 
     Returns:
         The folder of the snapshot.
@@ -159,7 +160,7 @@ class _Download:
         progress: bool,
         check: Callable[[], None],
         choose: _Choose,
-        report: Callable[[HubFile, int], None] = _report_nothing,
+        report: DownloadReport = _report_nothing,
     ) -> None:
         self.repository = repository
         self._report = report
@@ -168,16 +169,21 @@ class _Download:
         self._choose = choose
         self._blobs = repository.root / "blobs"
         self._brought: list[Path] = []  # blobs that were not in the cache before
+        self._here: dict[str, int] = {}  # bytes that have arrived, by checksum
+        self._total = 0
+        self._bar: Any = None
 
     def run(self) -> Path:
         commit = self._ask()
         self._require_files(commit)
-        self._require_space([*commit.others, *commit.weights])
-        for file in commit.others:
-            self._bring(file, commit.hash)
-        self._require_model(commit)
-        for file in commit.weights:
-            self._bring(file, commit.hash)
+        files = [*commit.others, *commit.weights]
+        self._require_space(files)
+        with self._counting(files):
+            for file in commit.others:
+                self._bring(file, commit.hash)
+            self._require_model(commit)
+            for file in commit.weights:
+                self._bring(file, commit.hash)
         folder = self._link(commit)
         self._describe(folder)
         self._write_ref(commit.hash)
@@ -281,7 +287,7 @@ class _Download:
         with contextlib.ExitStack() as stack:
             self._wait_for(lock, file, stack)
             if blob.exists() and file.is_at(blob):
-                self._report(file, file.size)
+                self._note(file, file.size)
                 return
             self._receive(file, commit, partial)
             if not file.is_at(partial):
@@ -302,7 +308,7 @@ class _Download:
                 stack.enter_context(WeakFileLock(lock, timeout=_LOOK))
                 return
             # The other process may just look whether what it has brought is whole.
-            self._report(file, _size(self._partial(file)) or _size(self._blob(file)))
+            self._note(file, _size(self._partial(file)) or _size(self._blob(file)))
 
     def _receive(self, file: HubFile, commit: str, partial: Path) -> None:
         """Download what is missing of a file, and try again as long as more bytes arrive."""
@@ -311,32 +317,47 @@ class _Download:
         if _size(partial) > file.size:
             os.truncate(partial, 0)
         waits = iter(_WAITS)
-        with self._bar(file.path, file.size, _size(partial)) as bar:
-            while (had := _size(partial)) < file.size:
-                self._check()
-                try:
-                    self._append(url, partial, file, bar)
-                except errors.HTTPError as error:
-                    if isinstance(error, errors.HfHubHTTPError) and not _may_pass(error):
-                        raise
-                    if _size(partial) > had:
-                        waits = iter(_WAITS)
-                    wait = next(waits, None)
-                    if wait is None:
-                        raise
-                    time.sleep(wait)
+        while (had := _size(partial)) < file.size:
+            self._note(file, had)
+            self._check()
+            try:
+                self._append(url, partial, file)
+            except errors.HTTPError as error:
+                if isinstance(error, errors.HfHubHTTPError) and not _may_pass(error):
+                    raise
+                if _size(partial) > had:
+                    waits = iter(_WAITS)
+                wait = next(waits, None)
+                if wait is None:
+                    raise
+                time.sleep(wait)
 
-    def _bar(self, text: str, total: int, done: int) -> Any:
-        return tqdm(
-            desc=text,
-            total=total,
-            initial=done,
+    @contextlib.contextmanager
+    def _counting(self, files: Sequence[HubFile]) -> Iterator[None]:
+        """Count the bytes that arrive, and show a bar if one is wanted."""
+        sizes = {file.checksum: file.size for file in files}
+        for file in files:
+            here = _size(self._blob(file)) or _size(self._partial(file))
+            self._here[file.checksum] = min(here, file.size)
+        self._total = sum(sizes.values())
+        with tqdm(
+            desc=str(self.repository),
+            total=self._total,
+            initial=sum(self._here.values()),
             unit="B",
             unit_scale=True,
             disable=not self._progress,
-        )
+        ) as self._bar:
+            yield
 
-    def _append(self, url: str, partial: Path, wanted: HubFile, bar: Any) -> None:
+    def _note(self, file: HubFile, done: int) -> None:
+        """Tell how many bytes of a file are here now; there may be fewer than before."""
+        self._bar.update(done - self._here[file.checksum])
+        self._here[file.checksum] = done
+        arrived = Arrived(sum(self._here.values()), self._total)
+        self._report(PulledFile(file.checksum, file.size, done), arrived)
+
+    def _append(self, url: str, partial: Path, wanted: HubFile) -> None:
         """Request the rest of a file once. Raises HTTPError, also if it ends early."""
         had = _size(partial)
         headers = build_hf_headers(**_CLIENT) | {"Accept-Encoding": "identity"}
@@ -352,7 +373,6 @@ class _Download:
         ) as response:
             hf_raise_for_status(response)
             if had and response.status_code != 206:  # the hub ignored the range: all comes again
-                bar.update(-had)
                 had = 0
             with partial.open("r+b") as file:
                 file.truncate(had)
@@ -360,8 +380,7 @@ class _Download:
                 for chunk in response.iter_bytes():
                     self._check()
                     had += file.write(chunk)
-                    bar.update(len(chunk))
-                    self._report(wanted, had)
+                    self._note(wanted, had)
                     if had > wanted.size:
                         return
         if had < wanted.size:
@@ -399,8 +418,9 @@ class _FilesDownload(_Download):
         commit = self._ask()
         files = [*commit.others, *commit.weights]
         self._require_space(files)
-        for file in files:
-            self._bring(file, commit.hash)
+        with self._counting(files):
+            for file in files:
+                self._bring(file, commit.hash)
         folder = self._link(commit)
         # A complete model may be served from this revision's commit, which then must stay.
         if cached(self.repository) is None:

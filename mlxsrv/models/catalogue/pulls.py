@@ -7,54 +7,38 @@ cancels it for nobody else. What has arrived is kept, so the next one continues 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import anyio
 import anyio.to_thread
-from msgspec import Struct
 
 from mlxsrv.errors import ActionNotAllowed, ModelNotFound, ModelNotLoaded, ServeError, ShuttingDown
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.models.catalogue.hub_cache import Repository
+from mlxsrv.models.catalogue.progress import DownloadProgress, PulledFile
 from mlxsrv.settings import Settings
-
-if TYPE_CHECKING:
-    from mlxsrv.models.catalogue.download import HubFile
 
 _log = logging.getLogger("mlxsrv.models")
 
 _MOST = 4  # downloads at a time; others wait
-_INTERVAL = 0.1  # seconds between two reports on a file
 _HUB = ("https://", "hf.co/", "huggingface.co/")
 """Beginnings that clients put before the name of a repository."""
 
 
-class PulledFile(Struct, frozen=True):
-    """A file of a download: its checksum, its bytes, and those that are here."""
-
-    checksum: str
-    size: int
-    done: int
-
-
 class _Pull:
-    """One download. Its thread calls `check` and `report`; the rest is the event loop's."""
+    """One download. Its thread calls `check`; the rest is the event loop's."""
 
     def __init__(self, repository: Repository) -> None:
         self.repository = repository
-        self.files: dict[str, PulledFile] = {}
+        self.progress = DownloadProgress(str(repository), changed=self._wake)
         self.watchers = 0
         self.over = False
         self.error: ServeError | None = None  # read by the thread, which then stops
         self.changed = asyncio.Event()  # a new one after each change
-        self._loop = asyncio.get_running_loop()
-        self._reported = 0.0
 
     def end(self, error: ServeError | None) -> None:
         """Note that it is over. Only the first call counts."""
@@ -66,24 +50,9 @@ class _Pull:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    def _note(self, file: PulledFile) -> None:
-        self.files[file.checksum] = file
-        self._wake()
-
-    # For the thread.
-
     def check(self) -> None:
         if self.error is not None:
             raise self.error
-
-    def report(self, file: HubFile, done: int) -> None:
-        now = monotonic()
-        if done < file.size and now - self._reported < _INTERVAL:
-            return
-        self._reported = now
-        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
-            noted = PulledFile(file.checksum, file.size, done)
-            self._loop.call_soon_threadsafe(self._note, noted)
 
 
 class PullWatch:
@@ -114,7 +83,7 @@ class PullWatch:
         """
         pull = self._pull
         while True:
-            changed = [f for f in pull.files.values() if self._seen.get(f.checksum) != f]
+            changed = [f for f in pull.progress.files.values() if self._seen.get(f.checksum) != f]
             if changed:
                 self._seen.update({file.checksum: file for file in changed})
                 return changed
@@ -180,7 +149,7 @@ class Pulls:
         # Imported on first use: this takes 0.1 s, and most servers never download.
         from mlxsrv.models.catalogue.download import fetch
 
-        work = partial(fetch, pull.repository, check=pull.check, report=pull.report)
+        work = partial(fetch, pull.repository, check=pull.check, report=pull.progress.report)
         error: ServeError | None = None
         name = str(pull.repository)
         try:

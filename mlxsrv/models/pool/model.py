@@ -25,6 +25,7 @@ from mlxsrv.engine.events import KVCost, Loaded
 from mlxsrv.engine.orders import Attach
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.models.catalogue.catalogue import ModelEntry
+from mlxsrv.models.catalogue.progress import Arrived, DownloadProgress
 from mlxsrv.models.pool.clients import Client, Places
 from mlxsrv.models.pool.model_files import SHORT_ROW, ModelFiles
 from mlxsrv.models.pool.row_queue import RowQueue
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 _COMPILERS = 4
 
-Status = Literal["loaded", "loading", "waiting for room", "unused"]
+Status = Literal["loaded", "downloading", "loading", "waiting for room", "unused"]
 """A state in the words of `/health`."""
 
 
@@ -104,6 +105,8 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: LoadState
     status: Status
+    arrived: Arrived | None
+    """The progress of its download; None if none is under way."""
     pinned: bool
     """It is never evicted."""
     leases: int
@@ -156,6 +159,8 @@ class Model:
         self.keep_alive: float | None = None
         """Seconds that it stays loaded without a user; None: as the settings say. It is forgotten
         when the model is unloaded."""
+        self.download: DownloadProgress | None = None
+        """The last download of its files, or of its draft model's."""
         self.prepare_task: asyncio.Task[Tokenizer] | None = None
         self.load_task: asyncio.Task[None] | None = None
 
@@ -259,8 +264,17 @@ class Model:
             return "loaded"
         if self._state is LoadState.WAITING:
             return "waiting for room"
+        if self._state is LoadState.FETCHING:
+            return "downloading"
         asked = self.load_task is not None or self._state is LoadState.LOADING
         return "loading" if asked else "unused"
+
+    @property
+    def arrived(self) -> Arrived | None:
+        """The progress of its download; None if none is under way."""
+        if self._state is not LoadState.FETCHING or self.download is None:
+            return None
+        return self.download.arrived
 
     @property
     def forgettable(self) -> bool:
@@ -280,6 +294,7 @@ class Model:
             name=self.name,
             state=self._state,
             status=self.status,
+            arrived=self.arrived,
             pinned=pinned,
             leases=self.leases,
             users=self._users,

@@ -29,6 +29,7 @@ class ModelFailed(Struct, frozen=True):
 
     model: str
     """"" if the catalogue does not know it, since clients can make up any number of names."""
+    reason: str
 
 
 class ModelEvicted(Struct, frozen=True):
@@ -45,6 +46,26 @@ class ModelObserver(Protocol):
     def model_loaded(self, event: ModelLoaded) -> None: ...
     def model_failed(self, event: ModelFailed) -> None: ...
     def model_evicted(self, event: ModelEvicted) -> None: ...
+
+
+class LoadProblems:
+    """An observer that keeps why the last load of a model has failed, until one does not."""
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self.proven: set[str] = set()
+        """Models that have been loaded before."""
+
+    def model_loaded(self, event: ModelLoaded) -> None:
+        self.proven.add(event.model)
+        self.reasons.pop(event.model, None)
+
+    def model_failed(self, event: ModelFailed) -> None:
+        if event.model:
+            self.reasons[event.model] = event.reason
+
+    def model_evicted(self, event: ModelEvicted) -> None:
+        return
 
 
 class PoolLog:
@@ -72,7 +93,7 @@ class PoolLog:
     def failed(self, model: str, error: Exception, *, known: bool) -> None:
         log(_log, logging.ERROR, "load failed", model=model, reason=str(error))
         for observer in self._observers:
-            observer.model_failed(ModelFailed(model if known else ""))
+            observer.model_failed(ModelFailed(model if known else "", str(error)))
 
     def evicted(self, loaded: Loaded, reason: str) -> None:
         """The first word of `reason` is the one that observers are told."""

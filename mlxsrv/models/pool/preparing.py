@@ -14,8 +14,9 @@ from mlxsrv.formats.adapters import adapter_bytes
 from mlxsrv.formats.encoders import read_cross_encoder_config
 from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.formats.pooling import read_pooling_config
-from mlxsrv.logs import log
+from mlxsrv.logs import log, on_terminal
 from mlxsrv.models.catalogue.catalogue import ModelSource
+from mlxsrv.models.catalogue.progress import DownloadProgress, DownloadReport
 from mlxsrv.models.pool.model import LoadState, Model
 from mlxsrv.models.pool.model_files import ModelFiles, capped
 from mlxsrv.settings import Settings
@@ -50,12 +51,13 @@ async def prepare_model(
     source = model.entry.source
     if not await anyio.to_thread.run_sync(is_here, source, draft):
         model.enter(LoadState.FETCHING)
+    model.download = DownloadProgress(model.name, logs=not on_terminal())
     # Abandoned when the server closes: a download may last, and calls `check` itself.
-    files = await anyio.to_thread.run_sync(
-        examine, source, draft, settings, model.name, check, engine.ranks, abandon_on_cancel=True
-    )
+    wanted = (source, draft, settings, model.name, check, model.download.report, engine.ranks)
+    files = await anyio.to_thread.run_sync(examine, *wanted, abandon_on_cancel=True)
     if model.state is LoadState.FETCHING:
         model.enter(LoadState.PREPARING)
+        log(_log, logging.INFO, "model downloaded", model=model.name)
     # The device thread must be the first to import the model's code, which making the tokenizer
     # may import as well: what that code makes stays bound to the thread that imports it.
     await engine.import_model_code(str(files.folder))
@@ -83,12 +85,14 @@ def examine(
     settings: Settings,
     name: str,
     check: Callable[[], None],
+    report: DownloadReport,
     ranks: int = 1,
 ) -> ModelFiles:
     """Read a model's files, and download what is not here. Blocks.
 
     Args:
         check: called during a download; it stops the download by raising.
+        report: called during a download.
         ranks: how many divide the model. The bytes are about those of one rank's share.
 
     Raises:
@@ -96,14 +100,14 @@ def examine(
         ServeError: the download failed.
     """
     trust = settings.trust_remote_code
-    folder = source.fetch(check).resolve()
+    folder = source.fetch(check, report).resolve()
     described = describe_model(folder, name=name, trust_remote_code=trust)
     own = 0
     if source.adapter is not None:
         own += adapter_bytes(source.adapter)
     draft_folder = None
     if draft is not None:
-        draft_folder = draft.fetch(check).resolve()
+        draft_folder = draft.fetch(check, report).resolve()
         own += describe_model(draft_folder, trust_remote_code=trust).weights
     return ModelFiles(
         folder,

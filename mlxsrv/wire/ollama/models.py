@@ -8,10 +8,10 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from mlxsrv.wire.ollama.answers import ollama_time
-from mlxsrv.wire.openai.answers import ModelObject
+from mlxsrv.wire.openai.answers import ModelObject, ModelStatus
 
 API_VERSION = "0.14.0"
 """The version of Ollama whose API this is. Clients refuse servers that are too old for them."""
@@ -35,12 +35,17 @@ class OllamaDetails(Struct, frozen=True, kw_only=True):
 
 
 class OllamaModel(Struct, frozen=True, kw_only=True):
+    """`state` and `reason` are additions to Ollama's API."""
+
     name: str
     model: str
     modified_at: str
     size: int
     digest: str
     details: OllamaDetails
+    state: ModelStatus
+    reason: str | UnsetType = UNSET
+    """Why its last load failed."""
 
 
 class OllamaModels(Struct, frozen=True):
@@ -123,6 +128,8 @@ def _listed(model: ModelObject) -> dict[str, Any]:
         "size": model.size or 0,
         "digest": _digest(model),
         "details": _details(model),
+        "state": model.state,
+        "reason": UNSET if model.reason is None else model.reason,
     }
 
 

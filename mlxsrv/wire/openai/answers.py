@@ -284,6 +284,16 @@ class KVCacheCost(Struct, frozen=True, kw_only=True):
     bytes: int = 0
 
 
+ModelStatus = Literal["loaded", "downloading", "loading", "waiting for room", "unused", "failed"]
+
+
+class DownloadState(Struct, frozen=True):
+    """Bytes of a model's files: those that are here, and all."""
+
+    completed: int
+    total: int
+
+
 class ModelObject(Struct, frozen=True, kw_only=True):
     """OpenAI's fields, then what else is known. Nulls: the model's files are not here yet.
     `kv_cache` is known while the model is loaded."""
@@ -293,6 +303,11 @@ class ModelObject(Struct, frozen=True, kw_only=True):
     created: int
     owned_by: str
     loaded: bool
+    state: ModelStatus
+    reason: str | None = None
+    """Why its last load failed; the next request tries again."""
+    download: DownloadState | None = None
+    """The progress of its download, while it is downloaded."""
     aliases: tuple[str, ...]
     type: Literal["chat", "base", "embedding"] | None = None
     context_length: int | None = None
@@ -319,7 +334,8 @@ class ModelState(Struct, frozen=True, kw_only=True):
     rows that decode, prompts that are read or wait, the prompt cache."""
 
     id: str
-    state: Literal["loaded", "loading", "waiting for room", "unused"]
+    state: ModelStatus
+    download: DownloadState | None
     pinned: bool
     requests: int
     rows: int
@@ -395,7 +411,12 @@ class RecentError(Struct, frozen=True, kw_only=True):
 
 
 class Health(Struct, frozen=True, kw_only=True):
+    """`reason` and `download` are of the default model, where it could not be loaded or is
+    downloaded."""
+
     status: HealthStatus
+    reason: str | UnsetType = UNSET
+    download: DownloadState | UnsetType = UNSET
     engine: EngineState | UnsetType = UNSET
     models: list[ModelState] | UnsetType = UNSET
     memory: MemoryState | UnsetType = UNSET

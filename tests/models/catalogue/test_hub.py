@@ -122,7 +122,7 @@ def test_bars_are_shown_if_asked_for(
     fetch(TINY, progress=progress)
     written = capfd.readouterr()
     assert written.out == ""
-    assert ("model.safetensors: 100%" in written.err) is progress
+    assert ("org/tiny: 100%" in written.err) is progress
     assert bool(written.err) is progress
 
 

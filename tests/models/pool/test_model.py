@@ -68,7 +68,7 @@ def test_each_state_says_what_it_means() -> None:
     assert told == {
         LoadState.UNUSED: ("unused", False, False, False),
         LoadState.PREPARING: ("unused", False, False, True),
-        LoadState.FETCHING: ("unused", False, False, True),
+        LoadState.FETCHING: ("downloading", False, False, True),
         LoadState.WAITING: ("waiting for room", False, False, False),
         LoadState.LOADING: ("loading", True, True, True),
         LoadState.LOADED: ("loaded", True, False, False),
