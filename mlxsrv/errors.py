@@ -60,7 +60,7 @@ class ServeError(Exception):
     status: ClassVar[int] = 500
     type: ClassVar[str] = "server_error"
     code: ClassVar[str] = "internal_error"
-    retry_after: ClassVar[int | None] = None  # seconds, where waiting helps
+    retry_after: int | None = None  # seconds, where waiting helps
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -239,9 +239,22 @@ class RateLimited(ServeError):
 
 
 class Overloaded(ServeError):
+    """The server has too much to do.
+
+    Args:
+        retry_after: seconds after which there is room, as far as that can be told.
+    """
+
     status = 503
     retry_after = 1
     code = "overloaded"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, retry_after: int | None = None
+    ) -> None:
+        super().__init__(message, param=param)
+        if retry_after is not None:
+            self.retry_after = retry_after
 
 
 class ModelNotLoaded(ServeError):

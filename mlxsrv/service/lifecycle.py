@@ -77,6 +77,7 @@ class Lifecycle:
         loading: returns whether the request's model is being downloaded or loaded.
         heard: returns when the engine last sent anything to anybody, in the loop's time. A prompt
             that waits for its turn does not stall while the engine reads other prompts.
+        turn: returns in how many seconds a request that comes now may have its turn.
     """
 
     def __init__(
@@ -86,12 +87,14 @@ class Lifecycle:
         *,
         loading: Callable[[], bool],
         heard: Callable[[], float],
+        turn: Callable[[], int],
     ) -> None:
         self.state = State.WAITING
         self._loop = asyncio.get_running_loop()
         self._expire = expire
         self._loading = loading
         self._heard = heard
+        self._turn = turn
         self._queue_timeout = settings.queue_timeout
         self._stall_timeout = settings.stall_timeout
         self._queued = self._moved = self._loop.time()
@@ -141,7 +144,7 @@ class Lifecycle:
             self._whole.cancel()
         # These hold the request, which holds this: without the circle it is freed at once, and not
         # when the garbage collector runs.
-        self._expire, self._loading, self._heard = _ignore, bool, float
+        self._expire, self._loading, self._heard, self._turn = _ignore, bool, float, int
 
     def _arm(self) -> asyncio.TimerHandle:
         return self._loop.call_at(min(self._deadlines()), self._check)
@@ -174,7 +177,8 @@ class Lifecycle:
             self._expire(
                 Overloaded(
                     f"the request's turn did not come within {self._queue_timeout:g} s "
-                    "(--queue-timeout); try again shortly"
+                    "(--queue-timeout); try again shortly",
+                    retry_after=self._turn(),
                 )
             )
 

@@ -103,6 +103,7 @@ class Reply:
             self._expire,
             loading=lambda: lease.model.progressing,
             heard=lambda: self._begun if self._engine is None else self._engine.heard,
+            turn=lambda: lease.model.turn,
         )
         # A keep-alive opens the stream with status 200. A prompt that does not fit is refused
         # before that, unless a download comes first, which tells what fits.

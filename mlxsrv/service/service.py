@@ -290,6 +290,7 @@ class Service:
             self.settings,
             loading=lambda: lease.model.progressing,
             heard=lambda: self.pool.engine.heard,
+            turn=lambda: lease.model.turn,
         )
         self._work.add(work)
         try:

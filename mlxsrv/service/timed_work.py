@@ -19,11 +19,16 @@ class TimedWork:
     """
 
     def __init__(
-        self, settings: Settings, *, loading: Callable[[], bool], heard: Callable[[], float]
+        self,
+        settings: Settings,
+        *,
+        loading: Callable[[], bool],
+        heard: Callable[[], float],
+        turn: Callable[[], int],
     ) -> None:
         self._scope = anyio.CancelScope()
         self._error: ServeError | None = None
-        self._lifecycle = Lifecycle(settings, self.end, loading=loading, heard=heard)
+        self._lifecycle = Lifecycle(settings, self.end, loading=loading, heard=heard, turn=turn)
 
     def end(self, error: ServeError) -> None:
         """Cancel the block, which then raises `error`. Only the first error counts."""

@@ -12,6 +12,7 @@ from starlette.types import Scope
 
 from mlxsrv.errors import Overloaded, RequestTooLarge
 from mlxsrv.logs import log
+from mlxsrv.models.pool.turnover import Turnover
 
 _log = logging.getLogger("mlxsrv.web")
 
@@ -45,7 +46,8 @@ class BodyShare:
 
     def release(self) -> None:
         taken, self._bytes = self._bytes, 0
-        self._bodies.held -= taken
+        if taken:
+            self._bodies.give_back(taken)
 
 
 class Bodies:
@@ -61,7 +63,12 @@ class Bodies:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self.held = 0
+        self._turnover = Turnover()
+
+    @property
+    def held(self) -> int:
+        """Bytes."""
+        return self._turnover.held
 
     def share(self) -> BodyShare:
         return BodyShare(self)
@@ -69,12 +76,17 @@ class Bodies:
     def take(self, size: int, *, large: bool) -> None:
         """Raises Overloaded."""
         most = self._most if large else self._most + self._most // 8
-        if self.held + size > most:
+        missing = self.held + size - most
+        if missing > 0:
             raise Overloaded(
                 f"the bodies of other requests take up the {self._most} bytes that all may have "
-                "together; try again"
+                "together; try again",
+                retry_after=self._turnover.seconds(missing),
             )
-        self.held += size
+        self._turnover.take(size)
+
+    def give_back(self, size: int) -> None:
+        self._turnover.give_back(size)
 
 
 async def read_body(request: Request, limit: int) -> bytes:

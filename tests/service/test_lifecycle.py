@@ -42,6 +42,7 @@ class Clocks:
             lambda error: self.expired.append((self.loop.time() - self.begun, error)),
             loading=lambda: self.loading,
             heard=lambda: self.heard,
+            turn=lambda: 17,
         )
 
     def bring_to(self, state: State) -> None:
@@ -61,6 +62,7 @@ class Clocks:
         """When; it is the only thing that was told."""
         [(when, error)] = self.expired
         assert type(error) is kind, error.message
+        assert error.retry_after == (17 if kind is Overloaded else None)
         self.lifecycle.close()
         return when
 

@@ -102,7 +102,7 @@ def test_work_that_was_ended_takes_no_further_step() -> None:
             raise AssertionError("it went on")
 
     async def test() -> None:
-        work = TimedWork(Settings(), loading=bool, heard=float)
+        work = TimedWork(Settings(), loading=bool, heard=float, turn=int)
         with pytest.raises(ShuttingDown):
             run(work)
 

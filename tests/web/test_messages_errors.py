@@ -109,7 +109,7 @@ def test_a_full_queue_is_an_overload(narrow: Server) -> None:
             assert each.until(b"event: ping\n").count(b"message_start") == 0
         response = client.post(MESSAGES, json=asking())
         told(response, 529, "overloaded_error", "overloaded")
-        assert response.headers["retry-after"] == "1"
+        assert int(response.headers["retry-after"]) >= 1
         running.hang_up()
         waiting[0].until(b"event: message_start\n")
 

@@ -1,16 +1,19 @@
 """Clients, and how many requests each of them may have at one model.
 
 A model has places: one for each row, and one for each request that may wait. `Places` decides on
-entry, because nothing that was accepted is dropped later. It knows no clock and no event loop.
+entry, because nothing that was accepted is dropped later. It knows no event loop.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 
 from mlxsrv.errors import Overloaded
+from mlxsrv.models.pool.turnover import Turnover
 
 
 class Client(msgspec.Struct, frozen=True):
@@ -36,17 +39,25 @@ class Places:
     Args:
         rows: how many requests need not wait.
         queue: how many requests may wait.
+        clock: seconds; tests have their own.
     """
 
-    def __init__(self, rows: int, queue: int) -> None:
+    def __init__(
+        self, rows: int, queue: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._rows = rows
         self._queue = queue
         self._held: Counter[str] = Counter()
-        self._taken = 0
+        self._turnover = Turnover(clock)
 
     @property
     def taken(self) -> int:
-        return self._taken
+        return self._turnover.held
+
+    @property
+    def turn(self) -> int:
+        """The seconds until a request that comes now may have a row, at the pace of now."""
+        return self._turnover.seconds(max(self.taken - self._rows, 0) + 1)
 
     def take(self, client: Client, model: str) -> None:
         """Take a place, until it is given back.
@@ -54,19 +65,24 @@ class Places:
         Raises:
             Overloaded: there is none for this client. The message names the model.
         """
-        held = self._held[client.id]
-        if self._taken >= self._rows + self._queue:
-            raise Overloaded(f"{model} has {self._taken} requests already; try again shortly")
-        if held >= fair_share(self._rows, self._queue, self._taken - held):
+        held, taken = self._held[client.id], self.taken
+        if taken >= self._rows + self._queue:
+            raise Overloaded(
+                f"{model} has {taken} requests already; try again shortly",
+                retry_after=self._turnover.seconds(1),
+            )
+        if held >= fair_share(self._rows, self._queue, taken - held):
             raise Overloaded(
                 f"{model} has {held} requests of this client already; the places that are left in "
-                "the queue (--max-queue) are for other clients; try again shortly"
+                "the queue (--max-queue) are for other clients; try again shortly",
+                # One of its own places must come back, which is one of so many.
+                retry_after=self._turnover.seconds(taken // held),
             )
         self._held[client.id] = held + 1
-        self._taken += 1
+        self._turnover.take(1)
 
     def give_back(self, client: Client) -> None:
-        self._taken -= 1
+        self._turnover.give_back(1)
         self._held[client.id] -= 1
         if not self._held[client.id]:
             del self._held[client.id]

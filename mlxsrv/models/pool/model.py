@@ -198,6 +198,11 @@ class Model:
         return self._places.taken
 
     @property
+    def turn(self) -> int:
+        """The seconds until a request that comes now may have a row."""
+        return self._places.turn
+
+    @property
     def users(self) -> int:
         """Leases that have entered."""
         return self._users

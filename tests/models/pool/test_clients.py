@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.errors import Overloaded
 from mlxsrv.models.pool.clients import Client, Places, fair_share
+from mlxsrv.models.pool.turnover import Turnover
 
 
 @pytest.mark.parametrize(
@@ -96,3 +97,59 @@ def test_places_are_counted(moves: list[tuple[str, bool]]) -> None:
         places.give_back(Client(name))
     assert places.taken == 0
     assert filled(places, "z") == fair_share(2, 6, 0)
+
+
+# When to try again.
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def refused_for(places: Places, name: str) -> int | None:
+    with pytest.raises(Overloaded) as refused:
+        places.take(Client(name), "m")
+    return refused.value.retry_after
+
+
+def test_who_is_refused_is_told_what_the_pace_says() -> None:
+    clock = Clock()
+    places = Places(2, 6, clock=clock)
+    assert filled(places, "a") == 6
+    for name in "bc":
+        places.take(Client(name), "m")
+    assert refused_for(places, "d") == 1, "nothing is known yet"
+    clock.now += 7
+    assert refused_for(places, "d") == 7, "nobody has left for so long"
+    for name in "vwxyz":
+        clock.now += 3
+        places.give_back(Client("a"))
+        places.take(Client(name), "m")
+    assert refused_for(places, "d") == 5, "five left in 22 seconds"
+    places.give_back(Client("z"))
+    assert refused_for(places, "b") == 26, "six did, and one of seven is its own"
+    assert places.turn == 22, "five others go before it"
+    clock.now += 10_000
+    assert refused_for(places, "b") == 60, "no client takes longer advice"
+
+
+def test_the_pace_is_that_of_late() -> None:
+    clock = Clock()
+    turnover = Turnover(clock)
+    turnover.take(1000)
+    for seconds in (100.0, 0.5):
+        for _ in range(16):
+            clock.now += seconds
+            turnover.give_back(10)
+    assert turnover.seconds(10) == 1
+    assert turnover.seconds(200) == 10
+    turnover.give_back(1000 - 320)
+    clock.now += 10_000
+    turnover.take(1)
+    assert turnover.seconds(1) == 1, "while nothing is taken, nothing can come back"
