@@ -25,21 +25,40 @@ _PROMPT = 1024
 _KEY = 16  # hexadecimal digits
 _RESPONSE = re.compile(rf"resp_([0-9a-f]{{{_KEY}}})[0-9a-f]+")
 
+_MOST_OBJECTS = 100_000
+"""Objects in the messages of a body, and braces in their texts; one with more has no key. This runs
+on the event loop of Serve's proxy before a key was checked, and every stream goes through there."""
+
+_Raw = msgspec.Raw
+_NULL = _Raw(b"null")
+
 
 class _Body(msgspec.Struct):
-    """The fields of requests that make a beginning, in all dialects. Others are skipped."""
+    """The fields of requests that make a beginning, in all dialects. Others are skipped, and these
+    are not decoded before it is known how long that takes."""
 
-    model: Any = None
-    system: Any = None
-    instructions: Any = None
-    messages: Any = None
-    input: Any = None
-    prompt: Any = None
-    previous_response_id: Any = None
+    model: str | None = None
+    system: _Raw = _NULL
+    instructions: _Raw = _NULL
+    messages: _Raw = _NULL
+    input: _Raw = _NULL
+    prompt: str | None = None
+    previous_response_id: str | None = None
+
+
+class _Turn(msgspec.Struct):
+    role: _Raw = _NULL
+    content: _Raw = _NULL
+
+
+class _Part(msgspec.Struct):
+    text: str = ""
 
 
 _BODY = msgspec.json.Decoder(_Body)
-_canonical = msgspec.json.Encoder(order="deterministic").encode
+_TURNS = msgspec.json.Decoder(list[_Turn])
+_CONTENT = msgspec.json.Decoder(str | list[_Part])
+_encode = msgspec.json.Encoder().encode
 
 
 def conversation_key(body: bytes) -> str | None:
@@ -52,14 +71,14 @@ def conversation_key(body: bytes) -> str | None:
         return None
     try:
         asked = _BODY.decode(body)
+        if asked.previous_response_id is not None:
+            return key_of_response(asked.previous_response_id)
+        beginning = _beginning(asked)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
-    if isinstance(asked.previous_response_id, str):
-        return key_of_response(asked.previous_response_id)
-    beginning = _beginning(asked)
     if beginning is None:
         return None
-    text = _canonical([asked.model, asked.system, asked.instructions, beginning])
+    text = _encode([asked.model, asked.system, asked.instructions, beginning])
     return hashlib.blake2b(text[:MOST_TEXT], digest_size=_KEY // 2).hexdigest()
 
 
@@ -70,31 +89,33 @@ def key_of_response(id: str) -> str | None:
 
 
 def _beginning(asked: _Body) -> object:
-    for turns in (asked.messages, asked.input):
-        if isinstance(turns, list):
-            return _up_to_user(turns)
-    if isinstance(asked.input, str):
+    """Return the beginning; None if there is none. Raises DecodeError if a turn is no object."""
+    for turns in map(bytes, (asked.messages, asked.input)):
+        if turns.startswith(b"["):
+            return None if turns.count(b"{") > _MOST_OBJECTS else _up_to_user(_TURNS.decode(turns))
+    if bytes(asked.input).startswith(b'"'):
         return [["user", asked.input]]  # as a list of one message has it
-    return asked.prompt[:_PROMPT] if isinstance(asked.prompt, str) else None
+    return None if asked.prompt is None else asked.prompt[:_PROMPT]
 
 
-def _up_to_user(turns: list[Any]) -> list[Any] | None:
+def _up_to_user(turns: list[_Turn]) -> list[Any] | None:
     """Roles and contents up to the first message of the user, without what clients move along from
     turn to turn, such as marks of what to cache."""
     found: list[Any] = []
     for turn in turns:
-        if not isinstance(turn, dict):
-            return None
-        role, content = turn.get("role"), turn.get("content")
-        found.append([role, _text(content)])
-        if role == "user":
+        found.append([turn.role, _text(turn.content)])
+        if bytes(turn.role) == b'"user"':
             return found
     return found or None
 
 
-def _text(content: object) -> object:
+def _text(content: _Raw) -> object:
     """A content's texts: a part of text is the same as its text."""
-    if isinstance(content, list):
-        parts = [part.get("text", "") if isinstance(part, dict) else part for part in content]
-        return parts[0] if len(parts) == 1 else parts
-    return content
+    try:
+        decoded = _CONTENT.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return content
+    if isinstance(decoded, str):
+        return decoded
+    parts = [part.text for part in decoded]
+    return parts[0] if len(parts) == 1 else parts

@@ -4,6 +4,9 @@ Serve's router sees a request's headers and not its body, which goes to the repl
 key becomes the header that Serve itself reads as the session's (`X-Session-Id`). A client that
 sends this header has chosen its own sessions. Only the request's body is held for this; what is
 answered passes through as it comes.
+
+It also refuses what Serve's proxy takes and this server does not: requests without a Host, and the
+proxy's own list of routes, for which it asks no key.
 """
 
 from __future__ import annotations
@@ -12,14 +15,19 @@ import asyncio
 from collections import deque
 
 from starlette.middleware import Middleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mlxsrv.errors import InvalidHTTP, RouteNotFound, ServeError
 from mlxsrv.replicas.beginnings import MOST_BODY, conversation_key, key_of_response
+from mlxsrv.wire.openai.answers import error_response
+from mlxsrv.wire.sse import encode_json
 
 SESSION = b"x-session-id"
 
 # Seconds for a body. Then the replica is chosen without it, and refuses it if it is late.
 _WAIT = 10.0
+_ROUTES = "/-/routes"
 _MANAGEMENT = ("/api/saes", "/api/steering", "/api/profiles", "/api/monitoring")
 
 
@@ -35,6 +43,11 @@ class Front:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := _error(scope)) is not None:
+            refusal = encode_json(error_response(error))
+            answer = Response(refusal, error.status, media_type="application/json")
+            await answer(scope, receive, send)
+            return
         if scope["type"] == "http" and not any(name == SESSION for name, _ in scope["headers"]):
             key = _key_of_path(scope["path"])
             if key is None and scope["method"] == "POST":
@@ -43,6 +56,14 @@ class Front:
             if key is not None:
                 scope = {**scope, "headers": [*scope["headers"], (SESSION, key.encode())]}
         await self._app(scope, receive, _with_one_id(send))
+
+
+def _error(scope: Scope) -> ServeError | None:
+    """Return why a request is refused here; None if it is not."""
+    hosts = sum(name == b"host" for name, _ in scope["headers"])
+    if hosts > 1 or (hosts == 0 and scope["http_version"] != "1.0"):
+        return InvalidHTTP("a request has exactly one Host")
+    return RouteNotFound("there is no such route") if scope["path"] == _ROUTES else None
 
 
 def _key_of_path(path: str) -> str | None:

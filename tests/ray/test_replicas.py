@@ -115,6 +115,17 @@ def test_keys_are_asked_for_everywhere(cluster: Cluster) -> None:
             assert client.get("/v1/models", headers=session).status_code == 200
 
 
+def test_the_proxy_takes_no_more_than_the_server_does(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        routes = client.get("/-/routes")
+        assert (routes.status_code, routes.json()["error"]["code"]) == (404, "not_found")
+        assert client.get("/-/healthz").status_code == 200
+        host, port = client.base_url.host, client.base_url.port or 80
+    with socket.create_connection((host, port), timeout=60) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\n\r\n")
+        assert raw.recv(1024).startswith(b"HTTP/1.1 400 ")
+
+
 def test_what_one_replica_stores_all_have(cluster: Cluster) -> None:
     with cluster.client() as client:
         asked = {"input": TURNS[0], "max_output_tokens": 8}

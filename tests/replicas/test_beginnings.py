@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.replicas.beginnings import MOST_BODY, conversation_key, key_of_response
+from tests.support.growth import least_seconds
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 USER = {"role": "user", "content": "Which endpoints do you serve?"}
@@ -81,6 +83,34 @@ def test_what_is_no_turn_has_no_key() -> None:
     assert key(query="a", documents=["b"]) is None
     assert conversation_key(json.dumps({"input": MOST_BODY * "a"}).encode()) is None
     assert conversation_key(b'{"messages": ' + 100_000 * b"[") is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [%s{}]}',
+        b'{"messages": [{"role": "user", "content": [%s{}]}]}',
+        b'{"messages": [{"role": "user", "content": {"a": [%s{}]}}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "model": [%s{}]}',
+        b'{"messages": [{"role": "user", "content": "x"}], "system": [%s{}]}',
+        b'{"input": "x", "previous_response_id": [%s{}]}',
+        b'{"prompt": [%s{}]}',
+    ],
+)
+def test_what_is_not_needed_is_skipped(body: bytes) -> None:
+    """A key takes not much longer than to read over the body: a body with objects in it takes more
+    than ten times as long to decode, and every stream waits for it."""
+    large = body % (b"{}," * (MOST_BODY // 4))
+    skip = msgspec.json.Decoder(msgspec.Raw).decode
+    skipped = least_seconds(lambda: skip(large))
+    assert least_seconds(lambda: conversation_key(large)) < 5 * skipped
+
+
+def test_a_conversation_of_some_size_has_a_key() -> None:
+    turns = [SYSTEM, USER, *([ANSWER, MORE] * 2_000)]
+    assert key(messages=turns) == key(messages=[SYSTEM, USER])
+    tools = [{"type": "function", "function": {"parameters": {"a": {}}}}] * 20_000
+    assert key(messages=turns, tools=tools) == key(messages=turns)
 
 
 json_values = st.recursive(

@@ -78,18 +78,62 @@ def test_what_has_no_key_passes_as_it_is() -> None:
     assert ask(CHAT, in_parts(parts)) == {"session": None, "size": size}
 
 
+@pytest.mark.parametrize(
+    ("version", "hosts", "path", "status"),
+    [
+        ("1.1", 1, CHAT, 200),
+        ("1.1", 0, CHAT, 400),
+        ("1.1", 2, CHAT, 400),
+        ("1.0", 0, CHAT, 200),
+        ("1.1", 1, "/-/routes", 404),
+        ("1.1", 1, "/-/healthz", 200),
+    ],
+)
+def test_what_only_the_proxy_would_take_is_refused(
+    version: str, hosts: int, path: str, status: int
+) -> None:
+    headers = [(b"host", b"x")] * hosts
+    scope = {
+        "type": "http",
+        "http_version": version,
+        "method": "GET",
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+    }
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    asyncio.run(APP(scope, receive, send))
+    assert sent[0]["status"] == status
+    if status != 200:
+        assert set(json.loads(sent[1]["body"])["error"]) == {"message", "type", "param", "code"}
+
+
 def test_a_body_that_is_late_passes_without_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "_WAIT", 0.05)
     first = {"type": "http.request", "body": BODY[:9], "more_body": True}
     last = {"type": "http.request", "body": BODY[9:]}
-    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": []}
+    host = (b"host", b"x")
+    scope = {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": CHAT,
+        "headers": [host],
+    }
 
     async def run() -> None:
         coming: asyncio.Queue[Any] = asyncio.Queue()
         coming.put_nowait(first)
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            assert scope["headers"] == []
+            assert scope["headers"] == [host]
             coming.put_nowait(last)  # it has not come before a replica was chosen
             assert [await receive(), await receive()] == [first, last]
             await send({"type": "http.response.start", "status": 200, "headers": []})
