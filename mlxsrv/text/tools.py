@@ -103,7 +103,9 @@ class ToolCalls:
     Args:
         parallel: more than one call may be made; else nothing is given after the first.
         bound: the answer follows a grammar. It begins with a call or has none, and what looks like
-            a marker in it is text that the grammar asked for.
+            a marker in it is text that the grammar asked for. Small models then repeat a call
+            without end, so a call that is the same as an earlier one is not given and ends the
+            answer. A call is held back as long as it may become one.
 
     Attributes:
         inside: the text so far ends inside a call.
@@ -120,6 +122,7 @@ class ToolCalls:
         ends = [dialect.end] if dialect.end else []
         self._dialect = dialect
         self._parallel = parallel
+        self._bound = bound
         self._undecided = bound  # whether the answer begins with a call is not known yet
         self._markers = Scanner([dialect.start, *ends])
         self._ends = Scanner(ends)
@@ -130,7 +133,13 @@ class ToolCalls:
         self._json: JsonCall | None = None  # the call that is read, if it may be streamed
         self._raw: list[str] = []  # text of the call that may have to be read again
         self._written: list[str] = []  # text of the call, and what follows it
-        self._arguments: list[str] = []  # those that were given
+        self._name = ""  # of the last call
+        self._arguments: list[str] = []  # of the last call
+        self._earlier: list[str] = []  # the text of each call that was given, if it may not repeat
+        self._alike: list[str] = []  # those of them that the last call may be again
+        self._compared = 0  # characters of it that are the same
+        self._waiting: list[ToolOpened | ToolArguments] = []  # parts of it meanwhile
+        self._repeated = False
         self.calls = 0
         self.opened = False
         self.broken: list[int] = []
@@ -139,8 +148,9 @@ class ToolCalls:
 
     @property
     def done(self) -> bool:
-        """Whether the only call that may be made is over, so that no more need be generated."""
-        return not self._parallel and self.calls > 0 and not self.opened
+        """Whether the only call that may be made is over, or an earlier one is made again, so that
+        no more need be generated."""
+        return self._repeated or (not self._parallel and self.calls > 0 and not self.opened)
 
     def feed(self, text: str) -> list[ContentOrCall]:
         """Return the parts that are certain, in order."""
@@ -263,13 +273,13 @@ class ToolCalls:
         if call is None:
             if cut and self._dialect.end:
                 self._append_cut_call(parts)
-                self._leave_call(_SPACE)
+                self._leave_call(_SPACE, parts)
             else:
                 self._parse(held, parts, drop=cut)
             return ""
         if cut and not (self.opened and call.settled):
             self._keep_fragment("cut off by a limit")
-            self._leave_call(_SPACE)
+            self._leave_call(_SPACE, parts)
             return ""
         if self.opened and not call.settled:
             self._keep_fragment("never closed")
@@ -302,15 +312,47 @@ class ToolCalls:
             self._append_arguments(text, parts)
 
     def _append_arguments(self, text: str, parts: list[ContentOrCall]) -> None:
-        parts.append(ToolArguments(self.calls - 1, text))
+        self._append_call(ToolArguments(self.calls - 1, text), text, parts)
         self._arguments.append(text)
+
+    def _append_call(
+        self, part: ToolOpened | ToolArguments, text: str, parts: list[ContentOrCall]
+    ) -> None:
+        """Append a part of a call; it waits if the call so far is the beginning of an earlier one.
+
+        Args:
+            text: of the part.
+        """
+        at, self._compared = self._compared, self._compared + len(text)
+        self._alike = [each for each in self._alike if each.startswith(text, at)]
+        self._waiting.append(part)
+        if not self._alike:
+            self._release(parts)
+
+    def _release(self, parts: list[ContentOrCall]) -> None:
+        parts += self._waiting
+        self._waiting.clear()
+
+    def _close_call(self, parts: list[ContentOrCall]) -> None:
+        """Give the rest of an opened call, or drop it if it is the same as an earlier one."""
+        self.opened = False
+        call = "".join([self._name, "\n", *self._arguments])
+        if call in self._alike and self.calls - 1 not in self.broken:
+            self._repeated = True
+            self._waiting.clear()
+            self.calls -= 1
+            return
+        self._release(parts)
+        if self._bound:
+            self._earlier.append(call)
 
     def _append_opened(self, name: str, parts: list[ContentOrCall]) -> None:
         id = "".join(secrets.choice(_ALPHANUMERICS) for _ in range(24))
-        parts.append(ToolOpened(self.calls, f"call_{id}", name))
+        self._name, self._alike, self._compared = name, self._earlier, 0
+        self._arguments.clear()
+        self._append_call(ToolOpened(self.calls, f"call_{id}", name), f"{name}\n", parts)
         self.calls += 1
         self.opened = True
-        self._arguments.clear()
         if self._dialect.names and name not in self._dialect.names:
             self.faults.append("the request has no tool of this name")
 
@@ -327,7 +369,7 @@ class ToolCalls:
             self._append_arguments(rest, parts)
         if self.calls - 1 not in self.broken and not is_object("".join(self._arguments)):
             self._note_broken("its arguments are no JSON object")
-        self._leave_call(after)
+        self._leave_call(after, parts)
         return text[at:]
 
     def _parse(self, marker: str, parts: list[ContentOrCall], *, drop: bool = False) -> None:
@@ -341,8 +383,11 @@ class ToolCalls:
             parts.append("".join([*self._space, self._dialect.start, text, marker]))
         for name, arguments in uses if self._parallel else uses[:1]:
             self._append_opened(name, parts)
-            parts.append(ToolArguments(self.calls - 1, arguments))
-        self._leave_call(_SPACE if uses or drop else "")
+            self._append_arguments(arguments, parts)
+            self._close_call(parts)
+            if self._repeated:
+                break
+        self._leave_call(_SPACE if uses or drop else "", parts)
 
     def _append_cut_call(self, parts: list[ContentOrCall]) -> None:
         """Append what is known without the parser of a call that a limit cut off."""
@@ -351,7 +396,7 @@ class ToolCalls:
             name, arguments = found
             self._append_opened(name, parts)
             if arguments:
-                parts.append(ToolArguments(self.calls - 1, arguments))
+                self._append_arguments(arguments, parts)
         self._keep_fragment("cut off by a limit")
 
     def _keep_fragment(self, fault: CallFault) -> None:
@@ -366,8 +411,10 @@ class ToolCalls:
         self.broken.append(self.calls - 1)
         self.faults.append(fault)
 
-    def _leave_call(self, after: str) -> None:
-        self.inside = self.opened = False
+    def _leave_call(self, after: str, parts: list[ContentOrCall]) -> None:
+        if self.opened:
+            self._close_call(parts)
+        self.inside = False
         self._json = None
         self._raw.clear()
         self._space.clear()

@@ -161,10 +161,15 @@ def merge(parts: Iterable[ContentOrCall]) -> list[str | tuple[str, str]]:
 
 
 def run(
-    feeds: Iterable[str], dialect: ToolDialect = JSON, *, end: bool = False, parallel: bool = True
+    feeds: Iterable[str],
+    dialect: ToolDialect = JSON,
+    *,
+    end: bool = False,
+    parallel: bool = True,
+    bound: bool = False,
 ) -> Heard:
     """The answer that `feeds` are, cut off by a limit at the `end`."""
-    stage = ToolCalls(dialect, parallel=parallel)
+    stage = ToolCalls(dialect, parallel=parallel, bound=bound)
     parts = [part for text in feeds for part in stage.feed(text)] + stage.flush(cut=end)
     assert not stage.opened
     assert stage.flush(cut=end) == []

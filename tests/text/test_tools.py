@@ -396,3 +396,57 @@ def test_what_a_parser_may_give_for_arguments(arguments: Any, text: str | None) 
 
     heard = run(["<c>x</c>"], ToolDialect(start="<c>", end="</c>", parse=parse))
     assert heard.parts == (["<c>x</c>"] if text is None else [("f", text)])
+
+
+def written(*cities: str, name: str = "weather") -> str:
+    """Calls for the weather of some cities, one a line."""
+    calls = (f'{{"name": "{name}", "arguments": {{"city": "{city}"}}}}' for city in cities)
+    return "\n".join(f"{START}\n{call}\n{END}" for call in calls)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize(
+    ("cities", "given"),
+    [
+        (["Oslo", "Oslo", "Oslo"], 1),
+        (["Oslo", "Paris", "Oslo", "Rome"], 2),
+        (["Os", "Oslo", "Os"], 2),
+        (["Oslo", "Os", "Osl"], 3),
+    ],
+)
+def test_a_call_that_is_made_again_ends_an_answer_that_follows_a_grammar(
+    cities: list[str], given: int, size: int
+) -> None:
+    text = written(*cities)
+    feeds = [text[at : at + size] for at in range(0, len(text), size)]
+    heard = run(feeds, WEATHER_OR_ANY, bound=True)
+    assert heard.parts == [("weather", f'{{"city": "{city}"}}') for city in cities[:given]]
+    assert (heard.calls, heard.broken, heard.faults) == (given, [], [])
+    assert run(feeds, WEATHER_OR_ANY).calls == len(cities), "where it may end by itself"
+
+
+def test_another_call_is_given_as_soon_as_it_is_another() -> None:
+    stage = ToolCalls(JSON, bound=True)
+    stage.feed(written("Oslo") + "\n")
+    same, other = written("Oslo").split("slo")
+    assert stage.feed(same) == []
+    opened, *more = stage.feed("dense")
+    assert isinstance(opened, ToolOpened)
+    texts = [part.text for part in more if isinstance(part, ToolArguments)]
+    assert "".join(texts) == '{"city": "Odense'
+    assert stage.feed(other) == [ToolArguments(1, '"}')]
+    assert not stage.done
+
+
+def test_a_repeated_call_that_is_cut_off_is_told() -> None:
+    """It may have become another one."""
+    heard = run([written("Oslo") + "\n" + written("Oslo").partition("lo")[0]], bound=True, end=True)
+    assert heard.tools == [("weather", '{"city": "Oslo"}'), ("weather", '{"city": "Os')]
+    assert heard.broken == [1]
+
+
+@pytest.mark.parametrize("dialect", [XML, JSON])
+def test_calls_between_one_pair_of_markers_are_given_once(dialect: ToolDialect) -> None:
+    uses = [{"name": "weather", "arguments": {}}] * 3
+    calls = msgspec.structs.replace(dialect, json=False, parse=lambda text: uses)
+    assert run([f"{dialect.start}x{dialect.end}"], calls, bound=True).calls == 1

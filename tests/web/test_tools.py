@@ -324,6 +324,16 @@ def test_arguments_are_streamed_while_they_are_written(
     assert "".join(map(json.loads, pieces)).startswith('{"city": "Pa!')
 
 
+def test_a_call_that_is_made_again_ends_an_answer_that_must_call(client: httpx.Client) -> None:
+    told = client.post("/tokenize", json={"model": "marks", "content": "<|im_end|>"})
+    [end] = told.json()["tokens"]  # without it the model calls for ever
+    body = asking(model="marks", tool_choice="required", logit_bias={str(end): -100})
+    choice, streamed = the_choice(ask(client, body)), stream(client, body)
+    [call] = calls(choice["message"])
+    assert calls(put_together(streamed)) == [call]
+    assert choice["finish_reason"] == streamed.finish_reason == "tool_calls"
+
+
 def test_without_parallel_calls_the_first_ends_the_answer(client: httpx.Client) -> None:
     asked = asking(model="two", parallel_tool_calls=False)
     body, streamed = ask(client, asked), stream(client, asked)
