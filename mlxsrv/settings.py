@@ -137,6 +137,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"metavar": "BITS"},
         ),
     ] = None
+    quantized_kv_start: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Tokens at the beginning of each text that --kv-bits leaves as they are.",
+            extra={"metavar": "TOKENS"},
+        ),
+    ] = 512
     max_kv_size: Annotated[
         Annotated[int, Meta(ge=16)] | None,
         Meta(

@@ -39,10 +39,11 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     `adapter` is the folder of a LoRA adapter to put on it, `draft` the folder of a small model
     with the same vocabulary that proposes tokens. `lookup`: tokens are looked up in the texts
-    instead. `prompt_cache_bytes` None: a share of the memory. `kv_bits` quantizes the KV cache,
-    `max_kv_size` bounds it to this many tokens. `wire_memory` and `mlx_cache_limit` hold for all
-    models: they keep MLX's buffers wired, and bound those that are free; None: to a share of the
-    memory. `prompt_cache_dir` is the directory in which kept prompts outlive the process.
+    instead. `prompt_cache_bytes` None: a share of the memory. `kv_bits` quantizes the KV cache, but
+    for the first `quantized_kv_start` tokens of a text; `max_kv_size` bounds it to this many
+    tokens. `wire_memory` and `mlx_cache_limit` hold for all models: they keep MLX's buffers wired,
+    and bound those that are free; None: to a share of the memory. `prompt_cache_dir` is the
+    directory in which kept prompts outlive the process.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     max_gap: float
     prompt_cache_bytes: int | None = None
     kv_bits: int | None = None
+    quantized_kv_start: int = 0
     max_kv_size: int | None = None
     trust_remote_code: bool = False
     wire_memory: bool = False

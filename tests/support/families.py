@@ -322,6 +322,7 @@ RARE: dict[str, Family] = {
             "text_config": {
                 **_SIZE,
                 "model_type": "minimax_m3_vl",
+                "head_dim": 32,
                 "dense_intermediate_size": 128,
                 "shared_intermediate_size": 64,
                 "intermediate_size": 64,

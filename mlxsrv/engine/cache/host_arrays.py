@@ -6,17 +6,20 @@ Used on the device thread only.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import CacheList, QuantizedKVCache
+from mlx_lm.models.cache import CacheList
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.quantized import FirstTokens, LaterTokens, QuantizedCache
 from mlxsrv.engine.cache.row_cache import Layers, RowCache, list_layers
 from mlxsrv.engine.storage.prompt_store import FetchedCache, HandedCache, HostArray
-from mlxsrv.engine.storage.stored_file import CARRIERS
+from mlxsrv.engine.storage.stored_file import CARRIERS, Columns
 
 
 class SharedCache(NamedTuple):
@@ -36,7 +39,7 @@ def describe_kind(caches: KVCacheFactory) -> str:
 def _describe(layers: Layers) -> str:
     parts = (
         f"{type(layer).__name__}({_describe(list(layer.caches))})"
-        if isinstance(layer, CacheList)
+        if isinstance(layer, (CacheList, QuantizedCache))
         else type(layer).__name__
         for layer in layers
     )
@@ -56,31 +59,57 @@ def share(cache: RowCache, *, cuts: bool) -> SharedCache:
     """
     found: list[mx.array] = []
     layers = None if cuts else [_encode_layer(layer, found) for layer in cache.layers]
+    columns: tuple[Columns, ...] = ()
     if cuts:
-        found = [array for layer in list_layers(cache.layers) for array in _parts(layer, cache)]
+        for layer in cache.layers:
+            found += _list_arrays(layer, cache.tokens)
+        columns = tuple(_find_columns(each) for each in _list_members(cache.layers))
     # References of our own: with them MLX does not write into these buffers any more.
     arrays = [copy.copy(array) for array in found]
     mx.eval(arrays)
     views = [_view(array, arrays) for array in list(arrays)]
     if cuts:
-        views = [view[..., : cache.tokens, :] for view in views]
+        pairs = zip(views, columns, strict=True)
+        views = [view[..., : own.count(cache.tokens), :] for view, own in pairs]
     types = tuple(str(array.dtype).removeprefix("mlx.core.") for array in found)
     if not CARRIERS.keys() >= set(types):
         raise TypeError(f"arrays of {types} cannot be stored")
-    return SharedCache(HandedCache(tuple(views), types, layers), arrays)
+    return SharedCache(HandedCache(tuple(views), types, layers, columns), arrays)
 
 
-def _parts(layer: Any, cache: RowCache) -> list[mx.array]:
-    """Keys and values; quantized ones are three arrays each. Those of a layer that the model does
-    not use are arrays of no bytes."""
-    if layer.empty():
-        return [mx.zeros((1, 1, cache.tokens, 0))] * _count_parts(layer)
-    leaves = cast(list[tuple[str, mx.array]], tree_flatten([layer.keys, layer.values]))
-    return [array for _, array in leaves]
+def _list_members(layers: Layers) -> Iterator[Any]:
+    """The layers that can be cut, each as often as it has arrays."""
+    for layer in list_layers(layers):
+        yield from [layer] * (6 if type(layer) is LaterTokens else 2)
 
 
-def _count_parts(layer: Any) -> int:
-    return 6 if type(layer) is QuantizedKVCache else 2
+def _find_columns(layer: Any) -> Columns:
+    if type(layer) is LaterTokens:
+        return Columns(begin=layer.start)
+    return Columns(end=layer.max_size if type(layer) is FirstTokens else None)
+
+
+def _list_arrays(layer: Any, tokens: int) -> list[mx.array]:
+    """The arrays of a layer that can be cut."""
+    if isinstance(layer, CacheList):
+        return [array for each in layer.caches for array in _list_arrays(each, tokens)]
+    if type(layer) is QuantizedCache:
+        first, later = layer.caches
+        return [*_list_arrays(first, tokens), *_list_later(first, later, tokens)]
+    if layer.empty():  # the model does not use it
+        return [mx.zeros((1, 1, _find_columns(layer).count(tokens), 0))] * 2
+    return [layer.keys, layer.values]
+
+
+def _list_later(first: FirstTokens, later: LaterTokens, tokens: int) -> list[mx.array]:
+    """Quantized arrays. Before there is a token for them they have no columns, and are of their
+    kinds all the same: a longer text may go on from there."""
+    if later.offset:
+        return [*later.keys, *later.values]
+    if first.empty():
+        return [mx.zeros((1, 1, _find_columns(later).count(tokens), 0))] * 6
+    like = [array[:, :, :1] for array in (first.keys, first.values)]
+    return [part[:, :, :0] for array in like for part in later.quantize(array)]
 
 
 def _view(array: mx.array, arrays: list[mx.array]) -> HostArray:
@@ -100,7 +129,7 @@ def _buffer(array: mx.array) -> memoryview:
 
 
 def _encode_layer(layer: Any, arrays: list[mx.array]) -> Any:
-    if isinstance(layer, CacheList):
+    if isinstance(layer, (CacheList, QuantizedCache)):
         return {"list": [_encode_layer(each, arrays) for each in layer.caches]}
     return {"class": type(layer).__name__, "state": _encode(layer.state, arrays)}
 
@@ -162,16 +191,18 @@ class CacheBuilder:
 
     def _fill(self) -> Layers:
         """Layers that can be cut."""
-        layers = [*list_layers(self._empty)]
-        if sum(map(_count_parts, layers)) != len(self._arrays):
-            raise ValueError(f"it has {len(self._arrays)} arrays of {len(layers)} layers")
-        arrays = iter(self._arrays)
-        for layer in layers:
-            own = [next(arrays) for _ in range(_count_parts(layer))]
-            if any(array.nbytes for array in own):
-                half = len(own) // 2
-                layer.keys, layer.values = own if half == 1 else (own[:half], own[half:])
-                layer.offset = self._fetched.tokens
+        members = [*_list_members(self._empty)]
+        if len(members) != len(self._arrays):
+            raise ValueError(f"it has {len(self._arrays)} arrays, not {len(members)}")
+        pairs = zip(members, self._arrays, strict=True)
+        for layer, own in groupby(pairs, key=itemgetter(0)):
+            arrays = [array for _, array in own]
+            if any(array.nbytes for array in arrays):
+                half = len(arrays) // 2
+                layer.keys, layer.values = (
+                    arrays if half == 1 else (tuple(arrays[:half]), tuple(arrays[half:]))
+                )
+                layer.offset = _find_columns(layer).count(self._fetched.tokens)
         return self._empty
 
     def _decode(self) -> Layers:
@@ -182,12 +213,14 @@ class CacheBuilder:
         return [self._decode_layer(each, like) for each, like in pairs]
 
     def _decode_layer(self, encoded: Any, like: Any) -> Any:
-        if isinstance(like, CacheList):
-            pairs = zip(encoded["list"], like.caches, strict=True)
-            return CacheList(*(self._decode_layer(each, inner) for each, inner in pairs))
+        if isinstance(like, (CacheList, QuantizedCache)):
+            for each, inner in zip(encoded["list"], like.caches, strict=True):
+                self._decode_layer(each, inner)
+            return like
         if encoded["class"] != type(like).__name__:
             raise ValueError(f"a layer is {encoded['class']}")
-        return type(like).from_state(self._decode_state(encoded["state"]))
+        like.state = self._decode_state(encoded["state"])
+        return like
 
     def _decode_state(self, value: Any) -> Any:
         if isinstance(value, dict):

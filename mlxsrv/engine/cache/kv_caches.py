@@ -16,12 +16,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import (
     CacheList,
     KVCache,
-    QuantizedKVCache,
     make_prompt_cache,
 )
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
-from mlxsrv.engine.cache.row_cache import Layers, RowCache, list_layers
+from mlxsrv.engine.cache.quantized import QuantizedCache
+from mlxsrv.engine.cache.row_cache import FULL, Layers, RowCache, list_layers
 from mlxsrv.engine.cache.row_caches import RowCaches, can_share
 
 _log = logging.getLogger("mlxsrv.engine")
@@ -38,6 +38,7 @@ class KVCacheFactory:
             their own kind of cache.
         group: elements of keys and values that share a scale when quantized.
         bits: bits of a quantized element; not quantized, unless given.
+        start: tokens of a text that are not quantized.
         whole: of a layer with several KV caches, all are quantized; else the first one only.
         notes: wishes that could not be fulfilled, and why.
     """
@@ -47,8 +48,9 @@ class KVCacheFactory:
         model: Any,
         *,
         max_size: int | None = None,
-        group: int | None = None,
+        group: int = 64,
         bits: int | None = None,
+        start: int = 0,
         whole: bool = True,
         notes: tuple[str, ...] = (),
     ) -> None:
@@ -56,17 +58,20 @@ class KVCacheFactory:
         self._max_size = max_size
         self._group = group
         self._bits = bits
+        self._start = start
         self._whole = whole
         self.notes = notes
         self.pads: bool | None = None  # whether padded prompts are read rightly; None: not tried
         empty = self._make_layers()
         self.batched = can_share(empty)
-        self.cuts = all(type(layer) in (KVCache, QuantizedKVCache) for layer in list_layers(empty))
+        self.cuts = all(type(layer) in FULL for layer in list_layers(empty))
 
     @property
     def settings(self) -> str:
         """The settings that all its KV caches have in common, beside the kinds of their layers."""
-        return f"max_size={self._max_size} group={self._group} bits={self._bits}"
+        return (
+            f"max_size={self._max_size} group={self._group} bits={self._bits} start={self._start}"
+        )
 
     def make(self) -> RowCache:
         return RowCache(self._make_layers())
@@ -79,24 +84,31 @@ class KVCacheFactory:
         layers: Layers = make_prompt_cache(self._model)
         if self._max_size is not None:
             return [SinkCache(self._max_size) for _ in layers]
-        return layers if self._bits is None else [*map(self._quantize, layers)]
+        bits = self._bits
+        return layers if bits is None else [self._quantize(layer, bits) for layer in layers]
 
-    def _quantize(self, layer: Any) -> Any:
+    def _quantize(self, layer: Any, bits: int) -> Any:
         if type(layer) is CacheList:
             first, *others = layer.caches
-            others = map(self._quantize, others) if self._whole else others
-            return CacheList(self._quantize(first), *others)
+            others = [self._quantize(each, bits) for each in others] if self._whole else others
+            return CacheList(self._quantize(first, bits), *others)
         if type(layer) is KVCache:
-            return layer.to_quantized(group_size=self._group, bits=self._bits)
+            return QuantizedCache(self._start, self._group, bits)
         return layer
 
 
 def choose_kv_caches(
-    model: Any, max_kv_size: int | None, kv_bits: int | None
+    model: Any, max_kv_size: int | None, kv_bits: int | None, start: int = 0
 ) -> Generator[None, None, KVCacheFactory]:
     """The factory of what was asked for, as far as the model can have it.
 
     Yields between passes of the model, which find out whether it can.
+
+    Args:
+        model: a model of mlx-lm's, patched so that its attention can read quantized keys.
+        max_kv_size: the most tokens of a row; None: all.
+        kv_bits: bits of a quantized number; None: none is quantized.
+        start: tokens of a text that are not quantized.
     """
     notes: list[str] = []
     plain: Layers = make_prompt_cache(model)
@@ -112,18 +124,21 @@ def choose_kv_caches(
     reason = ""
     # Models use what indexes a layer's tokens as an array, so all but the first may have to stay.
     for whole in (True, False):
-        quantized, reason = yield from _try_quantized(model, kv_bits, whole, tuple(notes))
-        if quantized is not None:
-            return quantized
+        group, reason = yield from _try_quantized(model, kv_bits, whole)
+        if group is not None:
+            return KVCacheFactory(
+                model, group=group, bits=kv_bits, start=start, whole=whole, notes=tuple(notes)
+            )
         if not any(type(layer) is CacheList for layer in plain):
             break
     return KVCacheFactory(model, notes=(*notes, f"kv_bits: {reason}; its cache is not quantized"))
 
 
 def _try_quantized(
-    model: Any, bits: int, whole: bool, notes: tuple[str, ...]
-) -> Generator[None, None, tuple[KVCacheFactory | None, str]]:
-    """The factory of quantized KV caches, if the model can work with them; else why it cannot."""
+    model: Any, bits: int, whole: bool
+) -> Generator[None, None, tuple[int | None, str]]:
+    """The numbers that have one scale, if the model can work with quantized KV caches; else why it
+    cannot."""
     layers: Layers = make_prompt_cache(model)
     model(mx.array([[0]]), cache=layers)  # not evaluated: only shapes are looked at
     yield
@@ -140,16 +155,15 @@ def _try_quantized(
     if group is None:
         heads = ", ".join(map(str, sorted(sizes)))
         return None, f"heads of {heads} numbers cannot be quantized, but multiples of {_GROUPS[-1]}"
-    quantized = KVCacheFactory(model, group=group, bits=bits, whole=whole, notes=notes)
+    cache = KVCacheFactory(model, group=group, bits=bits, start=1, whole=whole).make().layers
     try:
-        cache = quantized.make().layers
         for tokens in ([[1, 2, 3]], [[4]]):
             mx.eval(model(mx.array(tokens), cache=cache))
             yield
     except Exception:  # not all kinds of attention can
         _log.debug("the model cannot have a quantized cache", exc_info=True)
         return None, "this model's attention cannot read quantized keys and values"
-    return quantized, ""
+    return group, ""
 
 
 def _find_group(sizes: Iterable[int]) -> int | None:

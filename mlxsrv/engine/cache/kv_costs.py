@@ -13,19 +13,22 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
+from mlxsrv.engine.cache.quantized import LaterTokens
 from mlxsrv.engine.cache.row_cache import Layers, count_bytes, is_known, list_layers
 from mlxsrv.engine.events import KVCost
 
 # Lengths at which layers of an unknown kind are measured: beyond the windows that they may have,
 # and with as many tokens as can be left over where some are summed up in one.
 _SHORT, _LONG = 4095, 8191
+_FEW = 16  # tokens, behind which a layer of states is as large as it gets
 
 
 def find_costs(model: Any, make: Callable[[], Layers] | None = None) -> tuple[KVCost, ...]:
     """The costs of a text that `model` reads into the layers that `make` makes: mlx-lm's own,
     unless given. Nothing is computed."""
     make = make or partial(make_prompt_cache, model)
-    layers = [*list_layers(_feed(model, make(), 2))]  # two tokens, for one would be a decode step
+    starts = [each.start for each in list_layers(make()) if type(each) is LaterTokens]
+    layers = [*list_layers(_feed(model, make(), max(starts, default=0) + _FEW))]
     costs = _sum_costs(filter(is_known, layers))
     if all(map(is_known, layers)):
         return costs
@@ -51,7 +54,7 @@ def _measure(model: Any, make: Callable[[], Layers]) -> KVCost:
 
 
 def _sum_costs(layers: Iterable[Any]) -> tuple[KVCost, ...]:
-    """The costs of layers that have seen a token or more; those of one window are summed."""
+    """The costs of layers that have seen some tokens; those of one window are summed."""
     tokens: Counter[int] = Counter()  # bytes for each token, by window
     fixed = 0
     for layer in layers:
@@ -61,7 +64,10 @@ def _sum_costs(layers: Iterable[Any]) -> tuple[KVCost, ...]:
             continue
         # Quantized keys are three arrays, all with the tokens in the same place.
         length = (keys[0] if isinstance(keys, (tuple, list)) else keys).shape[-2]
-        tokens[_find_window(layer)] += layer.nbytes // length
+        each = layer.nbytes // length
+        tokens[_find_window(layer)] += each
+        if type(layer) is LaterTokens and layer.start:
+            tokens[layer.start] -= each  # which the first tokens do not take
     costs = [KVCost(per_token, window) for window, per_token in sorted(tokens.items())]
     return (*costs, KVCost(0, fixed=fixed)) if fixed else tuple(costs)
 

@@ -16,22 +16,24 @@ from mlx_lm.models.cache import (
     CacheList,
     ChunkedKVCache,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
+from mlxsrv.engine.cache.quantized import FirstTokens, LaterTokens, QuantizedCache
 
 Layers = list[Any]
 """An object of mlx-lm's for each layer of a model."""
 
-_KNOWN = (ArraysCache, ChunkedKVCache, KVCache, QuantizedKVCache, RotatingKVCache, SinkCache)
+FULL = (KVCache, FirstTokens, LaterTokens)
+"""Kinds of layers that hold all tokens that they have seen, so they can be cut anywhere."""
+_KNOWN = (*FULL, ArraysCache, ChunkedKVCache, RotatingKVCache, SinkCache)
 
 
 def list_layers(layers: Iterable[Any]) -> Iterator[Any]:
-    """The layers of a KV cache, with the members of those that are lists in their places."""
+    """The layers of a KV cache, with the members of those that have several in their places."""
     for layer in layers:
-        if isinstance(layer, CacheList):
+        if isinstance(layer, (CacheList, QuantizedCache)):
             yield from list_layers(layer.caches)
         else:
             yield layer
@@ -45,12 +47,7 @@ def is_known(layer: Any) -> bool:
 
 def count_bytes(layers: Iterable[Any]) -> int:
     """The bytes that layers have taken."""
-    # mlx-lm's quantized one cannot count before it is used, and some models never use it.
-    return sum(0 if _is_unused(layer) else layer.nbytes for layer in list_layers(layers))
-
-
-def _is_unused(layer: Any) -> bool:
-    return type(layer) is QuantizedKVCache and layer.keys is None
+    return sum(layer.nbytes for layer in layers)
 
 
 class RowCache:
@@ -125,7 +122,7 @@ class RowCache:
 
 def _shrink(layer: Any) -> None:
     """Have a layer refer to what it holds only, so that no more is copied when it changes."""
-    if type(layer) in (KVCache, QuantizedKVCache) and layer.offset:
+    if type(layer) in FULL and layer.offset:
         layer.keys, layer.values = layer.keys_and_values()
 
 

@@ -13,14 +13,15 @@ from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
-from mlxsrv.engine.cache.row_cache import Layers, RowCache, list_layers
+from mlxsrv.engine.cache.quantized import QuantizedCache
+from mlxsrv.engine.cache.quantized_slots import QuantizedSlots
+from mlxsrv.engine.cache.row_cache import FULL, Layers, RowCache, list_layers
 from mlxsrv.engine.cache.rows import Room, Rows
-from mlxsrv.engine.cache.slots import QuantizedSlots, RingSlots, Slots
+from mlxsrv.engine.cache.slots import RingSlots, Slots
 
 
 class _RowsOfLayer(Protocol):
@@ -139,7 +140,7 @@ def _make(rows: Rows, empty: Any, *, reading: bool) -> _RowsOfLayer:
         return _Several([_make(rows, member, reading=reading) for member in empty.caches])
     if kind is KVCache:
         return Slots(rows, empty)
-    if kind is QuantizedKVCache:
+    if kind is QuantizedCache:
         return QuantizedSlots(rows, empty)
     if kind in (RotatingKVCache, SinkCache):
         return _Merged() if reading else RingSlots(rows, empty)
@@ -158,7 +159,7 @@ def _flatten(kinds: Iterable[_RowsOfLayer]) -> Iterator[_RowsOfLayer]:
 
 def can_share(layers: Layers) -> bool:
     """Whether rows can be decoded together whose KV caches have these layers."""
-    kinds = (KVCache, QuantizedKVCache, RotatingKVCache, SinkCache, ArraysCache)
+    kinds = (*FULL, RotatingKVCache, SinkCache, ArraysCache)
     return all(type(layer) in kinds for layer in list_layers(layers))
 
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_map
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache
 
 from mlxsrv.engine.cache.rows import Room, Rows
 
@@ -114,7 +114,7 @@ class Slots:
             lengths: how many tokens each has seen.
             room: of the arrays from now on.
         """
-        room = Room(room.slots, self._held(room.columns))
+        room = self._make_room(room)
         held = list(map(self._held, lengths))
         joining = self._take_over(sources, lengths)
         stay = {slot: source for slot, source in enumerate(sources) if isinstance(source, int)}
@@ -127,13 +127,14 @@ class Slots:
         reach = self._find_reach()
         arrays: list[Any] = self._arrays or [None] * max(map(len, joining.values()), default=0)
         self.keys = self.values = None
-        for number in range(len(arrays)) if fresh or moves or joining else ():
+        come = [slot for slot, source in enumerate(sources) if not isinstance(source, int)]
+        for number in range(len(arrays)) if fresh or moves or come else ():
             pieces = {slot: parts[number] for slot, parts in joining.items()}
             array, arrays[number] = arrays[number], None
             if fresh:
                 array = _rebuild(array, room, stay, pieces, held)
             else:
-                _refill(array, moves, pieces, held, reach)
+                _refill(array, moves, pieces, held, reach, come)
             mx.eval(array)
             arrays[number] = array
             for parts in joining.values():
@@ -144,15 +145,15 @@ class Slots:
             self._reach = [room.columns if room.slots == 1 else max(held)] * room.slots
         else:
             self._reach = [
-                held[slot] if slot in moves or slot in joining else reached
+                held[slot] if slot in moves or slot in come else reached
                 for slot, reached in enumerate(reach)
             ]
 
     def lend(self, slot: int, tokens: int) -> Any:
         """mlx-lm's KV cache of a row that has seen so many tokens. Its arrays are views."""
         row = copy.deepcopy(self._empty)
-        if tokens and self.keys is not None:
-            held = self._held(tokens)
+        held = self._held(tokens)
+        if held and self.keys is not None:
 
             def view(array: mx.array) -> mx.array:
                 return array[slot : slot + 1, :, :held]
@@ -191,7 +192,7 @@ class Slots:
         joining = {
             slot: self._split(source, lengths[slot])
             for slot, source in enumerate(sources)
-            if not isinstance(source, int) and lengths[slot]
+            if not isinstance(source, int) and self._held(lengths[slot])
         }
         for source in sources:
             if not isinstance(source, int):
@@ -203,6 +204,10 @@ class Slots:
     def _held(self, tokens: int) -> int:
         """The columns of a row that has seen so many tokens."""
         return tokens
+
+    def _make_room(self, room: Room) -> Room:
+        """The room that this layer's arrays have."""
+        return Room(room.slots, self._held(room.columns))
 
     def _require_room(self, tokens: int) -> None:
         columns = self._held(self._rows.longest + tokens)
@@ -220,11 +225,16 @@ class Slots:
     def _write(self, array: mx.array, new: mx.array) -> mx.array:
         """Write the rows' next tokens `(rows, heads, tokens, size)` into the array, in place."""
         rows, tokens = self._rows, new.shape[2]
-        free = self._room.slots - len(rows)
         if rows.shortest == rows.longest:
             first = self._place(rows.longest)
             array[: len(rows), :, first : first + tokens] = new
             return array
+        return self._scatter(array, new)
+
+    def _scatter(self, array: mx.array, new: mx.array) -> mx.array:
+        """The same, to columns that differ from row to row."""
+        rows, tokens = self._rows, new.shape[2]
+        free = self._room.slots - len(rows)
         if free:  # slots without a row are written, too: that takes half of what an index takes
             new = mx.pad(new, [(0, free), (0, 0), (0, 0), (0, 0)])
         return mx.put_along_axis(array, self._places(tokens, free), new, axis=2)
@@ -239,30 +249,12 @@ class Slots:
 
     def _split(self, row: Any, tokens: int) -> list[_Pieces]:
         """The parts of mlx-lm's KV cache of a row, for each array."""
-        return [[(0, tokens, part)] for part in (*_flatten(row.keys), *_flatten(row.values))]
+        held = self._held(tokens)
+        return [[(0, held, part)] for part in (*_flatten(row.keys), *_flatten(row.values))]
 
     def _tell(self, row: Any, tokens: int) -> None:
         """Tell mlx-lm's KV cache of a row how many tokens it has seen."""
-        row.offset = tokens
-
-
-class QuantizedSlots(Slots):
-    """The same, quantized. Each array is three: weights, scales and biases."""
-
-    def __init__(self, rows: Rows, empty: QuantizedKVCache) -> None:
-        super().__init__(rows, empty)
-        self.bits = empty.bits  # mlx-lm's attention looks whether there are any
-        self.group_size = empty.group_size
-
-    def _add(self, arrays: Any, new: mx.array) -> Any:
-        parts = mx.quantize(new, group_size=self.group_size, bits=self.bits)
-        olds = arrays or [None] * len(parts)
-        return tuple(
-            super(QuantizedSlots, self)._add(*each) for each in zip(olds, parts, strict=True)
-        )
-
-    def _cut(self, arrays: Any, slots: int, columns: int) -> Any:
-        return tuple(array[:slots, :, :columns] for array in arrays)
+        row.offset = self._held(tokens)
 
 
 class RingSlots(Slots):
@@ -359,10 +351,12 @@ def _refill(
     joining: Mapping[int, _Pieces],
     held: Sequence[int],
     reach: Sequence[int],
+    come: Sequence[int],
 ) -> None:
-    """Change some slots of an array, in place."""
+    """Change some slots of an array, in place; `come`: those of rows that join, which may hold
+    nothing here."""
     if is_host():
-        _refill_on_host(array, moves, joining, held, reach)
+        _refill_on_host(array, moves, joining, held, reach, come)
         return
     # Copies, for a view would hold the array's buffer.
     moved = {
@@ -371,7 +365,7 @@ def _refill(
     mx.eval(moved)
     _put(array, {slot: [(0, held[slot], part)] for slot, part in moved.items()})
     _put(array, joining)
-    for slot in (*moves, *joining):
+    for slot in (*moves, *come):
         # A column that is masked counts nothing, unless it is not a number.
         if held[slot] < reach[slot]:
             array[slot : slot + 1, :, held[slot] : reach[slot]] = 0
@@ -388,6 +382,7 @@ def _refill_on_host(
     joining: Mapping[int, _Pieces],
     held: Sequence[int],
     reach: Sequence[int],
+    come: Sequence[int],
 ) -> None:
     """The same as MLX would do, six times as fast: on a CPU it copies element by element, and a row
     that moves twice."""
@@ -397,7 +392,7 @@ def _refill_on_host(
     for slot, pieces in joining.items():
         for begin, end, piece in pieces:
             slots[slot, :, begin:end] = _host(piece)[0, :, : end - begin]
-    for slot in (*moves, *joining):
+    for slot in (*moves, *come):
         slots[slot, :, held[slot] : reach[slot]] = 0
 
 

@@ -27,6 +27,7 @@ from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.warm_up import warm_up, warm_up_encoder
 from mlxsrv.engine.loading.weights import ByteBudget, FileArrays, WeightReader
 from mlxsrv.engine.orders import Load
+from mlxsrv.engine.patches.attention import patch_attention
 from mlxsrv.engine.ranks.in_step import Meet
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.steering.control_vectors import fit_vectors
@@ -85,7 +86,11 @@ def _load_decoder(
     yield from reader.read(mapped)
     model = mapped.model
     yield Meet.HERE  # from here on passes of the model run, which need all ranks
-    caches = yield from choose_kv_caches(model, order.max_kv_size, order.kv_bits)
+    if order.kv_bits is not None:
+        patch_attention()
+    caches = yield from choose_kv_caches(
+        model, order.max_kv_size, order.kv_bits, order.quantized_kv_start
+    )
     if ranks is not None:
         kinds = {type(layer).__name__ for layer in caches.make().layers}
         what = "kinds of KV caches: use another number of ranks"

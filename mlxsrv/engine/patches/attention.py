@@ -1,10 +1,12 @@
-"""The patch `attention`: attention over several groups of rows, in one pass of the model.
+"""The patch `attention`: attention over several groups of rows, in one pass of the model, and over
+keys that are quantized behind a start.
 
 mlx-lm's models call its function for attention with the keys and values of all rows as one array.
 Rows of very different lengths have arrays of their own (see `scheduling.groups`), and one pass is
 to serve them all. So where keys are those of several groups, the patched function calls mlx-lm's
-once for each; elsewhere it calls it as it was called. Models import the function by name, so it is
-replaced in each of their modules.
+once for each. Keys that are partly quantized are read by a function of our own, since mlx-lm's
+reads keys that are all quantized. Elsewhere it calls mlx-lm's as it was called. Models import the
+function by name, so it is replaced in each of their modules.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from mlxsrv.engine.cache.quantized import PartlyQuantized, attend_quantized
 from mlxsrv.engine.cache.shared_layers import GroupParts
 from mlxsrv.engine.patches.switch import enabled, log_applied
 
@@ -52,8 +55,12 @@ def _attend(
     sinks: mx.array | None = None,
 ) -> mx.array:
     """Return what mlx-lm's function returns: `(rows, heads, tokens, head size)`."""
-    attend: _Attention = base.scaled_dot_product_attention
+    if isinstance(keys, PartlyQuantized):
+        return attend_quantized(queries, keys, values, scale, mask, sinks)
     if not isinstance(keys, GroupParts):
+        attend: _Attention = base.scaled_dot_product_attention
         return attend(queries, keys, values, cache, scale, mask, sinks)
     parts = keys.layer.split(queries, keys, values, mask)
-    return mx.concatenate([attend(*given, scale, own, sinks) for *given, own in parts])
+    return mx.concatenate(
+        [_attend(q, k, v, part, scale, own, sinks) for q, k, v, part, own in parts]
+    )

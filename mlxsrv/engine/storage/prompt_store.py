@@ -28,6 +28,7 @@ from mlxsrv.engine.storage.stored_file import (
     CARRIERS,
     VERSION,
     ArrayKind,
+    Columns,
     DamagedFile,
     NotANumber,
     Stored,
@@ -64,11 +65,13 @@ class HandedCache(msgspec.Struct, frozen=True):
             that of the tokens.
         types: those of the arrays, in MLX's words.
         layers: how the arrays make layers; None where the KV cache is stored in chunks.
+        columns: of the arrays, in chunks; of all tokens, unless given.
     """
 
     arrays: tuple[HostArray, ...]
     types: tuple[str, ...]
     layers: Any = None
+    columns: tuple[Columns, ...] = ()
 
 
 class FetchedCache(msgspec.Struct):
@@ -78,6 +81,7 @@ class FetchedCache(msgspec.Struct):
     arrays: list[HostArray]
     types: tuple[str, ...]
     layers: Any = None
+    columns: tuple[Columns, ...] = ()
 
 
 class StoreCounts(msgspec.Struct):
@@ -252,10 +256,13 @@ class PromptStore:
         self, name: StoredName, text: Text, cache: HandedCache, counts: StoreCounts
     ) -> Generator[None, None, None]:
         arrays: Sequence[HostArray] = cache.arrays
+        columns = cache.columns or (Columns(),) * len(arrays)
         if self._cuts:
-            arrays = [array[..., name.begin : name.end, :] for array in arrays]
+            pairs = zip(arrays, columns, strict=True)
+            arrays = [array[..., own.between(name.begin, name.end), :] for array, own in pairs]
         kinds = tuple(
-            ArrayKind(kind, array.shape) for kind, array in zip(cache.types, arrays, strict=True)
+            ArrayKind(kind, array.shape, own)
+            for kind, array, own in zip(cache.types, arrays, columns, strict=True)
         )
         header = StoredHeader(
             version=VERSION,
@@ -318,7 +325,8 @@ class PromptStore:
             _log.debug("a stored prompt cannot be read: %s", error)
         finally:
             if found is not None and self._cuts:
-                found.arrays = [array[..., : found.tokens, :] for array in found.arrays]
+                pairs = zip(found.arrays, found.columns, strict=True)
+                found.arrays = [array[..., : own.count(found.tokens), :] for array, own in pairs]
             told(found if found is not None and found.tokens else None)
 
     def _find_partial(self, chain: Sequence[StoredName], text: Text) -> list[StoredName]:
@@ -344,8 +352,7 @@ class PromptStore:
             header = stored.header
             if (header.begin, header.end) != (name.begin, name.end):
                 raise DamagedFile("its name is that of another")
-            tokens = (name.end - name.begin,)
-            if self._cuts and any(array.shape[-2:-1] != tokens for array in header.arrays):
+            if self._cuts and not all(_has_columns(array, name) for array in header.arrays):
                 raise DamagedFile("its arrays are not those of its tokens")
         except DamagedFile as error:
             reason, file = str(error), name.file
@@ -357,28 +364,39 @@ class PromptStore:
         return stored if same and shared >= (1 if self._cuts else name.end) else None
 
 
+def _has_columns(array: ArrayKind, name: StoredName) -> bool:
+    """Whether an array has a column for each of a file's tokens that it should have."""
+    own = array.columns.between(name.begin, name.end)
+    return array.shape[-2:-1] == (own.stop - own.start,)
+
+
 def _begin(stored: Stored, tokens: int, *, chunks: bool) -> FetchedCache:
     """A KV cache like this one: room for so many tokens, where there are chunks to come."""
     types = tuple(array.type for array in stored.header.arrays)
     if not chunks:
         return FetchedCache(stored.header.end, list(stored.arrays), types, stored.header.layers)
-    shapes = [(*array.shape[:-2], tokens, array.shape[-1]) for array in stored.header.arrays]
+    columns = tuple(array.columns for array in stored.header.arrays)
+    shapes = [
+        (*array.shape[:-2], array.columns.count(tokens), array.shape[-1])
+        for array in stored.header.arrays
+    ]
     arrays = [np.empty(shape, CARRIERS[kind]) for shape, kind in zip(shapes, types, strict=True)]
-    return FetchedCache(0, arrays, types)
+    return FetchedCache(0, arrays, types, columns=columns)
 
 
 def _continues(found: FetchedCache, stored: Stored) -> bool:
     """Whether a chunk has the same arrays as those before it."""
-    kinds = zip(found.arrays, found.types, strict=True)
-    wanted = [(kind, array.shape[:-2], array.shape[-1]) for array, kind in kinds]
-    return wanted == [(a.type, a.shape[:-2], a.shape[-1]) for a in stored.header.arrays]
+    kinds = zip(found.arrays, found.types, found.columns, strict=True)
+    wanted = [(kind, array.shape[:-2], array.shape[-1], own) for array, kind, own in kinds]
+    return wanted == [(a.type, a.shape[:-2], a.shape[-1], a.columns) for a in stored.header.arrays]
 
 
 def _put(found: FetchedCache, stored: Stored, shared: int) -> None:
     """Add the first tokens of a file, so many of them."""
     begin = stored.header.begin
-    for into, array in zip(found.arrays, stored.arrays, strict=True):
-        into[..., begin : begin + shared, :] = array[..., :shared, :]
+    for into, array, own in zip(found.arrays, stored.arrays, found.columns, strict=True):
+        place = own.between(begin, begin + shared)
+        into[..., place, :] = array[..., : place.stop - place.start, :]
     found.tokens = begin + shared
 
 

@@ -54,11 +54,28 @@ class DamagedFile(ValueError):
     """The file is not what it should be: half written, changed, or none of ours."""
 
 
+class Columns(msgspec.Struct, frozen=True):
+    """The tokens of a text that an array has columns for: from `begin` on, up to `end`, if any."""
+
+    begin: _Size = 0
+    end: _Size | None = None
+
+    def count(self, tokens: int) -> int:
+        """The columns for a text of so many tokens."""
+        return max((tokens if self.end is None else min(tokens, self.end)) - self.begin, 0)
+
+    def between(self, begin: int, end: int) -> slice:
+        """The columns for these tokens of a text."""
+        return slice(self.count(begin), self.count(end))
+
+
 class ArrayKind(msgspec.Struct, frozen=True):
-    """The type and the shape of one array."""
+    """The type and the shape of one array, and the tokens that it has columns for, where a KV cache
+    is stored in chunks."""
 
     type: str
     shape: Annotated[tuple[_Size, ...], Meta(max_length=16)]
+    columns: Columns = Columns()
 
     @property
     def bytes(self) -> int:

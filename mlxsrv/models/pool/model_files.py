@@ -65,6 +65,7 @@ def load_order(
         max_gap=settings.max_gap,
         prompt_cache_bytes=settings.prompt_cache_bytes,
         kv_bits=settings.kv_bits,
+        quantized_kv_start=settings.quantized_kv_start,
         max_kv_size=settings.max_kv_size,
         trust_remote_code=settings.trust_remote_code,
         wire_memory=settings.wire_memory,

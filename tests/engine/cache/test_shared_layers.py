@@ -9,8 +9,9 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models import base, qwen3
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
+from mlxsrv.engine.cache.quantized import QuantizedCache
 from mlxsrv.engine.cache.row_cache import RowCache
 from mlxsrv.engine.cache.row_caches import RowCaches
 from mlxsrv.engine.cache.shared_layers import share_layers
@@ -21,7 +22,7 @@ GROUPS = ((70,), (5, 9), (20,))
 """The lengths of the rows of each group."""
 KINDS = {
     "full": KVCache,
-    "quantized": lambda: QuantizedKVCache(32, 8),
+    "quantized": lambda: QuantizedCache(4, 32, 8),
     "window": lambda: RotatingKVCache(12),
 }
 

@@ -13,12 +13,12 @@ from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
     KVCache,
-    QuantizedKVCache,
     RotatingKVCache,
 )
 
 from mlxsrv.engine.cache import slots
 from mlxsrv.engine.cache.attention_sinks import KEPT, SinkCache
+from mlxsrv.engine.cache.quantized import PartlyQuantized, QuantizedCache
 from mlxsrv.engine.cache.row_cache import Layers, RowCache
 from mlxsrv.engine.cache.row_caches import RowCaches, can_share
 from mlxsrv.engine.cache.slots import Slots
@@ -30,7 +30,7 @@ WINDOW, BOUND = 7, 11
 
 
 def cuttable() -> Layers:
-    return [KVCache(), QuantizedKVCache(32, 8), CacheList(KVCache(), KVCache())]
+    return [KVCache(), QuantizedCache(4, 32, 8), CacheList(KVCache(), KVCache())]
 
 
 def windowed() -> Layers:
@@ -38,7 +38,8 @@ def windowed() -> Layers:
 
 
 def flat(layers: Layers) -> Layers:
-    return [each for layer in layers for each in getattr(layer, "caches", [layer])]
+    lists = [layer.caches if isinstance(layer, CacheList) else [layer] for layer in layers]
+    return [each for layer in lists for each in layer]
 
 
 def arrays(numbers: Sequence[Sequence[int]], dtype: mx.Dtype = mx.float32) -> mx.array:
@@ -47,13 +48,15 @@ def arrays(numbers: Sequence[Sequence[int]], dtype: mx.Dtype = mx.float32) -> mx
     return mx.broadcast_to(found, (len(numbers), HEADS, len(numbers[0]), SIZE))
 
 
-def numbers(kept: Any) -> list[int]:
-    """The numbers of the tokens `(heads, tokens, size)`, or of quantized ones."""
-    if isinstance(kept, (tuple, list)):
-        weights, scales, biases = kept
-        kept = mx.dequantize(weights, scales, biases, group_size=32, bits=8)
-    found = kept[-1, :, -1].tolist()
-    return [round(number) for number in found]
+def numbers(kept: Any, row: int = 0) -> list[int]:
+    """The numbers of a row's tokens `(rows, heads, tokens, size)`, partly quantized or not."""
+    if not isinstance(kept, PartlyQuantized):
+        found = kept[row, -1, :, -1].tolist()
+        return [round(number) for number in found]
+    weights, scales, biases = kept.later
+    later = mx.dequantize(weights, scales, biases, group_size=32, bits=8)
+    first = [] if kept.first is None else numbers(kept.first, row)
+    return [*first, *numbers(later, row)]
 
 
 def seen(layer: Any, text: Sequence[int]) -> list[int]:
@@ -131,8 +134,7 @@ class Texts:
         self, kind: Any, mask: Any, found: Any, tokens: int, window: int | None
     ) -> None:
         for row, text in enumerate(self.texts):
-            own = [part[row] for part in found] if isinstance(found, tuple) else found[row]
-            columns = numbers(own)
+            columns = numbers(found, row)
             for query in range(tokens):
                 whole = text[: len(text) - tokens + query + 1]
                 expected = seen(kind, whole)
@@ -170,8 +172,7 @@ class Texts:
                 assert layer.offset == len(text)
                 keys, values = layer.update_and_fetch(*self._feed([[0]]))
                 for kept in (keys, values):
-                    own = [part[0] for part in kept] if isinstance(kept, (tuple, list)) else kept[0]
-                    assert sorted(numbers(own)) == sorted(seen(layer, [*text, 0]))
+                    assert sorted(numbers(kept)) == sorted(seen(layer, [*text, 0]))
 
 
 LENGTHS = st.integers(0, 16)
@@ -272,7 +273,7 @@ def test_a_row_that_takes_the_place_of_the_only_one_leaves_a_kept_prompt_as_it_i
     assert texts.caches.layers[0].keys is not None
     texts.caches.drop([0])
     texts.caches.arrange([other], 1, 256)
-    assert numbers(kept.layers[0].keys_and_values()[0][0]) == text
+    assert numbers(kept.layers[0].keys_and_values()[0]) == text
 
 
 def test_numbers_that_are_none_stay_with_their_row() -> None:
@@ -324,7 +325,7 @@ def test_a_taken_row_does_not_change_with_its_slot() -> None:
     text = texts.texts[0][:4]
     texts.cut([3, 0])
     texts.feed()
-    assert numbers(row.layers[0].keys_and_values()[0][0]) == text
+    assert numbers(row.layers[0].keys_and_values()[0]) == text
     assert row.nbytes < texts.caches.nbytes / 8
 
 

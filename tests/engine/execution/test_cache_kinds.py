@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_lm.models.cache import KVCache
 
+from mlxsrv.engine.cache.quantized import QuantizedCache
 from mlxsrv.engine.events import Answered
 from mlxsrv.engine.plans import Keep
 from tests.support.driver import COUNT, Driver, prompt
@@ -96,3 +98,19 @@ def test_a_layer_that_does_not_use_its_cache_is_none_of_its_business(
     [first] = hand.generate(PROMPT, max_tokens=8)
     assert hand.kept
     assert hand.generate(PROMPT, max_tokens=8) == [first]
+
+
+@pytest.mark.parametrize("start", [0, 20, 1000])
+def test_only_the_first_of_a_layers_several_is_quantized_where_the_model_needs_that(
+    model_folder: ModelFolder, start: int
+) -> None:
+    """Its index is used as an array, and its mask is another for each head."""
+    folder = model_folder("minimax_m3_vl")
+    resident = load(folder, kv_bits=8, quantized_kv_start=start)
+    assert resident.loaded.notes == ()
+    assert resident.text is not None
+    layers = resident.text._caches.make().layers
+    kinds = {tuple(type(each) for each in layer.caches) for layer in layers}
+    assert kinds == {(QuantizedCache, KVCache)}
+    plain = load(folder)
+    assert generate(resident, PROMPT, max_tokens=8) == generate(plain, PROMPT, max_tokens=8)

@@ -48,7 +48,10 @@ def _count_used(cache: Iterable[Any]) -> int:
     return total
 
 
-@pytest.mark.parametrize("more", [{"max_size": 20}, {"group": 32, "bits": 8}])
+@pytest.mark.parametrize(
+    "more",
+    [{"max_size": 20}, {"group": 32, "bits": 8}, {"group": 32, "bits": 4, "start": 20}],
+)
 def test_kv_costs_of_bounded_and_quantized_caches(tmp_path: Path, more: Any) -> None:
     model, _ = load_model(write_model(tmp_path / "wide", "qwen3", head_dim=32))
     driver = Driver(model, KVCacheFactory(model, **more))

@@ -32,13 +32,15 @@ READ = len(PROMPT) - 1
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("qwen3", {}),
     "quantized": ("wide", {"kv_bits": 8}),
+    "quantized behind a start": ("wide", {"kv_bits": 8, "quantized_kv_start": 300}),
+    "quantized behind all": ("wide", {"kv_bits": 8, "quantized_kv_start": 5000}),
     "bounded": ("qwen3", {"max_kv_size": 64}),
     "sliding": ("gemma3_text", {}),
     "recurrent": ("qwen3_next", {}),
     "states": ("mamba", {}),
     "lists": ("falcon_h1", {}),
     "indices": ("deepseek_v32", {}),
-    "indices beside quantized": ("indexed", {"kv_bits": 8}),
+    "indices beside quantized": ("minimax_m3_vl", {"kv_bits": 8}),
     "unused": ("nemotron-nas", {"kv_bits": 8}),
 }
 
@@ -53,7 +55,10 @@ def find_folder(model_folder: ModelFolder, wide: Path, family: str) -> Path:
     return wide if family == "wide" else model_folder(family, plain=True)
 
 
-@pytest.mark.parametrize("kind", often(KINDS, ["full", "bounded", "sliding", "lists", "indices"]))
+@pytest.mark.parametrize(
+    "kind",
+    often(KINDS, ["full", "quantized behind a start", "bounded", "sliding", "lists", "indices"]),
+)
 def test_the_next_process_goes_on_from_the_answer(
     model_folder: ModelFolder, wide: Path, tmp_path: Path, kind: str
 ) -> None:
@@ -204,7 +209,12 @@ def test_other_weights_under_the_same_path_are_a_miss(tmp_path: Path) -> None:
 
 def test_another_kind_of_cache_is_a_miss(wide: Path, tmp_path: Path) -> None:
     stored(wide, tmp_path)
-    kinds: list[dict[str, Any]] = [{"kv_bits": 8}, {"kv_bits": 4}, {"max_kv_size": 64}]
+    kinds: list[dict[str, Any]] = [
+        {"kv_bits": 8},
+        {"kv_bits": 8, "quantized_kv_start": 64},
+        {"kv_bits": 4},
+        {"max_kv_size": 64},
+    ]
     for more in kinds:
         assert StoringEngine(wide, tmp_path, **more).ask(make_job(2, PROMPT))[1] == 0
 
