@@ -1,5 +1,5 @@
 # make serve | quick | test | test-ranks | test-long | test-clients | test-replicas | test-page | soak |
-# check | fuzz | bench | clean: each sets up what it needs first, in .venv; the clients have .venv-clients to themselves, and Ray has .venv-ray.
+# check | fuzz | bench | clean: each sets up what it needs first, in .venv; the clients have .venv-clients to themselves, Ray has .venv-ray, Open WebUI .venv-open-webui.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -54,11 +54,17 @@ test: lint  ## lint, types and every test that is not long (ARGS="-k stream")
 test-ranks: $(VENV)/.test  ## a model that several processes share (ARGS="-k killed")
 	$(BIN)/python -m pytest -q -m 'ranks and not long' tests/ranks $(ARGS)
 
+# Open WebUI runs on no newer Python than 3.12: with one, its tests are skipped.
+OPEN_WEBUI      := .venv-open-webui
+OPEN_WEBUI_DONE := $(if $(filter True,$(shell $(PYTHON) -c 'import sys; print(sys.version_info < (3, 13))')),$(OPEN_WEBUI)/.done)
+
 # Ranks wait for each other in every layer, so nothing runs beside them.
-test-long: $(VENV)/.test  ## what takes long, and sixteen times the examples of hypothesis
+test-long: $(VENV)/.test $(OPEN_WEBUI_DONE)  ## what takes long, Open WebUI, and sixteen times the examples of hypothesis
 	MLXSRV_TESTS=long $(BIN)/python -m pytest -q -n $(JOBS) --timeout 1200 \
 	  -m '(long or hypothesis) and not ranks' $(CHOSEN)
 	$(BIN)/python -m pytest -q --timeout 1200 -m 'ranks and long' tests/ranks $(CHOSEN)
+	MLXSRV_OPEN_WEBUI='$(abspath $(OPEN_WEBUI))/bin/open-webui' $(SERVED) \
+	  $(BIN)/python -m pytest -q $(CLIENT_TEST)/test_open_webui.py $(CHOSEN)
 
 CLIENTS     := .venv-clients
 CLIENT_TEST := tests/clients
@@ -140,7 +146,7 @@ demo-sae: $(VENV)/.serve  ## train the demo model's sparse autoencoder anew (ARG
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz dist build
-	rm -rf $(RAY) $(CLIENTS) tests/*/*/node_modules
+	rm -rf $(RAY) $(CLIENTS) $(OPEN_WEBUI) tests/*/*/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -176,6 +182,17 @@ $(CLIENTS)/.done: pyproject.toml $(CLIENT_TEST)/constraints.txt | $(VENV)/bin/py
 	$(BIN)/python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
 	  print(*project['optional-dependencies']['clients'], sep='\n')" > $(CLIENTS)/wanted.txt
 	$(CLIENTS)/bin/python -m pip install -q -c $(CLIENT_TEST)/constraints.txt -r $(CLIENTS)/wanted.txt
+	touch $@
+
+# Without what needs PyTorch, and without its readers of pictures and speech: 1.4 GB in place of several more.
+$(OPEN_WEBUI)/.done: | $(VENV)/bin/python
+	$(BIN)/python -m venv $(OPEN_WEBUI)
+	$(OPEN_WEBUI)/bin/python -m pip install -q --no-deps 'open-webui==0.12.4'
+	$(OPEN_WEBUI)/bin/python -c "from importlib.metadata import requires; left_out = ('accelerate', \
+	  'sentence-transformers', 'faster-whisper', 'rapidocr', 'opencv-python-headless', 'onnxruntime'); \
+	  print(*(one for one in requires('open-webui') if 'extra ==' not in one and not one.startswith(left_out)), \
+	  sep='\n')" > $(OPEN_WEBUI)/wanted.txt
+	$(OPEN_WEBUI)/bin/python -m pip install -q -r $(OPEN_WEBUI)/wanted.txt
 	touch $@
 
 $(RAY)/.done: pyproject.toml | $(VENV)/bin/python

@@ -33,7 +33,7 @@ def serving(log: Path, *arguments: str) -> Iterator[str]:
     try:
         yield _url(process, log)
     finally:
-        _stop(process)
+        stop(process)
 
 
 def _url(process: subprocess.Popen[bytes], log: Path) -> str:
@@ -50,7 +50,8 @@ def _url(process: subprocess.Popen[bytes], log: Path) -> str:
         time.sleep(0.02)
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
+    """End a process that was started here."""
     process.terminate()
     try:
         process.wait(STOP)
