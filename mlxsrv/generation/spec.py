@@ -225,6 +225,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
         priority: of the request, if it says so; a lower number is served earlier.
         keep_alive: seconds that the model stays loaded without a user after this request; infinity:
             until others need its memory; None: as before.
+        ignored: paths of what was left out of the messages.
         paths: where a field stands in the request, if its path there is not the one that chat
             completions have: {"messages": "input"}.
     """
@@ -253,6 +254,7 @@ class GenerationSpec(Struct, frozen=True, kw_only=True):
     user: str | None = None
     priority: int | None = None
     keep_alive: float | None = None
+    ignored: Sequence[str] = ()
     paths: Mapping[str, str] = {}
 
     @property

@@ -7,8 +7,9 @@ since nobody has looked at its loops.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,12 @@ _TURN_ENDS = (
 # Names that rendering sets itself where a signature does not say so, in transformers and Jinja.
 _RENDERED = frozenset({"self", "conversations", "messages"})
 
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+"""Levels of the effort to put into thinking, as clients name them."""
+
+_USUAL_EFFORTS = ("low", "medium", "high")
+_QUESTION: Messages = [{"role": "user", "content": "?"}]
+
 _SCRIPT = Path(__file__).with_name("template_process.py")
 
 
@@ -48,11 +55,18 @@ class ChatTemplate:
 
     Args:
         wrapper: mlx-lm's tokenizer.
+
+    Attributes:
+        takes: whether it takes this value of a variable.
+        nearest_effort: returns the level of effort next to what is asked for that it takes; of two
+            as near the higher one. None: it takes none.
     """
 
     def __init__(self, wrapper: Any) -> None:
         self._wrapper = wrapper
         self._histories = Histories(self._write)
+        self.takes = lru_cache(maxsize=16)(self._takes)
+        self.nearest_effort = lru_cache(maxsize=16)(self._nearest_effort)
         self._reserved = _RENDERED.union(inspect.signature(self._apply).parameters)
 
     @property
@@ -141,6 +155,27 @@ class ChatTemplate:
             path = chat.template_path
             raise InvalidRequest(f"{path}: it cannot be rendered: {reason}", param=path)
         return rendered.text
+
+    def _takes(self, name: str, value: bool) -> bool:
+        return self._write(_QUESTION, **{name: value}) is not None
+
+    def _nearest_effort(self, asked: str) -> str | None:
+        levels = [asked]
+        if asked in EFFORTS:
+            place = EFFORTS.index(asked)
+            away = {level: number - place for number, level in enumerate(EFFORTS)}
+            levels = sorted(EFFORTS, key=lambda level: (abs(away[level]), -away[level]))
+        return next((level for level in levels if self._takes_effort(level)), None)
+
+    def _takes_effort(self, level: str) -> bool:
+        """Whether the template takes a level of effort. One that it writes as it writes any word is
+        known to the model only if it is usual."""
+        written = self._write(_QUESTION, reasoning_effort=level)
+        if written is None or level in _USUAL_EFFORTS:
+            return written is not None
+        other = self._write(_QUESTION, reasoning_effort="mlxsrv")
+        word = re.compile(rf"\b{re.escape(level)}\b")
+        return other is None or word.sub("mlxsrv", written) != word.sub("mlxsrv", other)
 
     def render_other(self, chat: Chat, messages: Sequence[PlainMessage]) -> str | None:
         """Render other messages in place of the chat's; None if the template refuses them."""

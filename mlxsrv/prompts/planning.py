@@ -31,6 +31,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
         parallel: whether it may call more than one tool.
         constraint: the grammar that the answers must follow.
         bans: tokens that the answers may not have.
+        ignored: paths of fields that the model's template does not take.
     """
 
     prompts: list[Prompt]
@@ -39,6 +40,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
     parallel: bool = True
     constraint: ConstraintSpec | None = None
     bans: Bans | None = None
+    ignored: Sequence[str] = ()
 
     def tool_calls(self) -> ToolCalls | None:
         """Return a new stage that reads the calls of one answer."""
@@ -78,7 +80,7 @@ def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
 
 def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> PromptPlan:
     """Plan the prompt of a chat, which the model's template writes."""
-    chat, dialect = _make_chat(spec, asked, tokenizer)
+    chat, dialect, ignored = _make_chat(spec, asked, tokenizer)
     budget = tokenizer.budget(chat.path)
     prompt = tokenizer.render(chat, budget, _last_tokens(spec, tokenizer))
     _require_tokens(prompt, chat.path if asked.template is None else chat.template_path)
@@ -94,6 +96,7 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
         parallel=asked.parallel,
         constraint=constraint,
         bans=_bans(spec, tokenizer),
+        ignored=ignored,
     )
 
 
@@ -106,14 +109,15 @@ def count_chat(
         InvalidRequest, UnsupportedParameter: as for a chat that is answered.
         ServeError: the budget's refusal.
     """
-    chat, _ = _make_chat(spec, asked, tokenizer)
+    chat, _, _ = _make_chat(spec, asked, tokenizer)
     return len(tokenizer.render(chat, budget).tokens)
 
 
 def _make_chat(
     spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer
-) -> tuple[Chat, ToolDialect | None]:
-    """Return what the template writes, and how the model calls the tools in it."""
+) -> tuple[Chat, ToolDialect | None, list[str]]:
+    """Return what the template writes, how the model calls the tools in it, and the paths of fields
+    that the template does not take."""
     tools = [plain_tool(tool) for tool in _offered(asked, tokenizer)]
     dialect = tokenizer.dialect(tools) if tools else None
     if tools and (dialect is None or not _has_variable("tools", asked, tokenizer)):
@@ -123,9 +127,10 @@ def _make_chat(
             "supported",
             param=path,
         )
+    variables, ignored = _variables(spec, asked, tokenizer)
     chat = Chat(
         messages=_messages(asked, tokenizer),
-        variables=_variables(spec, asked, tokenizer),
+        variables=variables,
         continue_final=asked.continues,
         answers=asked.answers,
         tools=tools or None,
@@ -133,7 +138,7 @@ def _make_chat(
         path=spec.path("messages"),
         template_path=spec.path("chat_template"),
     )
-    return chat, dialect
+    return chat, dialect, ignored
 
 
 def _offered(asked: ChatPrompt, tokenizer: Tokenizer) -> Sequence[ToolSpec]:
@@ -155,17 +160,45 @@ def _messages(asked: ChatPrompt, tokenizer: Tokenizer) -> Messages:
     return tokenizer.chat_template.adapt(messages) if asked.template is None else messages
 
 
-def _variables(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return the template's variables besides the messages. Raises InvalidRequest."""
+def _variables(
+    spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the template's variables besides the messages, and the paths of fields that it does
+    not take. Raises InvalidRequest."""
     variables = dict(asked.variables)
     for name in tokenizer.chat_template.reserved(variables):
         path = f"{spec.path('chat_template_kwargs')}.{name}"
         raise InvalidRequest(f"{path}: the server sets it; leave it out", param=path)
-    if asked.effort is not None and _has_variable("reasoning_effort", asked, tokenizer):
-        variables["reasoning_effort"] = asked.effort
-    if asked.thinking is not None:
-        variables["enable_thinking"] = asked.thinking
-    return variables
+    thinking, ignored = _thinking(spec, asked, tokenizer)
+    return variables | thinking, ignored
+
+
+def _thinking(
+    spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the variables that say whether and how much to think, and the paths of fields that the
+    template does not take. They are advice: what it would refuse is left out."""
+    template = tokenizer.chat_template if asked.template is None else None
+    variables: dict[str, Any] = {}
+    ignored: list[str] = []
+    effort = asked.effort
+    thinks = False if asked.thinking is None and effort == "none" else asked.thinking
+    if thinks is not None and (template is None or template.takes("enable_thinking", thinks)):
+        variables["enable_thinking"] = thinks
+    elif asked.thinking is not None:
+        ignored.append(spec.path("enable_thinking"))
+    if effort is None:
+        return variables, ignored
+    level = effort if template is None else template.nearest_effort(effort)
+    if not _has_variable("reasoning_effort", asked, tokenizer):
+        level = None
+    switched = "enable_thinking" in variables and _has_variable("enable_thinking", asked, tokenizer)
+    one_field = spec.path("reasoning_effort") == spec.path("enable_thinking")
+    if level is not None and (effort != "none" or level == "none" or not switched):
+        variables["reasoning_effort"] = level
+    elif not switched or (effort != "none" and not one_field):
+        ignored.append(spec.path("reasoning_effort"))
+    return variables, list(dict.fromkeys(ignored))
 
 
 def _has_variable(name: str, asked: ChatPrompt, tokenizer: Tokenizer) -> bool:

@@ -91,6 +91,7 @@ class Reply:
         # Held so that the device thread finds it compiled, however late the jobs are admitted.
         self._compiled: CompiledGrammar | CallGrammar | None = None
         self._error: ServeError | None = None  # set: the state is FAILED, or CLOSED after that
+        self._not_taken: Sequence[str] = ()  # fields that the model's template does not take
         self._prompt_tokens = 0
         self._thinks = False
 
@@ -120,6 +121,11 @@ class Reply:
     @property
     def state(self) -> State:
         return self._lifecycle.state
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """The paths of what the prompt does not have, as far as that is known."""
+        return [*self.spec.ignored, *self._not_taken]
 
     # Admission.
 
@@ -175,6 +181,7 @@ class Reply:
         planned = await self._lease.model.tokenizer_lock.run(partial(plan, self.spec, tokenizer))
         self.spec = self.spec.without_messages
         self._tokenized()
+        self._not_taken = planned.ignored
         steering = await self._resources.steering.resolve(self.spec.steering, self.identity.model)
         self._prompt_tokens = sum(len(prompt.tokens) for prompt in planned.prompts)
         self._thinks = tokenizer.thinks

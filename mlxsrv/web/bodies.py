@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from urllib.parse import quote
 
 from starlette.requests import Request
@@ -118,6 +118,9 @@ def share_of(scope: Scope) -> BodyShare:
     return share
 
 
+_IGNORED = "X-Ignored-Params"
+
+
 class IgnoredFields:
     """Fields of requests that have no effect here: named in a header, and each once in the log.
 
@@ -138,7 +141,13 @@ class IgnoredFields:
             text = text[:_LONGEST_HEADER]
             text = text.rpartition(", ")[0] or text
         # A value must not begin or end with a space.
-        return {"X-Ignored-Params": text.strip()}
+        return {_IGNORED: text.strip()}
+
+    def add(self, headers: MutableMapping[str, str], names: Sequence[str]) -> None:
+        """Name more fields in the header of a response."""
+        for text in self.header(names).values():
+            told = headers.get(_IGNORED)
+            headers[_IGNORED] = f"{told}, {text}" if told else text
 
     def _log(self, names: Sequence[str]) -> None:
         for name in names:

@@ -55,7 +55,9 @@ async def count_input_tokens(request: Request) -> Response:
     spec = await read_aside(request, partial(asked.spec, past))
     work = service_of(request).count_tokens(spec, client_of(request, spec.user))
     count = await unless_gone(request.receive, work)
-    return JSONResponse(InputTokens(input_tokens=count), headers=headers)
+    response = JSONResponse(InputTokens(input_tokens=count), headers=headers)
+    request.app.ignored.add(response.headers, spec.ignored)
+    return response
 
 
 def _recall(request: Request, asked: ResponsesRequest) -> Recalled:

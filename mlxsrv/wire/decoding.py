@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.errors import InvalidJSON, InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.wire.surrogates import mend_surrogates
 from mlxsrv.wire.unknown import Fields
 
 T = TypeVar("T", bound=Struct)
@@ -67,7 +68,13 @@ class RequestDecoder(Generic[T]):
                 of the field.
         """
         with uncollected(len(body)):
-            return self._read(body)
+            try:
+                return self._read(body)
+            except InvalidJSON:
+                mended = mend_surrogates(body)
+                if mended == body:
+                    raise
+                return self._read(mended)
 
     def _read(self, body: bytes) -> tuple[T, list[str]]:
         request = _decode(self._decoder.decode, body)

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from mlxsrv.version import __version__
+from mlxsrv.wire.anthropic.blocks import BLOCKS
 from mlxsrv.wire.management import Problem
 from mlxsrv.wire.ollama.requests import OllamaPullRequest, OllamaShowRequest
 from mlxsrv.wire.openai import (
@@ -220,7 +221,8 @@ _TEMPLATE = "#/components/schemas/{name}"
 
 
 def _schemas() -> dict[str, Schema]:
-    asked = _components([*(operation.asks for operation in OPERATIONS), *description.DESCRIBED])
+    apart = (*description.DESCRIBED, *BLOCKS.kinds)  # decoded apart from their requests
+    asked = _components([*(operation.asks for operation in OPERATIONS), *apart])
     answered = [each for one in OPERATIONS for each in (one.answer, one.other_answer)]
     chunks = [operation.chunk for operation in OPERATIONS]
     refusals = [operation.refuses.kind for operation in OPERATIONS if not operation.enveloped]
@@ -272,6 +274,12 @@ def _tighten(schemas: dict[str, Schema]) -> None:
             schema["properties"]["steering"]["propertyNames"] = _FEATURE
     schemas["AnthropicTool"]["allOf"] = [_OWN_TOOL]
     schemas["AnthropicToolChoice"]["allOf"] = [_NAMED_CHOICE]
+    blocks = [{"$ref": _TEMPLATE.format(name=kind.__name__)} for kind in BLOCKS.kinds]
+    for name in ("MessageParam", "ToolResultBlockParam", "DocumentSource"):
+        content = schemas[name]["properties"]["content"]
+        content["description"] = "Blocks of other types are left out."
+        [array] = [each for each in content["anyOf"] if each.get("type") == "array"]
+        array["items"] = {"anyOf": blocks}
     chat["properties"]["chat_template"]["description"] = "Where the operator allows it."
     for name in generation_request.SPELLINGS["max_tokens"]:
         chat["properties"][name]["description"] = "-1: none is given."
@@ -293,6 +301,12 @@ def _tighten(schemas: dict[str, Schema]) -> None:
     schemas["EmbeddingRequest"]["properties"]["input"] = _INPUT
     schemas["ContentPart"]["properties"] |= {"type": {"const": "text"}, "text": _STRING}
     schemas["ContentPart"]["required"] = ["type", "text"]
+    call = schemas["ToolCall"]
+    call["properties"] |= {
+        "type": {"const": "function"},
+        "function": {"$ref": _TEMPLATE.format(name="FunctionCall")},
+    }
+    call["required"] = ["function"]
     schemas["FunctionCall"]["properties"]["arguments"] |= {
         "contentMediaType": "application/json",
         "contentSchema": {"type": "object"},

@@ -7,6 +7,8 @@ from typing import Any
 
 import msgspec
 
+from mlxsrv.wire.surrogates import mend_surrogates
+
 
 def past_arguments(given: Any) -> Mapping[str, Any] | str:
     """Return the arguments of an earlier call: an object or, if the model wrote none, its text.
@@ -24,6 +26,6 @@ def past_arguments(given: Any) -> Mapping[str, Any] | str:
     if not isinstance(given, str):
         return msgspec.json.encode(given).decode()
     try:
-        return msgspec.json.decode(given, type=dict[str, Any])
+        return msgspec.json.decode(mend_surrogates(given.encode()), type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):
         return given

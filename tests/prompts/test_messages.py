@@ -10,10 +10,11 @@ import pytest
 from mlxsrv.errors import MissingParameter, UnsupportedParameter
 from mlxsrv.prompts.messages import plain_message
 from mlxsrv.wire.openai.messages import Message, read_messages
+from mlxsrv.wire.unknown import Search
 
 
 def plain(*messages: dict[str, Any]) -> list[dict[str, Any]]:
-    read = read_messages(msgspec.convert(list(messages), list[Message]))
+    read = read_messages(msgspec.convert(list(messages), list[Message]), Search())
     return [plain_message(message) for message in read]
 
 
@@ -39,6 +40,41 @@ def test_a_part_that_is_not_text_is_named() -> None:
     with pytest.raises(UnsupportedParameter, match="image_url") as error:
         plain({"role": "user", "content": "x"}, {"role": "user", "content": [part]})
     assert error.value.param == "messages[1].content[0]"
+
+
+def test_media_of_old_turns_and_of_results_leave_a_note() -> None:
+    note = "[image left out: this model reads text only]"
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    old = {"role": "user", "content": [{"type": "text", "text": "See: "}, image]}
+    result = {"role": "tool", "content": [image]}
+    for rest in (
+        [{"role": "assistant", "content": "A cat."}],
+        [{"role": "user", "content": "Well?"}],
+        [{"role": "assistant", "content": "", "tool_calls": []}, result],
+    ):
+        search = Search()
+        read = read_messages(msgspec.convert([old, *rest], list[Message]), search)
+        assert read[0].content == f"See: {note}"
+        assert search.paths == ["messages[0].content[1]"]
+    assert plain(result)[0]["content"] == note
+
+
+def test_refusals_stay_text_and_other_parts_of_answers_are_left_out() -> None:
+    assert plain({"role": "assistant", "refusal": "No."})[0]["content"] == "No."
+    parts = [
+        {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]},
+        {"type": "refusal", "refusal": "No, "},
+        {"type": "text", "text": "never."},
+    ]
+    assert plain({"role": "assistant", "content": parts})[0]["content"] == "No, never."
+
+
+def test_calls_of_custom_tools_are_calls_and_others_are_left_out() -> None:
+    custom = {"id": "c", "type": "custom", "custom": {"name": "run", "input": "ls"}}
+    hosted = {"id": "h", "type": "web_search"}
+    [message] = plain({"role": "assistant", "tool_calls": [hosted, custom]})
+    [call] = message["tool_calls"]
+    assert call["function"] == {"name": "run", "arguments": {"input": "ls"}}
 
 
 def test_a_text_part_without_text_is_named() -> None:

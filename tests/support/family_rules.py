@@ -106,3 +106,18 @@ FAMILY_RULES: Mapping[str, str] = {
         "call.function.arguments | tojson }}\n{% endfor %}"
     ),
 }
+
+STRICT_RULES = (
+    _refuse("not messages | selectattr('role', 'equalto', 'user') | list", "no user query")
+    + _REST
+    + "{% set ns = namespace(index=0) %}{% for message in rest %}"
+    + _refuse("message.role == 'system'", "system must be first")
+    + _refuse("message.tool_calls and message.tool_calls | length != 1", "single tool-calls")
+    + "{% for call in message.tool_calls or [] %}"
+    + _refuse("not call.id or call.id | length != 9", "id of 9")
+    + "{% for key, value in call.function.arguments | items %}{% endfor %}{% endfor %}"
+    + "{% if message.role == 'user' or (message.role == 'assistant' and not message.tool_calls) %}"
+    + _refuse("(message.role == 'user') != (ns.index % 2 == 0)", "roles must alternate")
+    + "{% set ns.index = ns.index + 1 %}{% endif %}{% endfor %}"
+)
+"""Most of these rules in one template, which begins with them. They write nothing."""

@@ -6,15 +6,24 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+import msgspec
+from msgspec import Meta, Raw, Struct
 
-from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.errors import MissingParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
+from mlxsrv.wire.decoding import decode_part
+from mlxsrv.wire.left_out import leave_out, newest_question
+from mlxsrv.wire.past_calls import past_arguments
+from mlxsrv.wire.tagged import TaggedKinds
+from mlxsrv.wire.unknown import Search
 
 CacheControl = dict[str, Any]
 """Where a client would begin to cache. Prompts are cached as a whole, so it changes nothing."""
 
 _Blocks = Meta(max_length=10_000)
+
+RawBlocks = str | Annotated[list[Raw], _Blocks]
+"""A text, or blocks that are read by their types: clients give back some of unknown types."""
 
 
 class TextBlockParam(Struct, frozen=True, tag_field="type", tag="text"):
@@ -33,7 +42,7 @@ class DocumentSource(Struct, frozen=True):
     type: str
     media_type: str | None = None
     data: str | None = None
-    content: str | Annotated[list[TextBlockParam | ImageBlockParam], _Blocks] | None = None
+    content: RawBlocks | None = None
 
 
 class DocumentBlockParam(Struct, frozen=True, tag_field="type", tag="document"):
@@ -67,28 +76,17 @@ class RedactedThinkingBlockParam(Struct, frozen=True, tag_field="type", tag="red
 class ToolUseBlockParam(Struct, frozen=True, tag_field="type", tag="tool_use"):
     id: str
     name: str
-    input: dict[str, Any]
+    input: Any = None
     cache_control: CacheControl | None = None
-
-
-ReadBlock = (
-    TextBlockParam
-    | ImageBlockParam
-    | DocumentBlockParam
-    | SearchResultBlockParam
-    | ToolReferenceBlockParam
-)
-"""The blocks that a model reads as text, as far as it can."""
 
 
 class ToolResultBlockParam(Struct, frozen=True, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | Annotated[list[ReadBlock], _Blocks] | None = None
+    content: RawBlocks | None = None
     is_error: bool | None = None
     cache_control: CacheControl | None = None
 
 
-# msgspec wants one flat union.
 BlockParam = (
     TextBlockParam
     | ImageBlockParam
@@ -101,12 +99,14 @@ BlockParam = (
     | ToolResultBlockParam
 )
 
+BLOCKS: TaggedKinds[Any] = TaggedKinds(BlockParam.__args__, "messages[].content[].")
+
 
 class MessageParam(Struct, frozen=True):
     """One turn. A system message may stand between turns."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[list[BlockParam], _Blocks]
+    content: RawBlocks
 
 
 System = str | Annotated[list[TextBlockParam], _Blocks]
@@ -121,18 +121,24 @@ _BILLING = "x-anthropic-billing-header"
 it would keep all that follows from being reused."""
 
 
-def read_chat(system: System | None, messages: Sequence[MessageParam]) -> list[ChatMessage]:
+def read_chat(
+    system: System | None, messages: Sequence[MessageParam], search: Search
+) -> list[ChatMessage]:
     """Return the messages in no dialect; those of one role that follow each other are one.
+
+    Args:
+        search: notes what is left out of them, and their unknown fields.
 
     Raises:
         InvalidRequest, MissingParameter, UnsupportedParameter: a block cannot be read; the error
             has its path in the request.
     """
     told = _read_system(system)
+    newest = newest_question(message.role for message in messages)
     turns = (
         read
         for i, message in enumerate(messages)
-        for read in _read(message, f"messages[{i}].content")
+        for read in _BlockReader(search, new=i == newest).read(message, f"messages[{i}].content")
     )
     chat = [ChatMessage(role="system", content=told)] if told else []
     for role, group in groupby(turns, key=lambda message: message.role):
@@ -160,105 +166,124 @@ def _joined(messages: Sequence[ChatMessage]) -> ChatMessage:
     )
 
 
-def _read(message: MessageParam, path: str) -> Iterator[ChatMessage]:
-    """Yield the messages of one turn: a user's has one for each result of a tool."""
-    if isinstance(message.content, str):
-        yield ChatMessage(role=message.role, content=message.content)
-        return
-    places = [(block, f"{path}[{i}]") for i, block in enumerate(message.content)]
-    match message.role:
-        case "assistant":
-            yield _read_assistant(places)
-        case "user":
-            yield from _read_user(places)
-        case "system":
-            texts = [_read_text(block, where, "system") for block, where in places]
-            yield ChatMessage(role="system", content=_BETWEEN.join(texts))
+class _Type(Struct, frozen=True):
+    type: str
 
 
-def _read_assistant(places: Sequence[tuple[BlockParam, str]]) -> ChatMessage:
-    texts, thoughts, calls = [], [], []
-    for block, where in places:
-        match block:
-            case ThinkingBlockParam(thinking=text):
-                thoughts.append(text)
-            case RedactedThinkingBlockParam():
-                pass  # nobody here can read it
-            case ToolUseBlockParam(id=id, name=name, input=given):
-                calls.append(PastCall(name, given, id))
-            case _:
-                texts.append(_read_text(block, where, "assistant"))
-    return ChatMessage(
-        role="assistant",
-        content=_BETWEEN.join(texts),
-        reasoning=_BETWEEN.join(thoughts) or None,
-        calls=calls,
-    )
+_read_type = msgspec.json.Decoder(_Type).decode
 
 
-def _read_user(places: Sequence[tuple[BlockParam, str]]) -> Iterator[ChatMessage]:
-    texts: list[str] = []
-    for block, where in places:
-        if not isinstance(block, ToolResultBlockParam):
-            texts.append(_read_text(block, where, "user"))
-            continue
-        if texts:
-            yield ChatMessage(role="user", content=_BETWEEN.join(texts))
-            texts = []
-        yield _read_result(block, where)
-    if texts or not places:
-        yield ChatMessage(role="user", content=_BETWEEN.join(texts))
-
-
-def _read_result(block: ToolResultBlockParam, where: str) -> ChatMessage:
-    given = block.content or ""
-    text = given if isinstance(given, str) else _read_all(given, f"{where}.content", "tool_result")
-    if block.is_error:
-        text = f"Error: {text}" if text else "Error"
-    return ChatMessage(role="tool", content=text, call_id=block.tool_use_id)
-
-
-def _read_all(blocks: Sequence[BlockParam], path: str, place: str) -> str:
-    return _BETWEEN.join(_read_text(block, f"{path}[{i}]", place) for i, block in enumerate(blocks))
-
-
-def _read_text(block: BlockParam, where: str, place: str) -> str:
-    """Return the text of a block.
+class _BlockReader:
+    """Reads the blocks of one message.
 
     Args:
-        place: what the block stands in, for error messages.
+        search: notes what is left out, and unknown fields.
+        new: the message is the user's, and not answered yet.
     """
-    match block:
-        case TextBlockParam(text=text):
-            return text
-        case DocumentBlockParam(title=title, context=context):
-            text = _read_source(block.source, f"{where}.source")
-            return _BETWEEN.join(part for part in (title, context, text) if part)
-        case SearchResultBlockParam(title=title, source=source):
-            return _BETWEEN.join((title, source, *(each.text for each in block.content)))
-        case ToolReferenceBlockParam(tool_name=name):
-            return name
-        case ImageBlockParam():
-            raise UnsupportedParameter(
-                f"{where}: this model reads text only, no images; leave the block out", param=where
-            )
-    kind = block.__struct_config__.tag
-    raise InvalidRequest(f"{where}: a {kind} block cannot stand in a {place} message", param=where)
+
+    def __init__(self, search: Search, *, new: bool) -> None:
+        self._search = search
+        self._new = new
+
+    def read(self, message: MessageParam, path: str) -> Iterator[ChatMessage]:
+        """Yield the messages of one turn: a user's has one for each result of a tool."""
+        if isinstance(message.content, str):
+            yield ChatMessage(role=message.role, content=message.content)
+        elif message.role == "assistant":
+            yield self._read_assistant(message.content, path)
+        elif message.role == "user":
+            yield from self._read_user(message.content, path)
+        else:
+            yield ChatMessage(role="system", content=self._read_all(message.content, path))
+
+    def _read_assistant(self, blocks: Sequence[Raw], path: str) -> ChatMessage:
+        texts, thoughts, calls = [], [], []
+        for block, raw, where in self._blocks(blocks, path):
+            match block:
+                case ThinkingBlockParam(thinking=text):
+                    thoughts.append(text)
+                case RedactedThinkingBlockParam():
+                    pass  # nobody here can read it
+                case ToolUseBlockParam(id=id, name=name, input=given):
+                    calls.append(PastCall(name, past_arguments(given), id))
+                case _:
+                    texts.append(self._read_text(block, raw, where))
+        return ChatMessage(
+            role="assistant",
+            content=_join(texts),
+            reasoning=_join(thoughts) or None,
+            calls=calls,
+        )
+
+    def _read_user(self, blocks: Sequence[Raw], path: str) -> Iterator[ChatMessage]:
+        texts: list[str] = []
+        answers = False  # it has the result of a tool
+        for block, raw, where in self._blocks(blocks, path):
+            if not isinstance(block, ToolResultBlockParam):
+                texts.append(self._read_text(block, raw, where, new=self._new))
+                continue
+            if any(texts):
+                yield ChatMessage(role="user", content=_join(texts))
+            texts, answers = [], True
+            yield self._read_result(block, where)
+        if any(texts) or not answers:
+            yield ChatMessage(role="user", content=_join(texts))
+
+    def _read_result(self, block: ToolResultBlockParam, where: str) -> ChatMessage:
+        given = block.content or ""
+        text = given if isinstance(given, str) else self._read_all(given, f"{where}.content")
+        if block.is_error:
+            text = f"Error: {text}" if text else "Error"
+        return ChatMessage(role="tool", content=text, call_id=block.tool_use_id)
+
+    def _blocks(
+        self, blocks: Sequence[Raw], path: str
+    ) -> Iterator[tuple[BlockParam | None, Raw, str]]:
+        """Yield each block, None in place of one of an unknown type, and its path."""
+        for i, raw in enumerate(blocks):
+            where = f"{path}[{i}]"
+            kind = decode_part(_read_type, raw, where).type
+            yield BLOCKS.read(kind, raw, where, self._search), raw, where
+
+    def _read_all(self, blocks: Sequence[Raw], path: str, *, new: bool = False) -> str:
+        return _join(
+            [
+                self._read_text(block, raw, where, new=new)
+                for block, raw, where in self._blocks(blocks, path)
+            ]
+        )
+
+    def _read_text(
+        self, block: BlockParam | None, raw: Raw, where: str, *, new: bool = False
+    ) -> str:
+        """Return the text of a block, or what stands in its place."""
+        match block:
+            case TextBlockParam(text=text):
+                return text
+            case DocumentBlockParam(source=source, title=title, context=context):
+                text = self._read_source(source, f"{where}.source", new=new)
+                return _join([title, context, text])
+            case SearchResultBlockParam(title=title, source=source):
+                return _BETWEEN.join((title, source, *(each.text for each in block.content)))
+            case ToolReferenceBlockParam(tool_name=name):
+                return name
+        return leave_out(_read_type(raw).type, where, self._search, new=new)
+
+    def _read_source(self, source: DocumentSource, where: str, *, new: bool) -> str:
+        match source.type:
+            case "text":
+                if source.data is None:
+                    raise MissingParameter(
+                        f"missing required parameter: {where}.data", param=f"{where}.data"
+                    )
+                return source.data
+            case "content":
+                given = source.content or ""
+                if isinstance(given, str):
+                    return given
+                return self._read_all(given, f"{where}.content", new=new)
+        return leave_out(f"document of {source.type}", where, self._search, new=new)
 
 
-def _read_source(source: DocumentSource, where: str) -> str:
-    match source.type:
-        case "text":
-            if source.data is None:
-                raise MissingParameter(
-                    f"missing required parameter: {where}.data", param=f"{where}.data"
-                )
-            return source.data
-        case "content":
-            given = source.content or ""
-            return given if isinstance(given, str) else _read_all(given, f"{where}.content", "user")
-    raise UnsupportedParameter(
-        f"{where}: only documents of plain text can be read, with a source of the type text or "
-        f"content, not {source.type[:100]!r}",
-        param=where,
-    )
+def _join(texts: Sequence[str | None]) -> str:
+    return _BETWEEN.join(text for text in texts if text)

@@ -6,12 +6,14 @@ on Anthropic's servers and marks of its cache are left out, and named in `X-Igno
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest, MissingParameter, ThreadNotFound
 from mlxsrv.generation.spec import (
+    ChatMessage,
     ChatPrompt,
     GenerationSpec,
     JSONForm,
@@ -23,6 +25,7 @@ from mlxsrv.wire.anthropic.blocks import CacheControl, MessageParam, System, rea
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.generation_request import Priority
 from mlxsrv.wire.steering import SteeringFields, check_steering
+from mlxsrv.wire.unknown import Search
 
 
 class AnthropicTool(Struct, frozen=True):
@@ -72,7 +75,10 @@ class ThreadParam(Struct, frozen=True):
     previous_message_id: str | None = None
 
 
-class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
+_PATHS = {"reasoning_effort": "output_config.effort", "enable_thinking": "thinking"}
+
+
+class MessagesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
     """None: the default is used."""
 
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=10_000)]
@@ -101,11 +107,7 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
     cache_control: CacheControl | None = None
 
     def spec(self) -> GenerationSpec:
-        """Return what the request asks for.
-
-        Raises:
-            InvalidRequest, MissingParameter, UnsupportedParameter: a message cannot be read.
-        """
+        """Return what the request asks for."""
         return GenerationSpec(
             prompt=self._prompt(),
             model=self.model,
@@ -119,10 +121,25 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True):
             streamed=bool(self.stream),
             user=None if self.metadata is None else self.metadata.user_id,
             priority=self.priority,
+            paths=_PATHS,
         )
 
+    @cached_property
+    def left_out(self) -> Search:
+        """Finds what is left out of the messages."""
+        return Search()
+
+    @cached_property
+    def chat(self) -> list[ChatMessage]:
+        """The messages in no dialect. Decoding a request reads them, so they raise nothing later.
+
+        Raises:
+            InvalidRequest, MissingParameter, UnsupportedParameter: a message cannot be read.
+        """
+        return read_chat(self.system, self.messages, self.left_out)
+
     def _prompt(self) -> ChatPrompt:
-        messages = read_chat(self.system, self.messages)
+        messages = self.chat
         choice = self.tool_choice
         return ChatPrompt(
             messages=messages,
@@ -183,6 +200,7 @@ def _check(request: MessagesRequest) -> None:
         raise ThreadNotFound(
             "thread: this server keeps no conversations; send all messages", param="thread"
         )
+    _ = request.chat
 
 
 def _check_tools(request: MessagesRequest) -> None:
@@ -210,7 +228,8 @@ def _check_tools(request: MessagesRequest) -> None:
 def _left_out(request: MessagesRequest) -> list[str]:
     """The fields that nothing here can honour, by their paths."""
     tools = [f"tools[{i}]" for i, tool in enumerate(request.tools or ()) if not tool.custom]
-    return tools + ([] if request.thread is None else ["thread"])
+    thread = [] if request.thread is None else ["thread"]
+    return [*tools, *thread, *request.left_out.paths]
 
 
 MESSAGES_REQUESTS = RequestDecoder(MessagesRequest, check=_check, idle=_left_out)

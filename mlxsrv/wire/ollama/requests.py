@@ -6,12 +6,12 @@ Its own server ignores options that it does not know. So does this one, and name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, cast
 
 from msgspec import Meta, Struct, field
 
-from mlxsrv.errors import InvalidRequest, MissingParameter, UnsupportedParameter
+from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.generation.spec import (
     AS_MANY_AS_FIT,
     ChatMessage,
@@ -25,13 +25,19 @@ from mlxsrv.generation.spec import (
     ToolSpec,
 )
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.openai.embeddings import EmbeddingRequest
-from mlxsrv.wire.openai.generation_request import Priority
+from mlxsrv.wire.openai.generation_request import Effort, Priority
 from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.steering import NotEmpty, SteeringFields, check_steering
+from mlxsrv.wire.unknown import Search
 
-_CHAT_PATHS = {"context": "options.num_ctx"}
+_CHAT_PATHS = {
+    "context": "options.num_ctx",
+    "reasoning_effort": "think",
+    "enable_thinking": "think",
+}
 _GENERATE_PATHS = {**_CHAT_PATHS, "messages": "prompt", "chat_template": "template"}
 
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -95,20 +101,18 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
     options: OllamaOptions | None = None
     keep_alive: _KeepAlive | None = None
     priority: Priority | None = None
-    think: bool | Literal["low", "medium", "high", "max"] | None = None
+    think: bool | Effort | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
     @property
     def thinking(self) -> bool | None:
-        return None if self.think is None else bool(self.think)
+        return None if self.think is None else self.think not in (False, "none")
 
     @property
     def effort(self) -> str | None:
-        """The effort to put into thinking. No model here knows more than "high"."""
-        if isinstance(self.think, str):
-            return "high" if self.think == "max" else self.think
-        return None
+        """The effort to put into thinking."""
+        return self.think if isinstance(self.think, str) else None
 
     @property
     def form(self) -> JSONForm | None:
@@ -116,8 +120,15 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
             return JSONForm("format", {"type": "object"}) if self.format == "json" else None
         return JSONForm("format", self.format)
 
-    def make_spec(self, prompt: PromptSpec, paths: Mapping[str, str]) -> GenerationSpec:
-        """Return what the request asks for, with a prompt that its own kind makes."""
+    def make_spec(
+        self, prompt: PromptSpec, paths: Mapping[str, str], ignored: Sequence[str] = ()
+    ) -> GenerationSpec:
+        """Return what the request asks for, with a prompt that its own kind makes.
+
+        Args:
+            paths: as in the spec.
+            ignored: paths of what was left out of the prompt.
+        """
         options = self.options or _NO_OPTIONS
         return GenerationSpec(
             prompt=prompt,
@@ -133,6 +144,7 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
             streamed=self.stream is not False,
             priority=self.priority,
             keep_alive=read_keep_alive(self.keep_alive),
+            ignored=ignored,
             paths=paths,
         )
 
@@ -161,12 +173,22 @@ class OllamaMessage(Struct, frozen=True):
     tool_name: str | None = None
     tool_call_id: str | None = None
 
-    def read(self, where: str) -> ChatMessage:
-        """Return the message in no dialect. Raises UnsupportedParameter."""
-        _refuse_images(self.images, f"{where}.images")
+    def read(self, where: str, search: Search, *, new: bool) -> ChatMessage:
+        """Return the message in no dialect.
+
+        Args:
+            search: notes what is left out of it.
+            new: it is the user's, and not answered yet.
+
+        Raises:
+            UnsupportedParameter: it is new and has images.
+        """
+        texts = [self.content or ""]
+        if self.images:
+            texts.append(leave_out("images", f"{where}.images", search, new=new))
         return ChatMessage(
             role="system" if self.role == "developer" else self.role,
-            content=self.content or "",
+            content="\n\n".join(text for text in texts if text),
             name=self.tool_name,
             reasoning=self.thinking,
             calls=[
@@ -207,7 +229,11 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
 
     def spec(self) -> GenerationSpec:
         """Return what the request asks for. Raises UnsupportedParameter."""
-        messages = [each.read(f"messages[{i}]") for i, each in enumerate(self.messages or ())]
+        given, left_out = self.messages or (), Search()
+        newest = newest_question(each.role for each in given)
+        messages = [
+            each.read(f"messages[{i}]", left_out, new=i == newest) for i, each in enumerate(given)
+        ]
         prompt = ChatPrompt(
             messages=messages,
             tools=[tool.spec() for tool in self.tools or ()],
@@ -215,12 +241,7 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
             effort=self.effort,
             continues=messages[-1].is_unfinished,
         )
-        return self.make_spec(prompt, _CHAT_PATHS)
-
-
-def _refuse_images(images: _Images | None, path: str) -> None:
-    if images:
-        raise UnsupportedParameter(f"{path}: this model takes text only; leave it out", param=path)
+        return self.make_spec(prompt, _CHAT_PATHS, left_out.paths)
 
 
 # Text.
@@ -242,7 +263,8 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
 
     def spec(self) -> GenerationSpec:
         """Return what the request asks for. Raises UnsupportedParameter."""
-        _refuse_images(self.images, "images")
+        if self.images:
+            leave_out("images", "images", Search(), new=True)
         prompt = self._text() if self.raw or self.suffix else self._chat()
         return self.make_spec(prompt, _GENERATE_PATHS)
 

@@ -6,8 +6,8 @@ with a value. The checks here are for fields that do not go together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
@@ -39,11 +39,12 @@ PositiveInt = Annotated[int, Meta(ge=1)]
 # Clients of many servers send -1 for no limit.
 Count = Annotated[int, Meta(ge=-1, extra_json_schema={"not": {"const": 0}})]
 # Bounds that no honest request reaches: else only the size of the body would be one.
-StopString = Annotated[str, Meta(min_length=1, max_length=1000)]
+StopString = Annotated[str, Meta(max_length=1000)]  # "" is none
 BadWord = Annotated[str, Meta(pattern=r"\S", max_length=1000)]
 User = Annotated[str, Meta(max_length=1000)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Int32
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -104,9 +105,8 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
 
     @property
     def stops(self) -> list[str]:
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return [text for text in given if text]
 
     @property
     def limit(self) -> int | None:
@@ -178,8 +178,18 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
             forms.extend(structured_forms(self.structured_outputs))
         return forms
 
-    def make_spec(self, prompt: PromptSpec) -> GenerationSpec:
-        """Return what the request asks for, with a prompt that its own kind makes."""
+    def make_spec(
+        self,
+        prompt: PromptSpec,
+        ignored: Sequence[str] = (),
+        paths: Mapping[str, str] | None = None,
+    ) -> GenerationSpec:
+        """Return what the request asks for, with a prompt that its own kind makes.
+
+        Args:
+            ignored: paths of what was left out of the prompt.
+            paths: as in the spec.
+        """
         return GenerationSpec(
             prompt=prompt,
             model=self.model,
@@ -213,6 +223,8 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
             streamed=bool(self.stream),
             user=self.user or self.safety_identifier,
             priority=self.priority,
+            ignored=ignored,
+            paths=paths or {},
         )
 
 

@@ -7,14 +7,17 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from mlxsrv.errors import MissingParameter, UnsupportedParameter
+from mlxsrv.errors import MissingParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
+from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.past_calls import past_arguments
+from mlxsrv.wire.unknown import Search
 
 
 class ContentPart(Struct, frozen=True):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class FunctionCall(Struct, frozen=True):
@@ -27,10 +30,32 @@ class FunctionCall(Struct, frozen=True):
         return PastCall(self.name, past_arguments(self.arguments), id)
 
 
+class CustomCall(Struct, frozen=True):
+    """A call of a tool with a free text as its input."""
+
+    name: str
+    input: str = ""
+
+
 class ToolCall(Struct, frozen=True):
-    function: FunctionCall
+    """A call. It is of another type only if another server has sent it."""
+
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: str = "function"
+
+    def past(self, where: str) -> PastCall | None:
+        """Return the call; None if it is of a type that nobody here knows. Raises
+        MissingParameter."""
+        if self.custom is not None:
+            return PastCall(self.custom.name, {"input": self.custom.input}, self.id)
+        if self.function is not None:
+            return self.function.past(self.id)
+        if self.type == "function":
+            path = f"{where}.function"
+            raise MissingParameter(f"missing required parameter: {path}", param=path)
+        return None
 
 
 class Message(Struct, frozen=True):
@@ -58,24 +83,36 @@ _ROLES: dict[str, Literal["system", "user", "assistant", "tool"]] = {
 }
 
 
-def read_messages(messages: Sequence[Message]) -> list[ChatMessage]:
+def read_messages(messages: Sequence[Message], search: Search) -> list[ChatMessage]:
     """Return the messages in no dialect.
+
+    Args:
+        search: notes what is left out of them.
 
     Raises:
         MissingParameter, UnsupportedParameter: a message cannot be read; the error has its path in
             the request.
     """
-    return [_read(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    newest = newest_question(message.role for message in messages)
+    return [
+        _read(message, f"messages[{i}]", search, new=i == newest)
+        for i, message in enumerate(messages)
+    ]
 
 
-def _read(message: Message, where: str) -> ChatMessage:
-    content = _content(message, where)
-    calls = [call.function.past(call.id) for call in message.tool_calls or ()]
+def _read(message: Message, where: str, search: Search, *, new: bool) -> ChatMessage:
+    calls = []
+    for i, each in enumerate(message.tool_calls or ()):
+        path = f"{where}.tool_calls[{i}]"
+        if (call := each.past(path)) is None:
+            leave_out(each.type, path, search)
+        else:
+            calls.append(call)
     if message.function_call is not None:
         calls = calls or [message.function_call.past()]
     return ChatMessage(
         role=_ROLES[message.role],
-        content=content,
+        content=_content(message, where, search, new=new) or message.refusal or "",
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning,
         calls=calls,
@@ -83,19 +120,20 @@ def _read(message: Message, where: str) -> ChatMessage:
     )
 
 
-def _content(message: Message, where: str) -> str:
-    if message.content is None:
-        return ""
-    if isinstance(message.content, str):
-        return message.content
-    texts = []
-    for i, part in enumerate(message.content):
-        path = f"{where}.content[{i}]"
-        if part.type != "text":
-            raise UnsupportedParameter(
-                f"{path}: this model takes text only, not {part.type!r}", param=path
-            )
-        if part.text is None:
-            raise MissingParameter(f"missing required parameter: {path}.text", param=f"{path}.text")
-        texts.append(part.text)
-    return "".join(texts)
+def _content(message: Message, where: str, search: Search, *, new: bool) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    return "".join(
+        _part(part, f"{where}.content[{i}]", search, new=new)
+        for i, part in enumerate(message.content)
+    )
+
+
+def _part(part: ContentPart, path: str, search: Search, *, new: bool) -> str:
+    if part.type not in ("text", "refusal"):
+        return leave_out(part.type, path, search, new=new)
+    text = part.text if part.type == "text" else part.refusal
+    if text is None:
+        where = f"{path}.{part.type}"
+        raise MissingParameter(f"missing required parameter: {where}", param=where)
+    return text

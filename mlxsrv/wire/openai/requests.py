@@ -24,6 +24,7 @@ from mlxsrv.generation.spec import (
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.forms import ResponseFormat, format_forms
 from mlxsrv.wire.openai.generation_request import (
+    Effort,
     GenerationRequest,
     Likeliest,
     TokenId,
@@ -32,6 +33,7 @@ from mlxsrv.wire.openai.generation_request import (
     idle_options,
 )
 from mlxsrv.wire.openai.messages import Message, read_messages
+from mlxsrv.wire.unknown import Search
 
 # `$` alone would let a newline follow.
 FunctionName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.-]{1,64}(?!\n)$")]
@@ -98,7 +100,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     reasoning: ReasoningFields | None = None
     enable_thinking: bool | None = None
-    think: bool | Literal["low", "medium", "high"] | None = None
+    think: bool | Effort | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template: Annotated[str, Meta(min_length=1, max_length=2**20)] | None = None
@@ -109,7 +111,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         if self.enable_thinking is not None:
             return self.enable_thinking
         if self.think is not None:
-            return bool(self.think)
+            return self.think not in (False, "none")
         return None if self.reasoning is None else self.reasoning.thinks
 
     @property
@@ -119,7 +121,17 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
             return self.think
         if self.reasoning_effort is not None or self.reasoning is None:
             return self.reasoning_effort
-        return None if self.reasoning.effort == "none" else self.reasoning.effort
+        return self.reasoning.effort
+
+    @property
+    def _paths(self) -> Mapping[str, str]:
+        """Where the request says whether and how much to think."""
+        thinks = "think" if self.think is not None else "reasoning.effort"
+        level = "reasoning.effort" if self.reasoning_effort is None else "reasoning_effort"
+        return {
+            "enable_thinking": thinks if self.enable_thinking is None else "enable_thinking",
+            "reasoning_effort": "think" if isinstance(self.think, str) else level,
+        }
 
     @property
     def likeliest(self) -> int | None:
@@ -143,8 +155,9 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         Raises:
             InvalidRequest, MissingParameter, UnsupportedParameter: a message cannot be read.
         """
+        left_out = Search()
         prompt = ChatPrompt(
-            messages=read_messages(self.messages),
+            messages=read_messages(self.messages, left_out),
             tools=[tool.function.spec() for tool in self.tools or ()],
             tool_choice=self.choice,
             parallel=self.parallel_tool_calls is not False,
@@ -155,7 +168,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
             answers=self.add_generation_prompt is not False,
             template=self.chat_template,
         )
-        return self.make_spec(prompt)
+        return self.make_spec(prompt, left_out.paths, self._paths)
 
 
 # Text.
@@ -214,7 +227,7 @@ def _check_thinking(request: ChatRequest) -> None:
         {
             "chat_template_kwargs.enable_thinking": own.get("enable_thinking"),
             "enable_thinking": request.enable_thinking,
-            "think": None if request.think is None else bool(request.think),
+            "think": None if request.think is None else request.think not in (False, "none"),
             "reasoning.enabled": None if asked is None else asked.enabled,
         }
     )

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
-from mlxsrv.errors import MissingParameter, UnsupportedParameter
+from mlxsrv.errors import MissingParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
+from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.responses.items import (
     InputCall,
@@ -22,9 +23,11 @@ from mlxsrv.wire.responses.items import (
     InputOutput,
     InputReasoning,
     ItemPart,
+    Parts,
     PlacedItem,
 )
 from mlxsrv.wire.responses.tools import flat_name
+from mlxsrv.wire.unknown import Search
 
 _SEPARATOR = "\n\n"
 
@@ -52,33 +55,54 @@ def unseal(content: str) -> str | None:
 # Messages.
 
 
-def chat_messages(instructions: str | None, items: Iterable[PlacedItem]) -> list[ChatMessage]:
+def chat_messages(
+    instructions: str | None, items: Sequence[PlacedItem], search: Search
+) -> list[ChatMessage]:
     """Return the messages of a chat.
+
+    Args:
+        search: notes what is left out of them.
 
     Raises:
         MissingParameter, UnsupportedParameter: an item cannot be read; the error has its path.
     """
-    chat = _Chat(instructions)
-    for placed in items:
-        chat.add(placed)
+    chat = _Chat(instructions, search)
+    newest = newest_question(map(_role, items))
+    for place, placed in enumerate(items):
+        chat.add(placed, new=place == newest)
     return chat.finish()
+
+
+def _role(placed: PlacedItem) -> str:
+    match placed.item:
+        case InputMessage(role=role):
+            return role
+        case InputOutput() | InputCustomOutput():
+            return "tool"
+    return "assistant"
 
 
 class _Chat:
     """The messages so far, and the turn of the assistant that is not complete yet."""
 
-    def __init__(self, instructions: str | None) -> None:
+    def __init__(self, instructions: str | None, search: Search) -> None:
+        self._search = search
         self._messages: list[ChatMessage] = []
         self._turn: _Turn | None = None
         self._add_system(instructions or "")
 
-    def add(self, placed: PlacedItem) -> None:
+    def add(self, placed: PlacedItem, *, new: bool) -> None:
+        """Add an item.
+
+        Args:
+            new: it is the user's, and not answered yet.
+        """
         item, path = placed.item, placed.path
         match item:
             case InputReasoning():
                 self._assistant.reasoning.append(_reasoning(item))
             case InputMessage(role="assistant"):
-                self._assistant.texts.append(_text(item.content, f"{path}.content"))
+                self._assistant.texts.append(self._text(item.content, f"{path}.content"))
             case InputCall():
                 name = flat_name(item.name, item.namespace)
                 call = PastCall(name, past_arguments(item.arguments), item.call_id)
@@ -87,11 +111,13 @@ class _Chat:
                 name = flat_name(item.name, item.namespace)
                 self._assistant.calls.append(PastCall(name, {"input": item.input}, item.call_id))
             case InputMessage(role="user"):
-                self._append("user", _text(item.content, f"{path}.content"))
+                self._append("user", self._text(item.content, f"{path}.content", new=new))
             case InputMessage():
-                self._add_system(_text(item.content, f"{path}.content"))
+                self._add_system(self._text(item.content, f"{path}.content"))
             case InputOutput() | InputCustomOutput():
-                self._append("tool", _text(item.output, f"{path}.output"), call_id=item.call_id)
+                self._append(
+                    "tool", self._text(item.output, f"{path}.output"), call_id=item.call_id
+                )
 
     def finish(self) -> list[ChatMessage]:
         self._end_turn()
@@ -111,6 +137,24 @@ class _Chat:
     ) -> None:
         self._end_turn()
         self._messages.append(ChatMessage(role=role, content=text, call_id=call_id))
+
+    def _text(self, content: Parts | None, path: str, *, new: bool = False) -> str:
+        if content is None or isinstance(content, str):
+            return content or ""
+        return "".join(self._part(part, f"{path}[{i}]", new=new) for i, part in enumerate(content))
+
+    def _part(self, part: ItemPart, path: str, *, new: bool) -> str:
+        match part.type:
+            case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
+                name, text = "text", part.text
+            case "refusal":
+                name, text = "refusal", part.refusal
+            case _:
+                return leave_out(part.type, path, self._search, new=new)
+        if text is None:
+            where = f"{path}.{name}"
+            raise MissingParameter(f"missing required parameter: {where}", param=where)
+        return text
 
     def _end_turn(self) -> None:
         if self._turn is not None:
@@ -145,24 +189,3 @@ def _reasoning(item: InputReasoning) -> str:
 
 def _join(parts: Sequence[ItemPart]) -> str:
     return "".join(part.text or "" for part in parts)
-
-
-def _text(content: str | list[ItemPart] | None, path: str) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    return "".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
-
-
-def _part_text(part: ItemPart, path: str) -> str:
-    match part.type:
-        case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
-            name, text = "text", part.text
-        case "refusal":
-            name, text = "refusal", part.refusal
-        case _:
-            raise UnsupportedParameter(
-                f"{path}: this model takes text only, not {part.type!r}", param=path
-            )
-    if text is None:
-        raise MissingParameter(f"missing required parameter: {path}.{name}", param=f"{path}.{name}")
-    return text

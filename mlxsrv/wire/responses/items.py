@@ -15,7 +15,9 @@ from msgspec.structs import replace
 
 from mlxsrv.errors import MissingParameter
 from mlxsrv.wire.decoding import decode_part
-from mlxsrv.wire.unknown import Fields, Search
+from mlxsrv.wire.left_out import leave_out
+from mlxsrv.wire.tagged import TaggedKinds
+from mlxsrv.wire.unknown import Search
 
 
 class ItemPart(Struct, frozen=True, omit_defaults=True):
@@ -128,20 +130,8 @@ class _Head(Struct, frozen=True):
         raise MissingParameter(f"missing required parameter: {where}", param=where)
 
 
-class _Reader:
-    """Reads items of one kind."""
-
-    def __init__(self, kind: type[InputItem]) -> None:
-        self.decode: Callable[[Raw | bytes], InputItem] = msgspec.json.Decoder(kind).decode
-        self.fields = Fields(kind, "input[].")
-
-
-def _as_text(raw: Raw | bytes) -> str:
-    return str(raw, "utf-8")
-
-
 _read_head = msgspec.json.Decoder(_Head).decode
-_READERS = {kind.__struct_config__.tag: _Reader(kind) for kind in ITEM_KINDS}
+_ITEMS = TaggedKinds(ITEM_KINDS, "input[].")
 
 
 class PlacedItem(Struct, frozen=True):
@@ -160,20 +150,17 @@ def read_item(raw: Raw, path: str, search: Search) -> PlacedItem | None:
     Raises:
         InvalidRequest: the item is wrong; the error has its path.
     """
-    head = decode_part(_read_head, raw, path)
-    reader = _READERS.get(head.kind(path))
-    if reader is None:
-        decode_part(_as_text, raw, path)  # an ignored item must be valid UTF-8, too
-        search.note("input[]", path)
+    kind = decode_part(_read_head, raw, path).kind(path)
+    item = _ITEMS.read(kind, raw, path, search)
+    if item is None:
+        leave_out(kind, path, search)
         return None
-    item = decode_part(reader.decode, raw, path)
-    reader.fields.look_at(raw, f"{path}.", search)
     return PlacedItem(path, item)
 
 
 def read_stored(items: Sequence[bytes], path: str) -> list[PlacedItem]:
     """Return items that were stored. `path` is the field that refers to them."""
-    return [PlacedItem(path, _READERS[_read_head(each).type].decode(each)) for each in items]
+    return [PlacedItem(path, _ITEMS.decode(_read_head(each).type, each)) for each in items]
 
 
 def stored_form(item: InputItem, new_id: Callable[[str], str]) -> tuple[str, bytes]:

@@ -32,6 +32,7 @@ from mlxsrv.wire.openai.generation_request import (
 )
 from mlxsrv.wire.responses.conversation import chat_messages
 from mlxsrv.wire.responses.items import (
+    InputMessage,
     InputReference,
     PlacedItem,
     read_item,
@@ -185,16 +186,17 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
             InvalidRequest, UnsupportedParameter: an item cannot be read.
         """
         effort = None if self.reasoning is None else self.reasoning.effort
+        left_out = Search()
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         return GenerationSpec(
             prompt=ChatPrompt(
-                messages=self._messages(past),
+                messages=self._messages(past, left_out),
                 tools=[tool.spec for tool in self.toolbox.tools.values()],
                 tool_choice=self.choice,
                 parallel=self.parallel_tool_calls is not False,
                 variables=self.chat_template_kwargs or {},
                 thinking=None if effort is None else effort != "none",
-                effort=None if effort == "none" else effort,
+                effort=effort,
             ),
             model=self.model,
             sampling=SamplingWishes(
@@ -209,13 +211,14 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
             ),
             steering=self.steering_wishes,
             form=self.form,
-            stops=stops or (),
+            stops=[text for text in stops or () if text],
             limit=self.limit,
             truncate=-1 if self.truncation == "auto" else None,
             logprobs=self.likeliest,
             streamed=bool(self.stream),
             user=self.user or self.safety_identifier,
             priority=self.priority,
+            ignored=left_out.paths,
             paths=_PATHS,
         )
 
@@ -228,7 +231,7 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
         given = self.max_output_tokens
         return AS_MANY_AS_FIT if given is None or given == -1 else given
 
-    def _messages(self, past: Past) -> list[ChatMessage]:
+    def _messages(self, past: Past, left_out: Search) -> list[ChatMessage]:
         """Raises InvalidRequest, UnsupportedParameter."""
         items = read_stored(past.items, "previous_response_id")
         for placed in self.items:
@@ -236,15 +239,20 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
                 items += read_stored([past.references[placed.item.id]], placed.path)
             else:
                 items.append(placed)
-        messages = chat_messages(self.instructions, items)
         if isinstance(self.input, str):
-            messages.append(ChatMessage(role="user", content=self.input))
+            items.append(PlacedItem("input", InputMessage(role="user", content=self.input)))
+        messages = chat_messages(self.instructions, items, left_out)
         if not messages:
             raise InvalidRequest("input: there is no message in it; give one", param="input")
         return messages
 
 
-_PATHS = {"messages": "input", "max_tokens": "max_output_tokens"}
+_PATHS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "enable_thinking": "reasoning.effort",
+}
 
 
 class Past(Struct, frozen=True):

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from mlxsrv.errors import (
-    InvalidRequest,
     MissingParameter,
     ServeError,
     ThreadNotFound,
@@ -192,7 +191,7 @@ PDF = {"type": "document", "source": {"type": "base64", "media_type": "x", "data
     ("content", "path"),
     [
         ([text("a"), IMAGE], "messages[0].content[1]"),
-        ([result([IMAGE])], "messages[0].content[0].content[0]"),
+        ([result(), IMAGE], "messages[0].content[1]"),
         ([PDF], "messages[0].content[0].source"),
         (
             [{"type": "document", "source": {"type": "content", "content": [IMAGE]}}],
@@ -207,14 +206,49 @@ def test_what_cannot_be_read_is_named(content: Any, path: str) -> None:
     assert error.message.startswith(path)
 
 
-def test_a_block_of_another_role_is_named() -> None:
+NOTE = "[image left out: this model reads text only]"
+HOSTED = [
+    {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {}},
+    {"type": "web_search_tool_result", "tool_use_id": "srvtoolu_1", "content": []},
+]
+
+
+def test_a_block_that_cannot_stand_in_a_question_is_named() -> None:
     use = {"type": "tool_use", "id": "call_1", "name": "f", "input": {}}
-    assert "tool_use" in refusal(user([use])).message
-    assert "tool_result" in refusal(user(), assistant([result()])).message
-    assert refusal(user(), assistant([result()])).param == "messages[1].content[0]"
-    unknown = refusal(user([{"type": "hologram"}]))
-    assert isinstance(unknown, InvalidRequest)
-    assert unknown.param == "messages[0].content[0].type"
+    blocks: list[Body] = [use, {"type": "hologram"}, {"type": "video", "source": {}}]
+    for block in blocks:
+        refused = refusal(user([block]))
+        assert refused.param == "messages[0].content[0]"
+        assert str(block["type"]) in refused.message
+
+
+@pytest.mark.parametrize(
+    ("turns", "read", "path"),
+    [
+        ([user([result([IMAGE])])], NOTE, "messages[0].content[0].content[0]"),
+        ([user([text("a"), IMAGE]), assistant("b")], f"a\n\n{NOTE}", "messages[0].content[1]"),
+        ([user([IMAGE]), user("a")], f"{NOTE}\n\na", "messages[0].content[0]"),
+        (
+            [user([PDF]), assistant("b"), user("a")],
+            "[document left out: this model reads text only]",
+            "messages[0].content[0].source",
+        ),
+    ],
+)
+def test_media_of_old_turns_and_of_results_leave_a_note(
+    turns: list[Any], read: str, path: str
+) -> None:
+    spec, ignored = decode(*turns)
+    assert isinstance(spec.prompt, ChatPrompt)
+    assert spec.prompt.messages[0].content == read
+    assert path in ignored
+
+
+def test_blocks_of_hosted_tools_are_left_out_by_name() -> None:
+    turns = [user("a"), assistant([*HOSTED, text("b")]), user("c")]
+    assert [message.content for message in chat(*turns)] == ["a", "b", "c"]
+    _, ignored = decode(*turns)
+    assert ignored == ["messages[1].content[0]"]
 
 
 @pytest.mark.parametrize(

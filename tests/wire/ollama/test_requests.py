@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from math import inf
 from typing import Any
 
@@ -137,7 +138,8 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
         (True, True, None),
         (False, False, None),
         ("low", True, "low"),
-        ("max", True, "high"),
+        ("max", True, "max"),
+        ("none", False, "none"),
     ],
 )
 def test_think_is_thinking_and_effort(
@@ -258,3 +260,25 @@ def test_errors_of_later_stages_have_paths_of_this_dialect() -> None:
     assert text_spec(prompt="a").path("chat_template") == "template"
     assert chat_spec().path("context") == "options.num_ctx"
     assert chat_spec().path("tools") == "tools"
+
+
+def test_images_of_old_turns_leave_a_note() -> None:
+    picture = {"role": "user", "content": "Look", "images": ["aGk="]}
+    for rest in ({"role": "assistant", "content": "A cat."}, {"role": "user", "content": "Well?"}):
+        body = {"model": "m", "messages": [picture, rest]}
+        spec = OLLAMA_CHATS.decode(json.dumps(body).encode())[0].spec()
+        assert isinstance(spec.prompt, ChatPrompt)
+        note = "[image left out: this model reads text only]"
+        assert spec.prompt.messages[0].content == f"Look\n\n{note}"
+        assert spec.ignored == ["messages[0].images"]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Os', [1], None, {"city": "Oslo"}])
+def test_arguments_of_any_kind_are_read(arguments: object) -> None:
+    call = {"function": {"name": "f", "arguments": arguments}}
+    turn = {"role": "assistant", "tool_calls": [call]}
+    body = {"model": "m", "messages": [{"role": "user", "content": "a"}, turn]}
+    spec = OLLAMA_CHATS.decode(json.dumps(body).encode())[0].spec()
+    assert isinstance(spec.prompt, ChatPrompt)
+    [read] = spec.prompt.messages[1].calls
+    assert read.arguments in ('{"city": "Os', "[1]", {}, {"city": "Oslo"})

@@ -157,7 +157,7 @@ def test_reasoning_says_whether_and_how_much_to_think() -> None:
 
     assert asked() == (None, None)
     assert asked(effort="high") == (True, "high")
-    assert asked(effort="none") == (False, None)
+    assert asked(effort="none") == (False, "none")
     assert asked(enabled=True) == (True, None)
     assert asked(enabled=False, effort="low") == (False, "low")
 
