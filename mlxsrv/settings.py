@@ -330,8 +330,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_bodies: Annotated[
         Annotated[int, Meta(ge=1024)] | None,
         Meta(
-            description="Bytes that all request bodies may take together, each from its arrival "
-            "until it is tokenized; beyond that: 503. Default: 4 times --max-body.",
+            description="Bytes that all request bodies may take together, with the stored items "
+            "that they continue or refer to, each from its arrival until it is tokenized; beyond "
+            "that: 503. Default: 4 times --max-body.",
             extra=_BYTES,
         ),
     ] = None
@@ -348,8 +349,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             description="Responses that are kept in memory for `previous_response_id` and "
-            "`GET /v1/responses/{id}`; beyond that, those that were not used for longest go. "
-            "0 keeps none.",
+            "`GET /v1/responses/{id}`; beyond that, those go that were not used for longest, of the "
+            "client that has most. 0 keeps none.",
         ),
     ] = 1000
     max_responses_bytes: Annotated[

@@ -122,6 +122,7 @@ def test_a_choice_that_waits_for_a_row_ends_with_the_time_of_its_reply(tmp_path:
         admission = asyncio.create_task(reply.admit())
         while not any(isinstance(output, TextPiece) for output in await reply.outputs()):
             pass
+        assert reply.spec.prompt == ChatPrompt(messages=()), "its texts are needed no longer"
         reply._lifecycle._expire_whole(1.5)  # as its timer does
         ends: list[Ended] = []
         while len(ends) < 2:
