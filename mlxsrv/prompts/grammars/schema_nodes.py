@@ -27,6 +27,11 @@ class SchemaError(ValueError):
     """The schema cannot be used. The message is for the client."""
 
 
+def located(reason: str, place: str) -> str:
+    """Add to a reason where in the schema it is, unless that is the whole schema."""
+    return reason if place == "#" else f"{reason}, at {place}"
+
+
 def texts(value: Any) -> list[str]:
     """Return the strings in a list; none if it is no list."""
     return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
@@ -34,18 +39,29 @@ def texts(value: Any) -> list[str]:
 
 def nodes(schema: JSONSchema) -> Iterator[JSONSchema]:
     """Yield every schema inside a prepared schema that is an object, itself first."""
-    pending: list[Node] = [schema]
+    return (node for _, node in places(schema))
+
+
+def places(schema: JSONSchema) -> Iterator[tuple[str, JSONSchema]]:
+    """Yield the `nodes`, in their order, with a JSON pointer to each."""
+    pending: list[tuple[str, Node]] = [("#", schema)]
     while pending:
-        node = pending.pop()
+        place, node = pending.pop()
         if not isinstance(node, dict):
             continue
-        yield node
+        yield place, node
+        parts: list[tuple[str, Node]] = []
         for key, value in node.items():
             if key in (*NAMED_SUBSCHEMAS, *OBJECT_KEYWORDS[:2], "$defs") and isinstance(
                 value, dict
             ):
-                pending.extend(value.values())
+                parts += ((f"{key}/{_escaped(name)}", part) for name, part in value.items())
             elif key in SUBSCHEMAS or key == OBJECT_KEYWORDS[2]:
-                pending.append(value)
+                parts.append((key, value))
             if key in (*COMBINATORS, "items", "prefixItems") and isinstance(value, list):
-                pending.extend(value)
+                parts += ((f"{key}/{i}", part) for i, part in enumerate(value))
+        pending += ((f"{place}/{below}", part) for below, part in reversed(parts))
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")

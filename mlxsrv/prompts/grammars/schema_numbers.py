@@ -7,13 +7,22 @@ from typing import Any
 
 from mlxsrv.prompts.grammars.schema_nodes import JSONSchema, SchemaError
 
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 
 _EXACT = 2**53
 _INT64 = 2**63
 
 
-def check_bound(key: str, node: JSONSchema) -> None:
+def check_numbers(node: JSONSchema) -> None:
+    """Raise SchemaError if llguidance would not keep a number of the schema's own exactly."""
+    for key in _BOUNDS:
+        if key in node:
+            _check_bound(key, node)
+    for value in (node.get("const"), node.get("enum")):
+        _check_constant(value)
+
+
+def _check_bound(key: str, node: JSONSchema) -> None:
     """Raise SchemaError if llguidance would not keep a bound exactly."""
     value = node[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or abs(value) <= _EXACT:
@@ -28,7 +37,7 @@ def check_bound(key: str, node: JSONSchema) -> None:
         raise SchemaError(f"{key}: {value} cannot be kept exactly; numbers up to 2**53 can")
 
 
-def check_constant(value: Any) -> None:
+def _check_constant(value: Any) -> None:
     """Raise SchemaError if llguidance would not keep each number in a constant exactly."""
     pending = [value]
     while pending:

@@ -8,7 +8,7 @@
 - A part that nothing finite can satisfy, such as an object that must contain itself, becomes false.
 - Numbers that llguidance would round are refused.
 - `\\d`, `\\w` and `\\s` in patterns are ASCII.
-- Annotations are left out.
+- Annotations are left out. A `format` for which llguidance has no grammar is one.
 
 References become references to definitions of our own: what an object may have depends on what it
 is combined with where it is referred to.
@@ -31,9 +31,11 @@ from mlxsrv.prompts.grammars.schema_nodes import (
     JSONSchema,
     Node,
     SchemaError,
+    located,
+    places,
     texts,
 )
-from mlxsrv.prompts.grammars.schema_numbers import BOUNDS, check_bound, check_constant
+from mlxsrv.prompts.grammars.schema_numbers import check_numbers
 from mlxsrv.prompts.grammars.unsatisfiable import replace_unsatisfiable
 
 _ANNOTATIONS = frozenset(
@@ -42,6 +44,13 @@ _ANNOTATIONS = frozenset(
         *("readOnly", "writeOnly", "contentMediaType", "contentEncoding"),
     }
 )
+_FORMATS = frozenset(
+    {
+        *("date-time", "time", "date", "duration", "email"),
+        *("hostname", "ipv4", "ipv6", "uuid", "uri"),
+    }
+)
+"""Formats for which llguidance has a grammar."""
 _MOST_STEPS = 200_000  # schemas looked at, some over and over
 
 
@@ -95,18 +104,19 @@ class _Preparation:
         while self._pending:
             name, node, beside = self._pending.pop()
             definitions[name] = self._node(node, beside)
-        return whole | ({"$defs": definitions} if definitions else {})
+        whole |= {"$defs": definitions} if definitions else {}
+        for place, node in places(whole):
+            try:
+                check_numbers(node)
+            except SchemaError as error:
+                raise SchemaError(located(str(error), place)) from None
+        return whole
 
     def _node(self, node: Node, beside: ListedKeys) -> Node:
         """Prepare a schema; `beside` are the keys that others list for the same object."""
         self._step()
         if not isinstance(node, dict):
             return node
-        for key in BOUNDS:
-            if key in node:
-                check_bound(key, node)
-        for value in [node.get("const"), node.get("enum")]:
-            check_constant(value)
         groups = list(_groups(node))
         others = self._others(node, groups, beside)
         ready = self._own(node, others[0])
@@ -124,6 +134,8 @@ class _Preparation:
         ready: JSONSchema = {}
         for key, value in node.items():
             if key in _ANNOTATIONS or key in ("$defs", "definitions"):
+                continue
+            if key == "format" and isinstance(value, str) and value not in _FORMATS:
                 continue
             if key in OBJECT_KEYWORDS:
                 for name, part in self._object(node, beside).items():

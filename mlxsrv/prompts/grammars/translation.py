@@ -21,7 +21,7 @@ from mlxsrv.prompts.grammars.regexes import ascii_classes
 from mlxsrv.prompts.grammars.schema_nodes import SchemaError
 from mlxsrv.prompts.grammars.schemas import prepare
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGrammar
-from mlxsrv.prompts.grammars.trial import check_grammars, failures, match_keys, prefixed
+from mlxsrv.prompts.grammars.trial import check_grammars, failures, locate, match_keys, prefixed
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -73,6 +73,8 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         case "json_schema":
             [schema] = _prepare_schemas([_parse_schema(spec.text)], compact=spec.compact)
             grammar = LLMatcher.grammar_from_json_schema(schema)
+            check_grammars([grammar], schemas=[schema])
+            return grammar
         case "regex":
             grammar = LLMatcher.grammar_from_regex(ascii_classes(spec.text))
         case "lark":
@@ -186,6 +188,9 @@ def _check_one_of(schemas: Mapping[int, dict[str, Any]], reasons: dict[int, str]
         texts = [msgspec.json.encode(schema).decode() for schema in opened.values()]
         found = failures([LLMatcher.grammar_from_json_schema(text) for text in texts])
         indices = list(opened)
+        if found:  # the first one's place only: each takes a process
+            i = next(iter(found))
+            found[i] = locate(texts[i], found[i])
         reasons.update((indices[i], reason) for i, reason in found.items())
 
 
@@ -218,6 +223,7 @@ def _translate_tools(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     check_grammars(
         [*map(LLMatcher.grammar_from_json_schema, tried), *map(_input_grammar, inputs.values())],
         [*names, *([] if answer is None else ["schema"]), *inputs],
+        tried,
     )
     return _lark_grammar(_tools_lark(calls, schemas, inputs, answer, tokenizer))
 

@@ -3,28 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from mlxsrv.prompts.grammars.key_patterns import KeyMatches, SchemaKeys
+from mlxsrv.prompts.grammars.schema_nodes import JSONSchema, located, places
 from mlxsrv.prompts.grammars.specs import GrammarRefused
 from mlxsrv.prompts.sandbox import TooMuch, run_apart
+
+_MOST_PARTS = 500  # of a schema, that are tried to find where it fails
 
 _SCRIPT = Path(__file__).with_name("trial_process.py")
 
 T = TypeVar("T")
 
 
-def check_grammars(grammars: Sequence[str], names: Sequence[str] = ()) -> None:
+def check_grammars(
+    grammars: Sequence[str], names: Sequence[str] = (), schemas: Sequence[str] = ()
+) -> None:
     """Compile grammars of llguidance's and write a few texts of each.
 
     Args:
         names: what error messages call each grammar; empty if there is one.
+        schemas: those of which the first grammars were made.
 
     Raises:
         GrammarRefused: one does not compile, or leads to where nothing may follow.
     """
     for i, reason in failures(grammars).items():
+        if i < len(schemas):
+            reason = locate(schemas[i], reason)
         raise GrammarRefused(prefixed(names[i] if names else "", reason))
 
 
@@ -36,6 +47,28 @@ def failures(grammars: Sequence[str]) -> dict[int, str]:
     """
     found = _run({"grammars": grammars}, type=list[tuple[int, str]])
     return {i: one_line(reason) for i, reason in found}
+
+
+def locate(schema: str, reason: str) -> str:
+    """Add where in a schema the reason is why it cannot be used, if that can be found: the deepest
+    part that alone cannot be used for the same reason."""
+    from llguidance import LLMatcher
+
+    whole = msgspec.json.decode(schema, type=JSONSchema)
+    parts = [*islice(places(whole), _MOST_PARTS)]
+    definitions = {"$defs": whole["$defs"]} if "$defs" in whole else {}
+    texts = (msgspec.json.encode(node | definitions).decode() for _, node in parts)
+    try:
+        failed = failures([LLMatcher.grammar_from_json_schema(text) for text in texts])
+    except GrammarRefused:  # all together take too long
+        return reason
+    same = [
+        place
+        for i, (place, node) in enumerate(parts)
+        if failed.get(i) == reason and "$ref" not in node
+    ]
+    inner = [place for place in same if not any(each.startswith(f"{place}/") for each in same)]
+    return located(reason, inner[0]) if inner else reason
 
 
 def match_keys(keys: Sequence[SchemaKeys]) -> list[KeyMatches]:

@@ -43,7 +43,22 @@ def refusal(model: Model, spec: GrammarSpec) -> str:
         ('{"type": "objectx"}', "Invalid type: objectx"),
         ('{"not": {"type": "string"}}', 'Unimplemented keys: ["not"]'),
         ('{"x-guidance": {"lenient": true}, "not": {}}', 'Unimplemented keys: ["not"]'),
-        ('{"type": "string", "format": "secret"}', "Unknown format: secret"),
+        (
+            '{"properties": {"a/b": {"items": {"not": {}}}, "b": {"pattern": "("}}}',
+            'Unimplemented keys: ["not"], at #/properties/a~1b/items',
+        ),
+        (
+            '{"items": {"$ref": "#/definitions/N"}, "definitions": {"N": {"contains": {}}}}',
+            'Unimplemented keys: ["contains"], at #/$defs/N',
+        ),
+        (
+            '{"properties": {"a": {"anyOf": [{"type": "null"}, {"maximum": 1e300}]}}}',
+            "numbers up to 2**53 can, at #/properties/a/anyOf/1",
+        ),
+        (
+            '{"properties": {"a": {"oneOf": [{"type": "integer"}, {"type": "number"}]}}}',
+            "approximate oneOf with anyOf, at #/properties/a",
+        ),
         ('{"pattern": "("}', "regex parse error: unclosed group"),
         ('{"$ref": "#/$defs/x"}', "Pointer '/$defs/x' does not exist"),
         ('{"$ref": "http://example.com/x"}', "not present in a registry"),

@@ -229,6 +229,32 @@ def test_a_number_that_would_be_rounded_is_refused(schema: Schema) -> None:
         prepare(schema)
 
 
+def test_a_format_without_a_grammar_is_an_annotation() -> None:
+    for name in ("regex", "int32", "iri", "uri-reference", "json-pointer", "password", "cron", ""):
+        assert fits({"type": "string", "format": name}, '"any text"') == [True], name
+    of_parts = {"type": ["string", "null"], "minLength": 3, "format": "phone"}
+    assert fits(of_parts, '"123"', '"12"', None) == [True, False, True]
+
+
+def test_a_format_with_a_grammar_is_followed() -> None:
+    """Also by a llguidance that knows fewer of them: then this fails."""
+    examples = {
+        "date-time": "2026-11-28T01:02:03Z",
+        "time": "01:02:03Z",
+        "date": "2026-11-28",
+        "duration": "P3D",
+        "email": "a@example.com",
+        "hostname": "example.com",
+        "ipv4": "127.0.0.1",
+        "ipv6": "::1",
+        "uuid": "123e4567-e89b-12d3-a456-426614174000",
+        "uri": "https://example.com/",
+    }
+    for name, text in examples.items():
+        schema = {"type": "string", "format": name}
+        assert fits(schema, f'"{text}"', '"not this"') == [True, False], name
+
+
 @pytest.mark.parametrize("bound", [2**53, 2**53 + 2, 10**17])
 def test_a_bound_that_is_kept_is_exact(bound: int) -> None:
     around = [bound - 1, bound, bound + 1]
