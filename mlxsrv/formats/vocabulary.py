@@ -28,11 +28,14 @@ _decode = msgspec.json.Decoder(_File).decode
 def added_tokens(folder: Path, files: Iterable[str], settings: JSONObject) -> set[str]:
     """Return the tokens that the tokenizer's files list beside its vocabulary.
 
+    Where `tokenizer_config.json` lists them, it lists all: transformers writes them there too. Only
+    elsewhere is a `tokenizer.json` read, which may have 30 MB.
+
     Args:
         files: the names in `folder`.
         settings: `tokenizer_config.json`.
     """
-    return _listed(settings) | _added(folder, files)
+    return _listed(settings) or _added(folder, files)
 
 
 def _listed(settings: JSONObject) -> set[str]:
