@@ -20,8 +20,9 @@ class Channels:
 
     - Reasoning is given without the newlines after its start marker and the whitespace before its
       end marker. A block with nothing else in it gives no piece.
-    - Content after a block is given without its leading newlines. Content of an answer without
-      blocks is given as it is.
+    - Content after a block is given without its leading newlines, and whitespace alone before an
+      answer's first marker is not given: GLM writes a newline before it thinks. Content of an
+      answer without blocks is given as it is.
     - A block may open at any point and more than once. A block that never closes is reasoning to
       the end. A start marker inside a block is dropped: a model may write one though its prompt has
       opened the block already.
@@ -39,7 +40,7 @@ class Channels:
         reasoning: whether the text so far ends inside a block.
     """
 
-    __slots__ = ("_bound", "_end", "_held", "_markers", "_space", "_trim", "reasoning")
+    __slots__ = ("_bound", "_end", "_held", "_lead", "_markers", "_space", "_trim", "reasoning")
 
     def __init__(
         self, start: str | None, end: str | None, *, thinking: bool, bound: bool = False
@@ -51,6 +52,8 @@ class Channels:
         self._held = ""  # may be the beginning of a marker
         self._space = ""  # whitespace that is dropped if the block ends here
         self.reasoning = thinking and (start is not None or end is not None)
+        # Whitespace with which the answer has begun; None: it has gone on.
+        self._lead = "" if start is not None and not thinking and not bound else None
         self._trim = self.reasoning  # at the beginning of a block, or just after one
 
     @property
@@ -62,7 +65,8 @@ class Channels:
         """Return the pieces that are certain, in order, none of them empty."""
         if not text:
             return []
-        if not self._held and not self._trim and not self._markers.start(text):
+        settled = self._lead is None and not self._held and not self._trim
+        if settled and not self._markers.start(text):
             if not self.reasoning:
                 return [(CONTENT, text)]
             if not self._space and not text[-1].isspace():
@@ -78,8 +82,11 @@ class Channels:
         """
         pieces: list[Piece] = []
         self._settle("" if cut and len(self._held) > 1 else self._held, pieces)
+        if self._lead:
+            pieces.append((CONTENT, self._lead))
         if self._space:
             pieces.append((REASONING, self._space))
+        self._lead = None
         self._held = self._space = ""
         return pieces
 
@@ -98,6 +105,7 @@ class Channels:
     def _cross(self, marker: str) -> None:
         self.reasoning = marker != self._end
         self._trim = True
+        self._lead = None
         if not self.reasoning:
             self._space = ""
             if self._bound:
@@ -111,7 +119,7 @@ class Channels:
             return
         self._trim = False
         if not self.reasoning:
-            pieces.append((CONTENT, text))
+            self._settle_content(text, pieces)
             return
         body = text.rstrip()
         if not body:
@@ -119,3 +127,10 @@ class Channels:
             return
         pieces.append((REASONING, self._space + body))
         self._space = text[len(body) :]
+
+    def _settle_content(self, text: str, pieces: list[Piece]) -> None:
+        if self._lead is not None:
+            text = self._lead + text
+            self._lead = text if text.isspace() else None
+        if self._lead is None:
+            pieces.append((CONTENT, text))

@@ -24,6 +24,9 @@ def separate(text: str, *, thinking: bool) -> tuple[str, str]:
     """The rules applied to a whole text, one stretch between markers after the other."""
     reasoning, content, space = "", "", ""
     inside, fresh = thinking, thinking
+    first, *marked = re.split(f"({START}|{END})", text)
+    if marked and not thinking and not first.strip():  # an answer that begins with its thoughts
+        text = text[len(first) :]
     for part in re.split(f"({START}|{END})", text):
         if part == END:
             inside, fresh, space = False, True, ""
@@ -48,6 +51,8 @@ def separate(text: str, *, thinking: bool) -> tuple[str, str]:
         pytest.param("hello", False, "", "hello", id="never thought"),
         pytest.param("\n\n hello \n", False, "", "\n\n hello \n", id="never thought, as it is"),
         pytest.param("<think>\nwhy\n</think>\n\nso", False, "why", "so", id="a block"),
+        pytest.param("\n<think>why</think>\nso", False, "why", "so", id="as GLM writes it"),
+        pytest.param(" \n", False, "", " \n", id="nothing else"),
         pytest.param("why\n</think>\n\nso\n", True, "why", "so\n", id="opened by the prompt"),
         pytest.param("\n<think>\nwhy</think>so", True, "why", "so", id="opened twice"),
         pytest.param("why\nnot \n", True, "why\nnot \n", "", id="never closed"),

@@ -55,6 +55,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     scripts = {"odd": ODD, "goes-on": f"So:\n{CALL}\nIs that so?"}
     odd_call = json.dumps({"name": "get_weather", "arguments": ODD_ARGUMENTS}, ensure_ascii=False)
     scripts["odd-call"] = f"<tool_call>{odd_call}</tool_call>"
+    scripts["glm"] = "\n\n<think>\nIs it so?\n</think>\n\nSo it is."
     scripts["breaks"] = f"So: {CALL.replace('}}', '')}"
     return {
         "agent": write_conversation(
@@ -119,6 +120,15 @@ CASES = {
     "long text": asking("Tell me of the sea.", model="t", limit=24),
     "seed": asking("Tell me of the sea.", model="t", limit=16, temperature=0.9, seed=7),
 }
+
+
+def test_what_stands_before_the_thoughts_that_open_an_answer_is_not_said(
+    client: TestClient,
+) -> None:
+    asked = asking(model="glm")
+    for spoken in DIALECTS.values():
+        for said in (spoken.ask(client, asked), spoken.stream(client, asked)):
+            assert (said.text, said.thoughts) == ("So it is.", "Is it so?"), spoken.name
 
 
 REPEATED = {"turns", "no thoughts", "two results", "any call", "no call", "long text"}
