@@ -66,8 +66,8 @@ def merge_models(own: ReplicaAnswer, others: Sequence[ReplicaAnswer]) -> bytes:
         model["id"] for answer in others for model in _listed(answer, "data") if model.get("loaded")
     }
     for model in told.get("data", ()):
-        if "loaded" in model:
-            model["loaded"] = model["loaded"] or model["id"] in loaded
+        if model["id"] in loaded:
+            model |= {"loaded": True, "state": "loaded", "reason": None, "download": None}
     return encode_json(told)
 
 

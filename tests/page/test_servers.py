@@ -34,7 +34,7 @@ def test_a_model_that_is_loading_is_told_of(page: Any, serve: Serve, tmp_path: P
         model.select_option("second")
         setting(page, "Other fields").fill("")
         ask(page, "Hello")
-        expect(answers(page)).to_contain_text("The model is loading.")
+        expect(answers(page)).to_contain_text("The model is waiting for room.")
         page.get_by_role("button", name=QUESTION, exact=True).click()
         expect(answers(page)).to_contain_text("Ctrl-C")  # before that, Stop is for the other answer
         press(page, "Stop")

@@ -47,7 +47,10 @@ def test_a_model_is_loaded_if_one_replica_has_it() -> None:
         return {"data": [{"id": id, "loaded": id in loaded} for id in "abc"]}
 
     merged = json.loads(merge_models(answer("1", listed("a")), [answer("2", listed("b"))]))
-    assert merged == listed("a", "b")
+    states = {"state": "loaded", "reason": None, "download": None}
+    expected = listed("a", "b")
+    expected["data"][1] |= states
+    assert merged == expected, "the other's model"
 
 
 def test_running_models_are_told_once() -> None:

@@ -59,4 +59,4 @@ def states(server: Server) -> dict[str, Body]:
 
 def _states(client: httpx.Client) -> dict[str, Body]:
     told = client.get("/health", params={"verbose": "1"}).json()
-    return {model["id"]: model for model in told["models"]}
+    return {model["id"]: model for model in told.get("models", [])}

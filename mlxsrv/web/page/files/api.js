@@ -29,6 +29,14 @@ export class API {
 		return this.ask("POST", path, body, options);
 	}
 
+	/** Read the health, which a server that is not well tells with a 503. */
+	health(signal) {
+		return this.get("health?verbose=1", signal).catch(error => {
+			if (error.body?.requests) return error.body;
+			throw error;
+		});
+	}
+
 	delete(path) {
 		return this.ask("DELETE", path);
 	}

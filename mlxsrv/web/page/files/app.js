@@ -78,29 +78,41 @@ function bringToFront(element) {
 }
 
 /** Read the models, and try again while the server cannot be reached. */
-async function connect() {
+async function connect(read = () => models.refresh()) {
 	clearTimeout(retry);
 	try {
-		await models.refresh();
+		await read();
 		trouble.hidden = true;
+		follow();
 	} catch (error) {
-		trouble.replaceChildren(error.message, " ", button("Try again", connect));
+		trouble.replaceChildren(
+			error.message,
+			" ",
+			button("Try again", () => connect()),
+		);
 		trouble.hidden = false;
 		if (error.status !== 401) connectAfter(Math.max(3000, error.pause ?? 0));
 	}
 }
 
+function follow() {
+	if (models.unsettled) connectAfter(2000, () => models.look());
+}
+
 /** Read the models after these milliseconds, or later, when somebody looks. */
-function connectAfter(pause) {
-	retry = setTimeout(() => (document.hidden ? connectAfter(pause) : connect()), pause);
+function connectAfter(pause, read) {
+	clearTimeout(retry);
+	retry = setTimeout(() => (document.hidden ? connectAfter(pause, read) : connect(read)), pause);
 }
 
 find("nav").append(...Object.entries(VIEWS).map(([name, { title }]) => el("a", { href: `#${name}` }, title)));
 find("#model").append(models.select());
+find("header").after(models.line());
 find(".skip").onclick = event => {
 	event.preventDefault(); // what stands behind # names a view
 	main.focus();
 };
+models.addEventListener("change", follow);
 addEventListener("hashchange", () => open(location.hash.slice(1)));
 connect();
 open(location.hash.slice(1));

@@ -2,6 +2,7 @@
 
 import { attempt, el, errorLine, lineForm, section, small, table } from "./dom.js";
 import { bytes, count } from "./figures.js";
+import { isMoving, stateOf } from "./models.js";
 
 const FACTS = ["State", "Size", "KV cache", "Context", "Rows", "Requests"];
 
@@ -25,9 +26,8 @@ export class ModelTable {
 	/** @param {any[] | undefined} states undefined: they are not known now */
 	update(states) {
 		if (!states) return;
-		const known = all => all.map(({ id, state }) => id + state).join();
-		if (known(states) !== known(this.states)) this.context.models.refresh().catch(() => {});
 		this.states = states;
+		this.context.models.take(states).catch(() => {});
 		this.draw();
 	}
 
@@ -84,7 +84,7 @@ class ModelRow {
 		const pinned = model.loaded && !!state?.pinned;
 		const size = state?.bytes ?? model.size;
 		const texts = [
-			(state?.state ?? "not loaded") + (pinned ? ", pinned" : ""),
+			stateOf(model) + (pinned ? ", pinned" : ""),
 			size ? bytes(size) : "not here yet",
 			kvCache(state?.kv_cache ?? model.kv_cache),
 			model.context_length ? count(model.context_length) : "–",
@@ -92,7 +92,7 @@ class ModelRow {
 			state?.requests ?? "–",
 		];
 		this.cells.forEach((cell, index) => (cell.textContent = texts[index]));
-		if (!this.busy) this.label(this.loaded ? "Unload" : "Load", pinned);
+		if (!this.busy) this.label(this.loaded ? "Unload" : "Load", pinned || isMoving(model));
 	}
 
 	/** The button keeps the focus while it cannot be pressed. */

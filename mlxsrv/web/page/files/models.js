@@ -1,9 +1,10 @@
 /** The models that can be asked, and the one that is chosen. */
 
-import { el, offer } from "./dom.js";
+import { el, offer, small } from "./dom.js";
+import { bytes } from "./figures.js";
 import { recall, remember } from "./session.js";
 
-/** Fires "change" when another model is chosen or the list has changed. */
+/** Fires "change" when another model is chosen, or the list or a state in it has changed. */
 export class Models extends EventTarget {
 	constructor(api) {
 		super();
@@ -12,9 +13,19 @@ export class Models extends EventTarget {
 		this.chosen = recall("model");
 	}
 
-	/** The names of those that generate text. */
+	/** The names of those that generate text, or may: the files of some are not here. */
 	get names() {
-		return this.all.filter(model => model.capabilities.includes("completion")).map(({ id }) => id);
+		const may = ({ type, capabilities }) => type === null || capabilities.includes("completion");
+		return this.all.filter(may).map(({ id }) => id);
+	}
+
+	get current() {
+		return this.all.find(({ id }) => id === this.chosen);
+	}
+
+	/** Whether to look again: a model is on its way, or the chosen one could not be loaded. */
+	get unsettled() {
+		return this.all.some(isMoving) || this.current?.state === "failed";
 	}
 
 	/** Read the list again. Until the user chooses, it is the server's default model. */
@@ -25,6 +36,23 @@ export class Models extends EventTarget {
 		this.all = data; // with the choice: a select alone would take the first
 		const { names } = this;
 		this.choose(names.includes(chosen) ? chosen : (names[0] ?? ""));
+	}
+
+	async look() {
+		await this.take((await this.api.health()).models);
+	}
+
+	/** Take the models that are loaded or wanted, as /health tells them; undefined: they are not known now. */
+	async take(states) {
+		if (!states) return;
+		const told = new Map(states.map(each => [each.id, each]));
+		const known = this.all.every(({ id, state }) => {
+			const now = told.get(id)?.state ?? "unused";
+			return now === state || (now === "unused" && state === "failed");
+		});
+		if (!known) return this.refresh();
+		for (const model of this.all) model.download = told.get(model.id)?.download;
+		if (this.all.some(({ download }) => download)) this.choose(this.chosen);
 	}
 
 	choose(id) {
@@ -38,7 +66,55 @@ export class Models extends EventTarget {
 			this.choose(select.value);
 		};
 		const select = el("select", { ariaLabel: "Model", onchange });
-		this.addEventListener("change", () => offer(select, this.names, this.chosen));
+		this.addEventListener("change", () => {
+			offer(select, this.names, this.chosen);
+			for (const option of select.options) {
+				const model = this.all.find(({ id }) => id === option.value);
+				if (isMoving(model) || model.state === "failed") option.text += ` (${stateOf(model)})`;
+			}
+		});
 		return select;
 	}
+
+	/** Make a line that says what keeps the chosen model from answering. */
+	line() {
+		const text = el("span", { role: "status" });
+		const bar = el("progress", { ariaLabel: "Download" });
+		const figures = el("span.quiet");
+		const again = small("Try again", () => this.load(this.chosen));
+		const line = el("p.line.note", { hidden: true }, text, bar, figures, again);
+		this.addEventListener("change", () => {
+			const { id, state, reason, download } = this.current ?? {};
+			line.hidden = state !== "failed" && !(state && isMoving({ state }));
+			const told = state === "failed" ? `${id} could not be loaded: ${reason}` : `${id}: ${state}`;
+			if (text.textContent !== told) text.textContent = told; // screen readers say it once
+			text.classList.toggle("error", state === "failed");
+			again.hidden = state !== "failed";
+			bar.hidden = figures.hidden = !download;
+			if (!download) return;
+			bar.value = share(download);
+			figures.textContent = `${bytes(download.completed)} of ${bytes(download.total)}`;
+		});
+		return line;
+	}
+
+	/** Load a model. An error is told by its state. */
+	async load(model) {
+		await this.api.post("api/generate", { model, stream: false }).catch(() => {});
+		await this.refresh();
+	}
+}
+
+/** Whether a model is on its way into memory. */
+export function isMoving({ state }) {
+	return !["loaded", "unused", "failed"].includes(state);
+}
+
+export function stateOf({ state, download }) {
+	if (state === "unused") return "not loaded";
+	return download ? `${state} ${Math.floor(100 * share(download))} %` : state;
+}
+
+function share({ completed, total }) {
+	return completed / (total || 1);
 }

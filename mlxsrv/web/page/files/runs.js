@@ -1,6 +1,7 @@
 /** The answers that are generated: at most one of each conversation. */
 
 import { generate } from "./generate.js";
+import { stateOf } from "./models.js";
 
 const SAVES = 2000; // milliseconds between two saves of an answer
 const PATIENCE = 700; // milliseconds before the user is told what an answer waits for
@@ -67,8 +68,9 @@ export class Runs {
 			const waiting = this.chat.view(reply)?.waiting;
 			if (document.hidden || !waiting?.checkVisibility({ visibilityProperty: true })) continue;
 			const list = await this.chat.api.get("v1/models").catch(error => error);
-			const loading = list.data?.find(({ id }) => id === model)?.loaded === false;
-			waiting.textContent = loading ? "The model is loading." : "Waiting for the first token.";
+			const found = list.data?.find(({ id }) => id === model);
+			waiting.textContent =
+				found?.loaded === false ? `The model is ${stateOf(found)}.` : "Waiting for the first token.";
 			pause = Math.max(pause, list.pause ?? 0);
 		}
 	}

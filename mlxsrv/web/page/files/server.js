@@ -13,7 +13,7 @@ const STATES = {
 	ok: "Ready",
 	loading: "Loading the model",
 	draining: "Shutting down",
-	failed: "The engine has failed: restart the server",
+	failed: "Failed",
 	stalled: "The engine is stalled",
 };
 
@@ -56,7 +56,8 @@ export class View {
 
 	/** @param {AbortSignal} ended another look has begun, or the tab is hidden */
 	async look(ended) {
-		const error = await this.read(AbortSignal.any([ended, AbortSignal.timeout(PATIENCE)]))
+		const error = await this.api
+			.health(AbortSignal.any([ended, AbortSignal.timeout(PATIENCE)]))
 			.then(health => this.draw(health))
 			.catch(thrown => thrown);
 		if (ended.aborted) return;
@@ -65,17 +66,10 @@ export class View {
 		if (this.again.hidden) this.next = setTimeout(() => this.begin(), Math.max(PERIOD, error?.pause ?? 0));
 	}
 
-	/** Read the health, which a server that is not well tells with a 503. */
-	read(signal) {
-		return this.api.get("health?verbose=1", signal).catch(error => {
-			if (error.body?.requests) return error.body;
-			throw error;
-		});
-	}
-
 	draw(health) {
 		const stalled = health.engine.stalled_seconds;
-		this.say(STATES[health.status], health.status === "ok");
+		const { status, reason } = health;
+		this.say(STATES[status] + (reason ? `: ${reason}` : ""), ["ok", "loading"].includes(status));
 		this.stalled.textContent = stalled ? `One step has taken ${seconds(stalled)} so far.` : "";
 		this.figures.add(health);
 		this.memory.update(health.memory);
