@@ -143,15 +143,17 @@ Receiver = Callable[[JobEvent], None]
 
 class KVCost(msgspec.Struct, frozen=True):
     """The bytes that one kind of layers adds to a row's KV cache: for each token, up to `window` of
-    them (0: all), and whatever its length."""
+    the last or `first` of the first ones (0: all), and whatever its length."""
 
     per_token: int
     window: int = 0
     fixed: int = 0
+    first: int = 0
 
     def bytes(self, tokens: int) -> int:
         """The bytes for a row of so many tokens."""
-        held = min(tokens, self.window) if self.window else tokens
+        most = self.window or self.first
+        held = min(tokens, most) if most else tokens
         return self.fixed + self.per_token * held
 
 

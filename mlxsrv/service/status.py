@@ -113,6 +113,8 @@ def _kv_cache(costs: Iterable[KVCost] | None, drafts: Iterable[KVCost]) -> list[
 def _kv_cache_cost(cost: KVCost) -> KVCacheCost:
     if cost.fixed:
         return KVCacheCost(kind="state", bytes=cost.fixed)
+    if cost.first:
+        return KVCacheCost(kind="first", bytes_per_token=cost.per_token, window=cost.first)
     kind: Literal["full", "window"] = "window" if cost.window else "full"
     return KVCacheCost(kind=kind, bytes_per_token=cost.per_token, window=cost.window or None)
 

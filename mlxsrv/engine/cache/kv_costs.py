@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache, make_prompt_cache
 
-from mlxsrv.engine.cache.quantized import LaterTokens
+from mlxsrv.engine.cache.quantized import FirstTokens, LaterTokens
 from mlxsrv.engine.cache.row_cache import Layers, count_bytes, is_known, list_layers
 from mlxsrv.engine.events import KVCost
 
@@ -55,7 +55,7 @@ def _measure(model: Any, make: Callable[[], Layers]) -> KVCost:
 
 def _sum_costs(layers: Iterable[Any]) -> tuple[KVCost, ...]:
     """The costs of layers that have seen some tokens; those of one window are summed."""
-    tokens: Counter[int] = Counter()  # bytes for each token, by window
+    tokens: Counter[tuple[int, int]] = Counter()  # bytes for each token, by window and first ones
     fixed = 0
     for layer in layers:
         keys = getattr(layer, "keys", None)
@@ -65,10 +65,16 @@ def _sum_costs(layers: Iterable[Any]) -> tuple[KVCost, ...]:
         # Quantized keys are three arrays, all with the tokens in the same place.
         length = (keys[0] if isinstance(keys, (tuple, list)) else keys).shape[-2]
         each = layer.nbytes // length
-        tokens[_find_window(layer)] += each
+        if type(layer) is FirstTokens:
+            tokens[0, layer.max_size] += each
+        else:
+            tokens[_find_window(layer), 0] += each
         if type(layer) is LaterTokens and layer.start:
-            tokens[layer.start] -= each  # which the first tokens do not take
-    costs = [KVCost(per_token, window) for window, per_token in sorted(tokens.items())]
+            tokens[0, layer.start] -= each  # which the first tokens do not take
+    costs = [
+        KVCost(per_token, window, first=first)
+        for (window, first), per_token in sorted(tokens.items())
+    ]
     return (*costs, KVCost(0, fixed=fixed)) if fixed else tuple(costs)
 
 

@@ -287,9 +287,8 @@ def measure_cache(costs: Iterable[KVCost], tokens: int, slice: int) -> int:
         slice: the most tokens of a slice.
     """
     room = tokens + STEP - 1
-    return sum(
-        [
-            cost.fixed + cost.per_token * (min(room, cost.window + slice) if cost.window else room)
-            for cost in costs
-        ]
-    )
+    total = 0
+    for cost in costs:
+        most = cost.window + slice if cost.window else cost.first or room
+        total += cost.fixed + cost.per_token * min(room, most)
+    return total

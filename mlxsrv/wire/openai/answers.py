@@ -275,10 +275,11 @@ class ModelDetails(Struct, frozen=True):
 
 class KVCacheCost(Struct, frozen=True, kw_only=True):
     """The bytes that the layers of one kind take in the KV cache of a row: those with `full`
-    attention for each token, those with a `window` for each of the last ones, and those with a
+    attention for each token, those with a `window` for each of the last ones, those that are
+    quantized so many more for each of the `first` ones (`window` is their number), and those with a
     `state` whatever its length. A `draft` model takes its bytes for each token of one row only."""
 
-    kind: Literal["full", "window", "state", "draft"]
+    kind: Literal["full", "window", "first", "state", "draft"]
     bytes_per_token: int = 0
     window: int | None = None
     bytes: int = 0

@@ -11,6 +11,8 @@ from mlx_lm.utils import load_model
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.plans import Keep
+from mlxsrv.engine.scheduling.groups import STEP
+from mlxsrv.engine.scheduling.row_memory import measure_cache
 from tests.support.driver import SMALL, Driver, prompt
 from tests.support.tiny import FAMILIES, write_model
 
@@ -66,3 +68,18 @@ def test_kv_costs_of_bounded_and_quantized_caches(tmp_path: Path, more: Any) -> 
             assert facts.kv_bytes(size) == kept.bytes
         else:  # as many tokens as were allocated
             assert facts.kv_bytes(-(-size // 256) * 256) == kept.bytes
+
+
+def test_long_rows_whose_first_tokens_are_not_quantized_can_be_cut(tmp_path: Path) -> None:
+    """These take more for a while, and none is ever lost, as it is behind a window."""
+    model, _ = load_model(write_model(tmp_path / "wide", "qwen3", head_dim=32))
+    facts = Driver(model, KVCacheFactory(model, group=32, bits=4, start=20)).runner.facts
+    plain = Driver(model).runner.facts
+    assert facts.cuts_at(1000)
+    assert facts.kv_bytes(20) == plain.kv_bytes(20)
+    later = facts.kv_bytes(21) - facts.kv_bytes(20)
+    assert 0 < later < plain.kv_bytes(1) / 4
+    assert facts.kv_bytes(1000) == facts.kv_bytes(20) + 980 * later
+    # While it is read a row has no slice more of them, as it has of a window.
+    read = measure_cache(facts.kv_costs, 1000, slice=512)
+    assert facts.kv_bytes(1000) <= read <= facts.kv_bytes(1000 + STEP)

@@ -109,6 +109,7 @@ function kvCache(costs) {
 		if (kind === "state") return `${bytes(all)} a row`;
 		const each = `${bytes(bytes_per_token)} a token`;
 		if (kind === "window") return `${each} of the last ${count(window)}`;
+		if (kind === "first") return `${each} of the first ${count(window)}`;
 		return kind === "draft" ? `${each} for the draft` : each;
 	});
 	return told?.join(" + ") || "–";
