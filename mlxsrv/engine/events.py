@@ -161,7 +161,7 @@ class Loaded(msgspec.Struct, frozen=True):
     """A model is ready.
 
     Attributes:
-        batched: rows share a pass; false where its caches cannot be merged.
+        batched: rows share a pass; false where their KV caches cannot, or where they would be off.
         cuts: its KV caches can be cut back to any length. If not, jobs should give checkpoints.
         bytes: the size of its weights, adapter and draft model included; on several ranks, that of
             the largest share.

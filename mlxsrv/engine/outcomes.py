@@ -154,7 +154,7 @@ class TextFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of a model that generates text, as far as the scheduler needs them.
 
     Attributes:
-        batched: rows can share a KV cache.
+        batched: rows can be decoded together.
         shares: groups of rows can share a pass of the model.
         cuts: KV caches can be cut back to any length.
         pads: a padded prompt is read as it would be alone.

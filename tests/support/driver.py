@@ -18,6 +18,7 @@ from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling
 from tests.support.greedy import assert_greedy
 from tests.support.tiny import FAMILIES
+from tests.support.tried import make_caches
 
 GREEDY = Sampling(temperature=0)
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
@@ -39,7 +40,7 @@ class Driver:
         self.model = model
         self.runner = TextRunner(
             model,
-            caches=caches or KVCacheFactory(model),
+            caches=caches or make_caches(model),
             steerer=Steerer(model),
             prompt_cache_bytes=0,
             **more,

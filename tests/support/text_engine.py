@@ -20,6 +20,7 @@ from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint
+from tests.support.tried import make_caches
 
 
 def nominal_seconds(work: Work) -> float:
@@ -70,7 +71,7 @@ class TextEngine:
         self.steerer = Steerer(model) if steerer is None else steerer
         self.runner = TextRunner(
             model,
-            caches=KVCacheFactory(model) if caches is None else caches,
+            caches=make_caches(model) if caches is None else caches,
             steerer=self.steerer,
             prompt_cache_bytes=cache_bytes,
             **more,

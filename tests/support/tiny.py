@@ -12,7 +12,7 @@ import hashlib
 import importlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -112,13 +112,22 @@ def write_model(
     config = _complete_config(described.config, overrides, tokenizer)
     muted = _not_plain(tokenizer) if plain else []
     template = CHAT_TEMPLATE.replace(_THINKING, "") if plain else CHAT_TEMPLATE
+    return write_folder(folder, config, make_weights(config, seed, muted), tokenizer, template)
+
+
+def write_folder(
+    folder: Path,
+    config: dict[str, Any],
+    weights: dict[str, mx.array],
+    tokenizer: Tokenizer,
+    template: str = CHAT_TEMPLATE,
+) -> Path:
+    """Write all files of a model into `folder`, which is made, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     _write_json(folder / "config.json", config)
     _write_json(folder / "generation_config.json", {"eos_token_id": config["eos_token_id"]})
     _write_tokenizer(folder, tokenizer, template)
-    mx.save_safetensors(
-        str(folder / "model.safetensors"), _make_weights(config, seed, muted), {"format": "mlx"}
-    )
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     return folder
 
 
@@ -164,8 +173,11 @@ def _complete_config(
         config["text_config"] = config["text_config"] | sizes
     else:
         config |= sizes
-    config["eos_token_id"] = [tokenizer.token_to_id(token) for token in END_TOKENS]
-    return config
+    return config | {"eos_token_id": find_end_tokens(tokenizer)}
+
+
+def find_end_tokens(tokenizer: Tokenizer) -> list[Any]:
+    return [tokenizer.token_to_id(token) for token in END_TOKENS]
 
 
 def _not_plain(tokenizer: Tokenizer) -> list[int]:
@@ -194,8 +206,11 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, template: str) -> None:
     _write_json(folder / "tokenizer_config.json", settings)
 
 
-def _make_weights(config: dict[str, Any], seed: int, muted: list[int]) -> dict[str, mx.array]:
-    """Random weights under the names of mlx-lm's model class, which `sanitize` leaves alone."""
+def make_weights(
+    config: dict[str, Any], seed: int = 0, muted: Collection[int] = ()
+) -> dict[str, mx.array]:
+    """Random weights under the names of mlx-lm's model class, which `sanitize` leaves alone. The
+    logits of `muted` tokens are zero."""
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = module.Model(module.ModelArgs.from_dict(config))
     parameters: Any = tree_flatten(model.parameters())
@@ -205,13 +220,13 @@ def _make_weights(config: dict[str, Any], seed: int, muted: list[int]) -> dict[s
     return {name: mx.array(weight, dtype=mx.float32) for name, weight in weights.items()}
 
 
-def _mute(weights: dict[str, Array], tokens: list[int]) -> None:
+def _mute(weights: dict[str, Array], tokens: Collection[int]) -> None:
     """Zero the tokens' rows of the output head: a zero logit is far below the best of the rest."""
     heads = [name for name in weights if name.endswith("lm_head.weight")]
     if not heads:
         raise ValueError("a model without an output head of its own cannot be made plain")
     for name in heads:
-        weights[name][tokens] = 0
+        weights[name][[*tokens]] = 0
 
 
 def _random_weight(name: str, value: Any, seed: int) -> Array:
@@ -221,7 +236,7 @@ def _random_weight(name: str, value: Any, seed: int) -> Array:
     for part, scale in _SCALES.items():
         if part in name:
             return scale(normal)
-    if value.ndim == 1:  # norms, skip weights, time steps: the model class knows best
+    if value.ndim <= 1:  # norms, skip weights, time steps: the model class knows best
         return np.array(value)
     return _projection(normal)
 

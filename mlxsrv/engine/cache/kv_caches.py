@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
+    ArraysCache,
     CacheList,
     KVCache,
     make_prompt_cache,
@@ -41,6 +42,14 @@ class KVCacheFactory:
         start: tokens of a text that are not quantized.
         whole: of a layer with several KV caches, all are quantized; else the first one only.
         notes: wishes that could not be fulfilled, and why.
+
+    Attributes:
+        batched: rows can be decoded together.
+        pads: texts can be read together with padding.
+        group_masks: masks have a dimension more, for queries in groups of heads.
+
+    The last three are what the kinds of layers promise, until a trial has told (see
+    `execution.trial`).
     """
 
     def __init__(
@@ -61,9 +70,11 @@ class KVCacheFactory:
         self._start = start
         self._whole = whole
         self.notes = notes
-        self.pads: bool | None = None  # whether padded prompts are read rightly; None: not tried
         empty = self._make_layers()
         self.batched = can_share(empty)
+        recurrent = any(isinstance(layer, ArraysCache) for layer in list_layers(empty))
+        self.pads = self.batched and not recurrent
+        self.group_masks = False
         self.cuts = all(type(layer) in FULL for layer in list_layers(empty))
 
     @property
@@ -78,7 +89,17 @@ class KVCacheFactory:
 
     def make_rows(self, *, reading: bool = False) -> RowCaches:
         """KV caches of rows that are decoded together; or of rows whose texts are read together."""
-        return RowCaches(self._make_layers(), reading=reading)
+        return RowCaches(
+            self._make_layers(),
+            reading=reading,
+            alone=not self.batched,
+            group_masks=self.group_masks,
+        )
+
+    def separate(self, reason: str) -> None:
+        """Have rows decode one at a time, each with KV caches of mlx-lm's own."""
+        self.batched = self.pads = self.group_masks = False
+        self.notes += (f"max_concurrency: rows of this model decode one at a time: {reason}",)
 
     def _make_layers(self) -> Layers:
         layers: Layers = make_prompt_cache(self._model)

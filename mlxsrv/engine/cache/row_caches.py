@@ -169,16 +169,25 @@ class RowCaches:
     Args:
         empty: the layers of a row without tokens.
         reading: texts are read into them in one pass, and no row is decoded.
+        alone: there is one row at a time.
+        group_masks: masks have a dimension more, for queries in groups of heads.
 
     Attributes:
         layers: what the model is called with, after `arrange`. The caller counts what it feeds.
     """
 
-    def __init__(self, empty: Layers, *, reading: bool = False) -> None:
+    def __init__(
+        self,
+        empty: Layers,
+        *,
+        reading: bool = False,
+        alone: bool = False,
+        group_masks: bool = False,
+    ) -> None:
         self.layers: Layers = []
-        self._rows = Rows()
+        self._rows = Rows(group_masks=group_masks)
         # Where one layer has no slots, nobody shares it, so the row keeps all of its own.
-        shared = can_share(empty)
+        shared = not alone and can_share(empty)
         self._kinds = [
             _make(self._rows, layer, reading=reading) if shared else _Lone() for layer in empty
         ]

@@ -23,6 +23,10 @@ class Room(NamedTuple):
 class Rows:
     """The rows of a sub-batch: what is the same for all layers.
 
+    Args:
+        group_masks: masks are `(rows, 1, 1, tokens, columns)`, for models that give each head of
+            keys its queries in a dimension of their own.
+
     Attributes:
         lengths: how many tokens each row has seen.
         reached: the most that each had seen before tokens were cut off.
@@ -30,7 +34,8 @@ class Rows:
         fed: tokens of each row that the pass under way feeds; 0 before its first layer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, group_masks: bool = False) -> None:
+        self._group_masks = group_masks
         self.lengths: list[int] = []
         self.reached: list[int] = []
         self.changes = 0
@@ -101,7 +106,8 @@ class Rows:
             queries = self.columns(tokens, 0)
             keys = self._count(self.longest + tokens)
             mask = keys <= queries
-            return mask if window is None else mask & (queries < keys + window)
+            mask = mask if window is None else mask & (queries < keys + window)
+            return mask[:, None] if self._group_masks else mask
 
         return self._once(("mask", tokens, window), make)
 

@@ -6,19 +6,15 @@ Used on the device thread only.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.kv_costs import find_costs
-from mlxsrv.engine.cache.row_cache import list_layers
 from mlxsrv.engine.cache.shared_layers import share_layers
 from mlxsrv.engine.events import KVCost
-from mlxsrv.engine.execution.read import read_together
 from mlxsrv.engine.faults import describe_error
 from mlxsrv.engine.outcomes import StoreFacts, TextFacts
 from mlxsrv.engine.patches.attention import patch_attention
@@ -26,7 +22,6 @@ from mlxsrv.engine.patches.attention import patch_attention
 _log = logging.getLogger("mlxsrv.engine")
 
 _LEAST_PASS = 4 * 1024 * 1024  # bytes; a pass of the smallest model costs as much in calls
-_ROUNDING = 0.1  # of the logits' standard deviation; bfloat16 stays well below
 
 
 def find_facts(
@@ -45,8 +40,7 @@ def find_facts(
 
     Args:
         model: a model of mlx-lm's.
-        caches: makes the KV caches of its rows. Whether padded prompts are read rightly is noted
-            there, if it was not known.
+        caches: makes the KV caches of its rows.
         prompt_cache_bytes: the most bytes of kept prompts.
         shares: groups of rows share passes of the model.
         drafts: there is a draft model, and it can be used.
@@ -56,10 +50,8 @@ def find_facts(
             given.
         store: kept prompts are written to disk; None: they are not.
     """
-    if caches.pads is None:
-        caches.pads = caches.batched and masks_padding(model)
-    # Not evaluated: only its shape is looked at.
-    logits = model(mx.array([[0]]), cache=caches.make().layers)
+    # Not evaluated: only its shape is looked at. Two tokens, for one would be a decode step.
+    logits = model(mx.array([[0, 0]]), cache=caches.make().layers)
     return TextFacts(
         batched=caches.batched,
         shares=shares,
@@ -109,35 +101,3 @@ def weights(model: Any) -> list[mx.array]:
     return [
         array for _, array in cast(list[tuple[str, mx.array]], tree_flatten(model.parameters()))
     ]
-
-
-def masks_padding(model: Any) -> bool:
-    """Whether the model reads a padded prompt as it would the prompt alone."""
-    probe = try_padding(model)
-    while True:
-        try:
-            next(probe)
-        except StopIteration as stop:
-            return bool(stop.value)
-
-
-def try_padding(model: Any) -> Generator[None, None, bool]:
-    """Find out what `masks_padding` returns, yielding between passes of the model.
-
-    Attention layers leave padding out. A recurrent layer has to mask it, and not all of mlx-lm's
-    do. So models that have one are tried: with a layer that reads padding as text, the logits are
-    off by as much as they vary, else by rounding.
-    """
-    caches = KVCacheFactory(model)  # a model with a recurrent layer has its own kind only
-    layers = list_layers(caches.make().layers)
-    if not any(isinstance(layer, ArraysCache) for layer in layers):
-        return True
-    short, long = (1, 2, 3), (4, 5, 6, 7, 8, 9, 10, 11)
-    alone = read_together(model, caches, [caches.make()], [short])
-    yield
-    beside = read_together(model, caches, [caches.make(), caches.make()], [short, long])
-    yield
-    expected = model(mx.array([[0]]), cache=alone.lend(0).layers)[0, -1]
-    logits = model(mx.array([[0]]), cache=beside.lend(0).layers)[0, -1]
-    difference = mx.abs(expected - logits).mean()
-    return bool((difference < _ROUNDING * mx.std(expected)).item())

@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.embedding.embedding_models import EmbeddingEncoder
-from mlxsrv.engine.execution.facts import try_padding
 from mlxsrv.engine.execution.text_runner import TextRunner
+from mlxsrv.engine.execution.trial import try_rows
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe_error
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.plans import Decode, Leave, RowGroup, Span
@@ -31,11 +31,12 @@ _COLUMNS = 256
 def warm_up(
     model: Any, caches: KVCacheFactory, ranks: RankGroup | None = None
 ) -> Generator[None, None, None]:
-    """Generate two tokens in two rows, one greedy and one sampled, yielding between passes.
+    """Find out whether rows can share a pass. Then generate two tokens in two rows, one greedy and
+    one sampled. Yields between passes.
 
     Raises ValueError if the model cannot compute.
     """
-    caches.pads = (yield from try_padding(model)) if caches.batched else False
+    yield from try_rows(model, caches, ranks)
     runner = TextRunner(
         model, caches=caches, steerer=Steerer(model), prompt_cache_bytes=0, ranks=ranks
     )

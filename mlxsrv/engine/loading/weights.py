@@ -128,7 +128,7 @@ class WeightReader:
 
     def _map_decoder(self, folder: Path) -> Any:
         try:
-            return self._map_by(folder, _get_classes)
+            return self._map_by(folder, find_classes)
         except ValueError as error:
             if " parameters" not in str(error):
                 raise
@@ -181,9 +181,23 @@ class WeightReader:
 def import_model_code(path: str) -> None:
     """Import mlx-lm's code for the model in folder `path`. Errors are left to its load."""
     try:
-        _get_classes(load_config(Path(path)))
+        find_classes(load_config(Path(path)))
     except Exception:
         _log.debug("no code for the model in %s", path, exc_info=True)
+
+
+def find_classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's classes for a decoder.
+
+    Raises ImportError where their import would end the process, as OLMo's does without a package.
+    """
+    try:
+        classes: tuple[Any, Any] = _get_classes(config)
+    except SystemExit as error:
+        kind = config.get("model_type")
+        reason = f"mlx-lm's code for {kind} needs a package that is not installed"
+        raise ImportError(reason) from error
+    return classes
 
 
 def headless_classes(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -192,7 +206,7 @@ def headless_classes(config: dict[str, Any]) -> tuple[Any, Any]:
     Embedding models are, for example Qwen3-Embedding: the names of their weights begin inside the
     model, and the head that the config promises is missing. The embedding's weights take its place.
     """
-    model_class, arguments = _get_classes(config)
+    model_class, arguments = find_classes(config)
 
     class Headless(model_class):  # type: ignore[misc, valid-type]
         def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:

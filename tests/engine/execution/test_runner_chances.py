@@ -19,6 +19,7 @@ from mlxsrv.engine.plans import Decode, Keep, RowGroup
 from tests.support.driver import Driver
 from tests.support.effort import examples
 from tests.support.tiny import WINDOW, write_model
+from tests.support.tried import make_caches
 
 LEAST = 2  # tokens that are kept or lent
 MOST_ROWS = 6
@@ -286,7 +287,7 @@ def makers(models: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, A
     found = {}
     for kind, (family, more) in KINDS.items():
         model = wide if family == "wide" else models(family)
-        found[kind] = model, KVCacheFactory(model, **more)
+        found[kind] = model, make_caches(model, **more)
     return found
 
 

@@ -13,6 +13,7 @@ import pytest
 from mlxsrv.engine.events import Attached
 from mlxsrv.engine.loading.loader import Loader
 from mlxsrv.engine.loading.resident import ResidentModel
+from mlxsrv.engine.loading.weights import import_model_code
 from mlxsrv.engine.orders import Attach, Load
 from mlxsrv.engine.outcomes import AttachStep, LoadStep, Refusal
 from mlxsrv.engine.plans import AttachSlice, LoadSlice
@@ -146,6 +147,16 @@ def test_an_error_that_ends_the_process_passes(tmp_path: Path) -> None:
     order = make_load(write_failing(tmp_path / "m", "SystemExit(3)", 2), trust_remote_code=True)
     with pytest.raises(SystemExit):
         run_load(Loader({}), 1, order)
+
+
+def test_mlx_lms_code_that_wants_another_package_is_refused(tmp_path: Path) -> None:
+    """Its import would end the process, so a request for OLMo would end the server."""
+    (tmp_path / "config.json").write_text('{"model_type": "olmo"}')
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), {"weight": mx.zeros(1)})
+    import_model_code(str(tmp_path))
+    refusal = run_load(Loader({}), 1, make_load(tmp_path))[-1].refusal
+    assert refusal is not None
+    assert refusal.reason == "mlx-lm's code for olmo needs a package that is not installed"
 
 
 @pytest.mark.parametrize("slices", [2, 3])

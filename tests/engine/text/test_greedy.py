@@ -15,7 +15,6 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.events import Failed, PromptRead, Token
 from mlxsrv.engine.execution import read
-from mlxsrv.engine.execution.facts import masks_padding
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.steering.plan import forward
@@ -24,6 +23,7 @@ from tests.support.effort import often, per_cache
 from tests.support.greedy import assert_greedy
 from tests.support.text_engine import TextEngine
 from tests.support.tiny import FAMILIES, write_model
+from tests.support.tried import make_caches
 
 GREEDY = Sampling(temperature=0)
 SMALL = [name for name in FAMILIES if name != "qwen3-46m"]
@@ -275,7 +275,7 @@ def test_an_error_while_reading_fails_only_what_is_read(models: Any) -> None:
 
 
 def test_padding_is_used_only_where_a_model_masks_it(models: Any) -> None:
-    masked = {name for name in SMALL if FAMILIES[name].batchable and masks_padding(models(name))}
+    masked = {name for name in SMALL if FAMILIES[name].batchable and make_caches(models(name)).pads}
     assert "mamba" not in masked  # its layers read padding as if it were text
     assert {"qwen3", "gemma3_text", "qwen3_next", "mamba2"} <= masked
 
