@@ -9,9 +9,12 @@ import httpx
 import pytest
 from mlx_lm import generate
 
+from mlxsrv.settings import Settings
 from tests.real.conftest import Load, real
 from tests.real.greedy import ask, ask_together, assert_likeliest
 from tests.real.material import FORMATS
+from tests.support.loading import generate as greedy
+from tests.support.loading import load
 
 PROMPTS = (
     "The capital of France is",
@@ -93,3 +96,19 @@ def test_from_kept_prompts(client: httpx.Client, mlx_lm: Load) -> None:
             {"role": "assistant", "content": choice["message"]["content"]},
             {"role": "user", "content": question},
         ]
+
+
+def test_short_texts_with_a_quantized_cache(mlx_lm: Load) -> None:
+    """Four bits from the first token on lead this model elsewhere. Behind a start, as mlx-lm's
+    command has one too, its answer to a short question is that without them."""
+    _, tokenizer = mlx_lm("smollm2-float32")
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+    texts = []
+    start = Settings().quantized_kv_start
+    for bits in (None, 4):
+        resident = load(real("smollm2-float32"), kv_bits=bits, quantized_kv_start=start)
+        assert resident.loaded.notes == ()
+        [tokens] = greedy(resident, prompt, max_tokens=7)
+        texts.append(tokenizer.decode(tokens[:7]))
+    assert texts == ["The capital of France is Paris."] * 2
