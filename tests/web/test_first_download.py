@@ -1,4 +1,4 @@
-"""A default model that is not here when the server starts: its download, and what is told of it."""
+"""A default model that is not here when the server starts, or is no model: what is told of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import fcntl
 import os
 import pty
 import re
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from starlette.testclient import TestClient
 
+import mlxsrv
 from tests.support.client import Body, ask, chat
 from tests.support.hub import Hub
 from tests.support.serving import Server, serving, wait_for
@@ -154,3 +157,16 @@ def test_on_a_terminal_a_bar_shows_the_download(hub: Hub, model: Path, tmp_path:
         assert len(re.findall(" downloading ", text)) == 1, "the bar tells the rest"
         process.terminate()
         assert process.wait(60) == 0
+
+
+def test_a_mounted_app_lists_its_default_model_though_its_files_are_wrong(
+    model: Path, tmp_path: Path
+) -> None:
+    """It cannot end the process, as the command line does."""
+    broken = shutil.copytree(model, tmp_path / "broken")
+    (broken / "tokenizer.json").unlink()
+    app = mlxsrv.create_app(mlxsrv.Settings(model=(str(broken),), hf_cache=False))
+    models = TestClient(app).get("/v1/models").json()["data"]  # nothing is loaded at a start
+    [entry] = [each for each in models if each["id"] != "demo"]
+    assert (entry["id"], entry["state"]) == ("broken", "failed")
+    assert "tokenizer.json" in entry["reason"]
