@@ -349,8 +349,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         Meta(
             ge=0,
             description="Responses that are kept in memory for `previous_response_id` and "
-            "`GET /v1/responses/{id}`; beyond that, those go that were not used for longest, of the "
-            "client that has most. 0 keeps none.",
+            "`GET /v1/responses/{id}`; beyond that, those go that were not used for longest, of "
+            "the client that has most. 0 keeps none.",
         ),
     ] = 1000
     max_responses_bytes: Annotated[

@@ -183,6 +183,7 @@ def test_others_may_set_limits_meanwhile() -> None:
 def test_nothing_is_left_to_import_for_a_request() -> None:
     out = run("""
         import sys
+        from mlxsrv import create_app
         from mlxsrv.engine.backend import import_engine
         import_engine()
         import pkgutil
