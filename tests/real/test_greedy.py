@@ -3,6 +3,7 @@ prompts."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import httpx
@@ -56,6 +57,11 @@ def test_spaces_of_gemma(client: httpx.Client, mlx_lm: Load) -> None:
     assert_likeliest(model, found)
     stopped = ask(client, "gemma3-float32", CODE, 12, stop=["\n    else"])
     assert stopped["text"] == "        return -1"
+    point = {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99}}}
+    asked = {"json_schema": point | {"required": ["x"]}}
+    found = ask(client, "gemma3-float32", "A point, as indented JSON:\n", 24, **asked)
+    assert found["finish_reason"] == "stop"
+    assert json.loads(found["text"]).keys() == {"x"}
 
 
 def test_over_the_window(client: httpx.Client, mlx_lm: Load) -> None:
