@@ -58,11 +58,8 @@ class _Side(Slots):
         return token - self._begin
 
     def _places(self, tokens: int, free: int) -> mx.array:
-        places = self._rows.columns(tokens, free)
-        here = places >= self._begin
-        if self._end is not None:
-            here = here & (places < self._end)
-        return mx.where(here, places - self._begin, self._room.columns - 1)
+        spare = self._room.columns - 1
+        return self._rows.part_columns(self._begin, self._end, spare, tokens, free)
 
 
 class _QuantizedSide(_Side):

@@ -89,6 +89,21 @@ class Rows:
 
         return self._once(("columns", tokens, free), make)
 
+    def part_columns(
+        self, begin: int, end: int | None, spare: int, tokens: int, free: int
+    ) -> mx.array:
+        """The same of an array that has columns for the tokens from `begin` on, up to `end` if
+        there is one; the others' is `spare`."""
+
+        def make() -> mx.array:
+            places = self.columns(tokens, free)
+            here = places >= begin
+            if end is not None:
+                here = here & (places < end)
+            return mx.where(here, places - begin, spare)
+
+        return self._once(("part", begin, end, spare, tokens, free), make)
+
     def ring_columns(self, first: int, size: int, free: int) -> mx.array:
         """`(rows + free, 1, 1, 1)`: the column of each row's next token, if all from the `first` on
         are a ring, and there are `size`; and of so many slots more."""

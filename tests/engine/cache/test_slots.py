@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -304,6 +305,23 @@ def test_a_pass_that_has_no_room_is_refused() -> None:
     texts.room = (2, 99)
     with pytest.raises(RuntimeError, match="11 tokens of a row in 10 columns"):
         texts.feed()
+
+
+def test_where_tokens_are_written_is_computed_once_for_all_layers(tmp_path: Path) -> None:
+    """A GPU takes long for many small operations."""
+    one, four = (count_choices(layers, tmp_path / "graph") for layers in (1, 4))
+    assert one == four > 0
+
+
+def count_choices(layers: int, graph: Path) -> int:
+    """The number of choices between numbers in a pass of rows on both sides of the start."""
+    texts = Texts(lambda: [QuantizedCache(4, 32, 8) for _ in range(layers)])
+    texts.arrange([], [3, 9], (0, 5))
+    for layer in texts.caches.layers:
+        layer.update_and_fetch(arrays([[1], [2]]), arrays([[1], [2]]))
+    written = [array for side in texts.caches.layers for array in slots._flatten(side.keys)]
+    mx.export_to_dot(str(graph), *written)
+    return graph.read_text().count('"Select"')
 
 
 def test_the_only_row_needs_no_copy() -> None:

@@ -65,8 +65,8 @@ def test_nothing_is_stored_of_a_kind_that_is_not_known(
     """It is kept in memory, and the load says why it is not on disk."""
     folder = model_folder("deepseek_v41", plain=True)
     engine = StoringEngine(folder, tmp_path / "store")
-    [note] = [event.value.notes[0] for event in engine.events if isinstance(event, Answered)]
-    assert note.startswith("prompt_cache_dir: KV caches of this model's own kind (LayerCache)")
+    [notes] = [event.value.notes for event in engine.events if isinstance(event, Answered)]
+    assert notes[-1].startswith("prompt_cache_dir: KV caches of this model's own kind (LayerCache)")
     answer, _ = engine.ask(make_job(1, LONG))
     _, cached = engine.ask(make_job(2, (*LONG, *answer, 7, 8)))
     assert cached >= len(LONG) + len(answer) - 1

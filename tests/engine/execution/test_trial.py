@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +11,7 @@ from mlx.nn.layers.linear import Linear
 from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
+from mlxsrv.engine.cache.kv_costs import find_costs
 from mlxsrv.engine.execution.trial import try_rows
 from tests.support.architectures import make_model
 
@@ -39,6 +41,35 @@ def test_rows_decode_alone_where_a_model_is_wrong_beside_others() -> None:
         assert (caches.batched, caches.pads, caches.group_masks) == (False, False, False), name
         [note] = caches.notes
         assert note.startswith("max_concurrency: rows of this model decode one at a time"), name
+
+
+def test_the_note_has_what_was_off_and_with_which_kinds() -> None:
+    [afm7] = find(make_model("afm7")).notes
+    assert "beside others they are off by " in afm7
+    [llama4] = find(make_model("llama4")).notes
+    assert llama4.endswith("some of its KV caches (ChunkedKVCache, KVCache) are of one row only")
+
+
+def test_reserved_tokens_that_are_all_alike_hide_nothing() -> None:
+    """Values that are all alike give the same, whatever a query attends to."""
+    model = make_model("afm7")
+    table = model.model.embedding
+    table.weight = mx.concatenate([mx.repeat(table.weight[:1], 110, axis=0), table.weight[110:]])
+    assert not find(model).batched
+
+
+def test_a_trial_stops_between_passes_and_takes_little_memory_beside_the_weights() -> None:
+    model = CountedPasses(make_model("qwen3", num_attention_heads=16, num_key_value_heads=16))
+    mx.eval(model.parameters())
+    caches = KVCacheFactory(model)
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    passes = [model.count for _ in try_rows(model, caches)]
+    assert all(later == earlier + 1 for earlier, later in pairwise(passes)), passes
+    # Less than two of the steps by which mlx-lm's KV caches grow, whatever the number of texts.
+    step = sum(cost.bytes(256) for cost in find_costs(model))
+    assert mx.get_peak_memory() - before < 2 * step
 
 
 @pytest.mark.parametrize(("heads", "groups"), [((4, 2), True), ((6, 3), True), ((4, 4), False)])
@@ -92,15 +123,30 @@ def round_otherwise(multiply: Any) -> Any:
     return call
 
 
-class RoundedLogits:
-    """A model whose logits are bfloat16, as those of real ones. (MLX computes experts in float32
-    only on a CPU.)"""
+class OtherwiseCalled:
+    """A model that does something more when it is called."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+class CountedPasses(OtherwiseCalled):
+    """A model that counts them."""
+
+    count = 0
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        self.count += 1
+        logits: mx.array = self._model(tokens, cache=cache)
+        return logits
+
+
+class RoundedLogits(OtherwiseCalled):
+    """A model whose logits are bfloat16, as those of real ones. (MLX computes experts in float32
+    only on a CPU.)"""
 
     def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
         logits: mx.array = self._model(tokens, cache=cache).astype(mx.bfloat16)
