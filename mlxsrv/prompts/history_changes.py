@@ -77,12 +77,16 @@ def _turns(messages: Messages) -> Iterator[tuple[PlainMessage, Messages]]:
 
 
 def _answers(calls: Sequence[dict[str, Any]], results: Messages) -> list[int | None]:
-    """Return which of the results is each call's: by its id or, without ids, by its place."""
+    """Return which of the results is each call's: by its id or, without ids, by its place. Of calls
+    that have one id, each has one of the results of that id, in their order."""
     ids = [result.get("tool_call_id") for result in results]
-    by_id = {id: place for place, id in enumerate(ids) if id is not None}
-    if by_id:
-        return [by_id.get(call["id"]) for call in calls]
-    return [place if place < len(results) else None for place in range(len(calls))]
+    if not any(ids):
+        return [place if place < len(results) else None for place in range(len(calls))]
+    waiting: dict[str | None, list[int]] = {}
+    for place in reversed(range(len(ids))):
+        waiting.setdefault(ids[place], []).append(place)
+    found = (waiting.get(call["id"]) for call in calls)
+    return [places.pop() if places else None for places in found]
 
 
 def with_ids(make: Callable[[dict[str, Any], int], str]) -> MessageChange:

@@ -83,6 +83,11 @@ HISTORIES = {
     "an interjection": [USER, *called("look"), said("user", "stop"), ANSWER, said("user", "on")],
     "a reminder behind a result": [SYSTEM, USER, *called("look"), said("system", "hurry")],
     "no object": [USER, *called("look", arguments='{"city": "Os'), ANSWER, USER],
+    "calls of one id": [
+        USER,
+        said("assistant", calls=[PastCall("look", {"key": each}, "call_1") for each in "ab"]),
+        *[said("tool", f"from {each}", call_id="call_1") for each in "ab"],
+    ],
     "a list": [USER, *called("look", arguments="[1]"), ANSWER, USER],
     "calls without ids": [
         USER,
@@ -185,6 +190,17 @@ def test_ids_have_the_form_that_the_family_reads(known: dict[str, Tokenizer]) ->
         "functions.find:1",
         "functions.look:2",
     ]
+
+
+def test_calls_of_one_id_have_one_result_each(known: dict[str, Tokenizer]) -> None:
+    messages = HISTORIES["calls of one id"]
+    calls = ['call look {"key": "a"}', 'call look {"key": "b"}']
+    results = ["[tool] from a", "[tool] from b"]
+    apart = [line for pair in zip(calls, results, strict=True) for line in ("[assistant] ", *pair)]
+    together = ["[assistant] ", *calls, *results]
+    for family, lines in (("llama3", apart), ("mistral", together)):
+        wanted = "\n".join(["[user] one", *lines, "[assistant] "])
+        assert render(known[family], messages) == wanted
 
 
 def test_null_content_beside_calls_is_nothing_where_the_family_wants_that(

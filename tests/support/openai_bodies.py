@@ -95,7 +95,7 @@ WRONG_CHAT: Table = {
     "reasoning_effort": [5, True, {}],
     "reasoning": ["high", 5, True],
     "enable_thinking": ["yes", 1, "high"],
-    "think": ["yes", 1, "a lot", []],
+    "think": [1, [], "x" * 101],
     "continue_final_message": ["yes", 1],
     "add_generation_prompt": ["yes", 1],
     "chat_template": ["", 5, True, []],

@@ -65,7 +65,7 @@ class ToolReferenceBlockParam(Struct, frozen=True, tag_field="type", tag="tool_r
 
 
 class ThinkingBlockParam(Struct, frozen=True, tag_field="type", tag="thinking"):
-    thinking: str
+    thinking: str | None = None
     signature: str | None = None
 
 

@@ -23,7 +23,7 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.wire.anthropic.blocks import CacheControl, MessageParam, System, read_chat
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.openai.generation_request import Priority
+from mlxsrv.wire.openai.generation_request import Effort, Priority
 from mlxsrv.wire.steering import SteeringFields, check_steering
 from mlxsrv.wire.unknown import Search
 
@@ -60,7 +60,7 @@ class JSONOutputFormat(Struct, frozen=True):
 
 
 class OutputConfig(Struct, frozen=True):
-    effort: str | None = None
+    effort: Effort | None = None
     format: JSONOutputFormat | None = None
 
 

@@ -7,7 +7,7 @@ with a value. The checks here are for fields that do not go together.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
@@ -44,7 +44,7 @@ BadWord = Annotated[str, Meta(pattern=r"\S", max_length=1000)]
 User = Annotated[str, Meta(max_length=1000)]
 Priority = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 TokenId = Int32
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Effort = Annotated[str, Meta(max_length=100)]  # levels that no template knows are left out, too
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]

@@ -77,7 +77,7 @@ class NamedTool(Struct, frozen=True):
 class ReasoningFields(Struct, frozen=True):
     """Whether and how much to think, as OpenRouter's clients say it."""
 
-    effort: str | None = None
+    effort: Effort | None = None
     enabled: bool | None = None
 
     @property
@@ -97,7 +97,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     chat_template_kwargs: Annotated[dict[str, Any], Meta(max_length=100)] | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Effort | None = None
     reasoning: ReasoningFields | None = None
     enable_thinking: bool | None = None
     think: bool | Effort | None = None

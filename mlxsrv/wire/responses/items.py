@@ -49,11 +49,11 @@ class InputMessage(InputItem, frozen=True, kw_only=True, tag_field="type", tag="
 
 
 class InputCall(InputItem, frozen=True, kw_only=True, tag_field="type", tag="function_call"):
-    """A call that the model made. `arguments` is JSON as text."""
+    """A call that the model made. `arguments` is JSON as text or, from some clients, an object."""
 
     call_id: str
     name: str
-    arguments: str
+    arguments: Any = None
     namespace: str | None = None
 
 
@@ -172,6 +172,9 @@ def stored_form(item: InputItem, new_id: Callable[[str], str]) -> tuple[str, byt
         case InputMessage(role=role, content=content):
             parts = [ItemPart("text", content)] if isinstance(content, str) else content or []
             item = replace(item, content=[_stored_part(part, role) for part in parts])
+        case InputCall(arguments=given) if not isinstance(given, str):
+            text = msgspec.json.encode({} if given is None else given).decode()
+            item = replace(item, arguments=text)
         case InputReasoning(summary=None):
             item = replace(item, summary=[])
     return id, msgspec.json.encode(item)

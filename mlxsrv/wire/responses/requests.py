@@ -22,6 +22,7 @@ from mlxsrv.generation.spec import (
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.generation_request import (
     Count,
+    Effort,
     Int64,
     Likeliest,
     Penalty,
@@ -76,7 +77,7 @@ class TextOptions(Struct, frozen=True):
 
 
 class ReasoningOptions(Struct, frozen=True):
-    effort: Annotated[str, Meta(max_length=100)] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 

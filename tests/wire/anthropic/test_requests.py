@@ -131,9 +131,10 @@ def test_calls_and_results_keep_their_order() -> None:
     use = {"type": "tool_use", "id": "call_1", "name": "f", "input": {"city": "Paris"}}
     thought = {"type": "thinking", "thinking": "hm", "signature": "s"}
     hidden = {"type": "redacted_thinking", "data": "x"}
+    signed = {"type": "thinking", "signature": "s"}
     assert chat(
         user("a"),
-        assistant([thought, hidden, text("b"), use]),
+        assistant([thought, hidden, signed, text("b"), use]),
         user([result(), result([text("x"), text("y")], is_error=True), text("c")]),
     ) == [
         ChatMessage(role="user", content="a"),

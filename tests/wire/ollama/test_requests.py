@@ -140,6 +140,7 @@ def test_a_last_message_of_the_assistant_is_continued() -> None:
         ("low", True, "low"),
         ("max", True, "max"),
         ("none", False, "none"),
+        ("much", True, "much"),
     ],
 )
 def test_think_is_thinking_and_effort(
@@ -185,7 +186,7 @@ WRONG = [
     ({"model": "m", "messages": [{"role": "bot"}]}, "messages[0].role"),
     ({"model": "m", "messages": [{"role": "user", "content": 1}]}, "messages[0].content"),
     ({"model": "m", "format": "yaml"}, "format"),
-    ({"model": "m", "think": "much"}, "think"),
+    ({"model": "m", "think": 1}, "think"),
     ({"model": "m", "options": {"temperature": "hot"}}, "options.temperature"),
     ({"model": "m", "options": {"num_predict": -3}}, "options.num_predict"),
     ({"model": "m", "options": []}, "options"),

@@ -123,6 +123,20 @@ def test_nonsense_of_the_models_can_be_given_back(arguments: str) -> None:
     assert message.calls[0].arguments == {}
 
 
+@pytest.mark.parametrize(
+    ("given", "read", "stored"),
+    [({"a": 1}, {"a": 1}, '{"a":1}'), (None, {}, "{}"), ([1], "[1]", "[1]"), ("[1", "[1", "[1")],
+)
+def test_arguments_that_are_no_text_are_read_and_stored_as_text(
+    given: Any, read: Any, stored: str
+) -> None:
+    call = {**CALL, "arguments": given}
+    [_, message] = messages(user("hi"), call)
+    assert message.calls[0].arguments == read
+    [(_, kept)] = stored_input(asked(input=[call]))
+    assert json.loads(kept or b"")["arguments"] == stored
+
+
 def test_thoughts_come_from_the_first_place_that_has_them() -> None:
     summary = [{"type": "summary_text", "text": "in short"}]
     sealed = {"type": "reasoning", "summary": summary, "encrypted_content": seal("Hm…")}
