@@ -122,8 +122,8 @@ class RowCache:
 
 def _shrink(layer: Any) -> None:
     """Have a layer refer to what it holds only, so that no more is copied when it changes."""
-    if type(layer) in FULL and layer.offset:
-        layer.keys, layer.values = layer.keys_and_values()
+    if type(layer) in FULL:
+        layer.keys, layer.values = layer.keys_and_values() if layer.offset else (None, None)
 
 
 def _own(layer: Any) -> None:

@@ -43,7 +43,7 @@ _ROUNDED = 0.05  # of the values in a type with fewer bits
 _MULTIPLE = 4  # of what rounding does
 _MOST = 0.4  # of the values, whatever rounding does
 
-_STRIDE = 7919  # between the tokens of a text: a prime, so no vocabulary has but a few of them
+_STRIDE = 7919  # from a text's token to the next; a prime, so that none comes again soon
 
 _Arrays: TypeAlias = list[mx.array]
 """The logits and the states of a row, layer by layer."""

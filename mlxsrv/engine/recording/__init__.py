@@ -1,1 +1,1 @@
-"""Write what the device thread is told, plans and does to a file, and run such a file again."""
+"""Write what the device thread is told, plans and does to a file, and plan again from one."""

@@ -6,6 +6,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import ArraysCache, CacheList, ChunkedKVCache, KVCache, RotatingKVCache
 
+from mlxsrv.engine.cache.quantized import QuantizedCache
 from mlxsrv.engine.cache.row_cache import Layers, RowCache
 
 
@@ -46,6 +47,15 @@ def test_a_copy_goes_its_own_way() -> None:
     feed(other, range(90, 92))
     assert numbers(other) == [0, 1, 2, 90, 91]
     assert (row.tokens, numbers(row)) == (5, [0, 1, 2, 3, 4])
+
+
+def test_a_copy_that_ends_before_the_start_holds_no_quantized_tokens() -> None:
+    row = RowCache([QuantizedCache(10, 32, 4)], 600)
+    row.layers[0].update_and_fetch(mx.ones((1, 1, 600, 32)), mx.ones((1, 1, 600, 32)))
+    other = row.copy(7)
+    assert other.nbytes == 2 * 7 * 32 * 4
+    other.layers[0].update_and_fetch(mx.ones((1, 1, 9, 32)), mx.ones((1, 1, 9, 32)))
+    assert other.layers[0].later.offset == 6
 
 
 def test_a_row_cannot_be_cut_to_more_than_it_holds() -> None:
