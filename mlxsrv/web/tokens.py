@@ -32,7 +32,9 @@ async def apply_template(request: Request) -> Response:
     asked, headers = await read_request(request, CHAT_REQUESTS)
     spec = await read_aside(request, asked.spec)
     work = service_of(request).apply_template(spec, client_of(request, spec.user))
-    return await large_json(await unless_gone(request.receive, work), headers)
+    response = await large_json(await unless_gone(request.receive, work), headers)
+    request.app.ignored.add(response.headers, spec.ignored)
+    return response
 
 
 async def tokenizer_info(request: Request) -> Response:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from httpx import Response
 from starlette.testclient import TestClient
 
 import mlxsrv
@@ -58,12 +59,16 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         yield client
 
 
+def left_out(response: Response) -> set[str]:
+    return {*response.headers["x-ignored-params"].split(", ")}
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", BODIES)
 def test_what_is_left_out_is_named(client: TestClient, path: str, *, stream: bool) -> None:
     response = client.post(path, json={**BODIES[path], "stream": stream})
     assert response.status_code == 200, response.text
-    assert {*response.headers["x-ignored-params"].split(", ")} >= LEFT_OUT[path]
+    assert left_out(response) >= LEFT_OUT[path]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -79,15 +84,21 @@ def test_an_image_in_the_newest_message_is_refused(client: TestClient, path: str
 def test_counts_are_of_the_same_prompt(client: TestClient) -> None:
     counted = client.post("/v1/messages/count_tokens", json=BODIES["/v1/messages"])
     answered = client.post("/v1/messages", json=BODIES["/v1/messages"])
-    assert "messages[0].content[0]" in counted.headers["x-ignored-params"]
+    assert "messages[0].content[0]" in left_out(counted)
     usage = answered.json()["usage"]
     read = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert counted.json()["input_tokens"] == read
     body = BODIES["/v1/responses"]
     counted = client.post("/v1/responses/input_tokens", json=body)
-    assert "input[0].content[0]" in counted.headers["x-ignored-params"]
+    assert "input[0].content[0]" in left_out(counted)
     answered = client.post("/v1/responses", json=body)
     assert counted.json()["input_tokens"] == answered.json()["usage"]["input_tokens"]
+
+
+def test_a_template_that_is_applied_has_the_same_notes(client: TestClient) -> None:
+    applied = client.post("/apply-template", json=BODIES["/v1/chat/completions"])
+    assert "[image left out" in applied.json()["prompt"]
+    assert "messages[0].content[0]" in left_out(applied)
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["", "zz"]])
