@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
-from httpx import Response
 from starlette.testclient import TestClient
 
 import mlxsrv
@@ -59,8 +58,8 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         yield client
 
 
-def left_out(response: Response) -> set[str]:
-    return {*response.headers["x-ignored-params"].split(", ")}
+def left_out(headers: Mapping[str, str]) -> set[str]:
+    return {*headers["x-ignored-params"].split(", ")}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -68,7 +67,7 @@ def left_out(response: Response) -> set[str]:
 def test_what_is_left_out_is_named(client: TestClient, path: str, *, stream: bool) -> None:
     response = client.post(path, json={**BODIES[path], "stream": stream})
     assert response.status_code == 200, response.text
-    assert left_out(response) >= LEFT_OUT[path]
+    assert left_out(response.headers) >= LEFT_OUT[path]
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -84,13 +83,13 @@ def test_an_image_in_the_newest_message_is_refused(client: TestClient, path: str
 def test_counts_are_of_the_same_prompt(client: TestClient) -> None:
     counted = client.post("/v1/messages/count_tokens", json=BODIES["/v1/messages"])
     answered = client.post("/v1/messages", json=BODIES["/v1/messages"])
-    assert "messages[0].content[0]" in left_out(counted)
+    assert "messages[0].content[0]" in left_out(counted.headers)
     usage = answered.json()["usage"]
     read = usage["input_tokens"] + usage["cache_read_input_tokens"]
     assert counted.json()["input_tokens"] == read
     body = BODIES["/v1/responses"]
     counted = client.post("/v1/responses/input_tokens", json=body)
-    assert "input[0].content[0]" in left_out(counted)
+    assert "input[0].content[0]" in left_out(counted.headers)
     answered = client.post("/v1/responses", json=body)
     assert counted.json()["input_tokens"] == answered.json()["usage"]["input_tokens"]
 
@@ -98,7 +97,7 @@ def test_counts_are_of_the_same_prompt(client: TestClient) -> None:
 def test_a_template_that_is_applied_has_the_same_notes(client: TestClient) -> None:
     applied = client.post("/apply-template", json=BODIES["/v1/chat/completions"])
     assert "[image left out" in applied.json()["prompt"]
-    assert "messages[0].content[0]" in left_out(applied)
+    assert "messages[0].content[0]" in left_out(applied.headers)
 
 
 @pytest.mark.parametrize("stop", ["", [""], ["", "zz"]])

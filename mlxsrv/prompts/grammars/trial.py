@@ -15,6 +15,7 @@ from mlxsrv.prompts.grammars.specs import GrammarRefused
 from mlxsrv.prompts.sandbox import TooMuch, run_apart
 
 _MOST_PARTS = 500  # of a schema, that are tried to find where it fails
+_MOST_TEXT = 8 << 20  # characters of them, each with the definitions that it may refer to
 
 _SCRIPT = Path(__file__).with_name("trial_process.py")
 
@@ -55,18 +56,24 @@ def locate(schema: str, reason: str) -> str:
     from llguidance import LLMatcher
 
     whole = msgspec.json.decode(schema, type=JSONSchema)
-    parts = [*islice(places(whole), _MOST_PARTS)]
     definitions = {"$defs": whole["$defs"]} if "$defs" in whole else {}
-    texts = (msgspec.json.encode(node | definitions).decode() for _, node in parts)
+    parts: dict[str, str] = {}
+    size = 0
+    for place, node in islice(places(whole), _MOST_PARTS):
+        if "$ref" in node:  # what it refers to is a part as well
+            continue
+        text = msgspec.json.encode(node).decode()
+        if '"$ref"' in text:
+            text = msgspec.json.encode(node | definitions).decode()
+        size += len(text)
+        if size > _MOST_TEXT:
+            break
+        parts[place] = LLMatcher.grammar_from_json_schema(text)
     try:
-        failed = failures([LLMatcher.grammar_from_json_schema(text) for text in texts])
+        failed = failures([*parts.values()])
     except GrammarRefused:  # all together take too long
         return reason
-    same = [
-        place
-        for i, (place, node) in enumerate(parts)
-        if failed.get(i) == reason and "$ref" not in node
-    ]
+    same = [place for i, place in enumerate(parts) if failed.get(i) == reason]
     inner = [place for place in same if not any(each.startswith(f"{place}/") for each in same)]
     return located(reason, inner[0]) if inner else reason
 
