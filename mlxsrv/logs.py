@@ -55,15 +55,16 @@ def on_terminal() -> bool:
 
 
 class _BesideBars(logging.StreamHandler[TextIO]):
-    """Writes lines above the bars of downloads. Without a download nobody has imported tqdm."""
+    """Writes lines above the bars of downloads."""
 
     @property
     def is_watched(self) -> bool:
         return isinstance(self.formatter, TextFormatter) and self.stream.isatty()
 
     def emit(self, record: logging.LogRecord) -> None:
-        bars = sys.modules.get("tqdm")
-        with bars.tqdm.external_write_mode(self.stream) if bars else nullcontext():
+        # Some thread may just import tqdm; until it has, there is no bar.
+        bars = getattr(sys.modules.get("tqdm"), "tqdm", None) if self.is_watched else None
+        with bars.external_write_mode(self.stream) if bars else nullcontext():
             super().emit(record)
 
 

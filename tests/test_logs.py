@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import mlxsrv
-from mlxsrv.logs import JsonFormatter, TextFormatter, log
+from mlxsrv.logs import JsonFormatter, TextFormatter, configure, log, on_terminal
 
 NASTY = 'a\nb "c" \x1b[31m é'
 
@@ -72,3 +75,21 @@ def test_the_names_of_loggers_do_not_follow_the_files() -> None:
     names = {name for text in sources for name in re.findall(r'getLogger\("(mlxsrv\..+?)"\)', text)}
     rooms = ("access", "engine", "models", "replicas", "security", "server", "service", "web")
     assert names == {f"mlxsrv.{room}" for room in rooms}
+
+
+def test_a_line_is_written_while_a_thread_imports_the_library_of_bars(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    controller, terminal = os.openpty()
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", root.handlers)
+    for logger in (root, logging.getLogger("mlxsrv"), logging.getLogger("uvicorn")):
+        monkeypatch.setattr(logger, "level", logger.level)
+    monkeypatch.setitem(sys.modules, "tqdm", ModuleType("tqdm"))  # as it is before its first line
+    with os.fdopen(controller, "rb"), os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        configure("info", "text")
+        logging.captureWarnings(False)
+        assert on_terminal()
+        logging.getLogger("mlxsrv").info("told")
+        assert b"info    told" in os.read(controller, 1000)

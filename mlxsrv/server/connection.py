@@ -179,7 +179,10 @@ class Connection(Protocol):
         if oldest is not None and not oldest.response_complete:
             if not oldest.more_body:
                 return
-            # The request that is refused is the oldest one: it ends in the middle of its body.
+            # The request that is refused is the oldest one: it ends in the middle of its body. The
+            # app is told now, for nothing can be written while the connection lingers.
+            oldest.disconnected = True
+            oldest.message_event.set()
             if oldest.response_started:
                 self.transport.close()
                 return

@@ -47,7 +47,11 @@ class LingeringTransport:
             self._transport.close()
             return
         self._lingers = True
-        self._transport.write_eof()
+        try:
+            self._transport.write_eof()
+        except OSError:  # the client has reset the connection, and nobody has read that yet
+            self._transport.close()
+            return
         self._transport.resume_reading()  # which may be paused because the body was not read
         self._look(-1, asyncio.get_running_loop().time() + self._seconds)
 

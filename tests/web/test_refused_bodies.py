@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import openai
 import pytest
+import uvloop
 
 from mlxsrv.server.lingering import LingeringTransport
 from tests.support.fixtures import Folders
 from tests.support.jumping_clock import run
-from tests.support.serving import PATIENCE, Server, serving
+from tests.support.serving import PATIENCE, Server, serving, wait_for
 from tests.web.test_limits import Answer, head, with_parser
 
 MUCH = 16 * 1024 * 1024  # bytes, more than sockets hold
@@ -72,6 +75,21 @@ def test_who_sends_for_ever_is_cut_off(small: Server) -> None:
     assert sent > MUCH
 
 
+def test_an_app_that_still_answers_what_is_refused_writes_nothing(small: Server) -> None:
+    before = len(small.log("request"))
+    for lines in ((KEY,), ()):  # the app waits for the rest of the body, or refuses the head itself
+        with socket.create_connection(small.address, PATIENCE) as connection:
+            connection.sendall(head(*lines, "Transfer-Encoding: chunked") + b"1\r\n{\r\nzz\r\n")
+            received = b""
+            while part := connection.recv(65536):
+                received += part
+            assert Answer(received).statuses == [400]
+            before += 1
+            # The app has been told, though the connection is still open for what the client sends.
+            wait_for(lambda: len(small.log("request")) == before, why="the request is over")  # noqa: B023
+    assert not small.log("bug")
+
+
 def test_the_sdk_says_what_is_wrong(small: Server) -> None:
     url = f"{small.url}/v1"
     closing = {"Connection": "close"}
@@ -81,6 +99,39 @@ def test_the_sdk_says_what_is_wrong(small: Server) -> None:
     ):
         sdk.completions.create(model="t", prompt="x" * MUCH)
     assert refused.value.status_code == 413
+
+
+@pytest.mark.parametrize("kind", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_who_has_reset_the_connection_is_not_waited_for(
+    kind: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def test() -> None:
+        made, lost = asyncio.Event(), asyncio.Event()
+
+        class Accepting(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                stream = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+                stream.pause_reading()  # so the loop does not see the reset
+                self.end = LingeringTransport(stream, lambda: True, 30)
+                made.set()
+
+            def connection_lost(self, error: Exception | None) -> None:
+                lost.set()
+
+        protocol = Accepting()
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(lambda: protocol, "127.0.0.1", 0)
+        async with asyncio.timeout(PATIENCE):
+            with socket.create_connection(server.sockets[0].getsockname()) as client:
+                await made.wait()
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            protocol.end.close()
+            await lost.wait()
+        protocol.end.forget()
+        server.close()
+
+    with asyncio.Runner(loop_factory=kind) as runner:
+        runner.run(test())
 
 
 class Transport(asyncio.Transport):
