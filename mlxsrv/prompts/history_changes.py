@@ -21,9 +21,8 @@ MessageChange = Callable[[Messages], Messages]
 
 _BETWEEN = "\n\n"
 
-# Templates read it as none. transformers drops keys whose value is None, so a template that asks
-# whether the content is none would find none of that; of numpy's scalars it takes the value, and
-# that of a time that is no time is None.
+# Templates read it as none. A plain None never reaches them, because transformers drops keys whose
+# value is None. But of numpy's scalars it takes the value, and that of NaT is None.
 _NULL = np.datetime64("NaT")
 
 

@@ -181,7 +181,7 @@ def _thinking(
     template = tokenizer.chat_template if asked.template is None else None
     variables: dict[str, Any] = {}
     ignored: list[str] = []
-    effort = asked.effort
+    effort = asked.effort or None  # some clients send "" where nothing is chosen
     thinks = False if asked.thinking is None and effort == "none" else asked.thinking
     if thinks is not None and (template is None or template.takes("enable_thinking", thinks)):
         variables["enable_thinking"] = thinks

@@ -128,6 +128,11 @@ def test_a_level_that_nobody_knows_is_left_out_by_name(
         assert ignored == [NAMES.get(field, field)]
 
 
+def test_a_level_of_no_letters_is_none(known: dict[str, Tokenizer]) -> None:
+    for name in ("qwen3.8", "gpt-oss"):
+        assert told(known[name], chat(reasoning_effort="")) == told(known[name], chat())
+
+
 def test_a_switch_that_the_template_refuses_is_left_out_by_name(
     known: dict[str, Tokenizer],
 ) -> None:
