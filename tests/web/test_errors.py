@@ -36,8 +36,6 @@ def test_a_body_that_is_not_json_is_refused(client: httpx.Client, path: str, bod
         b', "\xff": 1}',
         b', "x": "\xff"}',
         b', "model": "\xff"}',
-        b', "x": "\\ud800"}',
-        b', "model": "\\ud800"}',
     ],
     ids=repr,
 )
