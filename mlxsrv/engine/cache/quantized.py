@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
 _STEP = 256  # columns by which arrays grow
+_MOST_SCORES = 2**25  # of queries and keys, at once
 
 
 class FirstTokens(KVCache):  # type: ignore[misc]  # mlx-lm has no types
@@ -211,6 +212,10 @@ class PartlyQuantized:
     def heads(self) -> int:
         return self.later[0].shape[1]
 
+    @property
+    def tokens(self) -> int:
+        return self.later[0].shape[2] + (0 if self.first is None else self.first.shape[2])
+
     def multiply(self, queries: mx.array) -> mx.array:
         """`(rows, heads, queries of a head, tokens, all tokens)`: keys times queries."""
         later = self._multiply(queries, transpose=True)
@@ -261,7 +266,35 @@ def attend_quantized(
     mask: mx.array | str | None,
     sinks: mx.array | None,
 ) -> mx.array:
-    """Attention of `(rows, heads, tokens, head size)` queries."""
+    """Attention of `(rows, heads, tokens, head size)` queries.
+
+    A long slice of a long text is done some queries at a time: all its scores, of which there are
+    several copies at once, would take more memory than the KV cache.
+    """
+    rows, heads, tokens, _ = queries.shape
+    if isinstance(mask, str):
+        places = mx.arange(keys.tokens)
+        mask = places[keys.tokens - tokens :, None] >= places
+    most = max(_MOST_SCORES // (rows * heads * keys.tokens), 1)
+    parts: list[mx.array] = []
+    for begin in range(0, tokens, most):
+        end = min(begin + most, tokens)
+        some = queries[:, :, begin:end]
+        if parts:  # or MLX would compute all parts at the same time
+            some = mx.depends(some, parts[-1])
+        own = mask if mask is None or mask.shape[-2] == 1 else mask[..., begin:end, :]
+        parts.append(_attend(some, keys, values, scale, own, sinks))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
+
+
+def _attend(
+    queries: mx.array,
+    keys: PartlyQuantized,
+    values: PartlyQuantized,
+    scale: float,
+    mask: mx.array | None,
+    sinks: mx.array | None,
+) -> mx.array:
     rows, heads, tokens, size = queries.shape
     shape = (rows, keys.heads, heads // keys.heads, tokens)
     scores = keys.multiply((queries * scale).reshape(*shape, size))
@@ -275,12 +308,9 @@ def attend_quantized(
     return mixed.reshape(rows, heads, tokens, -1)
 
 
-def _hide(scores: mx.array, mask: mx.array | str) -> mx.array:
+def _hide(scores: mx.array, mask: mx.array) -> mx.array:
     """Scores of what the mask allows. It is for all heads, or for each query's head."""
-    _, groups, each, tokens, columns = scores.shape
-    if isinstance(mask, str):
-        places = mx.arange(columns)
-        mask = places[columns - tokens :, None] >= places
+    _, groups, each, *_ = scores.shape
     if mask.ndim > 2:
         mask = mask if mask.ndim == 4 else mask[None]
         shape = (groups, each) if mask.shape[1] == groups * each else (mask.shape[1], 1)

@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from mlxsrv.engine.cache import quantized
 from mlxsrv.engine.cache.quantized import PartlyQuantized, QuantizedCache, attend_quantized
 
 GROUPS, HEADS, SIZE = 2, 6, 64
@@ -35,6 +36,7 @@ def masks() -> Iterator[tuple[str, Any]]:
     yield "for all", shown
     yield "by row", shown[None, None] & (random(2, 1, LAST, TOKENS) > -1) | shown[:, :1]
     yield "by head", apart | (mx.arange(TOKENS) == 0)
+    yield "of columns", (mx.arange(TOKENS) > 3)[None, None, None]
     yield "added", mx.where(shown, 0.0, -1e9)[None, None]
 
 
@@ -52,6 +54,29 @@ def test_attention_is_that_of_the_numbers_that_are_kept() -> None:
             queries, restore(keys), restore(values), scale=0.2, mask=mask, sinks=sinks
         )
         assert mx.allclose(found, expected, atol=1e-5), (start, name, sunk)
+
+
+def test_a_long_slice_of_a_long_text_is_done_some_queries_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With all its scores at once it would take memory that nothing counts."""
+    sizes = []
+    attend = quantized._attend
+
+    def watch(queries: mx.array, *given: Any) -> mx.array:
+        sizes.append(queries.shape[2])
+        return attend(queries, *given)
+
+    monkeypatch.setattr(quantized, "_attend", watch)
+    for start, (name, mask), sunk in product((0, START), masks(), (False, True)):
+        layer = QuantizedCache(start, 32, 8)
+        kept = layer.update_and_fetch(*(random(2, GROUPS, TOKENS, SIZE) for _ in range(2)))
+        given = (random(2, HEADS, LAST, SIZE), *kept, 0.2, mask, random(HEADS) if sunk else None)
+        whole = attend_quantized(*given)
+        with monkeypatch.context() as patch:
+            patch.setattr(quantized, "_MOST_SCORES", 2 * HEADS * TOKENS * 2)
+            assert mx.allclose(attend_quantized(*given), whole, atol=1e-6), (start, name, sunk)
+        assert [sizes.pop() for _ in range(3)] == [1, 2, LAST]
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
