@@ -282,12 +282,13 @@ def reminded(messages: Messages) -> Messages:
 
 
 def empty_answers_dropped(messages: Messages) -> Messages:
+    """Leave out answers of nothing, also one at the end, where some clients put the next answer."""
     kept = [
         message
-        for message in messages[:-1]
+        for message in messages
         if message["role"] != "assistant" or message["content"] or _calls(message)
     ]
-    return messages if len(kept) == len(messages) - 1 else users_joined([*kept, messages[-1]])
+    return messages if len(kept) in (0, len(messages)) else users_joined(kept)
 
 
 _NOTHING: PlainMessage = {"role": "user", "content": ""}

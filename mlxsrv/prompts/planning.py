@@ -128,10 +128,12 @@ def _make_chat(
             param=path,
         )
     variables, ignored = _variables(spec, asked, tokenizer)
+    messages = _messages(asked, tokenizer)
     chat = Chat(
-        messages=_messages(asked, tokenizer),
+        messages=messages,
         variables=variables,
-        continue_final=asked.continues,
+        # An empty message at the end may be gone; then there is nothing to go on with.
+        continue_final=asked.continues and messages[-1]["role"] == asked.messages[-1].role,
         answers=asked.answers,
         tools=tools or None,
         template=asked.template,

@@ -76,6 +76,7 @@ HISTORIES = {
     "a system message alone": [SYSTEM],
     "two answers": [USER, ANSWER, said("assistant", "more"), said("user", "three")],
     "an empty answer": [USER, said("assistant"), said("user", "three")],
+    "an empty answer at the end": [USER, said("assistant")],
     "a late system message": [SYSTEM, USER, said("system", "hurry"), ANSWER, said("user", "three")],
     "calls": [USER, *called("look", "find"), ANSWER, said("user", "three")],
     "text beside calls": [USER, *called("look", "find", content="I look."), ANSWER, USER],
@@ -201,6 +202,16 @@ def test_calls_of_one_id_have_one_result_each(known: dict[str, Tokenizer]) -> No
     for family, lines in (("llama3", apart), ("mistral", together)):
         wanted = "\n".join(["[user] one", *lines, "[assistant] "])
         assert render(known[family], messages) == wanted
+
+
+def test_an_empty_answer_at_the_end_is_the_one_that_is_asked_for(
+    known: dict[str, Tokenizer],
+) -> None:
+    """Also where the request says that the last message goes on."""
+    for continues in (False, True):
+        asked = ChatPrompt(messages=[USER, said("assistant")], continues=continues)
+        [planned] = plan(GenerationSpec(prompt=asked), known["mistral small"]).prompts
+        assert planned.text == "[user] one\n[assistant] "
 
 
 def test_null_content_beside_calls_is_nothing_where_the_family_wants_that(
