@@ -170,7 +170,7 @@ def _try_quantized(
         if type(layer) is KVCache and not layer.empty()
     ]
     if not used:
-        return None, "this model has no layers that attend to all tokens of a text"
+        return None, "no layer of this model has mlx-lm's KVCache, which holds all tokens of a text"
     sizes = {array.shape[-1] for layer in used for array in (layer.keys, layer.values)}
     group = _find_group(sizes)
     if group is None:

@@ -245,7 +245,7 @@ class Reception:
             self._socket.settimeout(_LOOK_SECONDS)
             while len(found) < count:
                 if monotonic() > deadline:
-                    for each in found.values():
+                    for each in [*found.values()]:  # a thread may add one
                         each.close()
                     missing = sorted(set(range(1, count + 1)) - found.keys())
                     raise RankLost(self._missing(missing, seconds))
