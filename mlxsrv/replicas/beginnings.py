@@ -94,7 +94,7 @@ def _beginning(asked: _Body) -> object:
         if turns.startswith(b"["):
             return None if turns.count(b"{") > _MOST_OBJECTS else _up_to_user(_TURNS.decode(turns))
     if bytes(asked.input).startswith(b'"'):
-        return [["user", asked.input]]  # as a list of one message has it
+        return [["user", _text(asked.input)]]  # as a list of one message has it
     return None if asked.prompt is None else asked.prompt[:_PROMPT]
 
 

@@ -38,10 +38,10 @@ TURNS = [
         },
     ),
     (
-        {"instructions": "Be brief.", "input": "Hello"},
+        {"instructions": "Be brief.", "input": "Grüß Gott"},
         {
             "instructions": "Be brief.",
-            "input": [{"role": "user", "content": "Hello"}, ANSWER, MORE],
+            "input": [{"role": "user", "content": "Grüß Gott"}, ANSWER, MORE],
         },
     ),
     ({"prompt": 2000 * "a"}, {"prompt": 2000 * "a" + "b"}),
