@@ -22,9 +22,11 @@ def lifespan(app: App) -> AbstractAsyncContextManager[None]:
     return app.lifespan()
 
 
-def __getattr__(name: str) -> Any:
-    """Import what is public on first use: the command line does without, so that Ctrl-C ends its
-    own imports."""
-    if name not in _PLACES:
-        raise AttributeError(f"module 'mlxsrv' has no attribute {name!r}")
-    return getattr(import_module(_PLACES[name]), name)
+if not TYPE_CHECKING:  # type checkers would take any name for one of the package's
+
+    def __getattr__(name: str) -> Any:
+        """Import what is public on first use: the command line does without, so that Ctrl-C ends
+        its own imports."""
+        if name not in _PLACES:
+            raise AttributeError(f"module 'mlxsrv' has no attribute {name!r}")
+        return getattr(import_module(_PLACES[name]), name)
