@@ -105,7 +105,8 @@ def test_alternatives_that_were_closed_do_not_close_the_next(page: Any, endless:
     scrolls = "log => log.scrollHeight > 2 * log.clientHeight"
     page.wait_for_function(scrolls, arg=log.element_handle())
     page.keyboard.press("Escape")
-    expect(answers(page)).to_contain_text("Stopped.")
+    # So many tokens of a random model may have had an end token among them.
+    expect(answers(page)).to_have_attribute("aria-busy", "false")
     tokens = answers(page).get_by_role("group", name="Tokens").get_by_role("button")
     # A token half out of sight is scrolled to when it is pressed.
     name = tokens.evaluate_all(
