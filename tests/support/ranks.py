@@ -146,8 +146,8 @@ def ranks(count: int, folder: Path, *options: str) -> Iterator[Ranks]:
         )
         with started.server.client() as client:
             wait_for(
-                lambda: client.get("/health").status_code == 200,
+                lambda: client.get("/health").json()["status"] != "loading",
                 seconds=PATIENCE,
-                why="no model is loaded",
+                why="the load of the model does not end",
             )
         yield started
