@@ -180,7 +180,9 @@ def test_tool_choice_none_calls_nothing(client: openai.OpenAI) -> None:
     assert "tool_call" not in (choice.message.content or "")
 
 
-def test_tool_arguments_that_are_not_json_are_a_bad_request(client: openai.OpenAI) -> None:
+def test_arguments_of_an_earlier_call_that_are_not_json_end_no_conversation(
+    client: openai.OpenAI,
+) -> None:
     messages: Messages = [
         *say(WEATHER_QUESTION),
         {
@@ -195,9 +197,11 @@ def test_tool_arguments_that_are_not_json_are_a_bad_request(client: openai.OpenA
         },
         {"role": "tool", "tool_call_id": "call_1", "content": WEATHER},
     ]
-    with pytest.raises(openai.BadRequestError) as wrong:
-        client.chat.completions.create(model=MODEL, messages=messages, tools=[GET_WEATHER])
-    assert (wrong.value.param or "").startswith("messages[1]")
+    answer = client.chat.completions.create(
+        model=MODEL, messages=messages, tools=[GET_WEATHER], max_tokens=20
+    )
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens > 0
 
 
 # Structure.
