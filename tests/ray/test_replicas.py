@@ -204,7 +204,7 @@ def test_a_shared_file_that_fails_is_named_and_the_rest_goes_on(cluster: Cluster
     asked = {"input": TURNS[0], "max_output_tokens": 4}
     with cluster.client() as client, closing(sqlite3.connect(path, isolation_level=None)) as file:
         client.post("/v1/responses", json=asked).raise_for_status()
-        for table in ("responses", "changes"):
+        for table in ("owned_responses", "changes"):
             file.execute(f"ALTER TABLE {table} RENAME TO {table}_away")
         for session in SESSIONS:
             refused = client.post("/v1/responses", json=asked, headers=session)
@@ -220,7 +220,7 @@ def test_a_shared_file_that_fails_is_named_and_the_rest_goes_on(cluster: Cluster
         file.execute("COMMIT")
         assert locked.status_code == 503, "no rate can be counted"
         assert "keeps it locked" in locked.json()["error"]["message"]
-        for table in ("responses", "changes"):
+        for table in ("owned_responses", "changes"):
             file.execute(f"ALTER TABLE {table}_away RENAME TO {table}")
         for session in SESSIONS:
             answer = client.post("/v1/responses", json=asked, headers=session)
