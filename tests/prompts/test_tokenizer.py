@@ -130,7 +130,7 @@ def test_what_a_template_refuses_is_the_clients_error(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("endless", "reason"),
     [
-        ("{{ 7 ** (24 * 10**6) }}", "takes more than 2 s"),
+        ("{{ 7 ** (3 * 10**8) }}", "takes more than 2 s"),  # minutes, on any machine
         pytest.param(
             "{{ 'x' * 10**12 }}",
             "takes too much memory",
@@ -142,7 +142,8 @@ def test_a_clients_template_that_takes_too_much_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, endless: str, reason: str
 ) -> None:
     """Also in one operation. The model's own may take as long as it likes."""
-    monkeypatch.setattr(sandbox, "_SECONDS", 2)
+    if "memory" not in reason:  # which must not end for its time
+        monkeypatch.setattr(sandbox, "_SECONDS", 2)
     template = ChatTemplate(load_tokenizer(folder))
     with pytest.raises(InvalidRequest, match=reason) as error:
         template.render(Chat(messages=HELLO, template=endless))
