@@ -221,15 +221,6 @@ def test_nothing_imports_the_training() -> None:
         assert not [other for other in imported(module) if other.startswith(TRAINING)]
 
 
-def test_files_stay_readable() -> None:
-    files = [modules()[module] for module in served()]
-    for room in ("tests", "benchmarks"):
-        files += (ROOT.parent / room).rglob("*.py")
-    for path in files:
-        lines = len(path.read_text().splitlines())
-        assert lines <= 500, f"{path} has two reasons to change"
-
-
 def test_docstrings_begin_with_their_subject() -> None:
     """A docstring says what something is or does: it is no question, and no part of a sentence."""
     words = "What|Of|Who|Whose|Those|Which|How|That"
