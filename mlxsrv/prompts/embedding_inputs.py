@@ -14,9 +14,9 @@ import msgspec
 
 from mlxsrv.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from mlxsrv.formats.pooling import PoolingConfig
+from mlxsrv.generation.texts import Cut, EmbeddingSpec, PairsSpec
 from mlxsrv.prompts.encoding import TokenBudget, Truncation
 from mlxsrv.prompts.planning import check_ids, check_length
-from mlxsrv.wire.openai.embeddings import EmbeddingRequest, TruncationFields
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ class EmbeddingInputs(msgspec.Struct, frozen=True):
 
 
 def plan_embedding(
-    request: EmbeddingRequest, config: PoolingConfig, longest: int | None, tokenizer: Tokenizer
+    spec: EmbeddingSpec, config: PoolingConfig, longest: int | None, tokenizer: Tokenizer
 ) -> EmbeddingInputs:
     """Prepare the texts of a request for embeddings, each with its prompt.
 
@@ -54,10 +54,9 @@ def plan_embedding(
         InvalidRequest, ContextLengthExceeded, UnsupportedParameter: a text or a parameter cannot be
             used; the error has its path.
     """
-    prompt, truncation = _prompt(request, config), _truncation(request, longest)
+    prompt, truncation = _prompt(spec, config), _truncation(spec.cut, longest)
     texts: list[tuple[int, ...]] = []
-    for i, text in enumerate(request.texts):
-        path = request.path(i)
+    for text, path in spec.texts:
         if isinstance(text, str):
             texts.append(_encode(prompt + text, path, config, longest, truncation, tokenizer))
         else:
@@ -65,46 +64,18 @@ def plan_embedding(
     return EmbeddingInputs(tuple(texts))
 
 
-def plan_texts(
-    texts: Sequence[tuple[str, str]],
-    request: TruncationFields,
-    config: PoolingConfig,
-    longest: int | None,
-    tokenizer: Tokenizer,
-) -> EmbeddingInputs:
-    """Prepare texts, each with its path in the request, with the model's default prompt.
-
-    Raises:
-        InvalidRequest, ContextLengthExceeded: a text cannot be used; the error has its path.
-    """
-    prompt = config.prompts.get(config.default_prompt or "", "")
-    truncation = _truncation(request, longest)
-    return EmbeddingInputs(
-        tuple(
-            _encode(prompt + text, path, config, longest, truncation, tokenizer)
-            for text, path in texts
-        )
-    )
-
-
-def plan_pairs(
-    pairs: Sequence[tuple[str, str, str]],
-    request: TruncationFields,
-    longest: int | None,
-    tokenizer: Tokenizer,
-) -> EmbeddingInputs:
+def plan_pairs(spec: PairsSpec, longest: int | None, tokenizer: Tokenizer) -> EmbeddingInputs:
     """Prepare pairs of texts for a cross-encoder.
 
-    Args:
-        pairs: two texts, and the path that an error names if they are too long.
-
     Raises:
-        InvalidRequest, ContextLengthExceeded: a pair cannot be used; the error has its path.
+        InvalidRequest, ContextLengthExceeded: a pair cannot be used; the error has the path of its
+            second text.
     """
-    truncation = _truncation(request, longest)
+    truncation = _truncation(spec.cut, longest)
     texts: list[tuple[int, ...]] = []
     firsts: list[int] = []
-    for one, other, path in pairs:
+    for i, k in spec.pairs:
+        (one, _), (other, path) = spec.ones[i], spec.others[k]
         tokens, first = tokenizer.pair_ids(one, other, _budget(longest, path), truncation)
         _check_length(tokens, longest, path)
         texts.append(tuple(tokens))
@@ -145,38 +116,37 @@ def _check_given(
     return tuple(tokens)
 
 
-def _truncation(request: TruncationFields, longest: int | None) -> Truncation | None:
+def _truncation(cut: Cut | None, longest: int | None) -> Truncation | None:
     """Return how texts are truncated, or None if they are not. Raises InvalidRequest."""
-    asked = request.truncate_prompt_tokens
-    if asked is not None and asked > 0:
-        if longest is not None and asked > longest:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens: {asked} are more than this model's maximum context "
-                f"length of {longest} tokens",
-                param="truncate_prompt_tokens",
-            )
-        return Truncation(asked, request.cut_side)
-    if not request.truncates or longest is None:
+    if cut is None:
         return None
-    return Truncation(longest, request.cut_side)
+    if cut.tokens is None:
+        return None if longest is None else Truncation(longest, cut.side)
+    if longest is not None and cut.tokens > longest:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: {cut.tokens} are more than this model's maximum context "
+            f"length of {longest} tokens",
+            param="truncate_prompt_tokens",
+        )
+    return Truncation(cut.tokens, cut.side)
 
 
 def _budget(longest: int | None, path: str) -> TokenBudget | None:
     return None if longest is None else TokenBudget(longest, path)
 
 
-def _prompt(request: EmbeddingRequest, config: PoolingConfig) -> str:
+def _prompt(spec: EmbeddingSpec, config: PoolingConfig) -> str:
     """Return what is written before each text. Raises UnsupportedParameter."""
-    names = _PROMPTS["query" if request.instruction else request.input_type or "document"]
+    names = _PROMPTS["query" if spec.instruction else spec.input_type or "document"]
     found = next((config.prompts[name] for name in names if name in config.prompts), "")
-    if request.instruction is not None:
+    if spec.instruction is not None:
         if not _INSTRUCTION.search(found):
             raise UnsupportedParameter(
                 "instruction: this model's files have no prompt with an instruction; leave it out",
                 param="instruction",
             )
-        return _INSTRUCTION.sub(lambda _: request.instruction or "", found)
-    if request.input_type is None:
+        return _INSTRUCTION.sub(lambda _: spec.instruction or "", found)
+    if spec.input_type is None:
         return config.prompts.get(config.default_prompt or "", "")
     return found
 

@@ -4,42 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-import anyio
 import anyio.to_thread
+import numpy as np
 
 from mlxsrv.engine.orders import Embed
 from mlxsrv.errors import (
     EngineFailed,
     InsufficientMemory,
+    InvalidRequest,
     ServeError,
     UnsupportedParameter,
 )
-from mlxsrv.formats.encoders import CrossEncoderConfig
-from mlxsrv.formats.pooling import PoolingConfig
+from mlxsrv.formats.encoders import Activation
 from mlxsrv.generation.outputs import Vectors
+from mlxsrv.generation.texts import EmbeddingSpec, Numbers, PairScores, PairsSpec, TextVectors
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
-from mlxsrv.prompts.embedding_inputs import EmbeddingInputs, plan_embedding, plan_pairs, plan_texts
+from mlxsrv.prompts.embedding_inputs import EmbeddingInputs, plan_embedding, plan_pairs
 from mlxsrv.service.lifecycle import State
-from mlxsrv.service.relevance import cosines, judge
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.timed_work import TimedWork
-from mlxsrv.wire.openai.embeddings import (
-    EmbeddingList,
-    EmbeddingRequest,
-    RerankRequest,
-    RerankResponse,
-    ScoreList,
-    ScoreRequest,
-    embedding_list,
-    rerank_response,
-    score_list,
-)
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
@@ -59,31 +47,24 @@ class EmbeddingTask:
         self._request_id = request_id
         self._begun = asyncio.get_running_loop().time()
 
-    async def embed(self, request: EmbeddingRequest) -> EmbeddingList:
+    async def embed(self, spec: EmbeddingSpec) -> TextVectors:
         with self._work.run():
-            inputs, vectors = await self._compute(partial(self._plan_texts, request))
-        return await anyio.to_thread.run_sync(
-            embedding_list, request, self._lease.model.name, vectors, inputs.tokens
-        )
+            inputs, vectors = await self._compute(partial(self._plan_texts, spec))
+        if spec.dimensions is not None:
+            vectors = await anyio.to_thread.run_sync(narrow, vectors, spec.dimensions)
+        return TextVectors(self._lease.model.name, vectors, inputs.tokens, self._lease.load_seconds)
 
-    async def rerank(self, request: RerankRequest) -> RerankResponse:
-        with self._work.run():
-            inputs, logits = await self._compute(partial(self._plan_documents, request))
-        scores = judge(logits, self._cross_encoder_config().activation)
-        id = f"rerank-{uuid.uuid4().hex}"
-        return rerank_response(request, id, self._lease.model.name, scores, inputs.tokens)
-
-    async def score(self, request: ScoreRequest) -> ScoreList:
+    async def score(self, spec: PairsSpec) -> PairScores:
         """The scores of a cross-encoder, or the cosine similarity of an embedder's vectors."""
         with self._work.run():
-            inputs, outputs = await self._compute(partial(self._plan_score, request))
-        if inputs.firsts:
-            scores = judge(outputs, self._cross_encoder_config().activation)
+            inputs, outputs = await self._compute(partial(self._plan_pairs, spec))
+        config = self._lease.cross_encoder_config
+        if isinstance(config, str):
+            first = len(spec.ones)
+            scores = cosines(outputs[:first], outputs[first:], spec.pairs)
         else:
-            first = len(request.lists[0])
-            scores = cosines(outputs[:first], outputs[first:], request.pairs)
-        id = f"score-{uuid.uuid4().hex}"
-        return score_list(id, self._lease.model.name, scores, inputs.tokens)
+            scores = judge(outputs, config.activation)
+        return PairScores(self._lease.model.name, scores, inputs.tokens)
 
     async def _compute(
         self, plan: Callable[[Tokenizer], EmbeddingInputs]
@@ -136,54 +117,67 @@ class EmbeddingTask:
                 f"{self._request_id}"
             ) from None
 
-    def _plan_texts(self, request: EmbeddingRequest, tokenizer: Tokenizer) -> EmbeddingInputs:
-        config = self._pooling_config
-        return plan_embedding(request, config, self._longest(config.max_length), tokenizer)
-
-    def _plan_documents(self, request: RerankRequest, tokenizer: Tokenizer) -> EmbeddingInputs:
-        self._cross_encoder_config()
-        pairs = [(request.query, text, f"documents[{i}]") for i, text in enumerate(request.texts)]
-        return plan_pairs(pairs, request, self._longest(None), tokenizer)
-
-    def _plan_score(self, request: ScoreRequest, tokenizer: Tokenizer) -> EmbeddingInputs:
-        """Pairs for a cross-encoder; for other models the texts of both sides."""
-        ones, others = request.lists
-        judging = self._lease.cross_encoder_config
-        if not isinstance(judging, str):
-            pairs = [(ones[i], others[k], request.path(1, k)) for i, k in request.pairs]
-            return plan_pairs(pairs, request, self._longest(None), tokenizer)
+    def _plan_texts(self, spec: EmbeddingSpec, tokenizer: Tokenizer) -> EmbeddingInputs:
         config = self._lease.pooling_config
         if isinstance(config, str):
-            raise UnsupportedParameter(
-                f"model: it scores no pairs of texts: {judging}; and it makes no "
-                f"embeddings: {config}",
-                param="model",
-            )
-        texts = [
-            (text, request.path(side, i))
-            for side, listed in enumerate((ones, others))
-            for i, text in enumerate(listed)
-        ]
-        return plan_texts(texts, request, config, self._longest(config.max_length), tokenizer)
+            raise UnsupportedParameter(f"model: it makes no embeddings: {config}", param="model")
+        return plan_embedding(spec, config, self._longest(config.max_length), tokenizer)
 
-    def _cross_encoder_config(self) -> CrossEncoderConfig:
-        """The way in which the model scores pairs of texts. Raises UnsupportedParameter."""
-        found = self._lease.cross_encoder_config
-        if isinstance(found, str):
+    def _plan_pairs(self, spec: PairsSpec, tokenizer: Tokenizer) -> EmbeddingInputs:
+        """Pairs for a cross-encoder; for other models the texts of both sides."""
+        judging, config = self._lease.cross_encoder_config, self._lease.pooling_config
+        if not isinstance(judging, str):
+            return plan_pairs(spec, self._longest(None), tokenizer)
+        if isinstance(config, str) or not spec.compares:
+            also = f"; and it makes no embeddings: {config}" if spec.compares else ""
             raise UnsupportedParameter(
-                f"model: it scores no pairs of texts: {found}", param="model"
+                f"model: it scores no pairs of texts: {judging}{also}", param="model"
             )
-        return found
-
-    @property
-    def _pooling_config(self) -> PoolingConfig:
-        """The way in which the model makes vectors. Raises UnsupportedParameter."""
-        found = self._lease.pooling_config
-        if isinstance(found, str):
-            raise UnsupportedParameter(f"model: it makes no embeddings: {found}", param="model")
-        return found
+        texts = EmbeddingSpec(texts=[*spec.ones, *spec.others], cut=spec.cut)
+        return plan_embedding(texts, config, self._longest(config.max_length), tokenizer)
 
     def _longest(self, own: int | None) -> int | None:
         """Return how many tokens a text may have; `own` is the limit of the model's own files."""
         lengths = [length for length in (own, self._lease.context_length) if length is not None]
         return min(lengths, default=None)
+
+
+def judge(logits: Vectors, activation: Activation) -> Numbers:
+    """The relevance of each pair, from a cross-encoder's logits of shape (pairs, labels).
+
+    With two labels it is the probability of the second, as such models are trained.
+    """
+    if activation == "identity":
+        return logits[:, 0]
+    margin = logits[:, 1] - logits[:, 0] if activation == "softmax" else logits[:, 0]
+    # exp overflows for a large negative margin; its limit gives the right result.
+    with np.errstate(over="ignore"):
+        return cast(Numbers, 1 / (1 + np.exp(-margin)))
+
+
+def cosines(vectors: Vectors, others: Vectors, pairs: Sequence[tuple[int, int]]) -> Numbers:
+    """The cosine similarity of each pair, from -1 to 1; 0 if one vector has no length."""
+    one, other = normalise(vectors), normalise(others)
+    left, right = (np.array(column) for column in zip(*pairs, strict=True))
+    return cast(Numbers, (one[left] * other[right]).sum(axis=1))
+
+
+def narrow(vectors: Vectors, width: int) -> Vectors:
+    """The first `width` numbers of each vector, with length 1.
+
+    Raises:
+        InvalidRequest: the vectors have fewer.
+    """
+    own = vectors.shape[1]
+    if width > own:
+        raise InvalidRequest(
+            f"dimensions: {width} are asked for; this model's vectors have {own}",
+            param="dimensions",
+        )
+    return vectors if width == own else normalise(vectors[:, :width])
+
+
+def normalise(vectors: Vectors) -> Vectors:
+    """The vectors with length 1; zeros stay zeros. Shape (vectors, width)."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    return cast(Vectors, vectors / np.maximum(lengths, np.finfo(np.float32).tiny))

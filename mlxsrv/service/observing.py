@@ -15,15 +15,15 @@ from msgspec import Struct
 from mlxsrv.engine.events import JobEvent, PromptRead, Receiver, Token
 from mlxsrv.generation.outputs import FinishReason, Timings, Usage
 from mlxsrv.generation.spec import GenerationSpec
+from mlxsrv.generation.texts import EmbeddingSpec, PairsSpec
 from mlxsrv.models.pool.observing import (
     ModelEvicted,
     ModelFailed,
     ModelLoaded,
     ModelObserver,
 )
-from mlxsrv.wire.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 
-AskedOfModel = GenerationSpec | EmbeddingRequest | RerankRequest | ScoreRequest
+AskedOfModel = GenerationSpec | EmbeddingSpec | PairsSpec
 OperationName = Literal["chat", "text_completion", "embeddings", "rerank", "score"]
 """The names of OpenTelemetry's conventions; `rerank` and `score` are our own."""
 

@@ -30,6 +30,7 @@ from mlxsrv.errors import (
     UnsupportedParameter,
 )
 from mlxsrv.generation.spec import ChatPrompt, GenerationSpec
+from mlxsrv.generation.texts import EmbeddingSpec, PairScores, PairsSpec, TextVectors
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.pulls import Pulls, PullWatch
 from mlxsrv.models.pool.clients import Client
@@ -64,14 +65,6 @@ from mlxsrv.wire.openai.answers import (
     Health,
     HealthStatus,
     ModelObject,
-)
-from mlxsrv.wire.openai.embeddings import (
-    EmbeddingList,
-    EmbeddingRequest,
-    RerankRequest,
-    RerankResponse,
-    ScoreList,
-    ScoreRequest,
 )
 from mlxsrv.wire.openai.tokens import (
     AppliedTemplate,
@@ -218,37 +211,14 @@ class Service:
 
     # Requests that compute numbers. All raise ServeError.
 
-    async def embed(
-        self, request: EmbeddingRequest, request_id: str, client: Client
-    ) -> EmbeddingList:
-        return (await self.embed_timed(request, request_id, client, None))[0]
+    async def embed(self, spec: EmbeddingSpec, request_id: str, client: Client) -> TextVectors:
+        async with self._timed_work(spec.model, client) as (lease, work):
+            lease.keep_alive = spec.keep_alive
+            return await EmbeddingTask(self._resources, lease, work, request_id).embed(spec)
 
-    async def embed_timed(
-        self,
-        request: EmbeddingRequest,
-        request_id: str,
-        client: Client,
-        keep_alive: float | None,
-    ) -> tuple[EmbeddingList, float]:
-        """As `embed`; also return the seconds for which the request waited for its model.
-
-        Args:
-            keep_alive: seconds that the model stays loaded without a user; None: as before.
-        """
-        async with self._timed_work(request.model, client) as (lease, work):
-            lease.keep_alive = keep_alive
-            task = EmbeddingTask(self._resources, lease, work, request_id)
-            return await task.embed(request), lease.load_seconds
-
-    async def rerank(
-        self, request: RerankRequest, request_id: str, client: Client
-    ) -> RerankResponse:
-        async with self._timed_work(request.model, client) as (lease, work):
-            return await EmbeddingTask(self._resources, lease, work, request_id).rerank(request)
-
-    async def score(self, request: ScoreRequest, request_id: str, client: Client) -> ScoreList:
-        async with self._timed_work(request.model, client) as (lease, work):
-            return await EmbeddingTask(self._resources, lease, work, request_id).score(request)
+    async def score(self, spec: PairsSpec, request_id: str, client: Client) -> PairScores:
+        async with self._timed_work(spec.model, client) as (lease, work):
+            return await EmbeddingTask(self._resources, lease, work, request_id).score(spec)
 
     # Requests that need a tokenizer only. All raise ServeError.
 

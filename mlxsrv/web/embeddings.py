@@ -3,59 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxsrv.generation.texts import PairScores, TextVectors
+from mlxsrv.service.observing import OperationName
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import Endpoint
-from mlxsrv.web.reading import read_recorded, service_of
+from mlxsrv.web.reading import note_asked, read_request, service_of
 from mlxsrv.web.responses import large_json, unless_gone
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.embeddings import (
     EMBEDDING_REQUESTS,
     SCORE_REQUESTS,
-    EmbeddingList,
-    RerankResponse,
-    ScoreList,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    embedding_list,
+    rerank_response,
+    score_list,
 )
+
+A = TypeVar("A", EmbeddingRequest, RerankRequest, ScoreRequest)
+M = TypeVar("M", TextVectors, PairScores)
 
 
 async def embed(request: Request) -> Response:
-    asked, headers = await read_recorded(request, EMBEDDING_REQUESTS, "embeddings")
+    asked, headers = await _read(request, EMBEDDING_REQUESTS, "embeddings")
+    spec = asked.to_spec()
     client = client_of(request, asked.user, asked.priority)
-    work = service_of(request).embed(asked, request_id(request.scope), client)
-    return await _answer(request, work, headers)
+    made = await compute(
+        request, service_of(request).embed(spec, request_id(request.scope), client)
+    )
+    answer = await anyio.to_thread.run_sync(embedding_list, spec, made)
+    return await large_json(answer, headers)
 
 
 def reranking(requests: RequestDecoder[Any]) -> Endpoint:
     """Return the handler of a route that reranks."""
 
     async def endpoint(request: Request) -> Response:
-        asked, headers = await read_recorded(request, requests, "rerank")
-        client = client_of(request, asked.user, asked.priority)
-        work = service_of(request).rerank(asked, request_id(request.scope), client)
-        return await _answer(request, work, headers)
+        asked, headers = await _read(request, requests, "rerank")
+        return await large_json(rerank_response(asked, await _score(request, asked)), headers)
 
     return endpoint
 
 
 async def score(request: Request) -> Response:
-    asked, headers = await read_recorded(request, SCORE_REQUESTS, "score")
+    asked, headers = await _read(request, SCORE_REQUESTS, "score")
+    return await large_json(score_list(await _score(request, asked)), headers)
+
+
+async def _score(request: Request, asked: RerankRequest | ScoreRequest) -> PairScores:
     client = client_of(request, asked.user, asked.priority)
-    work = service_of(request).score(asked, request_id(request.scope), client)
-    return await _answer(request, work, headers)
+    work = service_of(request).score(asked.to_spec(), request_id(request.scope), client)
+    return await compute(request, work)
 
 
-async def _answer(
-    request: Request,
-    work: Coroutine[Any, Any, EmbeddingList | RerankResponse | ScoreList],
-    headers: Mapping[str, str],
-) -> Response:
-    answer = await unless_gone(request.receive, work)
+async def compute(request: Request, work: Coroutine[Any, Any, M]) -> M:
+    """Return the result of `work`, unless the client leaves; the observers get its numbers."""
+    made = await unless_gone(request.receive, work)
     record = record_of(request.scope)
-    record.model, record.tokens = answer.model, answer.usage.prompt_tokens
-    return await large_json(answer, headers)
+    record.model, record.tokens = made.model, made.tokens
+    return made
+
+
+async def _read(
+    request: Request, decoder: RequestDecoder[A], operation: OperationName
+) -> tuple[A, Mapping[str, str]]:
+    """As `read_request`; the observers get what a model is asked for."""
+    record_of(request.scope).operation = operation
+    asked, headers = await read_request(request, decoder)
+    note_asked(request, asked.to_spec())
+    return asked, headers

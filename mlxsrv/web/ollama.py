@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from time import monotonic
-from typing import TypeVar, cast
+from typing import TypeVar
 
+import anyio.to_thread
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from mlxsrv.errors import ActionNotAllowed
+from mlxsrv.generation.texts import EmbeddingSpec, TextVectors
 from mlxsrv.service.observing import OperationName
 from mlxsrv.web.completions import answer, start_reply
+from mlxsrv.web.embeddings import compute
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import Endpoint, OperationRoute
@@ -46,8 +49,6 @@ from mlxsrv.wire.ollama.requests import (
     OLLAMA_OLD_EMBEDS,
     OLLAMA_SHOWS,
     OllamaChatRequest,
-    OllamaEmbeddingsRequest,
-    OllamaEmbedRequest,
     OllamaGenerateRequest,
 )
 
@@ -141,7 +142,9 @@ async def embed(request: Request) -> Response:
     if asked.is_empty:
         await _load(request, asked.model, read_keep_alive(asked.keep_alive))
     else:
-        vectors, tokens, load = await _embed(request, asked)
+        made = await _embed(request, asked.to_spec())
+        vectors = await anyio.to_thread.run_sync(made.vectors.tolist)
+        tokens, load = made.tokens, made.load_seconds
     told = OllamaEmbeddings(
         model=asked.model,
         embeddings=vectors,
@@ -157,25 +160,15 @@ async def embed_one(request: Request) -> Response:
     if asked.is_empty:
         await _load(request, asked.model, read_keep_alive(asked.keep_alive))
         return JSONResponse(OllamaEmbedding([]), headers=headers)
-    [vector], _, _ = await _embed(request, asked)
-    return JSONResponse(OllamaEmbedding(vector), headers=headers)
+    made = await _embed(request, asked.to_spec())
+    return JSONResponse(OllamaEmbedding(made.vectors[0].tolist()), headers=headers)
 
 
-async def _embed(
-    request: Request, asked: OllamaEmbedRequest | OllamaEmbeddingsRequest
-) -> tuple[list[list[float]], int, float]:
-    """Return the vectors, the number of tokens, and the seconds that the load took."""
-    record = record_of(request.scope)
-    record.operation = "embeddings"
-    plain = asked.plain()
-    note_asked(request, plain)
-    work = service_of(request).embed_timed(
-        plain, request_id(request.scope), client_of(request), read_keep_alive(asked.keep_alive)
-    )
-    embedded, load = await unless_gone(request.receive, work)
-    record.model, record.tokens = embedded.model, embedded.usage.prompt_tokens
-    vectors = [cast(list[float], each.embedding) for each in embedded.data]
-    return vectors, embedded.usage.prompt_tokens, load
+async def _embed(request: Request, spec: EmbeddingSpec) -> TextVectors:
+    record_of(request.scope).operation = "embeddings"
+    note_asked(request, spec)
+    work = service_of(request).embed(spec, request_id(request.scope), client_of(request))
+    return await compute(request, work)
 
 
 # Models.

@@ -10,16 +10,14 @@ import anyio.to_thread
 from msgspec import Struct
 from starlette.requests import Request
 
-from mlxsrv.service.observing import AskedOfModel, OperationName
+from mlxsrv.service.observing import AskedOfModel
 from mlxsrv.service.service import Service
 from mlxsrv.web.bodies import read_body, share_of
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.wire.decoding import LARGE, RequestDecoder, uncollected
-from mlxsrv.wire.openai.embeddings import EmbeddingRequest, RerankRequest, ScoreRequest
 
 T = TypeVar("T", bound=Struct)
 V = TypeVar("V")
-A = TypeVar("A", EmbeddingRequest, RerankRequest, ScoreRequest)
 
 
 def service_of(request: Request) -> Service:
@@ -63,16 +61,6 @@ async def read_aside(request: Request, work: Callable[[], V]) -> V:
     async with service_of(request).reading:
         with uncollected(size):
             return await anyio.to_thread.run_sync(work)
-
-
-async def read_recorded(
-    request: Request, decoder: RequestDecoder[A], operation: OperationName
-) -> tuple[A, Mapping[str, str]]:
-    """As `read_request`; the observers are told what a model is asked for."""
-    record_of(request.scope).operation = operation
-    asked, headers = await read_request(request, decoder)
-    note_asked(request, asked)
-    return asked, headers
 
 
 def note_asked(request: Request, asked: AskedOfModel) -> None:

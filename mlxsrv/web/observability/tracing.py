@@ -37,9 +37,9 @@ from opentelemetry.trace import Span, SpanKind, StatusCode
 from opentelemetry.util.types import AttributeValue
 
 from mlxsrv.generation.spec import GenerationSpec
+from mlxsrv.generation.texts import EmbeddingSpec
 from mlxsrv.service.observing import Generated, Observer, RequestEnded
 from mlxsrv.version import __version__
-from mlxsrv.wire.openai.embeddings import EmbeddingRequest
 
 Attributes = Iterator[tuple[str, AttributeValue | None]]
 
@@ -155,8 +155,8 @@ def _attributes(request: RequestEnded) -> Attributes:
     yield "gen_ai.request.model", named[:_LONGEST_NAME] or None
     if isinstance(asked, GenerationSpec):
         yield from _asked_attributes(asked)
-    elif isinstance(asked, EmbeddingRequest):
-        yield "gen_ai.request.encoding_formats", [asked.encoding_format or "float"]
+    elif isinstance(asked, EmbeddingSpec):
+        yield "gen_ai.request.encoding_formats", [asked.encoding]
         yield "gen_ai.embeddings.dimension.count", asked.dimensions
     yield "gen_ai.usage.input_tokens", request.tokens
     if request.generated is not None:

@@ -7,7 +7,7 @@ Its own server ignores options that it does not know. So does this one, and name
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -24,10 +24,10 @@ from mlxsrv.generation.spec import (
     TextPrompts,
     ToolSpec,
 )
+from mlxsrv.generation.texts import Cut, EmbeddingSpec
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.ollama.durations import read_keep_alive
-from mlxsrv.wire.openai.embeddings import EmbeddingRequest
 from mlxsrv.wire.openai.generation_request import Effort, Priority
 from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.steering import NotEmpty, SteeringFields, check_steering
@@ -288,13 +288,6 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
 # Embeddings.
 
 
-class _PromptEmbedding(EmbeddingRequest, frozen=True, kw_only=True):
-    """A request whose one text stands in `prompt`."""
-
-    def path(self, index: int) -> str:
-        return "prompt"
-
-
 class OllamaEmbedRequest(Struct, frozen=True, kw_only=True):
     """Texts to embed. `options` are ignored; without `input`, the model is loaded or unloaded."""
 
@@ -309,13 +302,19 @@ class OllamaEmbedRequest(Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         return not self.input
 
-    def plain(self) -> EmbeddingRequest:
-        """Return what is asked for, in OpenAI's words. Texts are truncated by default."""
-        return EmbeddingRequest(
-            input=cast(str | list[str | int | list[int]], self.input),
+    def to_spec(self) -> EmbeddingSpec:
+        """Raises InvalidRequest. Texts are truncated by default."""
+        given = self.input or ""
+        if isinstance(given, str):
+            texts = [(given, "input")]
+        else:
+            texts = [(text, f"input[{i}]") for i, text in enumerate(given)]
+        return EmbeddingSpec(
+            texts=texts,
             model=self.model,
-            truncate=self.truncate is not False,
+            cut=None if self.truncate is False else Cut("right"),
             dimensions=self.dimensions or None,
+            keep_alive=read_keep_alive(self.keep_alive),
         )
 
 
@@ -331,9 +330,14 @@ class OllamaEmbeddingsRequest(Struct, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         return not self.prompt
 
-    def plain(self) -> EmbeddingRequest:
-        """Return what is asked for, in OpenAI's words."""
-        return _PromptEmbedding(input=self.prompt or "", model=self.model, truncate=True)
+    def to_spec(self) -> EmbeddingSpec:
+        """Raises InvalidRequest."""
+        return EmbeddingSpec(
+            texts=[(self.prompt or "", "prompt")],
+            model=self.model,
+            cut=Cut("right"),
+            keep_alive=read_keep_alive(self.keep_alive),
+        )
 
 
 # Models.

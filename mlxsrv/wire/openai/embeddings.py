@@ -5,13 +5,24 @@ from __future__ import annotations
 
 import base64
 import time
+import uuid
+from collections.abc import Sequence
 from typing import Annotated, Literal, cast
 
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
-from mlxsrv.generation.outputs import Vectors
+from mlxsrv.generation.texts import (
+    Cut,
+    EmbeddingSpec,
+    Numbers,
+    PairScores,
+    PairsSpec,
+    PlacedInput,
+    PlacedText,
+    TextVectors,
+)
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.generation_request import Count, PositiveInt, Priority, TokenId, User
 from mlxsrv.wire.steering import NotEmpty
@@ -20,7 +31,6 @@ MOST_TEXTS = 2048
 
 TokenIds = Annotated[list[TokenId], Meta(min_length=1)]
 Many = Annotated[list[NotEmpty | TokenId | TokenIds], Meta(min_length=1, max_length=MOST_TEXTS)]
-Side = Literal["left", "right"]
 
 
 class TruncationFields(Struct, frozen=True, kw_only=True):
@@ -41,10 +51,12 @@ class TruncationFields(Struct, frozen=True, kw_only=True):
         return asked or self.truncate_prompt_tokens is not None
 
     @property
-    def cut_side(self) -> Side:
-        """The side of a text that is cut off."""
+    def cut(self) -> Cut | None:
+        tokens = None if self.truncate_prompt_tokens == -1 else self.truncate_prompt_tokens
+        if tokens is None and not self.truncates:
+            return None
         left = self.truncate == "START" or self.truncation_direction in ("left", "Left")
-        return "left" if left and self.truncate != "END" else "right"
+        return Cut("left" if left and self.truncate != "END" else "right", tokens)
 
 
 class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
@@ -60,19 +72,25 @@ class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
     user: User | None = None
     priority: Priority | None = None
 
-    @property
-    def texts(self) -> list[str | list[int]]:
+    def to_spec(self) -> EmbeddingSpec:
         """The texts, whichever of OpenAI's four forms they have in the request."""
+        texts: Sequence[PlacedInput]
         if isinstance(self.input, str):
-            return [self.input]
-        if isinstance(self.input[0], int):
-            return [cast(list[int], self.input)]
-        return cast(list[str | list[int]], self.input)
-
-    def path(self, index: int) -> str:
-        """The path of a text in the request. A list of ids is one text."""
-        one = isinstance(self.input, str) or isinstance(self.input[0], int)
-        return "input" if one else f"input[{index}]"
+            texts = [(self.input, "input")]
+        elif isinstance(self.input[0], int):
+            texts = [(cast(list[int], self.input), "input")]
+        else:
+            many = cast(list[str | list[int]], self.input)
+            texts = [(text, f"input[{i}]") for i, text in enumerate(many)]
+        return EmbeddingSpec(
+            texts=texts,
+            model=self.model,
+            cut=self.cut,
+            input_type=self.input_type,
+            instruction=self.instruction,
+            dimensions=self.dimensions,
+            encoding=self.encoding_format or "float",
+        )
 
 
 class RerankDocument(Struct, frozen=True):
@@ -91,6 +109,15 @@ class RerankRequest(TruncationFields, frozen=True, kw_only=True):
     @property
     def texts(self) -> list[str]:
         return [one if isinstance(one, str) else one.text for one in self.documents]
+
+    def to_spec(self) -> PairsSpec:
+        return PairsSpec(
+            ones=[(self.query, "query")],
+            others=[(text, f"documents[{i}]") for i, text in enumerate(self.texts)],
+            compares=False,
+            model=self.model,
+            cut=self.cut,
+        )
 
 
 class CohereRerankRequest(RerankRequest, frozen=True, kw_only=True):
@@ -143,26 +170,15 @@ class ScoreRequest(TruncationFields, frozen=True, kw_only=True):
             f"{extra}: the pairs are given as {' and '.join(wanted)}; leave it out", param=extra
         )
 
-    @property
-    def lists(self) -> tuple[list[str], list[str]]:
-        """The texts of each side, as the request has them."""
-        one, other = (getattr(self, name) for name in self.sides)
-        return _as_list(one), _as_list(other)
+    def to_spec(self) -> PairsSpec:
+        ones, others = map(self._side, self.sides)
+        return PairsSpec(ones=ones, others=others, compares=True, model=self.model, cut=self.cut)
 
-    @property
-    def pairs(self) -> list[tuple[int, int]]:
-        """The pairs, as indices of the texts of both sides."""
-        one, other = self.lists
-        return [(0 if len(one) == 1 else i, i) for i in range(len(other))]
-
-    def path(self, side: int, index: int) -> str:
-        """The path of a text in the request."""
-        name = self.sides[side]
-        return name if isinstance(getattr(self, name), str) else f"{name}[{index}]"
-
-
-def _as_list(given: str | list[str]) -> list[str]:
-    return [given] if isinstance(given, str) else given
+    def _side(self, name: str) -> list[PlacedText]:
+        given: str | list[str] = getattr(self, name)
+        if isinstance(given, str):
+            return [(given, name)]
+        return [(text, f"{name}[{i}]") for i, text in enumerate(given)]
 
 
 def _check_cut(request: TruncationFields) -> None:
@@ -175,12 +191,11 @@ def _check_cut(request: TruncationFields) -> None:
 
 def _check_score(request: ScoreRequest) -> None:
     _check_cut(request)
-    one, other = request.lists
-    if len(one) not in (1, len(other)):
-        name = request.sides[0]
+    spec, name = request.to_spec(), request.sides[0]
+    if len(spec.ones) not in (1, len(spec.others)):
         raise InvalidRequest(
-            f"{name}: {len(one)} texts for {len(other)} on the other side; there may be one beside "
-            "any number, or as many on both sides",
+            f"{name}: {len(spec.ones)} texts for {len(spec.others)} on the other side; there may "
+            "be one beside any number, or as many on both sides",
             param=name,
         )
 
@@ -255,41 +270,13 @@ class ScoreList(Struct, frozen=True, kw_only=True):
     usage: EmbeddingUsage
 
 
-def embedding_list(
-    request: EmbeddingRequest, model: str, vectors: Vectors, tokens: int
-) -> EmbeddingList:
-    """The response. Vectors that are cut to the request's `dimensions` have length 1.
-
-    Args:
-        vectors: of shape (texts, width).
-        tokens: how many tokens the texts have.
-
-    Raises:
-        InvalidRequest: the vectors have fewer `dimensions`.
-    """
-    width = vectors.shape[1]
-    if request.dimensions is not None and request.dimensions > width:
-        raise InvalidRequest(
-            f"dimensions: {request.dimensions} are asked for; this model's vectors have {width}",
-            param="dimensions",
-        )
-    if request.dimensions is not None and request.dimensions < width:
-        vectors = normalise(vectors[:, : request.dimensions])
-    encode = _encode if request.encoding_format == "base64" else _list
+def embedding_list(spec: EmbeddingSpec, made: TextVectors) -> EmbeddingList:
+    encode = _encode if spec.encoding == "base64" else _list
     return EmbeddingList(
-        data=[Embedding(index=i, embedding=encode(row)) for i, row in enumerate(vectors)],
-        model=model,
-        usage=EmbeddingUsage.of(tokens),
+        data=[Embedding(index=i, embedding=encode(row)) for i, row in enumerate(made.vectors)],
+        model=made.model,
+        usage=EmbeddingUsage.of(made.tokens),
     )
-
-
-def normalise(vectors: Vectors) -> Vectors:
-    """The vectors with length 1; zeros stay zeros. Shape (vectors, width)."""
-    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
-    return cast(Vectors, vectors / np.maximum(lengths, np.finfo(np.float32).tiny))
-
-
-Numbers = np.ndarray[tuple[int], np.dtype[np.float32]]
 
 
 def _list(vector: Numbers) -> list[float] | str:
@@ -300,32 +287,30 @@ def _encode(vector: Numbers) -> list[float] | str:
     return base64.b64encode(np.ascontiguousarray(vector, dtype="<f4").data).decode("ascii")
 
 
-def rerank_response(
-    request: RerankRequest, id: str, model: str, scores: Numbers, tokens: int
-) -> RerankResponse:
+def rerank_response(request: RerankRequest, made: PairScores) -> RerankResponse:
     """The response: documents sorted by their scores, the most relevant first."""
-    order = np.argsort(-scores, kind="stable")[: request.top_n]
+    order = np.argsort(-made.scores, kind="stable")[: request.top_n]
     texts = request.texts
     return RerankResponse(
-        id=id,
-        model=model,
+        id=f"rerank-{uuid.uuid4().hex}",
+        model=made.model,
         results=[
             RerankResult(
                 index=int(i),
-                relevance_score=float(scores[i]),
+                relevance_score=float(made.scores[i]),
                 document=RankedDocument(texts[i]) if request.return_documents else UNSET,
             )
             for i in order
         ],
-        usage=EmbeddingUsage.of(tokens),
+        usage=EmbeddingUsage.of(made.tokens),
     )
 
 
-def score_list(id: str, model: str, scores: Numbers, tokens: int) -> ScoreList:
+def score_list(made: PairScores) -> ScoreList:
     return ScoreList(
-        id=id,
+        id=f"score-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=model,
-        data=[Score(index=i, score=float(score)) for i, score in enumerate(scores)],
-        usage=EmbeddingUsage.of(tokens),
+        model=made.model,
+        data=[Score(index=i, score=float(score)) for i, score in enumerate(made.scores)],
+        usage=EmbeddingUsage.of(made.tokens),
     )

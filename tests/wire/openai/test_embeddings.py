@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
+from mlxsrv.generation.texts import PairScores, TextVectors
 from mlxsrv.wire.openai.embeddings import (
     EMBEDDING_REQUESTS,
     RERANK_REQUESTS,
@@ -28,7 +29,8 @@ def decode(**fields: Any) -> EmbeddingRequest:
 
 
 def answer(**fields: Any) -> Body:
-    return as_sent(embedding_list(decode(input=["a", "b", "c"], **fields), "m", VECTORS, 7))
+    spec = decode(input=["a", "b", "c"], **fields).to_spec()
+    return as_sent(embedding_list(spec, TextVectors("m", VECTORS, 7, 0.0)))
 
 
 @pytest.mark.parametrize(
@@ -40,10 +42,8 @@ def answer(**fields: Any) -> Body:
         ([[1], [2, 3]], [[1], [2, 3]], ["input[0]", "input[1]"]),
     ],
 )
-def test_the_four_forms_of_input(given: object, texts: object, paths: list[str]) -> None:
-    request = decode(input=given)
-    assert request.texts == texts
-    assert [request.path(i) for i in range(len(paths))] == paths
+def test_the_four_forms_of_input(given: object, texts: list[object], paths: list[str]) -> None:
+    assert decode(input=given).to_spec().texts == list(zip(texts, paths, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_what_is_wrong_is_named(fields: Body, param: str) -> None:
 def test_input_is_required_and_as_many_as_openai_takes_are_taken() -> None:
     with pytest.raises(MissingParameter):
         decode(model="m")
-    assert len(decode(input=["a"] * 2048).texts) == 2048
+    assert len(decode(input=["a"] * 2048).to_spec().texts) == 2048
     asked, ignored = EMBEDDING_REQUESTS.decode(b'{"input": "a", "user": "u", "task": "x"}')
     assert (asked.user, ignored) == ("u", ["task"])
 
@@ -87,25 +87,12 @@ def test_floats_are_openais_answer_in_order() -> None:
     assert floats.tobytes() == VECTORS.tobytes()
 
 
-@pytest.mark.parametrize("dimensions", [None, 3, 8])
-def test_base64_is_the_floats_bit_for_bit(dimensions: int | None) -> None:
-    floats = answer(dimensions=dimensions)["data"]
-    coded = answer(dimensions=dimensions, encoding_format="base64")["data"]
+def test_base64_is_the_floats_bit_for_bit() -> None:
+    floats = answer()["data"]
+    coded = answer(encoding_format="base64")["data"]
     for one, other in zip(floats, coded, strict=True):
         vector = np.frombuffer(base64.b64decode(other["embedding"]), dtype="<f4")
         assert vector.tobytes() == np.array(one["embedding"], dtype="<f4").tobytes()
-
-
-def test_dimensions_cut_and_bring_to_length_one() -> None:
-    cut = np.array([item["embedding"] for item in answer(dimensions=3)["data"]])
-    expected = VECTORS[:, :3] / np.linalg.norm(VECTORS[:, :3], axis=1, keepdims=True)
-    assert np.allclose(cut, expected, atol=1e-6)
-    whole = np.array([item["embedding"] for item in answer(dimensions=8)["data"]])
-    assert np.allclose(whole, VECTORS), "all of them change nothing"
-    with pytest.raises(InvalidRequest, match="9 are asked for; this model's vectors have 8"):
-        answer(dimensions=9)
-    zero = embedding_list(decode(input="a", dimensions=2), "m", np.zeros((1, 4), np.float32), 1)
-    assert as_sent(zero)["data"][0]["embedding"] == [0, 0]
 
 
 # Rerank.
@@ -115,7 +102,7 @@ def rank(scores: list[float], **fields: Any) -> list[Body]:
     documents = ["a", {"text": "b"}, "c"][: len(scores)]
     body = msgspec.json.encode({"query": "q", "documents": documents, **fields})
     request: RerankRequest = RERANK_REQUESTS.decode(body)[0]
-    made = rerank_response(request, "rerank-1", "m", np.array(scores, dtype=np.float32), 9)
+    made = rerank_response(request, PairScores("m", np.array(scores, dtype=np.float32), 9))
     return list(as_sent(made)["results"])
 
 
