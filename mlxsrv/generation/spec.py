@@ -90,7 +90,8 @@ class ToolSpec(Struct, frozen=True, kw_only=True):
 
     Attributes:
         parameters: the JSON Schema of its arguments.
-        input_form: the grammar that such a text follows, if the tool has one: a regex or Lark.
+        input_form: the grammar that such a text should follow, if the tool has one: a regex or
+            Lark.
     """
 
     name: str

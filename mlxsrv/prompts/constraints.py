@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.errors import InvalidRequest, UnsupportedParameter
+from mlxsrv.errors import UnsupportedParameter
 from mlxsrv.generation.spec import (
     ChatPrompt,
     ChoiceForm,
@@ -19,8 +19,7 @@ from mlxsrv.generation.spec import (
     RegexForm,
     ToolSpec,
 )
-from mlxsrv.prompts.grammars.json_strings import read_input
-from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, each_call, tool_grammar
+from mlxsrv.prompts.grammars.specs import GrammarSpec, each_call, tool_grammar
 from mlxsrv.text.tools import ToolDialect
 
 # Every grammar of llama.cpp has this, and no Lark grammar can.
@@ -59,14 +58,12 @@ def chat_constraint(
 
     Raises:
         UnsupportedParameter: a call cannot be enforced in the model's dialect.
-        InvalidRequest: the grammar of a tool's input cannot be enforced.
     """
     if asked.tool_choice.mode == "required":
         return _calls(asked, dialect, spec.path("tool_choice"))
     form = spec.form
     if form is None and dialect is not None and enforces:
-        tools, inputs = _callable(asked)
-        grammar = each_call(tools, dialect.start, str(dialect.end), inputs)
+        grammar = each_call(_callable(asked), dialect.start, str(dialect.end))
         return ConstraintSpec(grammar, spec.path("tools"), calls_only=True)
     if form is None or dialect is None:
         return _answer(form)
@@ -117,47 +114,31 @@ def _calls(
             param=param,
         )
     many = len(asked.tool_choice.only) != 1 and asked.parallel
-    tools, inputs = _callable(asked)
     spec = tool_grammar(
-        tools,
+        _callable(asked),
         dialect.start,
         dialect.end,
         many=many,
         otherwise=None if otherwise is None else otherwise.schema,
         compact=otherwise is not None and otherwise.compact,
-        inputs=inputs,
     )
     return ConstraintSpec(spec, param)
 
 
-def _callable(asked: ChatPrompt) -> tuple[list[tuple[str, Mapping[str, Any]]], dict[str, str]]:
-    """Return names and schemas of the tools that may be called, and the grammars in Lark of those
-    that take a free text.
-
-    Raises:
-        InvalidRequest: such a grammar cannot be enforced.
-    """
+def _callable(asked: ChatPrompt) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return names and schemas of the tools that may be called."""
     only = asked.tool_choice.only
-    tools = [tool for tool in asked.tools if not only or tool.name in only]
-    inputs: dict[str, str] = {}
-    for tool in tools:
-        match tool.input_form:
-            case GrammarForm(param=param, text=text):
-                _check_input(param, text)
-                inputs[tool.name] = text
-    return [(tool.name, _schema(tool)) for tool in tools], inputs
+    return [(tool.name, _schema(tool)) for tool in asked.tools if not only or tool.name in only]
 
 
 def _schema(tool: ToolSpec) -> Mapping[str, Any]:
+    """Return the schema of a tool's arguments.
+
+    A custom tool's input is a JSON string in it. A regex can bind that string, as a pattern. A Lark
+    grammar cannot: it describes the text, not how JSON writes it.
+    """
     match tool.input_form:
         case RegexForm(regex=regex):
             text = {"type": "string", "pattern": f"^(?:{regex})$"}
             return {"properties": {"input": text}, "required": ["input"]}
     return tool.parameters or {}
-
-
-def _check_input(param: str, text: str) -> None:
-    try:
-        read_input(text)
-    except GrammarRefused as error:
-        raise InvalidRequest(f"{param}: {error}", param=param) from None

@@ -9,7 +9,14 @@ import msgspec
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Bans
-from mlxsrv.generation.spec import ChatPrompt, GenerationSpec, InfillPrompt, TextPrompts, ToolSpec
+from mlxsrv.generation.spec import (
+    ChatPrompt,
+    GenerationSpec,
+    GrammarForm,
+    InfillPrompt,
+    TextPrompts,
+    ToolSpec,
+)
 from mlxsrv.prompts.constraints import ConstraintSpec, chat_constraint, text_constraint
 from mlxsrv.prompts.encoding import TokenBudget
 from mlxsrv.prompts.infill import infill
@@ -86,8 +93,12 @@ def _plan_chat(spec: GenerationSpec, asked: ChatPrompt, tokenizer: Tokenizer) ->
     _require_tokens(prompt, chat.path if asked.template is None else chat.template_path)
     enforces = tokenizer.enforces_calls
     constraint = _prepared(chat_constraint(spec, asked, dialect, enforces=enforces), tokenizer)
-    if constraint is None and any(tool.input_form is not None for tool in asked.tools):
-        reason = "needs --tool-grammar, or a tool_choice that requires a call"
+    forms = [tool.input_form for tool in asked.tools if tool.input_form is not None]
+    if any(constraint is None or isinstance(form, GrammarForm) for form in forms):
+        reason = (
+            "the model writes a call as JSON, inside which only a regex can bind the input, with "
+            "--tool-grammar or a tool_choice that requires a call"
+        )
         tokenizer.log_once("grammars of custom tools not enforced", reason=reason)
     return PromptPlan(
         [prompt],

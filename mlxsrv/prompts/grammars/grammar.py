@@ -24,7 +24,7 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Constraint, Grammar, Mask
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars.latest import LatestAndUsed
-from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, by_characters
+from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec
 from mlxsrv.prompts.grammars.translation import translate, without_forcing
 from mlxsrv.prompts.grammars.trial import one_line
 
@@ -158,7 +158,7 @@ class GrammarCompiler:
         text = translate(spec, vocabulary.tokenizer)
         if any(name in text.replace("\\", "") for name in vocabulary.added):
             text = without_forcing(text)
-        return Grammar(text, by_characters(spec))
+        return Grammar(text, by_characters=spec.kind == "gbnf")
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits

@@ -35,7 +35,6 @@ class ToolGrammar(msgspec.Struct, frozen=True):
     end: str
     many: bool
     otherwise: dict[str, Any] | None
-    inputs: dict[str, str] = {}
 
 
 class GrammarRefused(ValueError):
@@ -50,7 +49,6 @@ def tool_grammar(
     many: bool,
     otherwise: Mapping[str, Any] | None = None,
     compact: bool = False,
-    inputs: Mapping[str, str] | None = None,
 ) -> GrammarSpec:
     """Return a spec for calls of `tools`, written as Qwen and Hermes models write them.
 
@@ -63,8 +61,6 @@ def tool_grammar(
         many: more than one call may come, with a newline between two.
         otherwise: the JSON schema of an answer that may come in place of calls, if any may.
         compact: that answer has no whitespace.
-        inputs: for tools that take a free text: by name, the grammar of the text, in Lark. Their
-            arguments are `{"input": "..."}`.
     """
     if not tools:
         raise ValueError("a call needs a tool to call")
@@ -74,29 +70,16 @@ def tool_grammar(
         end,
         many,
         None if otherwise is None else dict(otherwise),
-        dict(inputs or {}),
     )
     return GrammarSpec("tool", msgspec.json.encode(calls).decode(), compact)
 
 
-def each_call(
-    tools: Sequence[tuple[str, Mapping[str, Any]]],
-    start: str,
-    end: str,
-    inputs: Mapping[str, str] | None = None,
-) -> GrammarSpec:
+def each_call(tools: Sequence[tuple[str, Mapping[str, Any]]], start: str, end: str) -> GrammarSpec:
     """Return a spec for one call of one of the `tools`, from behind `start` to the end of `end`.
 
     It leaves more room than `tool_grammar`, since no model was told to make the call: there may be
     whitespace wherever JSON allows it.
     """
     named = [(name, dict(schema)) for name, schema in tools]
-    calls = ToolGrammar(named, start, end, False, None, dict(inputs or {}))
+    calls = ToolGrammar(named, start, end, False, None)
     return GrammarSpec("call", msgspec.json.encode(calls).decode())
-
-
-def by_characters(spec: GrammarSpec) -> bool:
-    """Tell whether each character may be a terminal of its own in the translated grammar."""
-    if spec.kind in ("tool", "call"):
-        return bool(msgspec.json.decode(spec.text, type=ToolGrammar).inputs)
-    return spec.kind == "gbnf"

@@ -15,7 +15,6 @@ import msgspec
 from mlxsrv.logs import log
 from mlxsrv.prompts.grammars import gbnf_lark
 from mlxsrv.prompts.grammars.gbnf import GBNFError
-from mlxsrv.prompts.grammars.json_strings import input_lark
 from mlxsrv.prompts.grammars.key_patterns import list_keys, spell_out
 from mlxsrv.prompts.grammars.regexes import ascii_classes
 from mlxsrv.prompts.grammars.schema_nodes import SchemaError
@@ -215,17 +214,16 @@ def _translate_tools(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
     names = [name for name, _ in calls.tools]
     schemas = _prepare_schemas([schema | {"type": "object"} for _, schema in calls.tools], names)
-    inputs = _input_rules(calls)
     answer = None
     if calls.otherwise is not None:
         [answer] = _prepare_schemas([calls.otherwise], compact=spec.compact)
     tried = schemas if answer is None else [*schemas, answer]
     check_grammars(
-        [*map(LLMatcher.grammar_from_json_schema, tried), *map(_input_grammar, inputs.values())],
-        [*names, *([] if answer is None else ["schema"]), *inputs],
+        [*map(LLMatcher.grammar_from_json_schema, tried)],
+        [*names, *([] if answer is None else ["schema"])],
         tried,
     )
-    return _lark_grammar(_tools_lark(calls, schemas, inputs, answer, tokenizer))
+    return _lark_grammar(_tools_lark(calls, schemas, answer, tokenizer))
 
 
 def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
@@ -240,35 +238,16 @@ def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     names = [name for name, _ in calls.tools]
     [anything] = _prepare_schemas([{"type": "object"}])
     schemas, reasons = _prepare_each([schema | {"type": "object"} for _, schema in calls.tools])
-    inputs = _input_rules(calls)
-    tried = {i: LLMatcher.grammar_from_json_schema(schema) for i, schema in enumerate(schemas)}
-    tried |= {names.index(name): _input_grammar(rules) for name, rules in inputs.items()}
-    reasons |= failures([tried[i] for i in range(len(tried))])
+    reasons |= failures([*map(LLMatcher.grammar_from_json_schema, schemas)])
     for i, reason in reasons.items():
         schemas[i] = anything
-        inputs.pop(names[i], None)
         log(_log, logging.WARNING, "tool schema not enforced", tool=names[i], reason=reason)
-    return _lark_grammar(_call_lark(calls, schemas, inputs, tokenizer))
-
-
-def _input_rules(calls: ToolGrammar) -> dict[str, list[str]]:
-    """Return the rules in Lark of each tool's free text, the first of them for the whole text."""
-    return {
-        name: input_lark(calls.inputs[name], f"input{i}")
-        for i, (name, _) in enumerate(calls.tools)
-        if name in calls.inputs
-    }
-
-
-def _input_grammar(rules: Sequence[str]) -> str:
-    name, _, rule = rules[0].partition(":")
-    return _lark_grammar("\n".join([f"start: {name}", f"{name}:{rule}", *rules[1:]]))
+    return _lark_grammar(_call_lark(calls, schemas, tokenizer))
 
 
 def _tools_lark(
     calls: ToolGrammar,
     schemas: Sequence[str],
-    inputs: Mapping[str, Sequence[str]],
     answer: str | None,
     tokenizer: LLTokenizer,
 ) -> str:
@@ -276,9 +255,7 @@ def _tools_lark(
     heads = [f'{{"name": {json.dumps(name)}, "arguments": ' for name, _ in calls.tools]
     bodies = [
         f'{json.dumps(head)} %json {schema} "}}"'
-        if name not in inputs
-        else f"""{json.dumps(head + '{"input": "')} input{i} {json.dumps('"}}')}"""
-        for i, (head, schema, (name, _)) in enumerate(zip(heads, schemas, calls.tools, strict=True))
+        for head, schema in zip(heads, schemas, strict=True)
     ]
     return "\n".join(
         [
@@ -286,33 +263,23 @@ def _tools_lark(
             r'calls: call ("\n" call)*' if calls.many else "calls: call",
             rf'call: {start} "\n" tool "\n" {end}',
             *_alternatives("tool", bodies),
-            *(line for rules in inputs.values() for line in rules),
         ]
     )
 
 
-def _call_lark(
-    calls: ToolGrammar,
-    schemas: Sequence[str],
-    inputs: Mapping[str, Sequence[str]],
-    tokenizer: LLTokenizer,
-) -> str:
+def _call_lark(calls: ToolGrammar, schemas: Sequence[str], tokenizer: LLTokenizer) -> str:
     heads = [
         _spaced("{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":")
         for name, _ in calls.tools
     ]
     bodies = [
-        f'{head} ws %json {schema} ws "}}"'
-        if name not in inputs
-        else rf"""{head} ws {_spaced("{", '"input"', ":", '"')} input{i} {_spaced('"', "}", "}")}"""
-        for i, (head, schema, (name, _)) in enumerate(zip(heads, schemas, calls.tools, strict=True))
+        f'{head} ws %json {schema} ws "}}"' for head, schema in zip(heads, schemas, strict=True)
     ]
     return "\n".join(
         [
             f"start: ws tool ws {_marker(calls.end, tokenizer)}",
             r"ws: /[ \t\r\n]{1,2}/?",
             *_alternatives("tool", bodies),
-            *(line for rules in inputs.values() for line in rules),
         ]
     )
 
