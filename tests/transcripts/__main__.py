@@ -19,7 +19,7 @@ from tests.support.encoder_folders import write as write_encoder_folder
 from tests.support.families import FAMILIES
 from tests.support.scripted import AFTER_TOOL, write_conversation
 from tests.support.tiny import write_model
-from tests.transcripts.asking import Asked, features, misuses, recorded
+from tests.transcripts.asking import features, misuses, recorded
 from tests.transcripts.masking import Mask
 from tests.web.test_infill import write_infiller
 
@@ -82,6 +82,8 @@ def _transcripts(client: TestClient, requests: Any) -> Iterator[Any]:
         text = response.text
         if asked.path == "/v1/responses" and '"id":"resp_' in text:
             last = "resp_" + text.partition('"id":"resp_')[2].partition('"')[0]
+        elif asked.path == "/api/profiles" and asked.method == "POST" and response.is_success:
+            last = response.json()["data"]["id"]
         streamed = "event-stream" in response.headers.get("content-type", "")
         streamed |= "ndjson" in response.headers.get("content-type", "")
         yield {

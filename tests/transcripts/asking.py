@@ -1,4 +1,4 @@
-"""The requests of the transcripts: recorded ones, each dialect's features, and each field misused."""
+"""The requests of the transcripts: recorded ones, each dialect's features, each field misused."""
 
 from __future__ import annotations
 
@@ -45,14 +45,21 @@ def recorded() -> Iterator[Asked]:
                     ]
                 if "logit_bias" in body:
                     body["logit_bias"] = {"5": 1}
+                body |= _greedy(request["path"], body)
             headers = {
                 name: text
                 for name, text in request["headers"].items()
                 if text != "..." and name.lower() not in ("host", "content-length")
             }
-            yield Asked(
-                f"{path.stem} {number}", request["method"], request["path"], body, headers
-            )
+            yield Asked(f"{path.stem} {number}", request["method"], request["path"], body, headers)
+
+
+def _greedy(path: str, body: Body) -> Body:
+    """The fields that have a request answered without chance."""
+    if path in ("/api/chat", "/api/generate"):
+        return {"options": {**body.get("options", {}), "temperature": 0}}
+    answering = path.endswith(("completions", "completion", "infill", "messages", "responses"))
+    return {"temperature": 0} if answering else {}
 
 
 def _stand_in(match: re.Match[str]) -> str:
@@ -109,7 +116,8 @@ def _chats(streamed: bool) -> Iterator[Asked]:
         "prefill": {"messages": [user, {"role": "assistant", "content": "It is"}]},
     }
     for name, body in bodies.items():
-        yield _asked(f"chat {name}", "/v1/chat/completions", {"model": "says", **body}, streamed)
+        asked = {"model": "says", "temperature": 0, **body}
+        yield _asked(f"chat {name}", "/v1/chat/completions", asked, streamed)
     random: dict[str, Body] = {
         "greedy": {"temperature": 0},
         "seeded": {"seed": 7, "temperature": 1.1, "top_p": 0.9},
@@ -125,14 +133,12 @@ def _chats(streamed: bool) -> Iterator[Asked]:
         "choice": {"structured_outputs": {"choice": ["yes", "no"]}, "seed": 2},
         "grammar": {"grammar": 'root ::= "a" [b-d]+ "e"', "seed": 2},
         "usage": {"stream_options": {"include_usage": True}} if streamed else {"seed": 1},
-        "continuous": {
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True}
-        }
+        "continuous": {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
         if streamed
-        else {"seed": 2},
+        else {"seed": 2, "n": 2},
     }
     for name, body in random.items():
-        asked = {"model": "plain", "messages": [user], "max_tokens": 12, **body}
+        asked = {"model": "plain", "messages": [user], "max_tokens": 12, "seed": 5, **body}
         yield _asked(f"chat {name}", "/v1/chat/completions", asked, streamed)
 
 
@@ -181,7 +187,7 @@ def _messages(streamed: bool) -> Iterator[Asked]:
         "stop": {"messages": [user], "stop_sequences": ["he"]},
     }
     for name, body in bodies.items():
-        asked = {"model": "says", "max_tokens": 2000, **body}
+        asked = {"model": "says", "max_tokens": 2000, "temperature": 0, **body}
         yield _asked(f"messages {name}", "/v1/messages", asked, streamed)
     if not streamed:
         count = {"model": "says", "messages": [user], "tools": tools}
@@ -288,9 +294,9 @@ def _others() -> Iterator[Asked]:
 def _steering() -> Iterator[Asked]:
     """The management, with the demo's SAE."""
     base = "/api/saes"
-    yield Asked("attach", "POST", f"{base}/demo-sae/attach", {"model": "demo"})
+    yield Asked("attach", "POST", f"{base}/demo/attach", {"model": "demo"})
     yield Asked("attachment", "GET", f"{base}/attachment?model=demo")
-    yield Asked("compatible", "GET", f"{base}/demo-sae/compatibility?model=demo")
+    yield Asked("compatible", "GET", f"{base}/demo/compatibility?model=demo")
     yield Asked("set", "POST", f"{base}/steering", {"model": "demo", "feature_idx": 3, "value": 2})
     yield Asked("batch", "POST", f"{base}/steering/batch", {"model": "demo", "steering": {"5": 1}})
     yield Asked("steering", "GET", f"{base}/steering?model=demo")
@@ -303,10 +309,22 @@ def _steering() -> Iterator[Asked]:
     for path in ("monitoring", "monitoring/history", "monitoring/statistics"):
         yield Asked(path, "GET", f"/api/{path}?model=demo")
     yield Asked("highest", "POST", "/api/monitoring/statistics/top", {"model": "demo", "k": 3})
-    profile = {"name": "sea", "model": "demo", "steering": {"3": 1.5}}
+    profile = {
+        "name": "sea",
+        "model_id": "demo",
+        "sae_id": "demo",
+        "layer": 2,
+        "steering": {"3": 1.5},
+    }
     yield Asked("profile", "POST", "/api/profiles", profile)
     yield Asked("profiles", "GET", "/api/profiles")
-    yield Asked("detach", "POST", f"{base}/demo-sae/detach", {"model": "demo"})
+    for action in ("activate", "export", "deactivate", ""):
+        method = "GET" if action in ("export", "") else "POST"
+        path = f"/api/profiles/{{last}}/{action}".rstrip("/")
+        yield Asked(f"profile {action}", method, path)
+    yield Asked("rename", "PATCH", "/api/profiles/{last}", {"name": "lake"})
+    yield Asked("delete", "DELETE", "/api/profiles/{last}")
+    yield Asked("detach", "POST", f"{base}/demo/detach", {"model": "demo"})
 
 
 def _asked(label: str, path: str, body: Body, streamed: bool = False) -> Asked:

@@ -15,7 +15,7 @@ _TIMES = re.compile(
 _OPAQUE = {"timings", "ttft", "memory", "engine", "sequence_number", "modified", "digest", "size"}
 """Keys whose values are masked whole."""
 _ID = re.compile(
-    r"\b(?:chatcmpl-|cmpl-|msg_|resp_|rs_|fc_|ctc_|call_|toolu_|req_|rerank-|score-|embd-|request_)"
+    r"\b(?:chatcmpl-|cmpl-|msg_|resp_|rs_|fc_|ctc_|call_|toolu_|req_|prof_|rerank-|score-|embd-|request_)"
     r"[0-9A-Za-z]{8,}|\b[0-9a-f]{32}\b|\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f-]{22}\b"
 )
 _PIECES = {
@@ -70,17 +70,23 @@ class Mask:
     def stream(self, text: str) -> list[Any]:
         """The events or lines of a stream; pieces that follow each other are one."""
         joined: list[Any] = []
+        pieces: dict[str, int] = {}  # where a piece of each shape stands among the last events
         for event in _events(text):
             masked = self.value(event)
-            if joined and _shape(joined[-1]) == _shape(masked):
-                joined[-1] = _join(joined[-1], masked)
+            shape = json.dumps(_shape(masked))
+            if "<piece" not in shape:
+                pieces.clear()
+            elif shape in pieces:
+                joined[pieces[shape]] = _join(joined[pieces[shape]], masked)
+                continue
             else:
-                joined.append(masked)
+                pieces[shape] = len(joined)
+            joined.append(masked)
         return joined
 
 
 def _events(text: str) -> Iterator[Any]:
-    """The events of a stream, or the lines of one. Comments are left out: they are signs of life."""
+    """The events of a stream, or its lines, without the comments that are signs of life."""
     for block in re.split(r"\n\n" if "data:" in text else r"\n", text):
         if not block or block.startswith(":"):
             continue
@@ -100,6 +106,8 @@ def _shape(value: Any, key: str = "") -> Any:
         return "<piece>"
     if key in _PIECES and isinstance(value, list):
         return "<pieces>"
+    if key == "usage" and value:
+        return "<usage>"  # so far
     if isinstance(value, dict):
         return {name: _shape(each, name) for name, each in value.items()}
     if isinstance(value, list):
@@ -110,6 +118,8 @@ def _shape(value: Any, key: str = "") -> Any:
 def _join(first: Any, second: Any, key: str = "") -> Any:
     if key in _PIECES and isinstance(first, str | list):
         return first + second
+    if key == "usage":
+        return second
     if isinstance(first, dict):
         return {name: _join(each, second[name], name) for name, each in first.items()}
     if isinstance(first, list):
