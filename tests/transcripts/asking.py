@@ -28,7 +28,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 def recorded() -> Iterator[Asked]:
-    """What clients sent, with names of the models here and short answers."""
+    """Requests of real clients, with names of the models here and short answers."""
     for path in sorted(RECORDED.glob("*.jsonl")):
         for number, line in enumerate(path.read_text("utf-8").splitlines()):
             request = json.loads(re.sub(r"<text of (\d+) characters>", _stand_in, line))

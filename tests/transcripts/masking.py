@@ -101,7 +101,7 @@ def _events(text: str) -> Iterator[Any]:
 
 
 def _shape(value: Any, key: str = "") -> Any:
-    """What two events must have in common to be pieces of one text: all but their texts."""
+    """The form of an event without its texts: two of one form are pieces of one text."""
     if key in _PIECES and isinstance(value, str) and value:
         return "<piece>"
     if key in _PIECES and isinstance(value, list):
