@@ -34,7 +34,6 @@ from benchmarks.report import (
     write_json,
 )
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.cache.slots import is_host
 from mlxsrv.engine.execution.decode import Decoder
 from mlxsrv.engine.execution.facts import shares_passes, weights
 from mlxsrv.engine.execution.sub_batches import ReadyRow
@@ -154,7 +153,7 @@ def run_step(decoder: Decoder) -> tuple[float, int]:
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    clock = time.process_time if is_host() else time.perf_counter
+    clock = time.process_time if mx.default_device() == mx.cpu else time.perf_counter
     begin = clock()
     decoder.run_step(Told())
     decoder.wait()

@@ -29,6 +29,7 @@ from itertools import product
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import mlx.core as mx
 import msgspec
 import numpy as np
 
@@ -39,7 +40,6 @@ from mlxsrv.engine.orders import Ask, Job, Load, Open, Submit
 from mlxsrv.engine.outcomes import LoadStep, Outcome, TextFacts
 from mlxsrv.engine.plans import LoadSlice, Work
 from mlxsrv.engine.runner import Runner
-from mlxsrv.engine.sampling.blocks import on_cpu
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_runner import FakeRunner
@@ -307,7 +307,7 @@ def compare(folder: Path, traffic: Traffic, order: Load) -> list[list[str]]:
     behind, _ = measure(folder, traffic.draw(3), order)
     costs = fit(before.features + behind.features, before.seconds + behind.seconds)
     print({name: f"{value:.2e}" for name, value in msgspec.structs.asdict(costs).items()})
-    facts, blocks = before.facts, on_cpu()
+    facts, blocks = before.facts, mx.default_device() == mx.cpu
     assert facts is not None
 
     def simulate(costs: Costs, speed: Speed | None = None) -> Figures:

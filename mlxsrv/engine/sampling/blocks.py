@@ -29,10 +29,7 @@ import mlx.core as mx
 
 SIZE = 128  # entries of a block
 
-_SPLIT = 256  # entries to select: from here on a second stream is worth its overhead
-_SECOND_STREAM = mx.new_thread_local_stream(mx.cpu)  # its thread starts when it is first used
 _SMALL = 4096  # entries: blocks would save nothing
-_CACHED = 5 * 2**18  # entries that a CPU's caches hold: 8 rows of 151,936
 _STRIPE = 32  # entries that are summed side by side
 _STEPS = (8, 16)  # of the sum of a block
 _SIZES = (SIZE, 16, 4)  # of groups; the largest is a block
@@ -73,11 +70,9 @@ class Blocks:
         """Return the logarithm of the sum of each row's exponentials `(rows, 1)`. MLX's CPU back
         end computes powers in a third of the time of its exp."""
         base = mx.array(e, dtype=mx.float32)
-        sums = [
-            _sum(mx.power(base, self.logits[part] - self.highest[part]), self.small)
-            for part in divide_rows(*self.logits.shape)
-        ]
-        return self.highest + mx.log(mx.concatenate(sums))
+        weights = mx.power(base, self.logits - self.highest)
+        sums = weights if self.small else sum_blocks(weights)
+        return self.highest + mx.log(sums.sum(axis=-1, keepdims=True))
 
     def take(self, rows: mx.array | slice) -> Blocks:
         """Return the blocks of these rows."""
@@ -106,25 +101,8 @@ class Blocks:
         return _decode(self._select(count))
 
     def _select(self, count: int) -> mx.array:
-        """Return the keys `(rows, count)` of the first entries, unordered.
-
-        On a CPU a second stream takes half of the rows. MLX runs each CPU stream on a thread of its
-        own, so another core can do this work. The caller's thread makes all calls and owns both
-        streams; MLX makes a stream wait for the arrays that it needs from the other one, and the
-        result belongs to the first. So whoever waits for the result waits for both streams. On a
-        GPU one stream computes all rows in parallel.
-        """
-        count, rows = min(count, self.vocabulary), self.logits.shape[0]
-        if self.small or rows == 1 or count < _SPLIT or not on_cpu():
-            return self._select_alone(count)
-        first, second = self.take(slice(rows // 2)), self.take(slice(rows // 2, rows))
-        keys = first._select_alone(count)
-        with mx.stream(_SECOND_STREAM):
-            others = second._select_alone(count)
-        return mx.concatenate([keys, others])
-
-    def _select_alone(self, count: int) -> mx.array:
-        """Do the work of `_select` in the current stream."""
+        """Return the keys `(rows, count)` of the first entries, unordered."""
+        count = min(count, self.vocabulary)
         groups: mx.array | None = None  # the indices of the selected ones; None: all
         size = SIZE
         for smaller in self._choose_sizes(count):
@@ -171,28 +149,6 @@ class Blocks:
             strided = self._reduce(finer).reshape(-1, size // finer, SIZE // size)
             self._maxima[size] = strided.max(axis=1).reshape(self.logits.shape[0], -1)
         return self._maxima[size]
-
-
-def on_cpu() -> bool:
-    """Tell whether MLX computes on the CPU."""
-    return bool(mx.default_device().type == mx.DeviceType.cpu)
-
-
-def divide_rows(rows: int, width: int) -> list[slice]:
-    """Return the parts of `(rows, width)` that should go through many operations one by one.
-
-    On a CPU a part fits into the caches. The system also takes back larger arrays, and writing to
-    the pages of new ones costs as much again. On a GPU all rows are one part.
-    """
-    if not on_cpu():
-        return [slice(0, rows)]
-    step = max(_CACHED // width, 1)
-    return [slice(first, min(first + step, rows)) for first in range(0, rows, step)]
-
-
-def _sum(values: mx.array, small: bool) -> mx.array:
-    """Return the sums of rows `(rows, 1)`."""
-    return (values if small else sum_blocks(values)).sum(axis=-1, keepdims=True)
 
 
 def sum_blocks(values: mx.array) -> mx.array:

@@ -10,7 +10,7 @@ kept, then min-p relative to the likeliest token. Top-k keeps exactly k tokens; 
 lowest ids come first. Top-p keeps a token if the likelier tokens weigh less than top-p in sum, so
 equal tokens are kept or dropped together.
 
-There are four methods. All draw from the exact distribution, and none sorts the vocabulary:
+There are three methods. All draw from the exact distribution, and none sorts the vocabulary:
 
 - Greedy (temperature 0): the highest logit.
 - Top-k: `blocks` selects the k candidates. Their weights are computed, and a token is drawn from
@@ -18,13 +18,9 @@ There are four methods. All draw from the exact distribution, and none sorts the
   with all candidates tells. Several draws are made at once, and the first accepted one is taken: so
   candidates need no order (FlashInfer's method for GPUs: flashinfer.ai/2025/03/10/sampling.html). A
   small vocabulary without top-k is drawn from in the same way; all tokens are candidates.
-- Top-p alone, large vocabulary: the same with one draw at a time. After a draw that is rejected,
-  only likelier tokens remain.
-- No top-k, no top-p, large vocabulary: rejection sampling (von Neumann 1951), which needs no exact
-  weight of every token. A token is drawn by an upper bound of its weight, and accepted with the
-  probability weight / bound. The bound is linear between powers of two: at most 6 % above the
-  weight, and a tenth of the cost of an exponential on a CPU, because a float's bits, read as an
-  integer, are such a piecewise linear logarithm (Schraudolph 1999).
+- No top-k, large vocabulary: the same, but a token is drawn in two steps, first a block of tokens
+  by the sums of blocks, then a token in it. Where a row has top-p, draws are made one at a time:
+  after one that is rejected, only likelier tokens remain.
 """
 
 from __future__ import annotations
@@ -41,7 +37,6 @@ import numpy as np
 from mlxsrv.engine.sampling.blocks import (
     SIZE,
     Blocks,
-    divide_rows,
     sum_blocks,
     sum_rows,
     take_blocks,
@@ -59,10 +54,6 @@ _ROUNDING = 1e-5  # relative error of sums of weights: 0.07 + 0.03 must not exce
 _LEAST_TOP_P = 2**-20  # a smaller one keeps the likeliest token only, in any vocabulary
 _CERTAIN = 2.0**-20  # all draws of a token are rejected less often; it is the likeliest one then
 
-_TRIES = 8  # of rejection sampling: each is rejected less than once in 16 times
-_NUMBERS = 3  # of a try: for a block, for a token in it, and to accept or reject
-_SLACK = 1 + 2**-10  # covers the rounding errors of the upper bounds
-
 _DRAWS = 10  # of a sampling round from few candidates: 0.2**10 is less than once in a million times
 _MOST_ROUNDS = 40  # with one draw each, for any top_p
 _MOST_SETS = 10  # of `_DRAWS` numbers: 10 rounds of 10 draws of one, or 40 single draws of two
@@ -75,8 +66,8 @@ class _Method(Enum):
 
     GREEDY = "greedy"
     TOP_K = "top_k"
-    UNFILTERED = "unfiltered"
-    TOP_P = "top_p"
+    ALL = "all"
+    """All tokens are candidates."""
 
 
 class Sampler:
@@ -111,7 +102,7 @@ class Sampler:
 
     def draw_from(self, blocks: Blocks) -> tuple[mx.array, mx.array]:
         """Do the same as `draw` for logits in blocks."""
-        groups = self._groups or self._divide(blocks.vocabulary)
+        groups = self._groups or self._divide()
         parts = [
             group.draw(blocks if members is None else blocks.take(members)).astype(mx.uint32)
             for members, group in groups
@@ -119,7 +110,7 @@ class Sampler:
         tokens = (parts[0] if len(parts) == 1 else mx.concatenate(parts)).squeeze(-1)
         return tokens if self._order is None else tokens[self._order], blocks.highest
 
-    def _divide(self, vocabulary: int) -> list[tuple[mx.array | slice | None, _Group]]:
+    def _divide(self) -> list[tuple[mx.array | slice | None, _Group]]:
         """Group the rows that can be drawn in the same operations."""
         # Unordered candidates have an order that depends on their number: each number of them has
         # a group of its own, or a row's text would depend on the other rows' top_k.
@@ -128,16 +119,12 @@ class Sampler:
             method = _choose_method(row)
             count = _count_candidates(row) if method is _Method.TOP_K else 0
             alike.setdefault((method, count if count >= _ORDERED else 0), []).append(i)
-        groups: list[tuple[_Method, list[int]]] = []
-        for (method, _), members in alike.items():
-            wide = method in (_Method.UNFILTERED, _Method.TOP_P)  # many operations on all entries
-            parts = divide_rows(len(members), vocabulary) if wide else [slice(None)]
-            groups += [(method, members[part]) for part in parts]
-        order = [i for _, members in groups for i in members]
+        order = [i for members in alike.values() for i in members]
         if order != sorted(order):
             self._order = mx.array(np.argsort(order))
         self._groups = [
-            (self._locate(members), self._make(method, members)) for method, members in groups
+            (self._locate(members), self._make(method, members))
+            for (method, _), members in alike.items()
         ]
         return self._groups
 
@@ -257,79 +244,59 @@ class _TopK(_Random):
         return mx.minimum(token, blocks.vocabulary - 1)
 
 
-class _Unfiltered(_Random):
-    """Rows without top-k and top-p."""
-
-    def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
-        super().__init__(rows, drawn, ahead, _TRIES * _NUMBERS)
-        self._slope = _column([2.0**23 / log(2) / row.temperature for row in rows])
-        self._least = _column(
-            [row.temperature * log(row.min_p) if row.min_p > 0 else -inf for row in rows]
-        )
-
-    def draw(self, blocks: Blocks) -> mx.array:
-        if blocks.small:
-            return self._draw_filtered(self._weigh(blocks))
-        lower = blocks.logits - blocks.highest
-        bounds = self._bound_weights(lower)
-        numbers = mx.concatenate(self._uniforms.next(), axis=1)[:, : _TRIES * _NUMBERS]
-        numbers = numbers.reshape(-1, _TRIES, _NUMBERS)
-        drawn = _draw_by_blocks(bounds, sum_blocks(bounds), numbers[..., 0], numbers[..., 1])
-        bound = mx.take_along_axis(bounds, drawn, axis=-1) * _SLACK
-        weights = mx.exp(mx.take_along_axis(lower, drawn, axis=-1) / self._temperatures)
-        token = _take_accepted(drawn, numbers[..., 2] * bound < weights, blocks.likeliest())
-        # If logits are NaN it may be in the padding, which has no embedding.
-        return mx.minimum(token, blocks.vocabulary - 1)
-
-    def _bound_weights(self, lower: mx.array) -> mx.array:
-        """Return upper bounds of the weights, linear between powers of two; 0 below min_p."""
-        bits = mx.maximum(lower * self._slope, _LEAST_BITS).astype(mx.int32) + _ONE_BITS
-        bounds = bits.view(mx.float32)
-        return _zero_unless(bounds, lower >= self._least) if self._has_min_p else bounds
-
-
-class _TopP(_Random):
-    """Rows with top-p and without top-k."""
+class _AllTokens(_Random):
+    """Rows without top-k."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
         self._single_rounds = max(_count_rounds(row.top_p, 1) for row in rows)
         super().__init__(rows, drawn, ahead, 2 * self._single_rounds)
 
     def draw(self, blocks: Blocks) -> mx.array:
-        if blocks.small:
-            return self._draw_filtered(self._weigh(blocks))
         weights = self._weigh(blocks)
+        if blocks.small:
+            return self._draw_filtered(weights)
+        left = _zero_unless(weights, weights >= self._min_p) if self._has_min_p else weights
+        numbers = mx.concatenate(self._uniforms.next(), axis=1)
+        if self._rounds:
+            token = self._draw_within(weights, left, numbers, blocks.likeliest())
+        else:
+            token = _draw_by_blocks(left, sum_blocks(left), numbers[:, 0], numbers[:, 1])
+        # If logits are NaN it may be in the padding, which has no embedding.
+        return mx.minimum(token, blocks.vocabulary - 1)
+
+    def _draw_within(
+        self, weights: mx.array, left: mx.array, numbers: mx.array, likeliest: mx.array
+    ) -> mx.array:
+        """Return the id `(rows, 1)` of a token within top-p.
+
+        Args:
+            weights: `(rows, width)` of all tokens.
+            left: the same, 0 for tokens that min-p excludes.
+            numbers: random numbers `(rows, n, 1)`, two for each draw.
+            likeliest: ids `(rows, 1)`, taken where no draw is within top-p.
+        """
         sums = sum_blocks(weights)
         limit = self._top_p * sums.sum(axis=-1, keepdims=True)
-        left = weights
-        if self._has_min_p:
-            left = _zero_unless(weights, weights >= self._min_p)
+        if left is not weights:
             sums = sum_blocks(left)
-        numbers = mx.concatenate(self._uniforms.next(), axis=1)
         drawn: list[mx.array] = []
         within: list[mx.array] = []
         for i in range(self._single_rounds):
-            [first, second] = (numbers[:, 2 * i + j] for j in (0, 1))
-            token = _draw_by_blocks(left, sums, first, second)
+            token = _draw_by_blocks(left, sums, numbers[:, 2 * i], numbers[:, 2 * i + 1])
             left = _zero_unless(left, left > mx.take_along_axis(weights, token, axis=-1))
             sums = sum_blocks(left)
             drawn.append(token)
             within.append(sums.sum(axis=-1, keepdims=True) < limit)
         tokens, passed = mx.concatenate(drawn, axis=-1), mx.concatenate(within, axis=-1)
-        # If logits are NaN it may be in the padding, which has no embedding.
-        return mx.minimum(_take_accepted(tokens, passed, blocks.likeliest()), blocks.vocabulary - 1)
+        return _take_accepted(tokens, passed, likeliest)
 
 
-_Group: TypeAlias = _Greedy | _TopK | _Unfiltered | _TopP
+_Group: TypeAlias = _Greedy | _TopK | _AllTokens
 _GROUPS: dict[_Method, type[_Group]] = {
     _Method.GREEDY: _Greedy,
     _Method.TOP_K: _TopK,
-    _Method.UNFILTERED: _Unfiltered,
-    _Method.TOP_P: _TopP,
+    _Method.ALL: _AllTokens,
 }
-
-_ONE_BITS = 127 << 23  # the bits of 1.0 as a float32
-_LEAST_BITS = -127.0 * 2**23  # added to these, gives the bits of 0.0
 
 
 class _Uniforms:
@@ -379,7 +346,7 @@ def _choose_method(row: Sampling) -> _Method:
         return _Method.GREEDY
     if row.top_k > 0 or row.top_p < _LEAST_TOP_P:
         return _Method.TOP_K
-    return _Method.TOP_P if row.top_p < 1 else _Method.UNFILTERED
+    return _Method.ALL
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import (
     ArraysCache,
@@ -24,7 +24,6 @@ from mlxsrv.engine.cache.row_cache import Layers, RowCache
 from mlxsrv.engine.cache.row_caches import RowCaches, can_share
 from mlxsrv.engine.cache.slots import Slots
 from tests.support.buffers import address_of
-from tests.support.effort import examples
 
 HEADS, SIZE = 2, 32
 WINDOW, BOUND = 7, 11
@@ -211,15 +210,6 @@ def drive(data: st.DataObject, texts: Texts, *, cuts: bool) -> None:
 @given(st.data())
 def test_each_row_sees_its_own_whatever_rows_do(cuts: bool, data: st.DataObject) -> None:
     drive(data, Texts(cuttable if cuts else windowed), cuts=cuts)
-
-
-@pytest.mark.parametrize("cuts", [True, False], ids=["tokens", "window"])
-@settings(max_examples=examples(30))
-@given(st.data())
-def test_slots_are_refilled_on_other_devices_alike(cuts: bool, data: st.DataObject) -> None:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(slots, "is_host", lambda: False)
-        drive(data, Texts(cuttable if cuts else windowed), cuts=cuts)
 
 
 def test_a_window_goes_round_many_times() -> None:

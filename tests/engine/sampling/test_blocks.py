@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import mlx.core as mx
@@ -53,25 +52,11 @@ def test_unordered_top_is_the_same_set(kind: str, count: int) -> None:
 
 
 def test_the_order_of_a_rows_top_is_its_own() -> None:
-    """Two streams share the rows. The result must not depend on which one has a row."""
     logits = mx.array(make_logits("random", 50_257))
     together = np.array(Blocks(logits).top_unordered(1024)[0])
     for i in range(len(logits)):
         alone = np.array(Blocks(logits[i : i + 1]).top_unordered(1024)[0])
         assert (alone[0] == together[i]).all()
-
-
-def test_a_thread_has_streams_of_its_own() -> None:
-    """Streams belong to threads, and the device thread did not import the module."""
-    logits = make_logits("random", 5000)
-
-    def select() -> np.ndarray[Any, Any]:
-        return np.array(Blocks(mx.array(logits)).top(1024)[0])
-
-    with ThreadPoolExecutor(2) as pool:
-        found = [pool.submit(select).result(), pool.submit(select).result()]
-    order = np.argsort(-logits, axis=-1, kind="stable")[:, :1024]
-    assert all((each == order).all() for each in found)
 
 
 def test_halves_are_taken_as_they_are() -> None:

@@ -295,7 +295,6 @@ def test_no_vocabulary_is_sorted(top_k: int, monkeypatch: pytest.MonkeyPatch) ->
     ("sampling", "vocabulary"),
     [
         (Sampling(top_p=0.9), LARGE),
-        (Sampling(), LARGE),
         (Sampling(top_p=0.9), SMALL),
         (Sampling(top_p=0.5, top_k=20), LARGE),
     ],
