@@ -29,7 +29,10 @@ from tests.test_house import FLOORS, WITHOUT_MLX
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "tests/README.md")),
+    *sorted(DOCS.glob("*.md")),
+]
 PLACES = (ROOT, ROOT / "mlxsrv", ROOT / "tests")
 """A path in a text is relative to one of these."""
 
@@ -162,17 +165,32 @@ def test_named_tests_are_there(page: Path) -> None:
             assert f"def {name}(" in read(ROOT / "tests" / path), f"{page.name}: {span}"
 
 
-def test_named_classes_and_methods_are_there() -> None:
-    sources = [read(path) for path in (ROOT / "mlxsrv").rglob("*.py")]
-    named = [span for span in spans(DOCS / "architecture.md") if re.match(r"[A-Z][a-z]\w+", span)]
+DEFINITION = re.compile(
+    r"""(?:def|class)\ (\w+) | ^\s*(\w+)(?::\ [^=\n]+)?\ = | ^\ +(\w+):\ | "(\w+)" """,
+    re.MULTILINE | re.VERBOSE,
+)
+"""Names of functions, classes, variables and fields, and words of the API, where they stand."""
+
+
+@cache
+def defined() -> list[set[str]]:
+    """The names that each file defines."""
+    folders = ("mlxsrv", "tests", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    return [{name for found in DEFINITION.findall(read(path)) for name in found} for path in files]
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", DOCS / "architecture.md"])
+def test_named_classes_functions_and_constants_are_there(page: Path) -> None:
+    """Each name in code, such as `Kind.method`, `function` or `CONSTANT`, stands in some file."""
+    named = [
+        span
+        for span in spans(page)
+        if re.fullmatch(r"(\w+\.)?\w+", span) and re.search(r"[a-z]_[a-z]|^[A-Z]\w*[a-z]", span)
+    ]
     assert len(named) > 5
     for span in named:
-        kind, _, method = span.partition(".")
-        assert any(
-            re.search(rf"^class {kind}\b", source, re.MULTILINE)
-            and (not method or f"def {method}(" in source)
-            for source in sources
-        ), span
+        assert any(set(span.split(".")) <= names for names in defined()), span
 
 
 @each_page
