@@ -1,1 +1,1 @@
-"""Requests to a model and their answers, in no dialect."""
+"""Requests to a model and their answers, in no dialect; the state of models and steering."""

@@ -30,6 +30,14 @@ class TokenScore(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
 
 
+def text_name(token: bytes) -> str:
+    """The name of a token where a name is all that is shown of it: its bytes as a text."""
+    try:
+        return token.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
+
+
 class RankedToken(msgspec.Struct, frozen=True):
     """A token that stands, or could stand, at one place of a prompt."""
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from mlxsrv.errors import ProfileExists, ProfileNotFound, StoreFailed
-from mlxsrv.generation.parameters import SteeringMode
+from mlxsrv.generation.steering import ProfileObject
 from mlxsrv.models.sqlite_errors import DAMAGED, explained, store_failed
 
 _NAME = "profiles.sqlite3"
@@ -53,24 +53,8 @@ def new_id() -> str:
     return f"prof_{secrets.token_hex(6)}"
 
 
-class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Named steering values, with the model and the SAE that they are for. Times are seconds since
-    1970."""
-
-    id: str = msgspec.field(default_factory=new_id)
-    name: str
-    description: str = ""
-    steering: dict[int, float]
-    mode: SteeringMode = "additive"
-    model_id: str
-    sae_id: str
-    layer: int
-    created_at: float
-    updated_at: float
-
-
 _STEERING = msgspec.json.Decoder(dict[int, float])
-_COLUMNS = tuple(field.name for field in msgspec.structs.fields(Profile))
+_COLUMNS = tuple(field.name for field in msgspec.structs.fields(ProfileObject))
 _SELECT = f"SELECT {', '.join(_COLUMNS)} FROM profiles"
 _INSERT = f"INSERT INTO profiles ({', '.join(_COLUMNS)}) VALUES (:{', :'.join(_COLUMNS)})"
 _UPDATE = f"UPDATE profiles SET {', '.join(f'{c} = :{c}' for c in _COLUMNS[1:])} WHERE id = :id"
@@ -86,24 +70,24 @@ class ProfileStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def profiles(self) -> list[Profile]:
+    def profiles(self) -> list[ProfileObject]:
         """All profiles, sorted by name."""
         return self._select(f"{_SELECT} ORDER BY name")
 
-    def profile(self, id: str) -> Profile:
+    def profile(self, id: str) -> ProfileObject:
         """The profile of this id. Raises ProfileNotFound."""
         return self._one(self._select(f"{_SELECT} WHERE id = ?", id), id)
 
-    def named(self, name: str) -> Profile:
+    def named(self, name: str) -> ProfileObject:
         """The profile of this name. Raises ProfileNotFound."""
         return self._one(self._select(f"{_SELECT} WHERE name = ?", name), name)
 
-    def add(self, profile: Profile) -> None:
+    def add(self, profile: ProfileObject) -> None:
         """Add a profile. Raises ProfileExists if its name or its id is taken."""
         with self._transaction() as connection, _unique(profile):
             connection.execute(_INSERT, _row(profile))
 
-    def replace(self, profile: Profile) -> None:
+    def replace(self, profile: ProfileObject) -> None:
         """Replace the profile with the same id. Raises ProfileNotFound, ProfileExists."""
         self.profile(profile.id)  # checked first: the transaction would make a file for nothing
         with self._transaction() as connection, _unique(profile):
@@ -117,12 +101,12 @@ class ProfileStore:
             if connection.execute("DELETE FROM profiles WHERE id = ?", (id,)).rowcount == 0:
                 raise _unknown(id)
 
-    def _one(self, found: list[Profile], asked: str) -> Profile:
+    def _one(self, found: list[ProfileObject], asked: str) -> ProfileObject:
         if not found:
             raise _unknown(asked)
         return found[0]
 
-    def _select(self, query: str, *values: str) -> list[Profile]:
+    def _select(self, query: str, *values: str) -> list[ProfileObject]:
         with explained(_NAME):
             path = self._path()
             if not _is_ours(path):
@@ -214,22 +198,22 @@ def _prepare(connection: sqlite3.Connection) -> None:
         connection.execute("PRAGMA journal_mode = DELETE")
 
 
-def _row(profile: Profile) -> dict[str, object]:
+def _row(profile: ProfileObject) -> dict[str, object]:
     steering = msgspec.json.encode(profile.steering).decode()
     return msgspec.structs.asdict(profile) | {"steering": steering}
 
 
-def _profile(row: tuple[object, ...]) -> Profile:
+def _profile(row: tuple[object, ...]) -> ProfileObject:
     values = dict(zip(_COLUMNS, row, strict=True))
     try:
         values["steering"] = _STEERING.decode(str(values["steering"]))
-        return msgspec.convert(values, Profile)
+        return msgspec.convert(values, ProfileObject)
     except msgspec.MsgspecError:
         raise _failed(DAMAGED) from None
 
 
 @contextmanager
-def _unique(profile: Profile) -> Iterator[None]:
+def _unique(profile: ProfileObject) -> Iterator[None]:
     try:
         yield
     except sqlite3.IntegrityError as error:

@@ -10,7 +10,8 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.wire.management import FeatureStatistics, TopRequest, success
+from mlxsrv.generation.steering import FeatureStatistics
+from mlxsrv.wire.management import TopRequest, success
 from mlxsrv.wire.sse import encode_json
 
 

@@ -8,8 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import msgspec
 
 from mlxsrv.engine.events import Likelihood, Token
-from mlxsrv.generation.outputs import PromptScore, RankedToken, TokenScore
-from mlxsrv.wire.openai.logprobs import text_name
+from mlxsrv.generation.outputs import PromptScore, RankedToken, TokenScore, text_name
 
 _NEWLINES = b"\r\n"
 

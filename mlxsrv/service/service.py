@@ -30,6 +30,14 @@ from mlxsrv.errors import (
     UnsupportedParameter,
 )
 from mlxsrv.generation.spec import ChatPrompt, GenerationSpec
+from mlxsrv.generation.status import (
+    EngineState,
+    Health,
+    HealthStatus,
+    LoadedModel,
+    ModelFacts,
+    ModelObject,
+)
 from mlxsrv.generation.texts import EmbeddingSpec, PairScores, PairsSpec, TextVectors
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.catalogue.pulls import Pulls, PullWatch
@@ -59,13 +67,6 @@ from mlxsrv.service.steering.registry import SteeringRegistry
 from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
-from mlxsrv.wire.ollama.models import LoadedModel, ModelFacts
-from mlxsrv.wire.openai.answers import (
-    EngineState,
-    Health,
-    HealthStatus,
-    ModelObject,
-)
 from mlxsrv.wire.openai.tokens import (
     AppliedTemplate,
     DetokenizeRequest,

@@ -12,6 +12,16 @@ from mlxsrv.engine.events import KVCost, Report
 from mlxsrv.formats.capabilities import OF_TOKENIZERS
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.model_folder import read_chat_template
+from mlxsrv.generation.status import (
+    DownloadState,
+    KVCacheCost,
+    MemoryState,
+    ModelDetails,
+    ModelFacts,
+    ModelObject,
+    ModelState,
+    ModelStatus,
+)
 from mlxsrv.models.catalogue.catalogue import ModelEntry
 from mlxsrv.models.catalogue.progress import Arrived
 from mlxsrv.models.pool.model import Model, ModelStatistics
@@ -19,16 +29,6 @@ from mlxsrv.models.pool.model_files import capped
 from mlxsrv.models.pool.pool import PoolStatistics
 from mlxsrv.prompts.model_defaults import read_config, sampling_defaults
 from mlxsrv.settings import Settings
-from mlxsrv.wire.ollama.models import ModelFacts
-from mlxsrv.wire.openai.answers import (
-    DownloadState,
-    KVCacheCost,
-    MemoryState,
-    ModelDetails,
-    ModelObject,
-    ModelState,
-    ModelStatus,
-)
 
 
 def model_object(

@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxsrv.errors import InvalidFeatureIndex
+from mlxsrv.generation.steering import ProfileContent
 from mlxsrv.service.service import Service
 from mlxsrv.web.paths import OperationRoute
 from mlxsrv.web.reading import read_request, service_of
@@ -92,11 +93,47 @@ async def _remove_feature(service: Service, path: PathParams, asked: wire.ModelQ
     return attached.as_object
 
 
+# SAEs and profiles.
+
+
+async def _register(service: Service, path: PathParams, asked: wire.RegisterRequest) -> object:
+    return await service.saes.register(
+        repository=asked.repository_id,
+        path=asked.path,
+        revision=asked.revision,
+        file_path=asked.file_path,
+        id=asked.id,
+    )
+
+
+async def _update_profile(service: Service, path: PathParams, asked: wire.ProfileUpdate) -> object:
+    given = msgspec.structs.asdict(asked)
+    changes = {name: value for name, value in given.items() if value is not None}
+    return await service.profiles.update(path["id"], changes)
+
+
+async def _export_profile(service: Service, path: PathParams, _: object) -> object:
+    profile = await service.profiles.one(path["id"])
+    return wire.ProfileExport(
+        profile=msgspec.convert(profile, ProfileContent, from_attributes=True)
+    )
+
+
 # Monitoring.
 
 
 async def _get_monitor(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
     return (await service.steering.find(asked.model)).monitor.state
+
+
+async def _configure(service: Service, path: PathParams, asked: wire.MonitorRequest) -> object:
+    return await service.steering.configure(
+        asked.model,
+        enabled=asked.enabled,
+        features=asked.features,
+        top=asked.top_k,
+        history_size=asked.history_size,
+    )
 
 
 async def _get_history(service: Service, path: PathParams, asked: wire.HistoryQuery) -> object:
@@ -131,7 +168,7 @@ async def _get_highest(service: Service, path: PathParams, asked: wire.TopReques
 
 _HANDLERS: Mapping[str, Handler] = {
     "listSAEs": lambda service, path, _: service.saes.all(),
-    "registerSAE": lambda service, path, asked: service.saes.register(asked),
+    "registerSAE": _register,
     "getAttachment": lambda service, path, asked: service.saes.attachment(asked.model),
     "getSteering": _get_steering,
     "setFeature": _set_feature,
@@ -150,18 +187,18 @@ _HANDLERS: Mapping[str, Handler] = {
     ),
     "detachSAE": lambda service, path, asked: service.saes.detach(path["id"], asked.model),
     "listProfiles": lambda service, path, _: service.profiles.all(),
-    "createProfile": lambda service, path, asked: service.profiles.add(asked),
+    "createProfile": lambda service, path, asked: service.profiles.create(asked.content),
     "getActiveProfile": lambda service, path, asked: service.profiles.active(asked.model),
-    "importProfile": lambda service, path, asked: service.profiles.add(asked.profile),
+    "importProfile": lambda service, path, asked: service.profiles.create(asked.profile.content),
     "deactivateProfiles": lambda service, path, asked: service.profiles.deactivate(asked.model),
     "getProfile": lambda service, path, _: service.profiles.one(path["id"]),
-    "updateProfile": lambda service, path, asked: service.profiles.update(path["id"], asked),
+    "updateProfile": _update_profile,
     "deleteProfile": lambda service, path, _: service.profiles.remove(path["id"]),
     "activateProfile": lambda service, path, _: service.profiles.activate(path["id"]),
     "deactivateProfile": lambda service, path, _: service.profiles.deactivate_one(path["id"]),
-    "exportProfile": lambda service, path, _: service.profiles.export(path["id"]),
+    "exportProfile": _export_profile,
     "getMonitor": _get_monitor,
-    "configureMonitor": lambda service, path, asked: service.steering.configure(asked),
+    "configureMonitor": _configure,
     "getHistory": _get_history,
     "clearHistory": _clear_history,
     "getStatistics": _get_statistics,

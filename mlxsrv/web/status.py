@@ -6,13 +6,14 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxsrv.generation.status import Health
 from mlxsrv.web import messages
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.observability.totals import Totals
 from mlxsrv.web.paths import is_verbose, speaks_anthropic
 from mlxsrv.web.reading import service_of
 from mlxsrv.web.responses import JSONResponse
-from mlxsrv.wire.openai.answers import Health, ModelList
+from mlxsrv.wire.openai.answers import ModelList
 
 
 async def list_models(request: Request) -> Response:

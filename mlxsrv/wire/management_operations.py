@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from mlxsrv.generation import steering
 from mlxsrv.wire import management
 from mlxsrv.wire.operation import Operation
 
@@ -13,7 +14,7 @@ _MANAGEMENT = (
         "/api/saes",
         "listSAEs",
         "The SAEs that can be attached",
-        answer=list[management.SAEObject],
+        answer=list[steering.SAEObject],
     ),
     Operation(
         "POST",
@@ -22,7 +23,7 @@ _MANAGEMENT = (
         "Know another SAE",
         description="From a repository, which is downloaded, or below an `--sae-dir`.",
         body=management.REGISTER_REQUESTS,
-        answer=management.SAEObject,
+        answer=steering.SAEObject,
         status=202,
         fails=(409,),
     ),
@@ -32,7 +33,7 @@ _MANAGEMENT = (
         "getAttachment",
         "The SAE that a model has",
         query=management.ModelQuery,
-        answer=management.AttachmentObject,
+        answer=steering.AttachmentObject,
     ),
     Operation(
         "GET",
@@ -40,7 +41,7 @@ _MANAGEMENT = (
         "getSteering",
         "The default steering",
         query=management.ModelQuery,
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
         "POST",
@@ -48,7 +49,7 @@ _MANAGEMENT = (
         "setFeature",
         "Steer one feature by default",
         body=management.FEATURE_REQUESTS,
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
         "DELETE",
@@ -56,7 +57,7 @@ _MANAGEMENT = (
         "clearSteering",
         "Steer nothing by default",
         query=management.ModelQuery,
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
         "POST",
@@ -65,7 +66,7 @@ _MANAGEMENT = (
         "Steer several features by default",
         description="All or none; others stay as they are.",
         body=management.FEATURES_REQUESTS,
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
         "POST",
@@ -73,7 +74,7 @@ _MANAGEMENT = (
         "enableSteering",
         "Use the default steering",
         body=management.MODEL_REQUESTS,
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
         "POST",
@@ -81,7 +82,7 @@ _MANAGEMENT = (
         "disableSteering",
         "Keep the default steering, but do not use it",
         body=management.MODEL_REQUESTS,
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
         "DELETE",
@@ -89,9 +90,9 @@ _MANAGEMENT = (
         "removeFeature",
         "Steer one feature no more by default",
         query=management.ModelQuery,
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
-    Operation("GET", "/api/saes/{id}", "getSAE", "One SAE", answer=management.SAEObject),
+    Operation("GET", "/api/saes/{id}", "getSAE", "One SAE", answer=steering.SAEObject),
     Operation(
         "DELETE",
         "/api/saes/{id}",
@@ -108,7 +109,7 @@ _MANAGEMENT = (
         "Whether an SAE fits a model",
         description="Known from their files; nothing is loaded.",
         query=management.CompatibilityQuery,
-        answer=management.Compatibility,
+        answer=steering.Compatibility,
     ),
     Operation(
         "POST",
@@ -117,7 +118,7 @@ _MANAGEMENT = (
         "Put an SAE on a model",
         description="Loads the model, which then stays loaded.",
         body=management.ATTACH_REQUESTS,
-        answer=management.AttachmentObject,
+        answer=steering.AttachmentObject,
         fails=(409, 507),
     ),
     Operation(
@@ -127,14 +128,14 @@ _MANAGEMENT = (
         "Take an SAE off a model",
         description="Its default steering and monitoring end; requests that run go on as they are.",
         body=management.MODEL_REQUESTS,
-        answer=management.AttachmentObject,
+        answer=steering.AttachmentObject,
     ),
     Operation(
         "GET",
         "/api/profiles",
         "listProfiles",
         "All profiles",
-        answer=list[management.ProfileObject],
+        answer=list[steering.ProfileObject],
     ),
     Operation(
         "POST",
@@ -142,7 +143,7 @@ _MANAGEMENT = (
         "createProfile",
         "A new profile",
         body=management.PROFILE_REQUESTS,
-        answer=management.ProfileObject,
+        answer=steering.ProfileObject,
         status=201,
         fails=(409,),
     ),
@@ -152,7 +153,7 @@ _MANAGEMENT = (
         "getActiveProfile",
         "The profile that is a model's default steering",
         query=management.ModelQuery,
-        answer=management.ProfileObject | None,
+        answer=steering.ProfileObject | None,
     ),
     Operation(
         "POST",
@@ -160,7 +161,7 @@ _MANAGEMENT = (
         "importProfile",
         "A new profile from a file",
         body=management.IMPORT_REQUESTS,
-        answer=management.ProfileObject,
+        answer=steering.ProfileObject,
         status=201,
         fails=(409,),
     ),
@@ -170,10 +171,10 @@ _MANAGEMENT = (
         "deactivateProfiles",
         "End a model's active profile",
         body=management.MODEL_REQUESTS,
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
-        "GET", "/api/profiles/{id}", "getProfile", "One profile", answer=management.ProfileObject
+        "GET", "/api/profiles/{id}", "getProfile", "One profile", answer=steering.ProfileObject
     ),
     Operation(
         "PATCH",
@@ -182,7 +183,7 @@ _MANAGEMENT = (
         "Change a profile",
         description="The default steering changes with it where it is the active one.",
         body=management.PROFILE_UPDATES,
-        answer=management.ProfileObject,
+        answer=steering.ProfileObject,
         fails=(409,),
     ),
     Operation(
@@ -193,14 +194,14 @@ _MANAGEMENT = (
         "/api/profiles/{id}/activate",
         "activateProfile",
         "Make a profile the default steering of its model",
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
         "POST",
         "/api/profiles/{id}/deactivate",
         "deactivateProfile",
         "End a profile where it is active",
-        answer=management.SteeringObject,
+        answer=steering.SteeringObject,
     ),
     Operation(
         "GET",
@@ -216,7 +217,7 @@ _MANAGEMENT = (
         "getMonitor",
         "What is watched",
         query=management.ModelQuery,
-        answer=management.MonitorObject,
+        answer=steering.MonitorObject,
     ),
     Operation(
         "POST",
@@ -224,7 +225,7 @@ _MANAGEMENT = (
         "configureMonitor",
         "Watch features",
         body=management.MONITOR_REQUESTS,
-        answer=management.MonitorObject,
+        answer=steering.MonitorObject,
     ),
     Operation(
         "GET",
@@ -232,7 +233,7 @@ _MANAGEMENT = (
         "getHistory",
         "Activations of the last tokens, the newest first",
         query=management.HistoryQuery,
-        answer=list[management.HistoryEntry],
+        answer=list[steering.HistoryEntry],
     ),
     Operation(
         "DELETE",
@@ -240,7 +241,7 @@ _MANAGEMENT = (
         "clearHistory",
         "Forget the history",
         query=management.ForgetQuery,
-        answer=management.MonitorObject,
+        answer=steering.MonitorObject,
     ),
     Operation(
         "GET",
@@ -248,7 +249,7 @@ _MANAGEMENT = (
         "getStatistics",
         "Features in numbers",
         query=management.StatisticsQuery,
-        answer=list[management.FeatureStatistics],
+        answer=list[steering.FeatureStatistics],
     ),
     Operation(
         "DELETE",
@@ -256,7 +257,7 @@ _MANAGEMENT = (
         "clearStatistics",
         "Begin the numbers anew",
         query=management.StatisticsQuery,
-        answer=management.MonitorObject,
+        answer=steering.MonitorObject,
     ),
     Operation(
         "POST",
@@ -264,7 +265,7 @@ _MANAGEMENT = (
         "getHighest",
         "The features that were highest",
         body=management.TOP_REQUESTS,
-        answer=list[management.FeatureStatistics],
+        answer=list[steering.FeatureStatistics],
     ),
 )
 

@@ -14,12 +14,12 @@ from urllib.parse import quote
 import msgspec
 from msgspec import Struct
 
+from mlxsrv.generation.status import Health
 from mlxsrv.version import __version__
 from mlxsrv.wire.anthropic.blocks import BLOCKS
 from mlxsrv.wire.management import Problem
 from mlxsrv.wire.ollama.requests import OllamaPullRequest, OllamaShowRequest
 from mlxsrv.wire.openai import (
-    answers,
     embeddings,
     forms,
     generation_request,
@@ -128,7 +128,7 @@ def _operation(operation: Operation) -> Schema:
         str(status): _error(status, operation)
         for status in sorted({*operation.errors, *_guarding(operation)})
     }
-    if operation.answer is answers.Health:  # a server that is not well answers in the same form
+    if operation.answer is Health:  # a server that is not well answers in the same form
         described["responses"]["503"] = _answer(operation, "No; the status tells why.")
     return described
 

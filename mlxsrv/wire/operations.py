@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mlxsrv.generation.status import Health, ModelObject
 from mlxsrv.wire.anthropic.models import AnthropicModel, AnthropicModelList
 from mlxsrv.wire.anthropic.operations import ANTHROPIC
 from mlxsrv.wire.management_operations import MANAGEMENT
@@ -140,7 +141,7 @@ INFERENCE = (
         "One model",
         description="Slashes in the id stand as they are. With the header `anthropic-version`, in "
         "Anthropic's dialect.",
-        answer=answers.ModelObject,
+        answer=ModelObject,
         other_answer=AnthropicModel,
         fails=(404,),
     ),
@@ -225,7 +226,7 @@ INFERENCE = (
         "503 with the status `loading`, `draining`, `failed` or `stalled`. With the query "
         "`verbose=1` also what the server holds and does; that needs the key, where there is "
         "one.",
-        answer=answers.Health,
+        answer=Health,
         fails=(401, 429),
     ),
     Operation(
@@ -235,7 +236,7 @@ INFERENCE = (
         "Whether the engine is alive",
         description="Liveness, for supervisors: 503 once the engine has `failed`, or is "
         "`stalled` in a step longer than `--step-timeout`; else 200, whatever the status.",
-        answer=answers.Health,
+        answer=Health,
     ),
     Operation(
         "GET",

@@ -20,8 +20,9 @@ import msgspec
 import pytest
 
 from mlxsrv.errors import ProfileExists, ProfileNotFound, StoreFailed
+from mlxsrv.generation.steering import ProfileObject
 from mlxsrv.models import profile_store as module
-from mlxsrv.models.profile_store import Profile, ProfileStore
+from mlxsrv.models.profile_store import ProfileStore, new_id
 from tests.support.serving import PATIENCE
 
 
@@ -35,9 +36,11 @@ def store(file: Path) -> ProfileStore:
     return ProfileStore(file.parent)
 
 
-def profile(name: str, **fields: Any) -> Profile:
+def profile(name: str, **fields: Any) -> ProfileObject:
     values: dict[str, Any] = {
+        "id": new_id(),
         "description": "What it does",
+        "mode": "additive",
         "steering": {3: 1.5, 17: -200.0},
         "model_id": "demo",
         "sae_id": "demo",
@@ -45,7 +48,7 @@ def profile(name: str, **fields: Any) -> Profile:
         "created_at": 1753000000.25,
         "updated_at": 1753000000.125,
     }
-    return Profile(name=name, **(values | fields))
+    return ProfileObject(name=name, **(values | fields))
 
 
 def names(store: ProfileStore) -> list[str]:

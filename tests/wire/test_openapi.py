@@ -14,6 +14,7 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.outputs import Answer, Ended, Identity, TokenScore, ToolUse, Usage
+from mlxsrv.generation.status import Health, ModelDetails, ModelObject
 from mlxsrv.wire.anthropic import errors as anthropic
 from mlxsrv.wire.openai import answers as openai
 from mlxsrv.wire.openai import streams, tokens
@@ -294,7 +295,7 @@ def test_chunks_are_as_described(usage: streams.UsageMode) -> None:
 
 
 def test_the_rest_is_as_described() -> None:
-    model = openai.ModelObject(
+    model = ModelObject(
         id="m",
         created=5,
         owned_by="mlxsrv",
@@ -302,7 +303,7 @@ def test_the_rest_is_as_described() -> None:
         state="loaded",
         aliases=("n",),
         type="chat",
-        details=openai.ModelDetails("qwen3", "4.0B", "4bit", "mlx"),
+        details=ModelDetails("qwen3", "4.0B", "4bit", "mlx"),
         modified_at=datetime(2026, 1, 1, tzinfo=UTC),
         capabilities=("completion", "chat"),
     )
@@ -313,7 +314,7 @@ def test_the_rest_is_as_described() -> None:
     pieces = [tokens.TokenPiece.of(1, b"a"), tokens.TokenPiece.of(2, b"\xe2")]
     tokenized.validate(as_sent(tokens.TokenizeResponse([*pieces], 2)))
     answers("POST", "/detokenize", 200).validate(as_sent(tokens.DetokenizeResponse.of("a")))
-    answers("GET", "/health", 200).validate(as_sent(openai.Health(status="ok")))
+    answers("GET", "/health", 200).validate(as_sent(Health(status="ok")))
     for path in ("/health", "/health/live"):
-        answers("GET", path, 503).validate(as_sent(openai.Health(status="stalled")))
+        answers("GET", path, 503).validate(as_sent(Health(status="stalled")))
     answers("GET", "/openapi.json", 200).validate(read_document())

@@ -19,6 +19,7 @@ from mlxsrv.errors import (
     ServeError,
 )
 from mlxsrv.formats.sae_files import SAEFile
+from mlxsrv.generation.steering import AttachmentObject, Compatibility, SAEObject
 from mlxsrv.logs import log
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
@@ -28,12 +29,6 @@ from mlxsrv.models.pool.pool import Pool
 from mlxsrv.models.sae_library import SAEEntry, SAELibrary
 from mlxsrv.options import SettingsError
 from mlxsrv.settings import Settings
-from mlxsrv.wire.management import (
-    AttachmentObject,
-    Compatibility,
-    RegisterRequest,
-    SAEObject,
-)
 
 _log = logging.getLogger("mlxsrv.service")
 
@@ -101,15 +96,19 @@ class SAEs:
         """Raises SAENotFound."""
         return self._object(await self._known(id))
 
-    async def register(self, request: RegisterRequest) -> SAEObject:
-        """Raises InvalidRequest, SAEExists."""
+    async def register(
+        self,
+        *,
+        repository: str | None,
+        path: str | None,
+        revision: str | None,
+        file_path: str | None,
+        id: str | None,
+    ) -> SAEObject:
+        """As `SAELibrary.register`. Raises InvalidRequest, SAEExists."""
         await self._library.refresh()
         known = await self._library.register(
-            repository=request.repository_id,
-            path=request.path,
-            revision=request.revision,
-            file_path=request.file_path,
-            id=request.id,
+            repository=repository, path=path, revision=revision, file_path=file_path, id=id
         )
         return self._object(known)
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from mlxsrv.engine.events import Activations
 from mlxsrv.errors import InvalidRequest
-from mlxsrv.wire.management import FeatureStatistics, HistoryEntry, Metric, MonitorObject
+from mlxsrv.generation.steering import FeatureStatistics, HistoryEntry, Metric, MonitorObject
 
 _USUAL_TOP = 10
 _USUAL_HISTORY = 100

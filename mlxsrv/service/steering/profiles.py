@@ -7,26 +7,17 @@ hold a lock, so that none acts on a profile that has changed meanwhile.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import anyio
 import anyio.to_thread
 import msgspec
 
 from mlxsrv.errors import InvalidFeatureIndex, ProfileNotFound, SAENotAttached
-from mlxsrv.models.profile_store import Profile, ProfileStore
+from mlxsrv.generation.steering import ProfileContent, ProfileObject, SteeringObject
+from mlxsrv.models.profile_store import ProfileStore, new_id
 from mlxsrv.service.steering.registry import ModelSteering, SteeringRegistry
-from mlxsrv.wire.management import (
-    ProfileContent,
-    ProfileExport,
-    ProfileObject,
-    ProfileRequest,
-    ProfileUpdate,
-    SteeringObject,
-)
-
-V = TypeVar("V")
 
 
 class Profiles:
@@ -39,53 +30,38 @@ class Profiles:
 
     async def all(self) -> list[ProfileObject]:
         """All profiles, sorted by name."""
-        return [_object(profile) for profile in await _in_thread(self._store.profiles)]
+        return await anyio.to_thread.run_sync(self._store.profiles)
 
     async def one(self, id: str) -> ProfileObject:
         """Raises ProfileNotFound."""
-        return _object(await self._profile(id))
+        return await anyio.to_thread.run_sync(self._store.profile, id)
 
-    async def _profile(self, id: str) -> Profile:
-        return await _in_thread(lambda: self._store.profile(id))
-
-    async def add(self, request: ProfileRequest) -> ProfileObject:
+    async def create(self, content: ProfileContent) -> ProfileObject:
         """Store a new profile. Raises ProfileExists if the name is taken; InvalidFeatureIndex."""
         now = time.time()
-        profile = Profile(
-            name=request.name,
-            description=request.description or "",
-            steering=request.steering,
-            mode=request.mode or "additive",
-            model_id=request.model_id,
-            sae_id=request.sae_id,
-            layer=request.layer,
-            created_at=now,
-            updated_at=now,
+        profile = ProfileObject(
+            id=new_id(), **msgspec.structs.asdict(content), created_at=now, updated_at=now
         )
         _check_features(profile)
-        await _in_thread(lambda: self._store.add(profile))
-        return _object(profile)
+        await anyio.to_thread.run_sync(self._store.add, profile)
+        return profile
 
-    async def update(self, id: str, request: ProfileUpdate) -> ProfileObject:
-        """Change what is given. A default steering that is this profile changes with it, or ends
+    async def update(self, id: str, changes: Mapping[str, Any]) -> ProfileObject:
+        """Change these fields. A default steering that is this profile changes with it, or ends
         if the profile does not fit any more.
 
         Raises:
             ProfileNotFound, ProfileExists, InvalidFeatureIndex.
         """
-        given = msgspec.structs.asdict(request)
-        changes = {name: value for name, value in given.items() if value is not None}
         async with self._changing:
-            profile = msgspec.structs.replace(
-                await self._profile(id), **changes, updated_at=time.time()
-            )
+            profile = msgspec.structs.replace(await self.one(id), **changes, updated_at=time.time())
             _check_features(profile)
-            await _in_thread(lambda: self._store.replace(profile))
+            await anyio.to_thread.run_sync(self._store.replace, profile)
             for attached in self._registry.with_profile(id):
                 self._follow(attached, profile)
-        return _object(profile)
+        return profile
 
-    def _follow(self, attached: ModelSteering, profile: Profile) -> None:
+    def _follow(self, attached: ModelSteering, profile: ProfileObject) -> None:
         try:
             fits = self._registry.for_profile(profile) is attached
         except (SAENotAttached, InvalidFeatureIndex):
@@ -99,7 +75,7 @@ class Profiles:
         """Delete a profile. Default steering that is this profile ends. Raises ProfileNotFound."""
         async with self._changing:
             try:
-                await _in_thread(lambda: self._store.remove(id))
+                await anyio.to_thread.run_sync(self._store.remove, id)
             except ProfileNotFound:  # another process may have deleted it: here it ends as well
                 self._end(id)
                 raise
@@ -120,7 +96,7 @@ class Profiles:
             InvalidFeatureIndex: the SAE has no such feature.
         """
         async with self._changing:
-            profile = await self._profile(id)
+            profile = await self.one(id)
             attached = self._registry.for_profile(profile)
             attached.use_profile(profile)
             return attached.as_object
@@ -139,7 +115,7 @@ class Profiles:
             ProfileNotFound, ModelNotFound, SAENotAttached.
         """
         async with self._changing:
-            profile = await self._profile(id)
+            profile = await self.one(id)
             attached = await self._registry.find(profile.model_id)
             if attached.profile == id:
                 attached.remove_features(None)
@@ -155,16 +131,8 @@ class Profiles:
             return None
         return await self.one(attached.profile)
 
-    # Files.
 
-    async def export(self, id: str) -> ProfileExport:
-        """Raises ProfileNotFound."""
-        profile = msgspec.structs.asdict(await self._profile(id))
-        content = {name: profile[name] for name in ProfileContent.__struct_fields__}
-        return ProfileExport(profile=ProfileContent(**content))
-
-
-def _check_features(profile: Profile) -> None:
+def _check_features(profile: ProfileObject) -> None:
     """Raises InvalidFeatureIndex for numbers that no SAE has. Others are checked at activation."""
     for feature in profile.steering:
         if not 0 <= feature < _MOST_FEATURES:
@@ -174,11 +142,3 @@ def _check_features(profile: Profile) -> None:
 
 
 _MOST_FEATURES = 10**9
-
-
-async def _in_thread(work: Callable[[], V]) -> V:
-    return await anyio.to_thread.run_sync(work)
-
-
-def _object(profile: Profile) -> ProfileObject:
-    return ProfileObject(**msgspec.structs.asdict(profile))

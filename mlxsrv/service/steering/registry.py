@@ -16,12 +16,12 @@ from mlxsrv.engine.orders import Watch
 from mlxsrv.errors import InvalidFeatureIndex, InvalidRequest, ProfileNotFound, SAENotAttached
 from mlxsrv.generation.parameters import Steering, SteeringMode
 from mlxsrv.generation.spec import SteeringWishes
+from mlxsrv.generation.steering import MonitorObject, ProfileObject, SteeringObject
 from mlxsrv.models.pool.model import Attachment
 from mlxsrv.models.pool.pool import Pool
-from mlxsrv.models.profile_store import Profile, ProfileStore
+from mlxsrv.models.profile_store import ProfileStore
 from mlxsrv.service.steering.attachments import SAEs
 from mlxsrv.service.steering.monitor import Monitor
-from mlxsrv.wire.management import MonitorObject, MonitorRequest, SteeringObject
 
 _MOST_FEATURES = 1000  # of the default steering; a request's may have as many
 _MOST_NAMES = 20  # in an error message
@@ -80,7 +80,7 @@ class ModelSteering:
         self.values = {k: value for k, value in self.values.items() if k not in gone}
         self.profile = None
 
-    def use_profile(self, profile: Profile) -> None:
+    def use_profile(self, profile: ProfileObject) -> None:
         """Make `profile`, which must fit, the default steering."""
         self.values, self.mode, self.enabled = dict(profile.steering), profile.mode, True
         self.profile = profile.id
@@ -114,7 +114,7 @@ class SteeringRegistry:
         """As `get`, for the name that a request gives. Raises ModelNotFound, SAENotAttached."""
         return self.get(await self._saes.name(model))
 
-    def for_profile(self, profile: Profile, *, param: str | None = None) -> ModelSteering:
+    def for_profile(self, profile: ProfileObject, *, param: str | None = None) -> ModelSteering:
         """The steering of the model that a profile is for.
 
         Raises:
@@ -173,7 +173,7 @@ class SteeringRegistry:
             return _steering(attached, attached.mode, attached.values, vectors)
         return _steering(None, "additive", {}, vectors)
 
-    async def _profile(self, name: str) -> Profile:
+    async def _profile(self, name: str) -> ProfileObject:
         try:
             return await anyio.to_thread.run_sync(self._store.named, name)
         except ProfileNotFound as error:
@@ -253,17 +253,24 @@ class SteeringRegistry:
 
     # Monitoring.
 
-    async def configure(self, request: MonitorRequest) -> MonitorObject:
-        """Raises ModelNotFound, SAENotAttached, InvalidFeatureIndex, InvalidRequest."""
-        attached = await self.find(request.model)
-        attached.require_features(request.features or (), "features")
+    async def configure(
+        self,
+        model: str | None,
+        *,
+        enabled: bool | None,
+        features: Collection[int] | None,
+        top: int | None,
+        history_size: int | None,
+    ) -> MonitorObject:
+        """Change what is given of a model's monitor.
+
+        Raises:
+            ModelNotFound, SAENotAttached, InvalidFeatureIndex, InvalidRequest.
+        """
+        attached = await self.find(model)
+        attached.require_features(features or (), "features")
         monitor = attached.monitor
-        monitor.configure(
-            enabled=request.enabled,
-            features=request.features,
-            top=request.top_k,
-            history_size=request.history_size,
-        )
+        monitor.configure(enabled=enabled, features=features, top=top, history_size=history_size)
         name = attached.attachment.model
         watch = Watch(name, monitor.features, monitor.top) if monitor.enabled else Watch(name)
         self._pool.engine.watch(watch)

@@ -30,12 +30,12 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxsrv.generation.status import Health
 from mlxsrv.models.pool.observing import ModelEvicted, ModelFailed, ModelLoaded
 from mlxsrv.service.observing import Generated, Observer, RequestEnded, TokenCallback
 from mlxsrv.service.service import Service
 from mlxsrv.version import __version__
 from mlxsrv.web.observability.records import record_of
-from mlxsrv.wire.openai.answers import Health
 
 # Not OpenMetrics: prometheus-client replaces colons in names by underscores there.
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"

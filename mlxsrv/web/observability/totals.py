@@ -11,8 +11,8 @@ from math import ceil
 from statistics import median
 from typing import ClassVar
 
+from mlxsrv.generation.status import FirstTokenTimes, RecentError, RequestTotals
 from mlxsrv.service.observing import Observer, RequestEnded
-from mlxsrv.wire.openai.answers import FirstTokenTimes, RecentError, RequestTotals
 
 _REPLIES = 100
 _ERRORS = 20

@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-from mlxsrv.wire.openai.answers import ModelObject
+from mlxsrv.generation.status import ModelObject
 
 
 class AnthropicModel(Struct, frozen=True, kw_only=True, tag_field="type", tag="model"):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from mlxsrv.generation.status import LoadedModel, ModelFacts, ModelObject, ModelStatus
 from mlxsrv.wire.ollama.answers import ollama_time
-from mlxsrv.wire.openai.answers import ModelObject, ModelStatus
 
 API_VERSION = "0.14.0"
 """The version of Ollama whose API this is. Clients refuse servers that are too old for them."""
@@ -74,29 +73,6 @@ class OllamaRunningModel(OllamaModel, frozen=True, kw_only=True):
 
 class OllamaRunning(Struct, frozen=True):
     models: list[OllamaRunningModel]
-
-
-class LoadedModel(Struct, frozen=True):
-    """A loaded model: its weights in bytes, and in how many seconds it may be unloaded, if ever."""
-
-    described: ModelObject
-    bytes: int
-    seconds_left: float | None
-
-
-class ModelFacts(Struct, frozen=True, kw_only=True):
-    """The facts about a model that only `show` tells, from its files.
-
-    Attributes:
-        template: its chat template, if it has one.
-        defaults: its own sampling parameters, by OpenAI's names.
-    """
-
-    template: str | None = None
-    defaults: Mapping[str, float] = {}
-    parameters: int | None = None
-    hidden_size: int | None = None
-    layers: int | None = None
 
 
 def listed_name(id: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
-from mlxsrv.generation.outputs import PromptScore, TokenScore
+from mlxsrv.generation.outputs import PromptScore, TokenScore, text_name
 
 _LOWEST = -9999.0  # OpenAI's value for an impossible token; JSON has no infinity
 
@@ -107,14 +107,6 @@ def _text_top(score: TokenScore) -> dict[str, float] | None:
     names = _names(score, text_name)[1:]
     logprobs = (_finite(logprob) for _, logprob in score.top)
     return dict(zip(names, logprobs, strict=True))
-
-
-def text_name(token: bytes) -> str:
-    """The name that OpenAI's text completions give to a token of these bytes."""
-    try:
-        return token.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token)
 
 
 # Prompts, as vLLM writes them.

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from mlxsrv.engine.events import Activations
 from mlxsrv.errors import InvalidRequest
+from mlxsrv.generation.steering import FeatureStatistics
 from mlxsrv.service.steering.monitor import Monitor, RunningStatistics
-from mlxsrv.wire.management import FeatureStatistics
 
 
 def watching(**options: int | bool | list[int]) -> Monitor:
