@@ -19,7 +19,7 @@ BIAS = (
     "from whichever of the two is measured."
 )
 _PACKAGES = ("mlx", "mlx-lm", "mlxsrv", "uvicorn")
-_ACCELERATORS = ("uvloop", "httptools", "scipy-openblas32")  # used where they are installed
+_ACCELERATORS = ("uvloop", "scipy-openblas32")  # used where they are installed
 
 
 class Machine(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """One client's connection: uvicorn's, with limits of time and size, and refusals in our own shape.
 
-It overrides methods of uvicorn's protocol classes, which are not a public interface. Tested with
-uvicorn 0.54, h11 0.16 and httptools 0.9; `tests/server/test_connection.py` fails with others.
+It overrides methods of uvicorn's class for h11, which is not a public interface. Tested with
+uvicorn 0.54 and h11 0.16; `tests/server/test_connection.py` fails with others.
 """
 
 from __future__ import annotations
@@ -9,55 +9,47 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-import uuid
-from collections import deque
 from typing import Any, cast
 
-from mlxsrv.errors import InvalidHTTP, Overloaded, ServeError
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from mlxsrv.errors import Overloaded, ServeError
 from mlxsrv.logs import log
 from mlxsrv.server.descriptors import most_connections
-from mlxsrv.server.framing import Framing
 from mlxsrv.server.lingering import LingeringTransport
+from mlxsrv.server.request_parser import RequestParser
 from mlxsrv.web.app import App
-from mlxsrv.web.security.headers import MOST_HEADER_BYTES
-from mlxsrv.wire.openai.answers import error_response
-from mlxsrv.wire.sse import encode_json
-
-try:
-    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as Protocol
-except ImportError:
-    # The two classes have one shape; mypy knows the first one only.
-    from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol  # type: ignore[assignment]
+from mlxsrv.web.responses import last_refusal
 
 _log = logging.getLogger("mlxsrv.server")
 
 
-class Connection(Protocol):
+class Connection(H11Protocol):
     """uvicorn's connection, with limits on what the client may take.
 
     The head of a request must arrive in `body_timeout` seconds, and may have `MOST_HEADER_BYTES`.
     While the app has a request, the app's own limits hold. A client that reads nothing of its
     answer for `stall_timeout` seconds is cut off, because nothing else would end a write that waits
     for it. A client that still sends while the connection ends is read for a moment, so that it
-    sees its answer (`LingeringTransport`). `Framing` checks the bytes before uvicorn's parser sees
-    them, and what is not HTTP is refused in our own shape.
+    sees its answer (`LingeringTransport`). A request that is not HTTP, or in doubt
+    (`RequestParser`), is refused in our own shape.
 
-    Everything runs on the event loop. Only httptools calls `on_headers_complete`.
+    Everything runs on the event loop.
     """
+
+    conn: h11.Connection
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)
+        self.conn = RequestParser()
         app = self.config.app
         assert isinstance(app, App)
         self._head_timeout = app.settings.body_timeout
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timeout = app.settings.stall_timeout
         self._stall_timer: asyncio.TimerHandle | None = None
-        self._framing = Framing(MOST_HEADER_BYTES)
-        self._refusal: ServeError | None = None  # nothing after it is read
-        # Requests without a whole answer, the oldest first. uvicorn's `cycle` is the newest. Only
-        # httptools reads a request before the one in front of it is answered.
-        self._cycles: deque[Any] = deque()
+        self._refused = False  # and nothing more is read
 
     # The connection.
 
@@ -70,10 +62,6 @@ class Connection(Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        for cycle in self._cycles:  # uvicorn tells only the newest, and the oldest has the app
-            cycle.disconnected = True
-            cycle.message_event.set()
-        self._cycles.clear()
         # uvicorn leaves this timer running after a reset, and the timer would keep this object.
         self._unset_keepalive_if_required()
         self._end_head_timer()
@@ -83,35 +71,29 @@ class Connection(Protocol):
     def _may_send(self) -> bool:
         """Whether the client may be in the middle of a request. Nobody waits for its rest where
         connections are short."""
-        unread = self._refusal is not None or not self._framing.at_rest
+        state = self.conn.their_state
+        begun = state is h11.IDLE and self.conn.trailing_data[0] != b""
+        unread = self._refused or begun or state is h11.SEND_BODY
         return unread and len(self.connections) <= most_connections()
 
-    # Requests.
+    # Requests. h11 reads one when the one before it is answered.
 
     def data_received(self, data: bytes) -> None:
-        if self._end.drop(data) or self._refusal is not None:
+        after_last = self.conn.their_state is h11.MUST_CLOSE
+        if self._end.drop(data) or self._refused or after_last:
             return
-        try:
-            for piece in self._framing.pieces(data):
-                super().data_received(piece)
-                if self.transport.is_closing():
-                    return
-        except ServeError as error:
-            self._refuse(error)
+        super().data_received(data)
         self._watch_head()
 
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        self._cycles.append(self.cycle)
-        if self.scope["http_version"] == "1.0":
-            _end_by_closing(self.cycle)
+    def handle_events(self) -> None:
+        try:
+            super().handle_events()
+        except ServeError as error:  # of `RequestParser`
+            self._refuse(error)
 
     def on_response_complete(self) -> None:
-        if self._cycles:
-            self._cycles.popleft()
         super().on_response_complete()
         self._watch_reader()
-        self._send_refusal()
 
     def _watch_head(self) -> None:
         """Limit the time in which the next head arrives; none runs while a request is answered."""
@@ -163,58 +145,31 @@ class Connection(Protocol):
 
     # Refusals.
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse(InvalidHTTP(msg))
-
     def _refuse(self, error: ServeError) -> None:
-        """Read no more; answer with `error` after the requests before it, then close."""
-        self._refusal = error
-        self._send_refusal()
-
-    def _send_refusal(self) -> None:
-        """Send the refusal if its turn has come: no whole request before it waits for an answer."""
-        if self._refusal is None or self.transport.is_closing():
-            return
-        oldest = self._cycles[0] if self._cycles else self.cycle
-        if oldest is not None and not oldest.response_complete:
-            if not oldest.more_body:
-                return
-            # The request that is refused is the oldest one: it ends in the middle of its body. The
-            # app is told now, for nothing can be written while the connection lingers.
-            oldest.disconnected = True
-            oldest.message_event.set()
-            if oldest.response_started:
-                self.transport.close()
-                return
-        self.transport.write(_last_response(self._refusal))
+        """Read no more, answer with `error` if no answer has begun, then close."""
+        self._refused = True
+        if self.cycle is not None and not self.cycle.response_complete:
+            # It ends in the middle of its body. The app sees that now, not when the connection is
+            # lost: that lingers, and nothing can be written while it does.
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            response = last_refusal(error)
+            identity = response.headers["x-request-id"]
+            log(
+                _log,
+                logging.INFO,
+                "request refused",
+                status=error.status,
+                why=error.code,
+                request=identity,
+            )
+            # The old state is of a request that may be a HEAD or an upgrade: a body has no place.
+            self.conn = h11.Connection(h11.SERVER)
+            reason = http.HTTPStatus(error.status).phrase
+            head = h11.Response(
+                status_code=error.status, headers=response.raw_headers, reason=reason
+            )
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
         self.transport.close()
-
-
-def _end_by_closing(cycle: Any) -> None:
-    """Make httptools' cycle end a body by closing the connection, as HTTP/1.0 wants it. uvicorn
-    would send chunks, which such clients do not know."""
-    send = cycle.send
-    cycle.chunked_encoding = False
-
-    async def send_unframed(message: Any) -> None:
-        # uvicorn checks what is sent against Content-Length, so the expected length is set again
-        # before each message.
-        cycle.expected_content_length = len(message.get("body", b""))
-        await send(message)
-
-    cycle.send = send_unframed
-
-
-def _last_response(error: ServeError) -> bytes:
-    """A response that ends its connection, for a request that never reached the app."""
-    body, request = encode_json(error_response(error)), uuid.uuid4().hex
-    log(_log, logging.INFO, "request refused", status=error.status, why=error.code, request=request)
-    head = [
-        f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}",
-        "content-type: application/json",
-        f"content-length: {len(body)}",
-        f"x-request-id: {request}",
-        "connection: close",
-        *([] if error.retry_after is None else [f"retry-after: {error.retry_after}"]),
-    ]
-    return "\r\n".join([*head, "", ""]).encode() + body

@@ -22,7 +22,7 @@ def bind(settings: Settings) -> socket.socket:
     Raises:
         ListenError: the name is unknown, or the port is taken.
     """
-    with _told(settings):
+    with _raising_listen_errors(settings):
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
@@ -35,7 +35,7 @@ def bind(settings: Settings) -> socket.socket:
 
 def listen(listener: socket.socket, settings: Settings) -> None:
     """Let clients connect; they wait until the app is there. Raises ListenError."""
-    with _told(settings):
+    with _raising_listen_errors(settings):
         listener.listen(BACKLOG)
 
 
@@ -51,7 +51,7 @@ def url_of(listener: socket.socket) -> str:
 
 
 @contextlib.contextmanager
-def _told(settings: Settings) -> Iterator[None]:
+def _raising_listen_errors(settings: Settings) -> Iterator[None]:
     try:
         yield
     except OSError as error:

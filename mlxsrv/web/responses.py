@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
+from uuid import uuid4
 
 import anyio
 import anyio.to_thread
@@ -67,6 +68,15 @@ def refusal(scope: Scope, error: ServeError, headers: Mapping[str, str] | None =
         shape.body(error, request_id),
         status_code=shape.status(error),
         headers={**_headers(error), **identity, **(headers or {})},
+    )
+
+
+def last_refusal(error: ServeError) -> Response:
+    """An error in OpenAI's shape that ends its connection, for what never became a request."""
+    identity = {"X-Request-ID": uuid4().hex, "Connection": "close"}
+    shape = openai.ERRORS
+    return JSONResponse(
+        shape.body(error, ""), status_code=shape.status(error), headers=_headers(error) | identity
     )
 
 

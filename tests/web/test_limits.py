@@ -8,7 +8,6 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,24 +21,11 @@ LIMIT = 64 * 1024
 """Bytes of headers."""
 
 
-def with_parser(name: str, folder: Path) -> dict[str, str]:
-    """The variables of a server that parses with this one of uvicorn's two libraries."""
-    if name == "httptools":
-        pytest.importorskip("httptools")
-        return {}
-    (folder / "httptools.py").write_text("raise ImportError\n")
-    return {"PYTHONPATH": str(folder)}
-
-
-@pytest.fixture(scope="module", params=["httptools", "h11"])
-def hurried(
-    request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
-    """A server that waits a second for a request to arrive; one with each of uvicorn's parsers."""
+@pytest.fixture(scope="module")
+def hurried(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A server that waits a second for a request to arrive."""
     folder = tmp_path_factory.mktemp("hurried")
-    variables = with_parser(request.param, folder)
-    options = ["--model", f"t={folders.plain}", "--body-timeout", "1"]
-    with serving(folder, *options, variables=variables) as server:
+    with serving(folder, "--model", f"t={folders.plain}", "--body-timeout", "1") as server:
         yield server
 
 
@@ -265,7 +251,7 @@ def test_a_connection_is_kept_though_its_upgrade_is_declined(hurried: Server) ->
     assert send(hurried, offer + offer + CLOSING).statuses == [200, 200, 200]
 
 
-# What the parsers read in different ways: test_framing.py has all of it, this that it is asked.
+# What a server refuses by itself: test_request_parser.py has all of it, this that it is asked.
 UNCLEAR: dict[str, tuple[bytes, int, str]] = {
     "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, "invalid_http"),
     "two hosts": (head("Host: localhost", path="/health", method="GET"), 400, "invalid_http"),
@@ -276,7 +262,7 @@ UNCLEAR: dict[str, tuple[bytes, int, str]] = {
     "fragment": (head(path="/health#x", method="GET"), 400, "invalid_http"),
     "no text": (b"GET /\xe9 HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, "invalid_http"),
     "proxy": (head(path="evil.example:443", method="CONNECT") + b"x" * 99, 400, "invalid_http"),
-    "method": (head(path="/health", method="FOO"), 405, "method_not_allowed"),
+    "method": (head("Connection: close", path="/health", method="FOO"), 405, "method_not_allowed"),
     "old chunks": (
         head("Transfer-Encoding: chunked").replace(b"1.1", b"1.0") + b"0\r\n\r\n",
         400,
@@ -290,7 +276,7 @@ UNCLEAR: dict[str, tuple[bytes, int, str]] = {
 }
 
 
-def test_both_parsers_are_of_one_mind(hurried: Server) -> None:
+def test_what_is_in_doubt_is_refused_in_its_turn(hurried: Server) -> None:
     whole = send_all(hurried, [(data,) for data, *_ in UNCLEAR.values()])
     for (name, (_, status, code)), answer in zip(UNCLEAR.items(), whole, strict=True):
         assert answer.statuses == [status], (name, answer.data)

@@ -16,7 +16,7 @@ from mlxsrv.server.lingering import LingeringTransport
 from tests.support.fixtures import Folders
 from tests.support.jumping_clock import run
 from tests.support.serving import PATIENCE, Server, serving
-from tests.web.test_limits import Answer, head, with_parser
+from tests.web.test_limits import Answer, head
 
 MUCH = 16 * 1024 * 1024  # bytes, more than sockets hold
 PIECE = b"x" * 65536
@@ -32,14 +32,11 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module", params=["httptools", "h11"])
-def small(
-    request: pytest.FixtureRequest, folders: Folders, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+@pytest.fixture(scope="module")
+def small(folders: Folders, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("small")
     options = ["--model", f"t={folders.plain}", "--max-body", "400000", "--api-key", "k"]
-    variables = with_parser(request.param, folder)
-    with serving(folder, *options, variables=variables) as server:
+    with serving(folder, *options) as server:
         yield server
 
 

@@ -1,0 +1,80 @@
+"""h11's parser, with checks of each request that h11 leaves to its caller."""
+
+from __future__ import annotations
+
+import re
+
+import h11
+
+from mlxsrv.errors import HeadersTooLarge, InvalidHTTP
+from mlxsrv.web.security.headers import MOST_HEADER_BYTES
+
+_URL = re.compile(rb"https?://([^/?#@]+)([/?][^#]*)?", re.I)
+_NO_PLAIN_LINE = re.compile(rb"(?<!\r)\n|\n[ \t]")  # an LF without its CR, or a folded header
+
+
+class RequestParser(h11.Connection):
+    """The server's side of h11, stricter where a proxy in front may read a request otherwise.
+
+    h11 itself refuses, among others, lengths that differ, any transfer coding but `chunked`, a
+    missing or second Host, and spaces or control characters where they change the meaning.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MOST_HEADER_BYTES)
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA] | type[h11.PAUSED]:
+        """As h11's, but a request has passed the checks: its target is a path, and it has no offer
+        to upgrade.
+
+        Raises:
+            InvalidHTTP, HeadersTooLarge: nothing more can be read from this connection.
+        """
+        unread = self.trailing_data[0] if self.their_state is h11.IDLE else b""
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == 431:
+                raise HeadersTooLarge(
+                    f"headers are larger than {MOST_HEADER_BYTES} bytes"
+                ) from None
+            raise InvalidHTTP(f"the request is not valid HTTP: {error}"[:200]) from None
+        if isinstance(event, h11.Request):
+            head = unread[: len(unread) - len(self.trailing_data[0])]
+            return _checked(event, head)
+        return event
+
+
+def _checked(request: h11.Request, head: bytes) -> h11.Request:
+    """Return the request with a path as its target and without an offer to upgrade.
+
+    Args:
+        head: the bytes of its first line and its headers. h11 takes folded headers, and an LF for
+            the end of a line, and shows neither in the request.
+    """
+    method, target, old = request.method, request.target, request.http_version == b"1.0"
+    fields = dict(request.headers)
+    if _NO_PLAIN_LINE.search(head):
+        raise InvalidHTTP("a header must be one line, and lines must end in CRLF")
+    if not old and request.http_version != b"1.1":
+        raise InvalidHTTP("the version must be HTTP/1.1 or HTTP/1.0")
+    if b"transfer-encoding" in fields and (old or b"content-length" in fields):
+        raise InvalidHTTP(
+            "Transfer-Encoding must not be in a request of HTTP/1.0, or beside Content-Length"
+        )
+    if method == b"CONNECT":
+        raise InvalidHTTP("this server is not a proxy")
+    url = _URL.fullmatch(target)  # of a client that takes this server for a proxy
+    is_path = target.startswith(b"/") and b"#" not in target
+    if url is None and not is_path and (method, target) != (b"OPTIONS", b"*"):
+        raise InvalidHTTP("the target of a request must be a path")
+    if url is None and b"upgrade" not in fields:
+        return request
+    headers = [(name, value) for name, value in request.headers if name != b"upgrade"]
+    if url is not None:
+        path = url[2] or b"/"
+        target = path if path.startswith(b"/") else b"/" + path
+        headers = [(b"host", url[1]), *(each for each in headers if each[0] != b"host")]
+    return h11.Request(
+        method=method, target=target, headers=headers, http_version=request.http_version
+    )
