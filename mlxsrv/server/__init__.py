@@ -1,1 +1,1 @@
-"""Run the app with uvicorn: connections, framing of HTTP, file descriptors."""
+"""Run the app with uvicorn and h11: connections, their limits, file descriptors."""
