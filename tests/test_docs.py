@@ -24,7 +24,7 @@ from mlxsrv.errors import ServeError
 from mlxsrv.models.pool import model
 from mlxsrv.service import lifecycle
 from mlxsrv.settings import options
-from mlxsrv.wire.operations import OPERATIONS
+from tests.support.operations import every_operation
 from tests.test_house import FLOORS, WITHOUT_MLX
 
 ROOT = Path(__file__).parent.parent
@@ -255,7 +255,7 @@ def test_every_route_is_told_and_no_other() -> None:
 
 def test_every_field_of_a_request_is_told() -> None:
     told = {word for page in DOCS.glob("*.md") for span in spans(page) for word in words(span)}
-    for operation in OPERATIONS:
+    for operation in every_operation():
         for struct in filter(None, (operation.asks, operation.query)):
             fields = {field.encode_name for field in msgspec.structs.fields(struct)}
             assert fields <= told, f"{operation.path}: {fields - told}"

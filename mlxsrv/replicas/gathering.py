@@ -26,8 +26,8 @@ from mlxsrv.replicas.merging import (
 )
 from mlxsrv.web.paths import is_verbose, path_below_mount
 from mlxsrv.web.security.guard import INTERNAL
-from mlxsrv.wire.decoding import read_query
-from mlxsrv.wire.management import TOP_REQUESTS, HistoryQuery
+from mlxsrv.wire.decoding import RequestDecoder, read_query
+from mlxsrv.wire.management import HistoryQuery, TopRequest
 
 _HEALTH: Final = "/health"
 _HISTORY: Final = "/api/monitoring/history"
@@ -138,7 +138,7 @@ def question_of(scope: Scope, body: bytes) -> ReplicaQuestion:
     """
     path, query = path_below_mount(scope), scope["query_string"]
     if path == _TOP:
-        asked, _ = TOP_REQUESTS.decode(body or b"{}")
+        asked, _ = RequestDecoder(TopRequest).decode(body or b"{}")
         model = "" if asked.model is None else urlencode({"model": asked.model})
         return ReplicaQuestion(_STATISTICS, model.encode(), partial(pick_highest, asked=asked))
     if path == _HISTORY:

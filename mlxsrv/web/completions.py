@@ -1,4 +1,4 @@
-"""Handlers of the routes that generate text, in any dialect."""
+"""Handlers of the routes that generate text: those of OpenAI's dialect, and what all share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,20 @@ from mlxsrv.service.reply import Reply
 from mlxsrv.web.bodies import share_of
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
-from mlxsrv.web.paths import Endpoint
+from mlxsrv.web.paths import Endpoint, Handler
 from mlxsrv.web.reading import note_asked, read_aside, read_request, service_of
 from mlxsrv.web.responses import ReplyBody, ReplyStream
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.dialect import Dialect
+from mlxsrv.wire.openai.answers import ChatChunk, ChatCompletion, TextCompletion
+from mlxsrv.wire.openai.dialects import (
+    ChatDialect,
+    CompletionDialect,
+    FIMDialect,
+    InfillDialect,
+    LlamaCompletionDialect,
+)
+from mlxsrv.wire.openai.infill import LlamaCompletion
 
 R = TypeVar("R", bound=Struct)
 
@@ -28,7 +37,7 @@ CONVERSATION = "mlxsrv.conversation"
 digits, with which the response's id begins."""
 
 
-def generating(dialect: Dialect[R], operation: OperationName) -> Endpoint:
+def generating(dialect: Dialect[R], operation: OperationName) -> Handler:
     """Return the handler of a route that generates text."""
 
     async def endpoint(request: Request) -> Response:
@@ -65,3 +74,66 @@ def answer(dialect: Dialect[R], asked: R, reply: Reply, headers: Mapping[str, st
         lambda answers, usage: dialect.fold(asked, reply.identity, answers, usage),
         headers=headers,
     )
+
+
+create_chat_completion = Endpoint(
+    "POST",
+    "/v1/chat/completions",
+    "createChatCompletion",
+    "Answer a chat",
+    "With `stream`, as server-sent events that end with `data: [DONE]`.",
+    body=ChatDialect.requests,
+    answer=ChatCompletion,
+    chunk=ChatChunk,
+    fails=(507,),
+)(generating(ChatDialect(), "chat"))
+
+create_completion = Endpoint(
+    "POST",
+    "/v1/completions",
+    "createCompletion",
+    "Go on with a text",
+    "With `stream`, as server-sent events that end with `data: [DONE]`.",
+    body=CompletionDialect.requests,
+    answer=TextCompletion,
+    chunk=TextCompletion,
+    fails=(507,),
+)(generating(CompletionDialect(), "text_completion"))
+
+create_fim_completion = Endpoint(
+    "POST",
+    "/v1/fim/completions",
+    "createFIMCompletion",
+    "What is to be written between two texts, as Mistral's API has it",
+    "For models with fill-in-the-middle tokens, unless there is no `suffix`. With `stream`, as a "
+    "chat's server-sent events, which end with `data: [DONE]`.",
+    body=FIMDialect.requests,
+    answer=ChatCompletion,
+    chunk=ChatChunk,
+    fails=(507,),
+)(generating(FIMDialect(), "text_completion"))
+
+infill = Endpoint(
+    "POST",
+    "/infill",
+    "infill",
+    "What is to be written between two texts",
+    "For models with fill-in-the-middle tokens; as llama.cpp's server has it. With `stream`, as "
+    "server-sent events, of which the last has `stop: true`.",
+    body=InfillDialect.requests,
+    answer=LlamaCompletion,
+    chunk=LlamaCompletion,
+    fails=(507,),
+)(generating(InfillDialect(), "text_completion"))
+
+llama_completion = Endpoint(
+    "POST",
+    "/completion",
+    "llamaCompletion",
+    "Go on with a text, as llama.cpp's server does",
+    "With `stream`, as server-sent events, of which the last has `stop: true`.",
+    body=LlamaCompletionDialect.requests,
+    answer=LlamaCompletion,
+    chunk=LlamaCompletion,
+    fails=(507,),
+)(generating(LlamaCompletionDialect(), "text_completion"))

@@ -13,16 +13,21 @@ from mlxsrv.generation.texts import PairScores, TextVectors
 from mlxsrv.service.observing import OperationName
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
-from mlxsrv.web.paths import Endpoint
+from mlxsrv.web.paths import Endpoint, Handler
 from mlxsrv.web.reading import note_asked, read_request, service_of
 from mlxsrv.web.responses import large_json, unless_gone
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.embeddings import (
+    COHERE_RERANK_REQUESTS,
     EMBEDDING_REQUESTS,
+    RERANK_REQUESTS,
     SCORE_REQUESTS,
+    EmbeddingList,
     EmbeddingRequest,
     RerankRequest,
+    RerankResponse,
+    ScoreList,
     ScoreRequest,
     embedding_list,
     rerank_response,
@@ -33,6 +38,15 @@ A = TypeVar("A", EmbeddingRequest, RerankRequest, ScoreRequest)
 M = TypeVar("M", TextVectors, PairScores)
 
 
+@Endpoint(
+    "POST",
+    "/v1/embeddings",
+    "createEmbedding",
+    "Vectors of texts",
+    body=EMBEDDING_REQUESTS,
+    answer=EmbeddingList,
+    fails=(507,),
+)
 async def embed(request: Request) -> Response:
     asked, headers = await _read(request, EMBEDDING_REQUESTS, "embeddings")
     spec = asked.to_spec()
@@ -44,7 +58,7 @@ async def embed(request: Request) -> Response:
     return await large_json(answer, headers)
 
 
-def reranking(requests: RequestDecoder[Any]) -> Endpoint:
+def _reranking(requests: RequestDecoder[Any]) -> Handler:
     """Return the handler of a route that reranks."""
 
     async def endpoint(request: Request) -> Response:
@@ -54,6 +68,38 @@ def reranking(requests: RequestDecoder[Any]) -> Endpoint:
     return endpoint
 
 
+rerank = Endpoint(
+    "POST",
+    "/v1/rerank",
+    "rerank",
+    "Documents by their relevance to a query",
+    body=RERANK_REQUESTS,
+    answer=RerankResponse,
+    fails=(507,),
+)(_reranking(RERANK_REQUESTS))
+
+rerank_as_cohere = Endpoint(
+    "POST",
+    "/v2/rerank",
+    "rerankAsCohere",
+    "Documents by their relevance to a query, as Cohere's clients ask",
+    "Documents that are too long are cut, unless `truncate` is `NONE`.",
+    body=COHERE_RERANK_REQUESTS,
+    answer=RerankResponse,
+    fails=(507,),
+)(_reranking(COHERE_RERANK_REQUESTS))
+
+
+@Endpoint(
+    "POST",
+    "/v1/score",
+    "score",
+    "How well the texts of pairs go together",
+    "By a cross-encoder's judgement, or how near an embedder's vectors are.",
+    body=SCORE_REQUESTS,
+    answer=ScoreList,
+    fails=(507,),
+)
 async def score(request: Request) -> Response:
     asked, headers = await _read(request, SCORE_REQUESTS, "score")
     return await large_json(score_list(await _score(request, asked)), headers)

@@ -1,102 +1,91 @@
-"""The routes under `/api`: what the service does for each of them.
+"""The routes under `/api` that manage SAEs, steering, profiles and monitoring.
 
-The handler of a route gets the path parameters and the decoded request: the body or, if the route
-has no body, the query. It returns the `data` of the envelope.
+A handler returns the `data` of the envelope. It gets the service, then `asked` if the route reads
+something: the body of a POST or a PATCH, else the query. The values in the path come by name. The
+types in its signature are those of `/openapi.json`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import get_type_hints
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from mlxsrv.errors import InvalidFeatureIndex
-from mlxsrv.generation.steering import ProfileContent
+from mlxsrv.generation import steering
 from mlxsrv.service.service import Service
 from mlxsrv.web.paths import OperationRoute
 from mlxsrv.web.reading import read_request, service_of
 from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire
-from mlxsrv.wire.decoding import read_query
-from mlxsrv.wire.management_operations import MANAGEMENT
+from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.operation import Operation
 
-PathParams = Mapping[str, str]
-Handler = Callable[[Service, PathParams, Any], Awaitable[object]]
+
+def _managed(
+    method: str,
+    path: str,
+    id: str,
+    summary: str,
+    description: str = "",
+    *,
+    status: int = 200,
+    fails: tuple[int, ...] = (),
+) -> Callable[[Callable[..., Awaitable[object]]], OperationRoute]:
+    """Make a route of its handler; for the arguments see `Operation`."""
+
+    def declare(handler: Callable[..., Awaitable[object]]) -> OperationRoute:
+        types = get_type_hints(handler)
+        kind, has_body = types.get("asked"), method in ("POST", "PATCH")
+        body = None if kind is None or not has_body else RequestDecoder(kind)
+        query = None if has_body else kind
+
+        async def endpoint(request: Request) -> Response:
+            headers: Mapping[str, str] | None = None
+            given: dict[str, object] = dict(request.path_params)
+            if body is not None:
+                given["asked"], headers = await read_request(request, body, empty=b"{}")
+            elif query is not None:
+                given["asked"] = read_query(query, request.query_params)
+            data = await handler(service_of(request), **given)
+            return JSONResponse(wire.success(data), status_code=status, headers=headers)
+
+        operation = Operation(
+            method,
+            path,
+            id,
+            summary,
+            description,
+            query=query,
+            body=body,
+            answer=types["return"],
+            status=status,
+            fails=fails,
+            refuses=wire.ERRORS,
+        )
+        return OperationRoute(operation, endpoint)
+
+    return declare
 
 
-class _NoQuery(msgspec.Struct, frozen=True):
-    pass
+@_managed("GET", "/api/saes", "listSAEs", "The SAEs that can be attached")
+async def list_saes(service: Service) -> list[steering.SAEObject]:
+    return await service.saes.all()
 
 
-def _make_route(operation: Operation, handler: Handler) -> OperationRoute:
-    async def endpoint(request: Request) -> Response:
-        headers: Mapping[str, str] | None = None
-        asked: Any
-        if operation.body is None:
-            asked = read_query(operation.query or _NoQuery, request.query_params)
-        else:
-            asked, headers = await read_request(request, operation.body, empty=b"{}")
-        data = await handler(service_of(request), request.path_params, asked)
-        return JSONResponse(wire.success(data), status_code=operation.status, headers=headers)
-
-    return OperationRoute(operation, endpoint)
-
-
-# The default steering.
-
-
-async def _get_steering(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
-    return (await service.steering.find(asked.model)).as_object
-
-
-async def _set_feature(service: Service, path: PathParams, asked: wire.FeatureRequest) -> object:
-    attached = await service.steering.find(asked.model)
-    attached.set_features({asked.feature_idx: asked.value}, asked.mode, "feature_idx")
-    return attached.as_object
-
-
-async def _set_features(service: Service, path: PathParams, asked: wire.FeaturesRequest) -> object:
-    attached = await service.steering.find(asked.model)
-    attached.set_features(asked.steering, asked.mode, "steering")
-    return attached.as_object
-
-
-async def _enable(service: Service, path: PathParams, asked: wire.ModelRequest) -> object:
-    attached = await service.steering.find(asked.model)
-    attached.enabled = True
-    return attached.as_object
-
-
-async def _disable(service: Service, path: PathParams, asked: wire.ModelRequest) -> object:
-    attached = await service.steering.find(asked.model)
-    attached.enabled = False
-    return attached.as_object
-
-
-async def _clear_steering(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
-    attached = await service.steering.find(asked.model)
-    attached.remove_features(None)
-    return attached.as_object
-
-
-async def _remove_feature(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
-    attached = await service.steering.find(asked.model)
-    text = path["idx"]
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise InvalidFeatureIndex(f"{text!r:.40} is no feature", param="idx")
-    attached.require_features([int(text)], "idx")
-    attached.remove_features([int(text)])
-    return attached.as_object
-
-
-# SAEs and profiles.
-
-
-async def _register(service: Service, path: PathParams, asked: wire.RegisterRequest) -> object:
+@_managed(
+    "POST",
+    "/api/saes",
+    "registerSAE",
+    "Know another SAE",
+    "From a repository, which is downloaded, or below an `--sae-dir`.",
+    status=202,
+    fails=(409,),
+)
+async def register_sae(service: Service, asked: wire.RegisterRequest) -> steering.SAEObject:
     return await service.saes.register(
         repository=asked.repository_id,
         path=asked.path,
@@ -106,27 +95,237 @@ async def _register(service: Service, path: PathParams, asked: wire.RegisterRequ
     )
 
 
-async def _update_profile(service: Service, path: PathParams, asked: wire.ProfileUpdate) -> object:
+@_managed("GET", "/api/saes/attachment", "getAttachment", "The SAE that a model has")
+async def get_attachment(service: Service, asked: wire.ModelQuery) -> steering.AttachmentObject:
+    return await service.saes.attachment(asked.model)
+
+
+@_managed("GET", "/api/saes/steering", "getSteering", "The default steering")
+async def get_steering(service: Service, asked: wire.ModelQuery) -> steering.SteeringObject:
+    return (await service.steering.find(asked.model)).as_object
+
+
+@_managed("POST", "/api/saes/steering", "setFeature", "Steer one feature by default")
+async def set_feature(service: Service, asked: wire.FeatureRequest) -> steering.SteeringObject:
+    attached = await service.steering.find(asked.model)
+    attached.set_features({asked.feature_idx: asked.value}, asked.mode, "feature_idx")
+    return attached.as_object
+
+
+@_managed("DELETE", "/api/saes/steering", "clearSteering", "Steer nothing by default")
+async def clear_steering(service: Service, asked: wire.ModelQuery) -> steering.SteeringObject:
+    attached = await service.steering.find(asked.model)
+    attached.remove_features(None)
+    return attached.as_object
+
+
+@_managed(
+    "POST",
+    "/api/saes/steering/batch",
+    "setFeatures",
+    "Steer several features by default",
+    "All or none; others stay as they are.",
+)
+async def set_features(service: Service, asked: wire.FeaturesRequest) -> steering.SteeringObject:
+    attached = await service.steering.find(asked.model)
+    attached.set_features(asked.steering, asked.mode, "steering")
+    return attached.as_object
+
+
+@_managed("POST", "/api/saes/steering/enable", "enableSteering", "Use the default steering")
+async def enable_steering(service: Service, asked: wire.ModelRequest) -> steering.SteeringObject:
+    attached = await service.steering.find(asked.model)
+    attached.enabled = True
+    return attached.as_object
+
+
+@_managed(
+    "POST",
+    "/api/saes/steering/disable",
+    "disableSteering",
+    "Keep the default steering, but do not use it",
+)
+async def disable_steering(service: Service, asked: wire.ModelRequest) -> steering.SteeringObject:
+    attached = await service.steering.find(asked.model)
+    attached.enabled = False
+    return attached.as_object
+
+
+@_managed(
+    "DELETE", "/api/saes/steering/{idx}", "removeFeature", "Steer one feature no more by default"
+)
+async def remove_feature(
+    service: Service, asked: wire.ModelQuery, idx: str
+) -> steering.SteeringObject:
+    attached = await service.steering.find(asked.model)
+    if not (idx.isascii() and idx.isdecimal() and len(idx) < 10):
+        raise InvalidFeatureIndex(f"{idx!r:.40} is no feature", param="idx")
+    attached.require_features([int(idx)], "idx")
+    attached.remove_features([int(idx)])
+    return attached.as_object
+
+
+@_managed("GET", "/api/saes/{id}", "getSAE", "One SAE")
+async def get_sae(service: Service, id: str) -> steering.SAEObject:
+    return await service.saes.one(id)
+
+
+@_managed(
+    "DELETE",
+    "/api/saes/{id}",
+    "forgetSAE",
+    "Know an SAE no more",
+    "Its files stay. Not while it is attached.",
+    fails=(409,),
+)
+async def forget_sae(service: Service, id: str) -> None:
+    return await service.saes.forget(id)
+
+
+@_managed(
+    "GET",
+    "/api/saes/{id}/compatibility",
+    "getCompatibility",
+    "Whether an SAE fits a model",
+    "Known from their files; nothing is loaded.",
+)
+async def get_compatibility(
+    service: Service, asked: wire.CompatibilityQuery, id: str
+) -> steering.Compatibility:
+    return await service.saes.compatibility(id, asked.model, asked.layer)
+
+
+@_managed(
+    "POST",
+    "/api/saes/{id}/attach",
+    "attachSAE",
+    "Put an SAE on a model",
+    "Loads the model, which then stays loaded.",
+    fails=(409, 507),
+)
+async def attach_sae(
+    service: Service, asked: wire.AttachRequest, id: str
+) -> steering.AttachmentObject:
+    return await service.saes.attach(id, asked.model, asked.layer)
+
+
+@_managed(
+    "POST",
+    "/api/saes/{id}/detach",
+    "detachSAE",
+    "Take an SAE off a model",
+    "Its default steering and monitoring end; requests that run go on as they are.",
+)
+async def detach_sae(
+    service: Service, asked: wire.ModelRequest, id: str
+) -> steering.AttachmentObject:
+    return await service.saes.detach(id, asked.model)
+
+
+@_managed("GET", "/api/profiles", "listProfiles", "All profiles")
+async def list_profiles(service: Service) -> list[steering.ProfileObject]:
+    return await service.profiles.all()
+
+
+@_managed("POST", "/api/profiles", "createProfile", "A new profile", status=201, fails=(409,))
+async def create_profile(service: Service, asked: wire.ProfileRequest) -> steering.ProfileObject:
+    return await service.profiles.create(asked.content)
+
+
+@_managed(
+    "GET",
+    "/api/profiles/active",
+    "getActiveProfile",
+    "The profile that is a model's default steering",
+)
+async def get_active_profile(
+    service: Service, asked: wire.ModelQuery
+) -> steering.ProfileObject | None:
+    return await service.profiles.active(asked.model)
+
+
+@_managed(
+    "POST",
+    "/api/profiles/import",
+    "importProfile",
+    "A new profile from a file",
+    status=201,
+    fails=(409,),
+)
+async def import_profile(service: Service, asked: wire.ImportRequest) -> steering.ProfileObject:
+    return await service.profiles.create(asked.profile.content)
+
+
+@_managed("POST", "/api/profiles/deactivate", "deactivateProfiles", "End a model's active profile")
+async def deactivate_profiles(
+    service: Service, asked: wire.ModelRequest
+) -> steering.SteeringObject:
+    return await service.profiles.deactivate(asked.model)
+
+
+@_managed("GET", "/api/profiles/{id}", "getProfile", "One profile")
+async def get_profile(service: Service, id: str) -> steering.ProfileObject:
+    return await service.profiles.one(id)
+
+
+@_managed(
+    "PATCH",
+    "/api/profiles/{id}",
+    "updateProfile",
+    "Change a profile",
+    "The default steering changes with it where it is the active one.",
+    fails=(409,),
+)
+async def update_profile(
+    service: Service, asked: wire.ProfileUpdate, id: str
+) -> steering.ProfileObject:
     given = msgspec.structs.asdict(asked)
     changes = {name: value for name, value in given.items() if value is not None}
-    return await service.profiles.update(path["id"], changes)
+    return await service.profiles.update(id, changes)
 
 
-async def _export_profile(service: Service, path: PathParams, _: object) -> object:
-    profile = await service.profiles.one(path["id"])
-    return wire.ProfileExport(
-        profile=msgspec.convert(profile, ProfileContent, from_attributes=True)
-    )
+@_managed("DELETE", "/api/profiles/{id}", "deleteProfile", "Forget a profile")
+async def delete_profile(service: Service, id: str) -> None:
+    return await service.profiles.remove(id)
 
 
-# Monitoring.
+@_managed(
+    "POST",
+    "/api/profiles/{id}/activate",
+    "activateProfile",
+    "Make a profile the default steering of its model",
+)
+async def activate_profile(service: Service, id: str) -> steering.SteeringObject:
+    return await service.profiles.activate(id)
 
 
-async def _get_monitor(service: Service, path: PathParams, asked: wire.ModelQuery) -> object:
+@_managed(
+    "POST", "/api/profiles/{id}/deactivate", "deactivateProfile", "End a profile where it is active"
+)
+async def deactivate_profile(service: Service, id: str) -> steering.SteeringObject:
+    return await service.profiles.deactivate_one(id)
+
+
+@_managed(
+    "GET",
+    "/api/profiles/{id}/export",
+    "exportProfile",
+    "A profile as a file",
+    "What `import` takes is the value of `data`.",
+)
+async def export_profile(service: Service, id: str) -> wire.ProfileExport:
+    profile = await service.profiles.one(id)
+    content = msgspec.convert(profile, steering.ProfileContent, from_attributes=True)
+    return wire.ProfileExport(profile=content)
+
+
+@_managed("GET", "/api/monitoring", "getMonitor", "What is watched")
+async def get_monitor(service: Service, asked: wire.ModelQuery) -> steering.MonitorObject:
     return (await service.steering.find(asked.model)).monitor.state
 
 
-async def _configure(service: Service, path: PathParams, asked: wire.MonitorRequest) -> object:
+@_managed("POST", "/api/monitoring/configure", "configureMonitor", "Watch features")
+async def configure_monitor(service: Service, asked: wire.MonitorRequest) -> steering.MonitorObject:
     return await service.steering.configure(
         asked.model,
         enabled=asked.enabled,
@@ -136,75 +335,39 @@ async def _configure(service: Service, path: PathParams, asked: wire.MonitorRequ
     )
 
 
-async def _get_history(service: Service, path: PathParams, asked: wire.HistoryQuery) -> object:
+@_managed(
+    "GET",
+    "/api/monitoring/history",
+    "getHistory",
+    "Activations of the last tokens, the newest first",
+)
+async def get_history(service: Service, asked: wire.HistoryQuery) -> list[steering.HistoryEntry]:
     monitor = (await service.steering.find(asked.model)).monitor
     return monitor.history(asked.limit, asked.request_id)
 
 
-async def _clear_history(service: Service, path: PathParams, asked: wire.ForgetQuery) -> object:
+@_managed("DELETE", "/api/monitoring/history", "clearHistory", "Forget the history")
+async def clear_history(service: Service, asked: wire.ForgetQuery) -> steering.MonitorObject:
     monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_history(asked.request_id)
     return monitor.state
 
 
-async def _get_statistics(
-    service: Service, path: PathParams, asked: wire.StatisticsQuery
-) -> object:
+@_managed("GET", "/api/monitoring/statistics", "getStatistics", "Features in numbers")
+async def get_statistics(
+    service: Service, asked: wire.StatisticsQuery
+) -> list[steering.FeatureStatistics]:
     return (await service.steering.find(asked.model)).monitor.statistics(asked.chosen)
 
 
-async def _clear_statistics(
-    service: Service, path: PathParams, asked: wire.StatisticsQuery
-) -> object:
+@_managed("DELETE", "/api/monitoring/statistics", "clearStatistics", "Begin the numbers anew")
+async def clear_statistics(service: Service, asked: wire.StatisticsQuery) -> steering.MonitorObject:
     monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_statistics(asked.chosen)
     return monitor.state
 
 
-async def _get_highest(service: Service, path: PathParams, asked: wire.TopRequest) -> object:
+@_managed("POST", "/api/monitoring/statistics/top", "getHighest", "The features that were highest")
+async def get_highest(service: Service, asked: wire.TopRequest) -> list[steering.FeatureStatistics]:
     monitor = (await service.steering.find(asked.model)).monitor
     return monitor.highest(asked.k, asked.metric)
-
-
-_HANDLERS: Mapping[str, Handler] = {
-    "listSAEs": lambda service, path, _: service.saes.all(),
-    "registerSAE": _register,
-    "getAttachment": lambda service, path, asked: service.saes.attachment(asked.model),
-    "getSteering": _get_steering,
-    "setFeature": _set_feature,
-    "clearSteering": _clear_steering,
-    "setFeatures": _set_features,
-    "enableSteering": _enable,
-    "disableSteering": _disable,
-    "removeFeature": _remove_feature,
-    "getSAE": lambda service, path, _: service.saes.one(path["id"]),
-    "forgetSAE": lambda service, path, _: service.saes.forget(path["id"]),
-    "getCompatibility": lambda service, path, asked: service.saes.compatibility(
-        path["id"], asked.model, asked.layer
-    ),
-    "attachSAE": lambda service, path, asked: service.saes.attach(
-        path["id"], asked.model, asked.layer
-    ),
-    "detachSAE": lambda service, path, asked: service.saes.detach(path["id"], asked.model),
-    "listProfiles": lambda service, path, _: service.profiles.all(),
-    "createProfile": lambda service, path, asked: service.profiles.create(asked.content),
-    "getActiveProfile": lambda service, path, asked: service.profiles.active(asked.model),
-    "importProfile": lambda service, path, asked: service.profiles.create(asked.profile.content),
-    "deactivateProfiles": lambda service, path, asked: service.profiles.deactivate(asked.model),
-    "getProfile": lambda service, path, _: service.profiles.one(path["id"]),
-    "updateProfile": _update_profile,
-    "deleteProfile": lambda service, path, _: service.profiles.remove(path["id"]),
-    "activateProfile": lambda service, path, _: service.profiles.activate(path["id"]),
-    "deactivateProfile": lambda service, path, _: service.profiles.deactivate_one(path["id"]),
-    "exportProfile": _export_profile,
-    "getMonitor": _get_monitor,
-    "configureMonitor": _configure,
-    "getHistory": _get_history,
-    "clearHistory": _clear_history,
-    "getStatistics": _get_statistics,
-    "clearStatistics": _clear_statistics,
-    "getHighest": _get_highest,
-}
-"""The handler of the service for each operation, by its id."""
-
-ROUTES = [_make_route(operation, _HANDLERS[operation.id]) for operation in MANAGEMENT]

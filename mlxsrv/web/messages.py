@@ -11,18 +11,30 @@ from starlette.responses import Response
 from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.middleware import request_id
 from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.web.security.clients import client_of
-from mlxsrv.wire.anthropic.answers import TokenCount
+from mlxsrv.wire.anthropic.answers import AnthropicMessage, MessageEvent, TokenCount
 from mlxsrv.wire.anthropic.dialects import MessagesDialect
-from mlxsrv.wire.anthropic.errors import REQUEST_ID
+from mlxsrv.wire.anthropic.errors import ERRORS, REQUEST_ID
 from mlxsrv.wire.anthropic.models import anthropic_model, anthropic_models
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
 
 _DIALECT = MessagesDialect()
 
 
+@Endpoint(
+    "POST",
+    "/v1/messages",
+    "createMessage",
+    "Answer a chat, in Anthropic's dialect",
+    "With `stream`, as server-sent events that end with `message_stop`.",
+    body=MESSAGES_REQUESTS,
+    answer=AnthropicMessage,
+    chunk=MessageEvent,
+    refuses=ERRORS,
+)
 async def create_message(request: Request) -> Response:
     record_of(request.scope).operation = "chat"
     asked, headers = await read_request(request, MESSAGES_REQUESTS)
@@ -30,6 +42,16 @@ async def create_message(request: Request) -> Response:
     return answer(_DIALECT, asked, reply, {**headers, **_identity(request)})
 
 
+@Endpoint(
+    "POST",
+    "/v1/messages/count_tokens",
+    "countMessageTokens",
+    "The tokens of a chat's prompt, in Anthropic's dialect",
+    "Asked as a message is. Nothing is generated.",
+    body=MESSAGES_REQUESTS,
+    answer=TokenCount,
+    refuses=ERRORS,
+)
 async def count_tokens(request: Request) -> Response:
     asked, headers = await read_request(request, MESSAGES_REQUESTS)
     spec = await read_aside(request, partial(_DIALECT.spec, asked))

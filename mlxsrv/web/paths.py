@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from types import ModuleType
 from urllib.parse import unquote
 
 from starlette.datastructures import QueryParams
@@ -13,7 +14,7 @@ from starlette.types import Scope
 
 from mlxsrv.wire.operation import Operation
 
-_VERSION = "/v1"
+VERSION = "/v1"
 
 # Where a request is.
 
@@ -59,7 +60,7 @@ def speaks_anthropic(scope: Scope) -> bool:
 
 # Routes.
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 class OperationRoute(Route):
@@ -71,16 +72,24 @@ class OperationRoute(Route):
     """
 
     def __init__(
-        self,
-        operation: Operation,
-        endpoint: Endpoint,
-        *,
-        unversioned: bool = False,
+        self, operation: Operation, handler: Handler, *, unversioned: bool = False
     ) -> None:
-        path = operation.path.removeprefix(_VERSION) if unversioned else operation.path
-        super().__init__(path, endpoint, methods=[operation.method])
+        path = operation.path.removeprefix(VERSION) if unversioned else operation.path
+        super().__init__(path, handler, methods=[operation.method])
         self.operation = operation
         self.unversioned = unversioned
+
+
+class Endpoint(Operation, frozen=True):
+    """An operation as a decorator: it makes a route of the handler that it stands on."""
+
+    def __call__(self, handler: Handler) -> OperationRoute:
+        return OperationRoute(self, handler)
+
+
+def routes_of(module: ModuleType) -> list[OperationRoute]:
+    """Return the routes whose handlers a module declares, in their order."""
+    return [each for each in vars(module).values() if isinstance(each, OperationRoute)]
 
 
 def find_operation(scope: Scope) -> Operation | None:

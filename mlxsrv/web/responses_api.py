@@ -20,12 +20,14 @@ from mlxsrv.service.response_store import (
 from mlxsrv.web.bodies import share_of
 from mlxsrv.web.completions import answer, start_reply
 from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import read_query
 from mlxsrv.wire.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseObject
 from mlxsrv.wire.responses.dialects import ResponsesDialect
+from mlxsrv.wire.responses.events import StreamedEvent
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past, ResponsesRequest
 from mlxsrv.wire.responses.storing import (
     ItemQuery,
@@ -37,6 +39,17 @@ from mlxsrv.wire.responses.storing import (
 from mlxsrv.wire.sse import encode_json
 
 
+@Endpoint(
+    "POST",
+    "/v1/responses",
+    "createResponse",
+    "Answer in a conversation of items",
+    "With `stream`, as server-sent events; the last has the whole response.",
+    body=RESPONSES_REQUESTS,
+    answer=ResponseObject,
+    chunk=StreamedEvent,
+    fails=(507,),
+)
 async def create_response(request: Request) -> Response:
     """Answer, and keep the response unless the client does not want that."""
     record_of(request.scope).operation = "chat"
@@ -49,6 +62,15 @@ async def create_response(request: Request) -> Response:
     return answer(dialect, asked, reply, headers)
 
 
+@Endpoint(
+    "POST",
+    "/v1/responses/input_tokens",
+    "countInputTokens",
+    "How many tokens a prompt has",
+    "Asked as a response is. Nothing is generated.",
+    body=RESPONSES_REQUESTS,
+    answer=InputTokens,
+)
 async def count_input_tokens(request: Request) -> Response:
     asked, headers = await read_request(request, RESPONSES_REQUESTS)
     past = _past(_recall(request, asked))
@@ -120,6 +142,15 @@ def _keep(
     )
 
 
+@Endpoint(
+    "GET",
+    "/v1/responses/{id}",
+    "getResponse",
+    "A response that is stored",
+    query=ResponseQuery,
+    answer=ResponseObject,
+    fails=(400, 404),
+)
 async def get_response(request: Request) -> Response:
     query = read_query(ResponseQuery, request.query_params)
     if query.stream:
@@ -130,12 +161,30 @@ async def get_response(request: Request) -> Response:
     return JSONResponse(Raw(stored.body))
 
 
+@Endpoint(
+    "DELETE",
+    "/v1/responses/{id}",
+    "deleteResponse",
+    "Forget a response",
+    answer=DeletedResponse,
+    fails=(404,),
+)
 async def delete_response(request: Request) -> Response:
     id = request.path_params["id"]
     _store(request).delete(id)
     return JSONResponse(DeletedResponse(id=id))
 
 
+@Endpoint(
+    "GET",
+    "/v1/responses/{id}/input_items",
+    "listInputItems",
+    "What a stored response answers",
+    "The newest item first, unless `order` is `asc`.",
+    query=ItemQuery,
+    answer=ItemList,
+    fails=(400, 404),
+)
 async def list_input_items(request: Request) -> Response:
     query = read_query(ItemQuery, request.query_params)
     store = _store(request)

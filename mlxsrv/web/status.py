@@ -6,28 +6,61 @@ from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.generation.status import Health
+from mlxsrv.generation.status import Health, ModelObject
 from mlxsrv.web import messages
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.observability.totals import Totals
-from mlxsrv.web.paths import is_verbose, speaks_anthropic
+from mlxsrv.web.paths import Endpoint, is_verbose, speaks_anthropic
 from mlxsrv.web.reading import service_of
 from mlxsrv.web.responses import JSONResponse
+from mlxsrv.wire.anthropic.models import AnthropicModel, AnthropicModelList
 from mlxsrv.wire.openai.answers import ModelList
 
 
+@Endpoint(
+    "GET",
+    "/v1/models",
+    "listModels",
+    "The models that can be asked",
+    "With the header `anthropic-version`, in Anthropic's dialect.",
+    answer=ModelList,
+    other_answer=AnthropicModelList,
+)
 async def list_models(request: Request) -> Response:
     if speaks_anthropic(request.scope):
         return await messages.list_models(request)
     return JSONResponse(ModelList(data=await service_of(request).models()))
 
 
+@Endpoint(
+    "GET",
+    "/v1/models/{id:path}",
+    "getModel",
+    "One model",
+    "Slashes in the id stand as they are. With the header `anthropic-version`, in Anthropic's "
+    "dialect.",
+    answer=ModelObject,
+    other_answer=AnthropicModel,
+    fails=(404,),
+)
 async def get_model(request: Request) -> Response:
     if speaks_anthropic(request.scope):
         return await messages.get_model(request)
     return JSONResponse(await service_of(request).model(request.path_params["id"]))
 
 
+@Endpoint(
+    "GET",
+    "/health",
+    "getHealth",
+    "Whether requests would be served",
+    "Readiness, for load balancers: 200 when requests would be served, else 503 with the status "
+    "`loading`, `draining`, `failed` or `stalled`. With the query `verbose=1` also what the server "
+    "holds and does; that needs the key, where there is one.",
+    answer=Health,
+    fails=(401, 429),
+    open=True,
+)
 async def health(request: Request) -> Response:
     """Whether requests would be served: for load balancers."""
     record_of(request.scope).quiet = True
@@ -42,6 +75,16 @@ async def health(request: Request) -> Response:
     return JSONResponse(answer, status_code=200 if answer.status == "ok" else 503)
 
 
+@Endpoint(
+    "GET",
+    "/health/live",
+    "getLiveness",
+    "Whether the engine is alive",
+    "Liveness, for supervisors: 503 once the engine has `failed`, or is `stalled` in a step longer "
+    "than `--step-timeout`; else 200, whatever the status.",
+    answer=Health,
+    open=True,
+)
 async def live(request: Request) -> Response:
     """Whether a restart would help: for supervisors."""
     record_of(request.scope).quiet = True

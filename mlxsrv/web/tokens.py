@@ -5,29 +5,78 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, large_json, unless_gone
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import read_query
 from mlxsrv.wire.openai.requests import CHAT_REQUESTS
-from mlxsrv.wire.openai.tokens import DETOKENIZE_REQUESTS, TOKENIZE_REQUESTS, TokenizerQuery
+from mlxsrv.wire.openai.tokens import (
+    DETOKENIZE_REQUESTS,
+    TOKENIZE_REQUESTS,
+    AppliedTemplate,
+    DetokenizeResponse,
+    TokenizeResponse,
+    TokenizerInfo,
+    TokenizerQuery,
+)
 
 _MOST_TEXT = 8 * 1024 * 1024  # bytes of a body with text; its tokens are a longer answer
 _MOST_IDS = 16 * 1024 * 1024  # bytes of a body with token ids, about a million
 
 
+@Endpoint(
+    "POST",
+    "/tokenize",
+    "tokenize",
+    "The tokens of a text",
+    body=TOKENIZE_REQUESTS,
+    answer=TokenizeResponse,
+)
 async def tokenize(request: Request) -> Response:
     asked, headers = await read_request(request, TOKENIZE_REQUESTS, most=_MOST_TEXT)
     work = service_of(request).tokenize(asked, client_of(request))
     return await large_json(await unless_gone(request.receive, work), headers)
 
 
+@Endpoint(
+    "POST",
+    "/detokenize",
+    "detokenize",
+    "The text of tokens",
+    body=DETOKENIZE_REQUESTS,
+    answer=DetokenizeResponse,
+)
 async def detokenize(request: Request) -> Response:
     asked, headers = await read_request(request, DETOKENIZE_REQUESTS, most=_MOST_IDS)
     work = service_of(request).detokenize(asked, client_of(request))
     return await large_json(await unless_gone(request.receive, work), headers)
 
 
+@Endpoint(
+    "GET",
+    "/tokenizer_info",
+    "getTokenizerInfo",
+    "What the tokenizer is",
+    query=TokenizerQuery,
+    answer=TokenizerInfo,
+    fails=(404, 503, 504),
+)
+async def tokenizer_info(request: Request) -> Response:
+    query = read_query(TokenizerQuery, request.query_params)
+    work = service_of(request).tokenizer_info(query, client_of(request))
+    return JSONResponse(await unless_gone(request.receive, work))
+
+
+@Endpoint(
+    "POST",
+    "/apply-template",
+    "applyTemplate",
+    "A chat as the model's template writes it",
+    "Asked as a chat is. Nothing is generated.",
+    body=CHAT_REQUESTS,
+    answer=AppliedTemplate,
+)
 async def apply_template(request: Request) -> Response:
     asked, headers = await read_request(request, CHAT_REQUESTS)
     spec = await read_aside(request, asked.spec)
@@ -35,9 +84,3 @@ async def apply_template(request: Request) -> Response:
     response = await large_json(await unless_gone(request.receive, work), headers)
     request.app.ignored.add(response.headers, spec.ignored)
     return response
-
-
-async def tokenizer_info(request: Request) -> Response:
-    query = read_query(TokenizerQuery, request.query_params)
-    work = service_of(request).tokenizer_info(query, client_of(request))
-    return JSONResponse(await unless_gone(request.receive, work))

@@ -14,7 +14,6 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from mlxsrv.errors import ServeError
 from mlxsrv.generation.parameters import SteeringMode
 from mlxsrv.generation.steering import Metric, ProfileContent
-from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.dialect import ErrorShape
 from mlxsrv.wire.steering import Features, NotEmpty
 
@@ -158,17 +157,6 @@ class TopRequest(ModelRequest, frozen=True, kw_only=True):
     k: Annotated[int, Meta(ge=1, le=100)] = 10
     metric: Metric = "mean"
 
-
-MODEL_REQUESTS = RequestDecoder(ModelRequest)
-REGISTER_REQUESTS = RequestDecoder(RegisterRequest)
-ATTACH_REQUESTS = RequestDecoder(AttachRequest)
-FEATURE_REQUESTS = RequestDecoder(FeatureRequest)
-FEATURES_REQUESTS = RequestDecoder(FeaturesRequest)
-PROFILE_REQUESTS = RequestDecoder(ProfileRequest)
-PROFILE_UPDATES = RequestDecoder(ProfileUpdate)
-IMPORT_REQUESTS = RequestDecoder(ImportRequest)
-MONITOR_REQUESTS = RequestDecoder(MonitorRequest)
-TOP_REQUESTS = RequestDecoder(TopRequest)
 
 # Queries.
 

@@ -7,7 +7,7 @@ are added here, so that the server understands each body that the schemas allow.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -28,7 +28,6 @@ from mlxsrv.wire.openai import (
     tokens,
 )
 from mlxsrv.wire.operation import Operation
-from mlxsrv.wire.operations import OPERATIONS
 from mlxsrv.wire.responses import description
 from mlxsrv.wire.responses.requests import ResponsesRequest
 
@@ -54,23 +53,16 @@ _STATUS = {
 }
 
 
-def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str, Any]:
+def document(operations: Sequence[Operation], *, prefix: str = "") -> dict[str, Any]:
     """The OpenAPI document of an app.
 
     Args:
-        routes: (method, path) of what the app serves, as OPERATIONS has them.
+        operations: what the app serves.
         prefix: the path where the app is mounted, as ASGI has it: not quoted.
-
-    Raises:
-        ValueError: OPERATIONS does not have a route.
     """
-    known = {(operation.method, operation.path): operation for operation in OPERATIONS}
     paths: dict[str, Schema] = {}
-    for method, path in routes:
-        if (method, path) not in known:
-            raise ValueError(f"{method} {path} is not described")
-        operation = known[method, path]
-        paths.setdefault(operation.described_path, {})[method.lower()] = _operation(operation)
+    for each in operations:
+        paths.setdefault(each.described_path, {})[each.method.lower()] = _operation(each)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -82,7 +74,7 @@ def document(routes: Iterable[tuple[str, str]], *, prefix: str = "") -> dict[str
         "servers": [{"url": quote(prefix) or "/"}],
         "paths": paths,
         "components": {
-            "schemas": _schemas(),
+            "schemas": _schemas(operations),
             "headers": _HEADERS,
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer"},
@@ -220,12 +212,12 @@ _TEMPLATE = "#/components/schemas/{name}"
 # Schemas.
 
 
-def _schemas() -> dict[str, Schema]:
+def _schemas(operations: Sequence[Operation]) -> dict[str, Schema]:
     apart = (*description.DESCRIBED, *BLOCKS.kinds)  # decoded apart from their requests
-    asked = _components([*(operation.asks for operation in OPERATIONS), *apart])
-    answered = [each for one in OPERATIONS for each in (one.answer, one.other_answer)]
-    chunks = [operation.chunk for operation in OPERATIONS]
-    refusals = [operation.refuses.kind for operation in OPERATIONS if not operation.enveloped]
+    asked = _components([*(operation.asks for operation in operations), *apart])
+    answered = [each for one in operations for each in (one.answer, one.other_answer)]
+    chunks = [operation.chunk for operation in operations]
+    refusals = [operation.refuses.kind for operation in operations if not operation.enveloped]
     told = _components([*answered, *chunks, *refusals, Problem])
     assert not asked.keys() & told.keys()  # each name has one schema
     _tighten(asked)

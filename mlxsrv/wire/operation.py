@@ -1,4 +1,4 @@
-"""The description of one endpoint."""
+"""One endpoint: what it reads, answers and refuses; `openapi.py` describes it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Operation(Struct, frozen=True):
         status: the status of its answer.
         fails: the statuses of its refusals, beside those that all of its kind have.
         refuses: how it writes errors.
+        open: whether it needs no key. With a query it may tell more, which needs one.
     """
 
     method: str
@@ -47,6 +48,7 @@ class Operation(Struct, frozen=True):
     status: int = 200
     fails: tuple[int, ...] = ()
     refuses: ErrorShape = ERRORS
+    open: bool = False
 
     @property
     def described_path(self) -> str:
@@ -70,11 +72,6 @@ class Operation(Struct, frozen=True):
             usual = (405, 500)
         too_large = () if self.body is None else (413,)
         return (*usual, *too_large, *self.fails)
-
-    @property
-    def open(self) -> bool:
-        """Whether it needs no key. With a query it may tell more, which needs one."""
-        return self.path in ("/", "/health", "/health/live")
 
     @property
     def enveloped(self) -> bool:

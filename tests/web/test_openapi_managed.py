@@ -18,16 +18,16 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from mlxsrv.wire.operation import Operation
-from mlxsrv.wire.operations import OPERATIONS
 from tests.support.client import CHAT, Body, chat
 from tests.support.effort import examples, often
 from tests.support.fixtures import Folders
+from tests.support.operations import every_operation
 from tests.support.saes import write_sae
 from tests.support.serving import PATIENCE, serving
 
 EXAMPLES = examples(32, usual=5)
 CHECKS = [status_code_conformance, content_type_conformance, response_schema_conformance]
-MANAGED = [operation for operation in OPERATIONS if operation.enveloped]
+MANAGED = [operation for operation in every_operation() if operation.enveloped]
 ASKING = [operation for operation in MANAGED if operation.asks is not None]
 FEATURES = {"steering": {"3": 2.5, "7": -1}}
 

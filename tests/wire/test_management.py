@@ -12,23 +12,10 @@ import pytest
 from mlxsrv.errors import InvalidRequest, MissingParameter, SAENotFound
 from mlxsrv.wire import management
 from mlxsrv.wire.decoding import RequestDecoder, read_query
-from mlxsrv.wire.management import (
-    ATTACH_REQUESTS,
-    FEATURE_REQUESTS,
-    FEATURES_REQUESTS,
-    IMPORT_REQUESTS,
-    MODEL_REQUESTS,
-    MONITOR_REQUESTS,
-    PROFILE_REQUESTS,
-    PROFILE_UPDATES,
-    REGISTER_REQUESTS,
-    TOP_REQUESTS,
-    HistoryQuery,
-    StatisticsQuery,
-)
+from mlxsrv.wire.management import HistoryQuery, StatisticsQuery
 from mlxsrv.wire.openapi import document
 from mlxsrv.wire.operation import Operation
-from mlxsrv.wire.operations import OPERATIONS
+from tests.support.operations import every_operation
 from tests.support.schemas import Body, as_sent
 
 PROFILE: Body = {
@@ -39,7 +26,19 @@ PROFILE: Body = {
     "layer": 3,
 }
 EXPORT: Body = {"format": "mlxsrv-profile", "version": 1, "profile": PROFILE}
+OPERATIONS = every_operation()
 MANAGED = [operation for operation in OPERATIONS if operation.enveloped]
+
+MODEL_REQUESTS = RequestDecoder(management.ModelRequest)
+REGISTER_REQUESTS = RequestDecoder(management.RegisterRequest)
+ATTACH_REQUESTS = RequestDecoder(management.AttachRequest)
+FEATURE_REQUESTS = RequestDecoder(management.FeatureRequest)
+FEATURES_REQUESTS = RequestDecoder(management.FeaturesRequest)
+PROFILE_REQUESTS = RequestDecoder(management.ProfileRequest)
+PROFILE_UPDATES = RequestDecoder(management.ProfileUpdate)
+IMPORT_REQUESTS = RequestDecoder(management.ImportRequest)
+MONITOR_REQUESTS = RequestDecoder(management.MonitorRequest)
+TOP_REQUESTS = RequestDecoder(management.TopRequest)
 
 Table = list[tuple[RequestDecoder[Any], Body, str | None]]
 """Bodies by what reads them; with the param of the error, or None where they are fine."""
@@ -105,8 +104,7 @@ CASES: Table = [
 @cache
 def read_document() -> Body:
     """The document of these routes, as a client reads it."""
-    routes = [(each.method, each.path) for each in MANAGED]
-    return dict(json.loads(json.dumps(document(routes))))
+    return dict(json.loads(json.dumps(document(OPERATIONS))))
 
 
 def described(decoder: RequestDecoder[Any]) -> jsonschema.Draft202012Validator:

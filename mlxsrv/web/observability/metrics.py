@@ -36,6 +36,7 @@ from mlxsrv.service.observing import Generated, Observer, RequestEnded, TokenCal
 from mlxsrv.service.service import Service
 from mlxsrv.version import __version__
 from mlxsrv.web.observability.records import record_of
+from mlxsrv.web.paths import Endpoint, OperationRoute
 
 # Not OpenMetrics: prometheus-client replaces colons in names by underscores there.
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -252,6 +253,19 @@ class Metrics(Observer):
         self._evictions.labels(event.model, event.reason).inc()
 
     # A scrape.
+
+    @property
+    def route(self) -> OperationRoute:
+        declared = Endpoint(
+            "GET",
+            "/metrics",
+            "getMetrics",
+            "Metrics for Prometheus",
+            "In its text format; with `--metrics` only.",
+            answer=str,
+            media="text/plain",
+        )
+        return declared(self.scrape)
 
     async def scrape(self, request: Request) -> Response:
         record_of(request.scope).quiet = True

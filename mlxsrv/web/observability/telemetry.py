@@ -12,7 +12,6 @@ from mlxsrv.service.observing import Observer
 from mlxsrv.settings import Settings
 from mlxsrv.web.observability.totals import Totals
 from mlxsrv.web.paths import OperationRoute
-from mlxsrv.wire.operations import BY_ID
 
 
 class Telemetry(Struct, frozen=True):
@@ -37,7 +36,7 @@ def make_telemetry(settings: Settings) -> Telemetry:
             from mlxsrv.web.observability.metrics import Metrics
         metrics = Metrics()
         observers.append(metrics)
-        routes.append(OperationRoute(BY_ID["getMetrics"], metrics.scrape))
+        routes.append(metrics.route)
     if settings.otel:
         with _extra("otel"):
             from mlxsrv.web.observability.tracing import Tracing
