@@ -1,1 +1,1 @@
-"""Tell programs that use the server where it is: their variables and configuration files."""
+"""Set up programs that use the server: their variables and configuration files."""

@@ -1,4 +1,4 @@
-"""The clients that can be told of the server: one function for each, and their table.
+"""The clients that can be set up: one function for each, and their table.
 
 Each function says what the client's own documents say of a provider with an address of its own.
 """
@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from mlxsrv.connect.address import KEY_VARIABLE, NO_KEY, ServerAddress
-from mlxsrv.connect.formats import Owned, new_text, yaml_item
+from mlxsrv.connect.formats import Owned, write_yaml
 from mlxsrv.connect.setup import ClientSetup, ConfigFile
 
 _PROVIDER = "mlxsrv"
@@ -276,7 +276,7 @@ def _librechat(server: ServerAddress) -> ClientSetup:
         endpoint["tokenConfig"] = {server.model: costs}
     return ClientSetup(
         title="LibreChat",
-        paste=new_text("yaml", {"version": "1.2.8", "endpoints": {"custom": [endpoint]}}),
+        paste=write_yaml({"version": "1.2.8", "endpoints": {"custom": [endpoint]}}),
         notes=(
             "Put these lines into librechat.yaml in LibreChat's folder, and start LibreChat again.",
             *((f"It reads {KEY_VARIABLE} from the file .env beside it.",) if server.key else ()),
@@ -299,7 +299,7 @@ def _llm(server: ServerAddress) -> ClientSetup:
         commands.insert(0, f"llm keys set {_PROVIDER} --value {server.shell_key}")
     return ClientSetup(
         title="llm",
-        paste="\n".join(yaml_item(model)),
+        paste=write_yaml([model]),
         commands=tuple(commands),
         notes=(
             'Put these lines into "$(dirname "$(llm logs path)")/extra-openai-models.yaml", a list '

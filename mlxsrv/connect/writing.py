@@ -50,8 +50,8 @@ def plan_change(file: ConfigFile) -> FileChange:
         before = _read(path)
         return FileChange(path, before, merged_text(file.format, before or "", file.content))
     except CannotMerge as error:
-        told = f"{path} stays as it is: {error}; put the lines there yourself"
-        raise SettingsError(told) from None
+        message = f"{path} stays as it is: {error}; put the lines there yourself"
+        raise SettingsError(message) from None
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{path} cannot be read: {error}") from None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from typing import Any
 
 import pytest
+import yaml
 
 from mlxsrv.connect.formats import CannotMerge, Owned, merged_text, new_text
 
@@ -23,7 +25,7 @@ def test_a_new_file_has_the_settings_alone() -> None:
     assert tomllib.loads(new_text("toml", TREE)) == PLAIN
     assert merged_text("toml", " \n", TREE) == new_text("toml", TREE)
     assert new_text("yaml", {"a": "x: y", "models": [{"n": 1, "o": {"p": True}}]}) == (
-        'a: "x: y"\nmodels:\n  - n: 1\n    o:\n      p: true\n'
+        "a: 'x: y'\nmodels:\n- n: 1\n  o:\n    p: true\n"
     )
 
 
@@ -134,15 +136,25 @@ def test_toml_without_such_a_table_gets_it_at_its_end() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "= 1",
-        "providers = {other = {url = 1}}",
-        '"model" = "old"',
-        'x = """\nmodel = 1\n"""',
-        "[providers.mlxsrv]\n[providers.mlxsrv.headers]\na = 1",
-        "[providers]\nmlxsrv.url = 1",
+        "providers = {other = {url = 1}} # c",
+        '"model" = "old" # c',
+        'x = """\nmodel = 1\n""" # c',
+        "[providers.mlxsrv] # c\n[providers.mlxsrv.headers]\na = 1",
+        "[providers]\nmlxsrv.url = 1 # c",
     ],
 )
-def test_toml_that_says_it_in_another_way_is_left_alone(text: str) -> None:
+def test_toml_that_says_it_in_another_way_is_changed_too(text: str) -> None:
+    there = tomllib.loads(text)
+    providers = there.get("providers", {}) | PLAIN["providers"]
+    merged = merged_text("toml", text, TREE)
+    assert tomllib.loads(merged) == {**there, **PLAIN, "providers": providers}
+    assert "# c" in merged
+
+
+@pytest.mark.parametrize(
+    "text", ["= 1", "providers.other.url = 1\n[tools]\na = 1", "model = 1\nmodel = 2"]
+)
+def test_toml_that_would_say_something_else_is_left_alone(text: str) -> None:
     with pytest.raises(CannotMerge):
         merged_text("toml", text, TREE)
 
@@ -153,35 +165,50 @@ def test_toml_that_says_it_in_another_way_is_left_alone(text: str) -> None:
 def test_yaml_of_plain_settings_is_changed_line_by_line() -> None:
     text = "# mine\nmodel: old\nread:\n  - a.md\ndark-mode: true\n"
     merged = merged_text("yaml", text, {"model": "openai/a", "timeout": 5, "dark-mode": None})
-    assert merged == '# mine\nmodel: "openai/a"\nread:\n  - a.md\ntimeout: 5\n'
+    assert merged == "# mine\nmodel: openai/a\nread:\n  - a.md\ntimeout: 5\n"
+    assert merged_text("yaml", text.replace("  -", "-"), {"model": "x"}).count("\n- a.md\n") == 1
 
 
 def test_yaml_of_every_plain_form_is_changed() -> None:
     lines = ["---", "# c", "", "a: true # b", "b: 'it''s'", 'c: "x # y" # z', "d: [a.md, b]", "e:"]
-    lines += ["  - f", "  # c", "- g", "h: ~/x-1:2#3", "model: old"]
+    lines += ["  - f", "  # c", "  - g", "h: ~/x-1:2#3", "i: yes", "j: 0o17", "model: old"]
     merged = merged_text("yaml", "\n".join(lines), {"model": "x"})
-    assert merged.splitlines() == [*lines[:-1], 'model: "x"']
+    assert merged.splitlines() == [*lines[:-1], "model: x"]
+
+
+@pytest.mark.parametrize(
+    "old",
+    ["\n\n  a: b", "\n# c\n  a: b", "\n- b", " |\n\n  b", ' "a\n\n  b"', " &m a", " {a: b}", ""],
+)
+def test_yaml_may_have_any_value_in_its_place(old: str) -> None:
+    text = f"# mine\nmodel:{old}\nother: {'*m' if '&' in old else 'a'} # c\n"
+    merged = merged_text("yaml", text, {"model": "x"})
+    assert yaml.safe_load(merged) == {"model": "x", "other": "a"}
+    assert merged.startswith("# mine\n")
+    assert merged.endswith(" # c\n")
+
+
+def test_without_the_library_the_message_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for format, name, text in (("toml", "tomlkit", "a = 1"), ("yaml", "ruamel.yaml", "a: 1")):
+        monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(CannotMerge, match=r"pip install 'mlxsrv\[connect\]'"):
+            merged_text(format, text, {"model": "x"})
+        assert new_text(format, {"model": "x"})
 
 
 @pytest.mark.parametrize(
     ("text", "content"),
     [
-        ("model:\n\n  a: b", {"model": "x"}),
-        ("model:\n# c\n  a: b", {"model": "x"}),
-        ("model:\n- b", {"model": "x"}),
-        ("model: |\n\n  b", {"model": "x"}),
-        ('model: "a\n\n  b"', {"model": "x"}),
-        ("model: &m a\nother: *m", {"model": "x"}),
         ("a: b\n---\nmodel: c", {"model": "x"}),
         ("a: [b", {"model": "x"}),
         ("a: b: c", {"model": "x"}),
         ("models:\n  - name: x", {"models": [{"name": "y"}]}),
-        ("model:\n  a: b", {"model": "x"}),
         ("model: a\nmodel: b", {"model": "x"}),
-        ("{model: a}", {"model": "x"}),
-        ("model: |\n  a", {"model": "x"}),
+        ("- model", {"model": "x"}),
     ],
 )
-def test_yaml_with_anything_else_is_left_alone(text: str, content: dict[str, Any]) -> None:
+def test_what_is_no_yaml_mapping_is_left_alone(text: str, content: dict[str, Any]) -> None:
     with pytest.raises(CannotMerge):
         merged_text("yaml", text, content)
