@@ -21,6 +21,7 @@ ServeError                    500 server_error            internal_error
 │  ├─ SAEAttached             409                         sae_attached
 │  ├─ SAEExists               409                         sae_exists
 │  ├─ ProfileExists           409                         profile_exists
+│  ├─ SetAtStart              409                         set_at_start
 │  ├─ RouteNotFound           404                         not_found
 │  ├─ MethodNotAllowed        405                         method_not_allowed
 │  ├─ RequestTimeout          408                         request_timeout
@@ -177,6 +178,13 @@ class ProfileExists(InvalidRequest):
     code = "profile_exists"
 
 
+class SetAtStart(InvalidRequest):
+    """A change that only one of several replicas would make."""
+
+    status = 409
+    code = "set_at_start"
+
+
 class RouteNotFound(InvalidRequest):
     status = 404
     code = "not_found"
@@ -278,7 +286,8 @@ class EngineFailed(ServeError):
 
 
 class StoreFailed(ServeError):
-    """The database under `--data-dir` cannot be used; the message says why and what helps."""
+    """A file under `--data-dir`, or the counter of several replicas, cannot be used; the message
+    says why and what helps."""
 
     status = 503
     code = "store_failed"

@@ -179,6 +179,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             extra={"metavar": "[MODEL=]SAE[@LAYER]"},
         ),
     ] = ()
+    profile: Annotated[
+        tuple[str, ...],
+        Meta(
+            description="Make this stored profile the default steering of its model at start, once "
+            "--attach-sae has attached its SAE. Repeatable.",
+            extra={"metavar": "NAME"},
+        ),
+    ] = ()
     control_vector: Annotated[
         tuple[str, ...],
         Meta(

@@ -178,9 +178,10 @@ class RecentError(Struct, frozen=True, kw_only=True):
 
 class Health(Struct, frozen=True, kw_only=True):
     """`reason` and `download` are of the default model, where it could not be loaded or is
-    downloaded."""
+    downloaded. `replica` answers, where there are several."""
 
     status: HealthStatus
+    replica: str | UnsetType = UNSET
     reason: str | UnsetType = UNSET
     download: DownloadState | UnsetType = UNSET
     engine: EngineState | UnsetType = UNSET

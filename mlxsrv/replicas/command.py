@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from mlxsrv.configuration import option_parser, settings_from
 from mlxsrv.models.catalogue.catalogue import Catalogue
 from mlxsrv.options import SettingsError
 from mlxsrv.replicas.application import ReplicaScale, deployment, import_serve
-from mlxsrv.replicas.shared_file import SharedFile, shared_path
+from mlxsrv.replicas.response_files import responses_folder
 from mlxsrv.server.listening import bind, is_loopback, url_of
 from mlxsrv.service.service import check_models
 from mlxsrv.settings import Settings
@@ -109,7 +110,7 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
     serve = import_serve()
     import ray
 
-    path = shared_path(settings, "mlxsrv")
+    responses = responses_folder(settings, "mlxsrv")
     stopped = threading.Event()
     with bind(settings) as listener:  # held until Ray has its own ports, which it chooses itself
         local, url, port = is_loopback(listener), url_of(listener), listener.getsockname()[1]
@@ -118,7 +119,8 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
             ray.init(address="local", include_dashboard=False, object_store_memory=_OBJECTS)
         else:
             _join(ray, serve, address)
-    SharedFile.remove(path)  # as one process forgets when it ends; no Serve runs yet
+    # As one process forgets when it ends; no replica runs yet.
+    shutil.rmtree(responses, ignore_errors=True)
 
     def leave() -> None:
         _stop_at_signals(stopped.set)  # another signal does not end the end
@@ -133,6 +135,9 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
         serve.run(deployment(settings, scale, local=local), name="mlxsrv", route_prefix="/")
         _stop_at_signals(stopped.set)
         print(f"mlxsrv: {_number(scale)} replicas on {url}", flush=True)
+        if settings.metrics:
+            addresses = (f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in ray.nodes())
+            print(f"mlxsrv: metrics of each node at /metrics of {', '.join(addresses)}", flush=True)
         stopped.wait()
     finally:
         with contextlib.suppress(Exception):

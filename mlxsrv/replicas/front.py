@@ -28,7 +28,6 @@ SESSION = b"x-session-id"
 # Seconds for a body. Then the replica is chosen without it, and refuses it if it is late.
 _WAIT = 10.0
 _ROUTES = "/-/routes"
-_MANAGEMENT = ("/api/saes", "/api/steering", "/api/profiles", "/api/monitoring")
 
 
 def middlewares() -> list[Middleware]:
@@ -67,10 +66,7 @@ def _error(scope: Scope) -> ServeError | None:
 
 
 def _key_of_path(path: str) -> str | None:
-    """Return the key of a request whose path tells where it belongs. All changes of steering have
-    the same one, so that two of them are not made at two replicas at once."""
-    if any(place in path for place in _MANAGEMENT):
-        return "management"
+    """Return the key of a request for a stored response."""
     _, found, rest = path.partition("/responses/")
     return key_of_response(rest.partition("/")[0]) if found else None
 

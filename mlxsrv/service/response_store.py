@@ -6,7 +6,6 @@ has sent it. The ids of responses are the server's own, and cannot be guessed.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -19,7 +18,7 @@ Take = Callable[[int, str], None]
 for it; raises if there is no room."""
 
 
-class StoredItem(Struct, frozen=True):
+class StoredItem(Struct, frozen=True, tag=True):
     """An item of a conversation, as JSON.
 
     Attributes:
@@ -31,7 +30,7 @@ class StoredItem(Struct, frozen=True):
     body: bytes
 
 
-class StoredReference(Struct, frozen=True):
+class StoredReference(Struct, frozen=True, tag=True):
     """An item that another response has. It is not copied: a body of some bytes may name many
     items, or a large one many times."""
 
@@ -85,33 +84,39 @@ class Recalled(Struct, frozen=True):
     references: Mapping[str, StoredItem]
 
 
-class Responses(ABC):
-    """Keeps the responses that were used last: in this process, or shared with others. Used on one
-    event loop."""
+class ResponseStore:
+    """Keeps the responses that were used last, in memory. Used on one event loop.
 
-    @abstractmethod
+    Args:
+        most: how many responses; 0: none.
+        most_bytes: how many bytes they may take.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self._most = most
+        self._most_bytes = most_bytes
+        self._responses: dict[str, StoredResponse] = {}
+        self._owned: dict[str, OrderedDict[str, None]] = {}
+        """The ids of each owner's responses, the least recently used first."""
+        self._items: dict[tuple[str, str], dict[str, StoredItem]] = {}
+        """By owner and id, then by the responses that have an item of that id; the newest last."""
+        self._bytes: Counter[str] = Counter()  # of each owner
+
     def put(self, response: StoredResponse) -> None:
         """Keep a response. If there is no room, those go that were not used for longest, of the
         client that has most: so a client has all the room that others leave, and none loses what it
         has to one that has more. A response that would fill the store alone and more is not kept:
         the others would go for nothing."""
-
-    @abstractmethod
-    def _find(self, id: str) -> StoredResponse | None: ...
-
-    @abstractmethod
-    def _follow(self, reference: StoredReference) -> StoredItem | None: ...
-
-    @abstractmethod
-    def _newest(self, owner: str, id: str) -> StoredItem | None:
-        """The item that the newest response of `owner` which has one has under this id."""
-
-    @abstractmethod
-    def _touch(self, ids: Iterable[str]) -> None:
-        """Note that these responses are used now."""
-
-    @abstractmethod
-    def _forget(self, id: str) -> None: ...
+        if not self._most or response.size > self._most_bytes:
+            return
+        self._responses[response.id] = response
+        self._owned.setdefault(response.owner, OrderedDict())[response.id] = None
+        self._bytes[response.owner] += response.size
+        for item in response.own_items:
+            self._items.setdefault((response.owner, item.id), {})[response.id] = item
+        while len(self._responses) > self._most or self._bytes.total() > self._most_bytes:
+            largest = max(self._owned, key=self._part)
+            self._forget(next(iter(self._owned[largest])))
 
     def get(self, id: str) -> StoredResponse:
         """Raises ResponseNotFound."""
@@ -175,37 +180,6 @@ class Responses(ABC):
         take(len(found.body), "previous_response_id")
         return found
 
-
-class ResponseStore(Responses):
-    """Keeps responses in this process.
-
-    Args:
-        most: how many responses; 0: none.
-        most_bytes: how many bytes they may take.
-    """
-
-    def __init__(self, most: int, most_bytes: int) -> None:
-        self._most = most
-        self._most_bytes = most_bytes
-        self._responses: dict[str, StoredResponse] = {}
-        self._owned: dict[str, OrderedDict[str, None]] = {}
-        """The ids of each owner's responses, the least recently used first."""
-        self._items: dict[tuple[str, str], dict[str, StoredItem]] = {}
-        """By owner and id, then by the responses that have an item of that id; the newest last."""
-        self._bytes: Counter[str] = Counter()  # of each owner
-
-    def put(self, response: StoredResponse) -> None:
-        if not self._most or response.size > self._most_bytes:
-            return
-        self._responses[response.id] = response
-        self._owned.setdefault(response.owner, OrderedDict())[response.id] = None
-        self._bytes[response.owner] += response.size
-        for item in response.own_items:
-            self._items.setdefault((response.owner, item.id), {})[response.id] = item
-        while len(self._responses) > self._most or self._bytes.total() > self._most_bytes:
-            largest = max(self._owned, key=self._part)
-            self._forget(next(iter(self._owned[largest])))
-
     def _part(self, owner: str) -> float:
         """The part of the store that an owner has: of its responses or of its bytes."""
         return max(len(self._owned[owner]) / self._most, self._bytes[owner] / self._most_bytes)
@@ -220,10 +194,12 @@ class ResponseStore(Responses):
         return self._responses.get(id)
 
     def _newest(self, owner: str, id: str) -> StoredItem | None:
+        """The item that the newest response of `owner` which has one has under this id."""
         found = self._items.get((owner, id))
         return None if found is None else found[next(reversed(found))]
 
     def _touch(self, ids: Iterable[str]) -> None:
+        """Note that these responses are used now."""
         for id in ids:
             self._owned[self._responses[id].owner].move_to_end(id)
 

@@ -59,7 +59,7 @@ from mlxsrv.service.lifecycle import State
 from mlxsrv.service.observing import Observer
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
-from mlxsrv.service.response_store import Responses, ResponseStore
+from mlxsrv.service.response_store import ResponseStore
 from mlxsrv.service.status import download_state, model_object, model_states, read_facts
 from mlxsrv.service.steering.attachments import SAEs, check_steering_settings
 from mlxsrv.service.steering.profiles import Profiles
@@ -119,14 +119,14 @@ class Service:
     """The models of one app, and the requests that are under way. Used on one event loop.
 
     Args:
-        responses: where they are stored; None: in this process.
+        responses: where they are stored; None: in memory.
     """
 
     def __init__(
         self,
         settings: Settings,
         observers: Sequence[Observer] = (),
-        responses: Responses | None = None,
+        responses: ResponseStore | None = None,
     ) -> None:
         self.settings = settings
         self._problems = LoadProblems()
@@ -418,8 +418,8 @@ class Service:
         self.pool.abandon()
 
     async def preload(self) -> None:
-        """Load the default model and those that `--preload` names, then attach SAEs. A failure is
-        logged; the next request tries again to load its model."""
+        """Load the default model and those that `--preload` names, then attach SAEs and
+        activate profiles. A failure is logged; the next request tries again to load its model."""
         self._starting = True
         try:
             await self._preload(None)
@@ -428,6 +428,7 @@ class Service:
         for name in self.settings.preload:
             await self._preload(name)
         await self.saes.begin()
+        await self.profiles.activate_all(self.settings.profile)
 
     async def _preload(self, name: str | None) -> None:
         with contextlib.suppress(ServeError):

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from mlxsrv.configuration import load_settings
 from mlxsrv.errors import MethodNotAllowed, RouteNotFound, ServeError
-from mlxsrv.service.response_store import Responses
+from mlxsrv.service.response_store import ResponseStore
 from mlxsrv.service.service import Service, check_models
 from mlxsrv.settings import Settings
 from mlxsrv.web.bodies import Bodies, IgnoredFields
@@ -30,17 +31,29 @@ from mlxsrv.web.paths import place
 from mlxsrv.web.responses import refusal
 from mlxsrv.web.routes import make_routes
 from mlxsrv.web.security.api_keys import load_keys
-from mlxsrv.web.security.guard import Guard
+from mlxsrv.web.security.guard import Guard, TakeRequest
 from mlxsrv.web.security.origins import AllowedOrigins, Cors
-from mlxsrv.web.security.rates import Rates
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """An app's part in several replicas of one server.
+
+    Attributes:
+        replica: the id of this one.
+        responses: stored for all of them.
+        take: counts a request for all of them; None: nothing limits them.
+    """
+
+    replica: str
+    responses: ResponseStore
+    take: TakeRequest | None
 
 
 class App(Starlette):
     """The ASGI app; `create_app` makes one.
 
     Args:
-        responses, rates: those of several apps together; None: this app's own.
-        behind_guard: middleware that gets what the guard lets pass; none, unless given.
+        membership: None: the app is the only one, so clients may change what it has.
     """
 
     def __init__(
@@ -48,9 +61,7 @@ class App(Starlette):
         settings: Settings,
         *,
         local: bool,
-        responses: Responses | None = None,
-        rates: Rates | None = None,
-        behind_guard: Sequence[Callable[[ASGIApp], ASGIApp]] = (),
+        membership: Membership | None = None,
     ) -> None:
         # A wrong model is an error now, not at the first request.
         self.default_model = check_models(settings)
@@ -65,8 +76,14 @@ class App(Starlette):
             middleware=[
                 *([Middleware(Cors, origins)] if settings.allowed_origin else []),
                 Middleware(RequestLog, telemetry.observers),
-                Middleware(Guard, settings, keys, origins, local=local, rates=rates),
-                *map(Middleware, behind_guard),
+                Middleware(
+                    Guard,
+                    settings,
+                    keys,
+                    origins,
+                    local=local,
+                    take=None if membership is None else membership.take,
+                ),
             ],
             exception_handlers={ServeError: _serve_error, HTTPException: _http_error},
             lifespan=type(self).lifespan,
@@ -76,10 +93,12 @@ class App(Starlette):
         self.ignored = IgnoredFields()
         self.bodies = Bodies(settings.max_bodies or 4 * settings.max_body)
         self.totals = telemetry.totals
+        self.metrics = telemetry.metrics
         self._observers = telemetry.observers
-        self._responses = responses
+        self.membership = membership
         self._service: Service | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._loading: asyncio.Task[None] | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -103,7 +122,8 @@ class App(Starlette):
         if self._service is None or self._loop is not loop:
             if self._service is not None:
                 self._service.abandon()
-            self._service = Service(self.settings, self._observers, self._responses)
+            responses = None if self.membership is None else self.membership.responses
+            self._service = Service(self.settings, self._observers, responses)
             self._loop = loop
         return self._service
 
@@ -114,7 +134,7 @@ class App(Starlette):
         It takes the parent app and ignores it, so it can be a parent's `lifespan=` as it is.
         """
         service = self.service
-        loading = asyncio.create_task(service.preload())
+        self._loading = loading = asyncio.create_task(service.preload())
         try:
             yield
         finally:
@@ -124,6 +144,11 @@ class App(Starlette):
             for observer in self._observers:
                 await observer.close()
             self._service = None
+
+    async def loaded(self) -> None:
+        """Within the lifespan, wait for all that is loaded, attached and activated at start."""
+        assert self._loading is not None
+        await self._loading
 
     @property
     def failed(self) -> bool:

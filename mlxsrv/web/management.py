@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from mlxsrv.errors import InvalidFeatureIndex
+from mlxsrv.errors import InvalidFeatureIndex, SetAtStart
 from mlxsrv.generation import steering
 from mlxsrv.service.service import Service
 from mlxsrv.web.paths import OperationRoute
@@ -23,6 +23,26 @@ from mlxsrv.web.responses import JSONResponse
 from mlxsrv.wire import management as wire
 from mlxsrv.wire.decoding import RequestDecoder, read_query
 from mlxsrv.wire.operation import Operation
+
+_SET_AT_START: Mapping[str, str] = {
+    "/api/saes/steering": "--profile sets the default steering of all at start",
+    "/api/saes": "--sae-dir and --attach-sae say at start which SAEs all have",
+    "/api/profiles": "one process with the same --data-dir changes profiles, and --profile makes "
+    "them the default steering of all at start",
+    "/api/monitoring": "monitor features with a server of one process",
+}
+"""Remedies for changes that only one of several replicas would make, by the beginnings of paths."""
+
+
+def _refuse_change(operation: Operation) -> None:
+    """Raises SetAtStart if the operation changes something."""
+    path = operation.path
+    if operation.method != "GET" and operation.id != "getHighest":
+        remedy = next(text for begin, text in _SET_AT_START.items() if path.startswith(begin))
+        raise SetAtStart(
+            f"{operation.method} {path} would change one replica only, so no replica does it: "
+            f"{remedy}"
+        )
 
 
 def _managed(
@@ -44,6 +64,8 @@ def _managed(
         query = None if has_body else kind
 
         async def endpoint(request: Request) -> Response:
+            if request.app.membership is not None:
+                _refuse_change(operation)
             headers: Mapping[str, str] | None = None
             given: dict[str, object] = dict(request.path_params)
             if body is not None:

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from mlxsrv.errors import RequestTooLarge, UnsupportedParameter
 from mlxsrv.service.response_store import (
     Recalled,
-    Responses,
+    ResponseStore,
     StoredItem,
     StoredReference,
     StoredResponse,
@@ -112,7 +112,7 @@ def _past(recalled: Recalled) -> Past:
 
 
 def _keep(
-    store: Responses,
+    store: ResponseStore,
     asked: ResponsesRequest,
     owner: str,
     places: Mapping[str, str],
@@ -203,5 +203,5 @@ async def list_input_items(request: Request) -> Response:
     )
 
 
-def _store(request: Request) -> Responses:
+def _store(request: Request) -> ResponseStore:
     return service_of(request).responses

@@ -72,6 +72,8 @@ async def health(request: Request) -> Response:
         totals: Totals = request.app.totals
         state = await service.state()
         answer = replace(state, requests=totals.requests, errors=totals.errors)
+        if (membership := request.app.membership) is not None:
+            answer = replace(answer, replica=membership.replica)
     return JSONResponse(answer, status_code=200 if answer.status == "ok" else 503)
 
 

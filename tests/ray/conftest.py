@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +25,8 @@ from mlxsrv.settings import Settings
 
 T = TypeVar("T")
 
+METRIC = re.compile(r"ray_mlxsrv_(\w+)\{(.*)\} (\S+)")
+
 KEY = "sk-of-the-tests"
 KEYED = {"authorization": f"Bearer {KEY}"}
 
@@ -36,6 +38,27 @@ def wait_for(what: Callable[[], T | None], why: str, seconds: float = 180) -> T:
         assert time.monotonic() < deadline, f"not within {seconds:g} s: {why}"
         time.sleep(0.1)
     return value
+
+
+def published(replicas: Collection[str] | None = None) -> list[tuple[str, dict[str, str], float]]:
+    """Return our metrics as Ray's nodes publish them: names, labels and values.
+
+    Args:
+        replicas: wait until it is there of all of them.
+    """
+
+    def read() -> list[tuple[str, dict[str, str], float]]:
+        found = []
+        for node in ray.nodes():
+            url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+            for line in httpx.get(url, timeout=60).text.splitlines():
+                if told := METRIC.fullmatch(line):
+                    labels = dict(re.findall(r'(\w+)="([^"]*)"', told[2]))
+                    found.append((told[1], labels, float(told[3])))
+        seen = {labels["replica"] for _, labels, _ in found}
+        return found if seen and seen >= set(replicas or ()) else []
+
+    return wait_for(read, f"Ray has the metrics of {replicas}")
 
 
 class Command:
@@ -123,6 +146,19 @@ class Cluster:
         scale = ReplicaScale(replicas=count, cpus=0.1, period=1.0)
         app = deployment(settings, scale, local=True)
         serve.run(app, name="mlxsrv", route_prefix="/")
+
+    def at_each(self) -> dict[str, dict[str, str]]:
+        """Headers of a session that leads to each of two replicas, by the replicas' ids."""
+        both = self.both()
+        found: dict[str, dict[str, str]] = {}
+        with self.client() as client:
+            for number in range(100):
+                session = {"x-session-id": str(number)}
+                answer = client.get("/health", headers=session).raise_for_status()
+                found.setdefault(answer.headers["x-mlxsrv-replica"], session)
+                if found.keys() == both.keys():
+                    return found
+        raise AssertionError(f"all sessions lead to {found}")
 
     def client(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=60, headers=KEYED)

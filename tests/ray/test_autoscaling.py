@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from itertools import count
 from pathlib import Path
 
@@ -17,7 +16,7 @@ FLOOD = 24
 """Requests at once: six times what two replicas are there for."""
 
 TOKENS = 400
-OPTIONS = ("--max-replicas", "2", "--requests-per-replica", "4", "--metrics")
+OPTIONS = ("--max-replicas", "2", "--requests-per-replica", "4")
 DELAYS = ("--upscale-delay", "1", "--downscale-delay", "5")
 PATIENCE = 240.0
 """Seconds. Serve looks at the average of the last 30 s, of which it hears every 10 s."""
@@ -68,52 +67,50 @@ async def ask_until(
     return sum(task.result() for task in tasks)
 
 
-async def serving(client: httpx.AsyncClient, session: str = "0") -> tuple[str, set[str]]:
-    """The replica that a session leads to, and the others."""
-    headers = {"x-session-id": session}
-    told = (await client.get("/health?verbose=1", headers=headers)).raise_for_status().json()
-    return told["replica"], set(told["others"])
+SESSIONS = [str(number) for number in range(100)]
+"""So many that each of two replicas gets some."""
 
 
-async def answered(client: httpx.AsyncClient) -> set[str]:
-    """The replicas that have read prompts."""
-    metrics = (await client.get("/metrics")).raise_for_status().text
-    found = re.findall(r'prefix_cache_queries_total\{.*replica="(\w+)"\} (\S+)', metrics)
-    return {id for id, tokens in found if float(tokens) > 0}
-
-
-async def session_at_each(client: httpx.AsyncClient) -> dict[str, str]:
-    """A session for each of two replicas, by the replicas' ids."""
+async def serving(client: httpx.AsyncClient) -> dict[str, str]:
+    """A session for each replica that serves, by the replicas' ids."""
     found: dict[str, str] = {}
-    for number in range(100):
-        replica, _ = await serving(client, str(number))
-        found.setdefault(replica, str(number))
-        if len(found) == 2:
-            return found
-    raise AssertionError(f"all sessions lead to {found}")
+    for session in SESSIONS:
+        answer = await client.get("/health", headers={"x-session-id": session})
+        found.setdefault(answer.raise_for_status().headers["x-mlxsrv-replica"], session)
+    return found
+
+
+async def answered(client: httpx.AsyncClient, sessions: Iterable[str]) -> int:
+    """Return how many replicas have read prompts, of those that sessions lead to."""
+    told = [
+        (await client.get("/health?verbose=1", headers={"x-session-id": each})).json()
+        for each in sessions
+    ]
+    return sum(each["requests"]["prompt_tokens"] > 0 for each in told)
 
 
 def test_replicas_come_with_a_flood_and_go_with_it(tmp_path: Path) -> None:
     async def run(url: str) -> None:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=url, timeout=PATIENCE, limits=limits) as client:
-            first, others = await serving(client)
-            assert not others
+            [first] = await serving(client)
 
             async def both_answer() -> bool:
                 await asyncio.sleep(0.5)
-                return len(await answered(client)) == 2
+                sessions = await serving(client)
+                return len(sessions) == 2 == await answered(client, sessions.values())
 
             def flooding(client_number: int) -> Callable[[int], Awaitable[None]]:
                 return lambda number: stream(client, f"Chat {client_number}, {number}.")
 
             assert await ask_until(both_answer, [flooding(n) for n in range(FLOOD)]) >= FLOOD
-            sessions = await session_at_each(client)
+            sessions = await serving(client)
             assert first in sessions
+            assert len(sessions) == 2
 
             async def one_is_left() -> bool:
                 await asyncio.sleep(0.5)
-                return not (await serving(client))[1]
+                return len(await serving(client)) == 1
 
             def at(session: str) -> Callable[[int], Awaitable[None]]:
                 return lambda number: stream(client, f"Later {session}, {number}.", session)

@@ -19,12 +19,19 @@ from tests.ray.conftest import begun, commanded, wait_for
 
 
 def test_the_command_serves_until_a_signal(tmp_path: Path) -> None:
-    with commanded(tmp_path, "--replicas", "2") as command:
+    with commanded(tmp_path, "--replicas", "2", "--rate-limit", "6") as command:
         assert command.announced == "2 replicas"
         asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
         answer = httpx.post(f"{command.url}/v1/chat/completions", json=asked, timeout=60)
         assert answer.status_code == 200, answer.text
         assert answer.json()["usage"]["completion_tokens"] == 4
+        # Each replica gets some of these. Every ten seconds one more may be granted.
+        statuses = [
+            httpx.get(f"{command.url}/v1/models", headers={"x-session-id": str(number)}).status_code
+            for number in range(12)
+        ]
+        assert set(statuses) == {200, 429}
+        assert 5 <= statuses.count(200) <= 7, "they count together"
         command.stop()
 
 

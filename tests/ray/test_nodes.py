@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from ray.cluster_utils import Cluster as Nodes
 from mlxsrv.replicas import ReplicaScale, deployment
 from mlxsrv.replicas.application import import_serve
 from mlxsrv.settings import Settings
-from tests.ray.conftest import wait_for
+from tests.ray.conftest import published, wait_for
 
 CONVERSATIONS = 12
 TURNS = ("Which endpoints do you serve? " * 8, "Tell me more.", "How do I stream?")
@@ -81,7 +80,10 @@ def test_each_proxy_finds_the_conversations(url: str) -> None:
     assert nodes == set(details["proxies"])
     anew = [read_anew(url, number) for number in range(CONVERSATIONS)]
     assert max(map(max, anew)) <= 0, anew
-    metrics = httpx.get(f"{url}/metrics", timeout=60).text
-    read = re.findall(r'prefix_cache_queries_total\{.*replica="(\w+)"\} (\S+)', metrics)
-    assert len(read) == 2
-    assert all(float(tokens) > 0 for _, tokens in read), "both have answered"
+    replicas = {each["replica_id"] for each in deployed["replicas"]}
+    read = [
+        labels["replica"]
+        for name, labels, tokens in published(replicas)
+        if name == "prefix_cache_queries_total" and tokens > 0
+    ]
+    assert sorted(read) == sorted(replicas), "both have answered"

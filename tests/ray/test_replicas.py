@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import ray
 from ray.serve import Application
 
-from mlxsrv.replicas.shared_file import shared_path
-from tests.ray.conftest import KEYED, Cluster, wait_for
+from tests.ray.conftest import KEYED, Cluster, published, wait_for
 
 CONVERSATIONS = 24
 TURNS = ("Which endpoints do you serve?", "Tell me more.", "How do I stream?", "Thank you.")
@@ -94,10 +93,34 @@ def test_conversations_find_their_caches(cluster: Cluster) -> None:
     together = asyncio.run(run(cluster.url))
     assert [texts for _, texts in together] == [texts for _, texts in alone]
     assert sum(n for n, _ in together) >= 0.95 * sum(n for n, _ in alone) > 0
-    metrics = httpx.get(f"{cluster.url}/metrics", headers=KEYED).text
-    took = re.findall(r'prefix_cache_queries_total\{.*replica="(\w+)"\} (\S+)', metrics)
-    assert {id for id, _ in took} == set(cluster.both())
-    assert all(float(tokens) > 0 for _, tokens in took), "both have answered"
+    asked_for = [
+        labels["replica"]
+        for name, labels, tokens in published(cluster.both())
+        if name == "prefix_cache_queries_total" and tokens > 0
+    ]
+    assert sorted(asked_for) == sorted(cluster.both()), "both have answered"
+
+
+def test_metrics_are_rays(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        asked = {"messages": [user("Hello")], "max_tokens": 4}
+        for session in cluster.at_each().values():
+            client.post("/v1/chat/completions", json=asked, headers=session).raise_for_status()
+        refused = client.get("/metrics")
+        assert refused.status_code == 404
+        assert "ray_mlxsrv_" in refused.json()["error"]["message"]
+
+    def buckets() -> list[tuple[str, float]]:
+        return [
+            (labels["replica"], value)
+            for name, labels, value in published(cluster.both())
+            if name == "time_to_first_token_seconds_bucket" and labels["le"] == "+Inf" and value
+        ]
+
+    told = wait_for(lambda: found if len(found := buckets()) == 2 else None, "both are told of")
+    assert {id for id, _ in told} == set(cluster.both())
+    names = {name for name, _, _ in published()}
+    assert {"time_to_first_token_seconds_sum", "num_requests_running", "ready"} <= names
 
 
 LONG = 4000
@@ -152,79 +175,48 @@ def test_a_response_is_followed_where_it_was_made(cluster: Cluster) -> None:
             assert usage["input_tokens_details"]["cached_tokens"] > 100, number
 
 
-def test_what_one_replica_is_told_all_do(cluster: Cluster) -> None:
-    def states(client: httpx.Client, path: str) -> list[Any]:
-        answers = [client.get(path, headers=session).json()["data"] for session in SESSIONS]
-        return [data for place, data in enumerate(answers) if data not in answers[:place]]
-
+def test_a_change_of_one_replica_only_is_refused(cluster: Cluster) -> None:
     with cluster.client() as client:
-        sae = client.get("/api/saes").json()["data"][0]["id"]
-        client.post(f"/api/saes/{sae}/attach", json={}).raise_for_status()
-        client.post(
-            "/api/saes/steering", json={"feature_idx": 7, "value": 2.0}, headers=SESSIONS[1]
-        ).raise_for_status()
-        [state] = states(client, "/api/saes/steering")
-        assert "7" in json.dumps(state)
-        client.post("/api/monitoring/configure", json={"enabled": True}).raise_for_status()
-        for session in SESSIONS:
-            asked = {"messages": [user("Hello")], "max_tokens": 4}
-            client.post("/v1/chat/completions", json=asked, headers=session).raise_for_status()
-        [history] = states(client, "/api/monitoring/history?limit=1000")
-        assert len({entry["request_id"] for entry in history}) == len(SESSIONS)
-        [statistics] = states(client, "/api/monitoring/statistics")
-        assert statistics
-        asked = {"k": 3, "metric": "count"}
-        highest = sorted(statistics, key=lambda each: (-each["count"], each["feature_idx"]))[:3]
-        for session in SESSIONS:
-            top = client.post("/api/monitoring/statistics/top", json=asked, headers=session)
-            assert top.json()["data"] == highest, "of all replicas together"
-        client.post(f"/api/saes/{sae}/detach", json={}, headers=SESSIONS[2]).raise_for_status()
-        [attached] = states(client, "/api/saes")
-        assert attached[0]["attached_to"] == []
+        for session in cluster.at_each().values():
+            for path, option in (
+                ("/api/saes/demo/attach", "--attach-sae"),
+                ("/api/saes/steering/enable", "--profile"),
+                ("/api/profiles/deactivate", "--profile"),
+                ("/api/monitoring/configure", "one process"),
+            ):
+                refused = client.post(path, json={}, headers=session)
+                error = refused.json()["error"]
+                assert (refused.status_code, error["code"]) == (409, "set_at_start")
+                assert option in error["message"]
+            [sae] = client.get("/api/saes", headers=session).raise_for_status().json()["data"]
+            assert sae["attached_to"] == []
 
 
-def test_the_state_is_told_of_all(cluster: Cluster) -> None:
-    ids = set(cluster.both())
-    answering = set()
+def test_health_is_of_the_replica_that_answers(cluster: Cluster) -> None:
     with cluster.client() as client:
-        for session in SESSIONS:
+        for id, session in cluster.at_each().items():
             told = client.get("/health?verbose=1", headers=session).raise_for_status().json()
-            answering.add(told["replica"])
-            assert {told["replica"], *told["others"]} == ids
-            for each in (told, *told["others"].values()):
-                assert each["status"] == "ok"
-                assert each["memory"]["weights"] > 0
-            plain = client.get("/health", headers=session).json()
-            assert plain.keys() == {"status"}
-    assert answering == ids
+            assert (told["replica"], told["status"]) == (id, "ok")
+            assert told["memory"]["weights"] > 0
+            assert client.get("/health", headers=session).json() == {"status": "ok"}
 
 
-def test_a_shared_file_that_fails_is_named_and_the_rest_goes_on(cluster: Cluster) -> None:
-    path = shared_path(cluster.settings, "mlxsrv")
-    asked = {"input": TURNS[0], "max_output_tokens": 4}
-    with cluster.client() as client, closing(sqlite3.connect(path, isolation_level=None)) as file:
-        client.post("/v1/responses", json=asked).raise_for_status()
-        for table in ("owned_responses", "changes"):
-            file.execute(f"ALTER TABLE {table} RENAME TO {table}_away")
-        for session in SESSIONS:
-            refused = client.post("/v1/responses", json=asked, headers=session)
-            assert refused.status_code == 503, refused.text
-            error = refused.json()["error"]
-            assert error["code"] == "store_failed"
-            assert path.name in error["message"]
-            chat = {"messages": [user("Hello")], "max_tokens": 4}
-            answer = client.post("/v1/chat/completions", json=chat, headers=session)
-            assert answer.status_code == 200, answer.text
-        file.execute("BEGIN IMMEDIATE")
-        locked = client.get("/v1/models")
-        file.execute("COMMIT")
-        assert locked.status_code == 503, "no rate can be counted"
-        assert "keeps it locked" in locked.json()["error"]["message"]
-        for table in ("owned_responses", "changes"):
-            file.execute(f"ALTER TABLE {table}_away RENAME TO {table}")
-        for session in SESSIONS:
-            answer = client.post("/v1/responses", json=asked, headers=session)
-            assert answer.status_code == 200, answer.text
+def counts(client: httpx.Client, session: dict[str, str]) -> bool:
+    """Whether a replica counts; if not, it names the option."""
+    answer = client.get("/v1/models", headers=session)
+    if answer.status_code != 200:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_failed")
+        assert "--rate-limit" in answer.json()["error"]["message"]
+    return answer.status_code == 200
+
+
+def test_the_counter_of_rates_comes_again(cluster: Cluster) -> None:
+    with cluster.client() as client:
+        for again in (True, False):
+            name = f"mlxsrv-rates-mlxsrv-{cluster.settings.rate_limit}"
+            ray.kill(ray.get_actor(name, namespace="serve"), no_restart=not again)
+            for session in cluster.at_each().values():
+                wait_for(partial(counts, client, session), "there is a counter again")
 
 
 async def stream(
@@ -245,15 +237,18 @@ async def stream(
 
 def test_streams_are_not_buffered(cluster: Cluster) -> None:
     """The beginning of a stream is here while its end has not been generated."""
+    sessions = cluster.at_each().values()
 
     async def run() -> None:
         async with cluster.async_client() as client:
             lines = stream(client, 1, LONG)
             while '"content":"' not in (line := await anext(lines)) or '"content":""' in line:
                 pass
-            told = (await client.get("/health?verbose=1")).raise_for_status().json()
-            every = (told, *told["others"].values())
-            assert sum(model["rows"] for each in every for model in each["models"]) == 1
+            told = [
+                (await client.get("/health?verbose=1", headers=session)).raise_for_status().json()
+                for session in sessions
+            ]
+            assert sum(model["rows"] for each in told for model in each["models"]) == 1
             await ask(client, [user("Hello")], max_tokens=1)
             await lines.aclose()
 
@@ -263,6 +258,11 @@ def test_streams_are_not_buffered(cluster: Cluster) -> None:
 def test_a_replica_that_dies_takes_its_own_requests_only(cluster: Cluster) -> None:
     """It has answers that are not over by far, the other one has shorter ones."""
     victim, process = next(iter(cluster.both().items()))
+    asked = {"input": TURNS[0], "max_output_tokens": 8}
+    with cluster.client() as client:
+        session = cluster.at_each()[victim]
+        stored = client.post("/v1/responses", json=asked, headers=session).raise_for_status()
+        assert stored.headers["x-mlxsrv-replica"] == victim
 
     async def follow(lines: AsyncIterator[str], begun: asyncio.Event) -> str:
         last = "nothing"
@@ -280,8 +280,8 @@ def test_a_replica_that_dies_takes_its_own_requests_only(cluster: Cluster) -> No
             running: dict[bool, list[asyncio.Task[str]]] = {True: [], False: []}
             begun = []
             for number, session in enumerate(SESSIONS):
-                told = (await client.get("/health?verbose=1", headers=session)).json()
-                dies = told["replica"] == victim
+                answer = await client.get("/health", headers=session)
+                dies = answer.headers["x-mlxsrv-replica"] == victim
                 lines = stream(client, number, LONG if dies else 300, session)
                 begun.append(asyncio.Event())
                 running[dies].append(group.create_task(follow(lines, begun[-1])))
@@ -299,6 +299,9 @@ def test_a_replica_that_dies_takes_its_own_requests_only(cluster: Cluster) -> No
     assert set(ends[True]) == {"RemoteProtocolError"}, "those of the one that died end at once"
     wait_for(lambda: victim not in cluster.replicas(), "the dead one is known")
     assert len(cluster.both()) == 2
+    with cluster.client() as client:
+        later = {**asked, "previous_response_id": stored.json()["id"]}
+        client.post("/v1/responses", json=later).raise_for_status()
 
 
 def test_the_documented_application_is_one(cluster: Cluster) -> None:
@@ -309,11 +312,14 @@ def test_the_documented_application_is_one(cluster: Cluster) -> None:
     assert isinstance(names["app"], Application)
 
 
-def test_an_update_fails_no_request(cluster: Cluster) -> None:
+def test_an_update_loses_no_request_and_no_response(cluster: Cluster) -> None:
     before = set(cluster.both())
 
     async def run() -> int:
         async with cluster.async_client() as client:
+            begun = {"input": TURNS[0], "max_output_tokens": 4}
+            first = (await client.post("/v1/responses", json=begun)).raise_for_status().json()
+            stored = [first["id"]]
             settings = msgspec.structs.replace(cluster.settings, max_concurrency=16)
             update = asyncio.create_task(asyncio.to_thread(cluster.deploy, settings))
             count = 0
@@ -322,7 +328,13 @@ def test_an_update_fails_no_request(cluster: Cluster) -> None:
                     *(ask(client, [user(f"Chat {count} {number}")]) for number in range(4))
                 )
                 count += 4
+                later = {**begun, "previous_response_id": stored[-1]}
+                answer = (await client.post("/v1/responses", json=later)).raise_for_status()
+                if count < 100:  # the conversation fits the model
+                    stored.append(answer.json()["id"])
             await update
+            for id in stored:
+                (await client.get(f"/v1/responses/{id}")).raise_for_status()
             return count
 
     assert asyncio.run(run()) > 0

@@ -64,11 +64,6 @@ def test_a_request_has_the_key_of_its_conversation() -> None:
     assert ask(f"/v1/responses/resp_{KEY}ff/input_items")["session"] == KEY
 
 
-def test_all_changes_of_steering_go_to_one_replica() -> None:
-    for path in ("/api/saes", "/api/saes/steering", "/api/profiles/p", "/below/api/monitoring/x"):
-        assert ask(path)["session"] == ask(path, b"{}")["session"] == "management", path
-
-
 def test_what_has_no_key_passes_as_it_is() -> None:
     assert ask("/v1/models")["session"] is None
     assert ask(CHAT, b"no JSON") == {"session": None, "size": 7}

@@ -1,9 +1,9 @@
-"""The stores of responses, in a process and in a file: what is found again, and their bounds."""
+"""The stores of responses, in memory and also in files: what is found again, and their bounds."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,34 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.errors import PreviousResponseNotFound, ResponseNotFound, StoredItemNotFound
-from mlxsrv.replicas.shared_file import SharedFile
+from mlxsrv.replicas.response_files import ResponseFiles
 from mlxsrv.service.response_store import (
     Recalled,
-    Responses,
     ResponseStore,
     StoredItem,
     StoredReference,
     StoredResponse,
 )
-from mlxsrv.settings import Settings
 
-Make = Callable[..., Responses]
+Make = Callable[..., ResponseStore]
 
 
-@pytest.fixture(params=["process", "file"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
-    files: list[SharedFile] = []
-
-    def make(most: int = 10, most_bytes: int = 10**6) -> Responses:
-        if request.param == "process":
+@pytest.fixture(params=["memory", "files"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    def make(most: int = 10, most_bytes: int = 10**6) -> ResponseStore:
+        if request.param == "memory":
             return ResponseStore(most, most_bytes)
-        settings = Settings(max_responses=most, max_responses_bytes=most_bytes)
-        files.append(SharedFile(tmp_path / "shared", settings, "one"))
-        return files[-1].responses
+        return ResponseFiles(most, most_bytes, tmp_path / "responses", "one")
 
-    yield make
-    for file in files:
-        file.close()
+    return make
 
 
 def response(
@@ -55,7 +47,7 @@ def response(
 
 
 def recall(
-    kept: Responses, previous: str | None = None, *references: str, owner: str = "me"
+    kept: ResponseStore, previous: str | None = None, *references: str, owner: str = "me"
 ) -> tuple[Recalled, int]:
     """The items, and the bytes for which room was made."""
     taken: list[int] = []
@@ -64,11 +56,11 @@ def recall(
     return found, sum(taken)
 
 
-def ids(kept: Responses, previous: str) -> list[str]:
+def ids(kept: ResponseStore, previous: str) -> list[str]:
     return [item.id for item in recall(kept, previous)[0].conversation]
 
 
-def here(kept: Responses, *names: str) -> list[bool]:
+def here(kept: ResponseStore, *names: str) -> list[bool]:
     """Whether responses are there. Each is deleted."""
     found = []
     for name in names:

@@ -6,18 +6,22 @@ hold a lock, so that none acts on a profile that has changed meanwhile.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import msgspec
 
-from mlxsrv.errors import InvalidFeatureIndex, ProfileNotFound, SAENotAttached
+from mlxsrv.errors import InvalidFeatureIndex, ProfileNotFound, SAENotAttached, ServeError
 from mlxsrv.generation.steering import ProfileContent, ProfileObject, SteeringObject
+from mlxsrv.logs import log
 from mlxsrv.models.profile_store import ProfileStore, new_id
 from mlxsrv.service.steering.registry import ModelSteering, SteeringRegistry
+
+_log = logging.getLogger("mlxsrv.service")
 
 
 class Profiles:
@@ -86,6 +90,15 @@ class Profiles:
             attached.remove_features(None)
 
     # The default steering.
+
+    async def activate_all(self, names: Sequence[str]) -> None:
+        """Activate the profiles of these names. A failure is logged, and the server goes on."""
+        for name in names:
+            try:
+                profile = await anyio.to_thread.run_sync(self._store.named, name)
+                await self.activate(profile.id)
+            except ServeError as error:
+                log(_log, logging.ERROR, "profile not activated", name=name, reason=error.message)
 
     async def activate(self, id: str) -> SteeringObject:
         """Make the profile the default steering of its model.

@@ -30,6 +30,7 @@ from prometheus_client.utils import floatToGoString
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxsrv.errors import RouteNotFound
 from mlxsrv.generation.status import Health
 from mlxsrv.models.pool.observing import ModelEvicted, ModelFailed, ModelLoaded
 from mlxsrv.service.observing import Generated, Observer, RequestEnded, TokenCallback
@@ -269,12 +270,21 @@ class Metrics(Observer):
 
     async def scrape(self, request: Request) -> Response:
         record_of(request.scope).quiet = True
-        service: Service = request.app.service
+        if request.app.membership is not None:
+            raise RouteNotFound(
+                "the metrics of replicas are among Ray's own, at the metrics port of each of Ray's "
+                "nodes, with the prefix ray_mlxsrv_"
+            )
+        registry = await self.collect(request.app.service)
+        # It takes some milliseconds for many models, which streams need not wait for.
+        text = await anyio.to_thread.run_sync(generate_latest, registry)
+        return Response(text, headers={"Content-Type": _TEXT})
+
+    async def collect(self, service: Service) -> CollectorRegistry:
+        """Return the registry, with what is read of a state at each scrape as it is now."""
         health = await service.state()
         self._live.gauges = [*_service_gauges(service, health), *_engine_gauges(health)]
-        # It takes some milliseconds for many models, which streams need not wait for.
-        text = await anyio.to_thread.run_sync(generate_latest, self._registry)
-        return Response(text, headers={"Content-Type": _TEXT})
+        return self._registry
 
 
 def _name(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -13,11 +14,16 @@ from mlxsrv.settings import Settings
 from mlxsrv.web.observability.totals import Totals
 from mlxsrv.web.paths import OperationRoute
 
+if TYPE_CHECKING:
+    from mlxsrv.web.observability.metrics import Metrics
+
 
 class Telemetry(Struct, frozen=True):
-    """The observers of an app, and the routes on which they publish. `totals` is one of them."""
+    """The observers of an app, and the routes on which they publish. `totals` is one of them, and
+    `metrics` where the settings ask for them."""
 
     totals: Totals
+    metrics: Metrics | None
     observers: tuple[Observer, ...]
     routes: tuple[OperationRoute, ...]
 
@@ -31,6 +37,7 @@ def make_telemetry(settings: Settings) -> Telemetry:
     totals = Totals()
     observers: list[Observer] = [totals]
     routes: list[OperationRoute] = []
+    metrics: Metrics | None = None
     if settings.metrics:
         with _extra("metrics"):
             from mlxsrv.web.observability.metrics import Metrics
@@ -41,7 +48,7 @@ def make_telemetry(settings: Settings) -> Telemetry:
         with _extra("otel"):
             from mlxsrv.web.observability.tracing import Tracing
         observers.append(Tracing())
-    return Telemetry(totals, tuple(observers), tuple(routes))
+    return Telemetry(totals, metrics, tuple(observers), tuple(routes))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ origin, the rate limit and the API key. It also limits the time that the body ma
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Hashable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,18 +27,17 @@ from mlxsrv.web.security.clients import client_address, note_sender
 from mlxsrv.web.security.headers import MOST_HEADER_BYTES, RequestHeaders, adding_headers
 from mlxsrv.web.security.hosts import AllowedHosts
 from mlxsrv.web.security.origins import AllowedOrigins, is_preflight, preflight_response
-from mlxsrv.web.security.rates import Allowance, RateLimit, Rates
+from mlxsrv.web.security.rates import Allowance, RateLimit
 
-INTERNAL = "mlxsrv.internal"
-"""The key of a scope that the program itself has made: what it asks for was allowed before. No
-client can set a key of a scope."""
+TakeRequest = Callable[[Hashable], Awaitable[Allowance]]
+"""Counts a request of a client. May raise StoreFailed."""
 
 
 class Guard:
     """Lets a request through to the app, or answers it with an error.
 
     Args:
-        rates: who counts requests; None: this process, if the settings limit them.
+        take: counts requests for several processes together; None: this one counts its own.
     """
 
     def __init__(
@@ -48,24 +48,20 @@ class Guard:
         origins: AllowedOrigins,
         *,
         local: bool,
-        rates: Rates | None = None,
+        take: TakeRequest | None = None,
     ) -> None:
         self._app = app
         self._keys = keys
         self._origins = origins
         self._hosts = AllowedHosts(settings, local=local)
-        limit = settings.rate_limit
-        self._rates = rates if rates or limit is None else RateLimit(limit)
+        self._take = take
+        self._rates = None if settings.rate_limit is None else RateLimit(settings.rate_limit)
         self._page = settings.page == "on"
         self._root = self._page or settings.ollama_root
         self._body_timeout = settings.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if scope.get(INTERNAL):
-            note_sender(scope, None, keys=0)
             await self._app(scope, receive, send)
             return
         headers = dict(scope["headers"])
@@ -82,7 +78,8 @@ class Guard:
                 if self._rates is not None:
                     # A wrong key counts for the address, so that guessing has an end.
                     taker = client_address(scope) if key is None else key.digest
-                    allowance = self._rates.take(taker)
+                    own = self._rates.take
+                    allowance = await self._take(taker) if self._take else own(taker)
                     send = adding_headers(send, allowance.headers)
                     _check_rate(allowance)
                 if self._keys and key is None:

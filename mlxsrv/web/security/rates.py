@@ -11,7 +11,6 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Protocol
 
 import msgspec
 
@@ -40,12 +39,6 @@ class Allowance(msgspec.Struct, frozen=True):
         if self.wait is not None:
             headers["Retry-After"] = str(math.ceil(self.wait))
         return headers
-
-
-class Rates(Protocol):
-    """Counts the requests of clients: for this process, or for several together."""
-
-    def take(self, client: Hashable) -> Allowance: ...
 
 
 class RateLimit:

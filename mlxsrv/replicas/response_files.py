@@ -1,0 +1,168 @@
+"""Stored responses of several replicas: each has its own in memory, and in files for the others.
+
+A response is a file with its id as its name, in the folder of the replica that has made it. Beside
+it are links to it, with the ids of its output. A replica looks there for what it does not have. So
+a response is found wherever a request goes, and after the end of its replica, however that came.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+
+from mlxsrv.errors import StoreFailed
+from mlxsrv.options import SettingsError
+from mlxsrv.service.response_store import (
+    ResponseStore,
+    StoredItem,
+    StoredReference,
+    StoredResponse,
+)
+from mlxsrv.settings import Settings
+
+_NAME = re.compile(r"[a-z]+_[0-9a-f]{1,100}")  # ids that this server makes; no other is a path
+_NEW = ".new"
+
+_KEEP_SECONDS = 24 * 3600.0  # for which files outlive their replica
+_MOST_FOLDERS = 100  # of replicas, those that are gone included
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(StoredResponse).decode
+
+
+def responses_folder(settings: Settings, deployment: str) -> Path:
+    """Return the folder for all replicas of a deployment. Raises SettingsError if there is no home
+    for it."""
+    try:
+        return Path(settings.data_dir).expanduser() / f"responses-{deployment}"
+    except RuntimeError:
+        raise SettingsError("--data-dir: this user has no home directory; choose another") from None
+
+
+class ResponseFiles(ResponseStore):
+    """The responses of this replica, and what others have stored.
+
+    The bounds hold for what this replica makes. Calls are made on the event loop. None waits for
+    the disk, only for the file system: a response of 4 KB takes 0.1 ms.
+
+    Args:
+        folder: of all replicas.
+        replica: the id of this one.
+
+    Raises:
+        SettingsError: the folder cannot be used.
+        StoreFailed: by any method, if that is so later.
+    """
+
+    def __init__(self, most: int, most_bytes: int, folder: Path, replica: str) -> None:
+        super().__init__(most, most_bytes)
+        self._folder = folder
+        self._own = folder / replica
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)  # texts are for this user only
+            self._own.mkdir(mode=0o700, exist_ok=True)
+            _remove_old(folder)
+        except OSError as error:
+            raise SettingsError(f"--data-dir: {folder} cannot be used: {error}") from None
+
+    def note_alive(self) -> None:
+        """Files are removed some time after the last call of this."""
+        with self._explained():
+            self._own.touch()
+
+    def put(self, response: StoredResponse) -> None:
+        super().put(response)
+        if response.id not in self._responses:  # it did not fit
+            return
+        try:
+            with self._explained():
+                self._make(response.id, lambda new: new.write_bytes(_encode(response)))
+                for item in response.output:
+                    self._make(item.id, lambda new: new.symlink_to(response.id))
+        except StoreFailed:
+            self._forget(response.id)
+            raise
+
+    def _make(self, name: str, make: Callable[[Path], object]) -> None:
+        """Make a file under another name first, so that nobody reads half of it."""
+        new = self._own / _NEW
+        new.unlink(missing_ok=True)
+        make(new)
+        new.replace(self._own / name)
+
+    def _find(self, id: str) -> StoredResponse | None:
+        found = super()._find(id)
+        if found is None:
+            return self._read(id)
+        if (self._own / id).exists():
+            return found
+        self._forget(id)  # a client has had another replica delete it
+        return None
+
+    def _newest(self, owner: str, id: str) -> StoredItem | None:
+        own = super()._newest(owner, id)
+        if own is not None and self._find(own.response) is not None:
+            return own
+        found = self._read(id)
+        return None if found is None or found.owner != owner else _item(found, id)
+
+    def _follow(self, reference: StoredReference) -> StoredItem | None:
+        found = self._find(reference.response)
+        return None if found is None else _item(found, reference.id)
+
+    def _read(self, name: str) -> StoredResponse | None:
+        """Read another replica's response by its id, or by that of an item of its output."""
+        if not _NAME.fullmatch(name):
+            return None
+        with self._explained():
+            for folder in self._folder.iterdir():
+                # It may also be half of a file, if the machine has crashed.
+                with suppress(FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
+                    return _decode((folder / name).read_bytes())
+        return None
+
+    def _touch(self, ids: Iterable[str]) -> None:
+        super()._touch(id for id in ids if id in self._responses)
+
+    def _forget(self, id: str) -> None:
+        own = self._responses.get(id)
+        if own is not None:
+            super()._forget(id)
+        with self._explained():
+            # Links of other replicas go with their folders; without the file they lead nowhere.
+            for item in () if own is None else own.output:
+                (self._own / item.id).unlink(missing_ok=True)
+            for folder in self._folder.iterdir():
+                with suppress(NotADirectoryError):
+                    (folder / id).unlink(missing_ok=True)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Raise StoreFailed for an OSError."""
+        try:
+            yield
+        except OSError as error:
+            raise StoreFailed(
+                f"the stored responses below {self._folder} cannot be used: {error.strerror}; "
+                "see that the disk has room and that the folder may be written"
+            ) from error
+
+
+def _item(response: StoredResponse, id: str) -> StoredItem | None:
+    return next((item for item in response.own_items if item.id == id), None)
+
+
+def _remove_old(folder: Path) -> None:
+    """Remove the folders of replicas that are gone for long, or that are too many."""
+    known = sorted(((each.stat().st_mtime, each) for each in folder.iterdir()), reverse=True)
+    oldest = time.time() - _KEEP_SECONDS
+    for place, (seen, each) in enumerate(known):
+        if place >= _MOST_FOLDERS or seen < oldest:
+            shutil.rmtree(each, ignore_errors=True)
