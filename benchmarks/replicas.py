@@ -2,8 +2,8 @@
 [URL ...]`.
 
 Servers run already, one a URL: one process (`python -m mlxsrv --port 8001`) and replicas
-(`python -m mlxsrv replicas --replicas 2 --port 8002`). Conversations of four turns tell how many
-tokens come from prompt caches; streams beside each other tell the gaps between chunks.
+(`python -m mlxsrv replicas --replicas 2 --port 8002`). Conversations of four turns show how many
+tokens come from prompt caches; streams beside each other show the gaps between chunks.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ async def measure(url: str, conversations: int, streams: int, atonce: int) -> li
                 return await converse(client, number)
 
         begun = time.perf_counter()
-        told = await asyncio.gather(*map(converse_in_turn, range(conversations)))
+        counts = await asyncio.gather(*map(converse_in_turn, range(conversations)))
         seconds = time.perf_counter() - begun
         gaps = [each for one in range(streams) for each in await stream(client, one)]
         together = await asyncio.gather(*(stream(client, number) for number in range(streams)))
-    prompt, cached = np.sum(told, axis=0)
+    prompt, cached = np.sum(counts, axis=0)
     beside = [gap for one in together for gap in one]
     times = [np.quantile(each, share) for each in (gaps, beside) for share in (0.5, 0.99)]
     return [

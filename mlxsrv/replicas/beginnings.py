@@ -17,10 +17,10 @@ MOST_BODY = 4 * 1024 * 1024
 """Bytes of a body that are looked at; a longer one has no key."""
 
 MOST_TEXT = 64 * 1024
-"""Bytes of the beginning that are told apart."""
+"""Bytes of the beginning that make the key."""
 
 _PROMPT = 1024
-"""Characters of a prompt without messages: of these, nobody can tell where the first turn ends."""
+"""Characters of a prompt without messages: where the first turn ends is not known."""
 
 _KEY = 16  # hexadecimal digits
 _RESPONSE = re.compile(rf"resp_([0-9a-f]{{{_KEY}}})[0-9a-f]+")

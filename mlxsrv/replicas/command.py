@@ -104,7 +104,7 @@ def run(settings: Settings, scale: ReplicaScale, address: str | None) -> None:
     """
     if settings.record is not None:
         raise SettingsError("--record: a record is of one engine, and replicas have several")
-    check_models(settings)  # here, so that a wrong one is told at once and on one line
+    check_models(settings)  # here, so that a wrong one is reported at once and on one line
     Catalogue(settings).require_default()
     load_keys(settings)
     serve = import_serve()

@@ -14,6 +14,7 @@ from mlxsrv.errors import StoreFailed
 from mlxsrv.web.security.rates import Allowance, RateLimit
 
 _ANSWER_SECONDS = 1.0
+_START_SECONDS = 60.0  # for the counter's process
 _ALONE_SECONDS = 300.0
 
 
@@ -51,17 +52,18 @@ class SharedRates:
         self._limit = limit
         self._name = f"mlxsrv-rates-{app}-{limit}"  # another limit begins to count anew
         self._counter: Any = None
-        self.note_alive()
+        ray.get(self.note_alive(), timeout=_START_SECONDS)  # so that the first request is counted
 
-    def note_alive(self) -> None:
-        """Have a counter, and have it stay. Blocks for some milliseconds."""
+    def note_alive(self) -> Any:
+        """Have a counter, and have it stay. Returns Ray's reference to its answer. Blocks for some
+        milliseconds."""
         self._counter = RateCounter.options(  # type: ignore[attr-defined]
             name=self._name,
             namespace="serve",  # whatever program deploys the replicas
             lifetime="detached",  # it outlives the replica that has made it
             get_if_exists=True,
         ).remote(self._limit)
-        self._counter.note_alive.remote()
+        return self._counter.note_alive.remote()
 
     async def count(self, client: Hashable) -> Allowance:
         """Count a request of a client. Raises StoreFailed if the counter does not answer."""

@@ -16,6 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from mlxsrv.errors import StoreFailed
 from mlxsrv.logs import configure, log
 from mlxsrv.replicas.front import SESSION
+from mlxsrv.replicas.rates import SharedRates
 from mlxsrv.replicas.response_files import ResponseFiles, responses_folder
 from mlxsrv.settings import Settings
 from mlxsrv.web.app import App, Membership
@@ -47,11 +48,8 @@ class Replica:
             responses_folder(settings, context.deployment),
             self._id,
         )
-        self._rates = None
-        if settings.rate_limit is not None:
-            from mlxsrv.replicas.rates import SharedRates
-
-            self._rates = SharedRates(settings.rate_limit, context.app_name)
+        limit = settings.rate_limit
+        self._rates = None if limit is None else SharedRates(limit, context.app_name)
         take = None if self._rates is None else self._rates.count
         self._app = App(
             settings, local=local, membership=Membership(self._id, self._responses, take)

@@ -52,9 +52,9 @@ def published(replicas: Collection[str] | None = None) -> list[tuple[str, dict[s
         for node in ray.nodes():
             url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
             for line in httpx.get(url, timeout=60).text.splitlines():
-                if told := METRIC.fullmatch(line):
-                    labels = dict(re.findall(r'(\w+)="([^"]*)"', told[2]))
-                    found.append((told[1], labels, float(told[3])))
+                if sample := METRIC.fullmatch(line):
+                    labels = dict(re.findall(r'(\w+)="([^"]*)"', sample[2]))
+                    found.append((sample[1], labels, float(sample[3])))
         seen = {labels["replica"] for _, labels, _ in found}
         return found if seen and seen >= set(replicas or ()) else []
 
@@ -72,13 +72,13 @@ class Command:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self._process = process
         self._log = log
-        told = wait_for(self._announcement, "the replicas serve", seconds=120)
-        self.announced, self.url = told.groups()
+        announced = wait_for(self._announcement, "the replicas serve", seconds=120)
+        self.announced, self.url = announced.groups()
 
     def _announcement(self) -> re.Match[str] | None:
         assert self._process.poll() is None, self._log.read_text()
-        told = r"^mlxsrv: (.*) on (http\S+)$"
-        return re.search(told, self._log.read_text(), re.MULTILINE)
+        pattern = r"^mlxsrv: (.*) on (http\S+)$"
+        return re.search(pattern, self._log.read_text(), re.MULTILINE)
 
     def stop(self) -> None:
         """End it with SIGTERM, after which it has nothing to complain about."""

@@ -82,11 +82,11 @@ async def serving(client: httpx.AsyncClient) -> dict[str, str]:
 
 async def answered(client: httpx.AsyncClient, sessions: Iterable[str]) -> int:
     """Return how many replicas have read prompts, of those that sessions lead to."""
-    told = [
+    healths = [
         (await client.get("/health?verbose=1", headers={"x-session-id": each})).json()
         for each in sessions
     ]
-    return sum(each["requests"]["prompt_tokens"] > 0 for each in told)
+    return sum(each["requests"]["prompt_tokens"] > 0 for each in healths)
 
 
 def test_replicas_come_with_a_flood_and_go_with_it(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_replicas_come_with_a_flood_and_go_with_it(tmp_path: Path) -> None:
             def at(session: str) -> Callable[[int], Awaitable[None]]:
                 return lambda number: stream(client, f"Later {session}, {number}.", session)
 
-            # Each has requests when one of them is told to go.
+            # Each has requests when one of them has to go.
             assert await ask_until(one_is_left, [at(each) for each in sessions.values()]) >= 2
             await stream(client, "And then?")
 

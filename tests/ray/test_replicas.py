@@ -117,8 +117,8 @@ def test_metrics_are_rays(cluster: Cluster) -> None:
             if name == "time_to_first_token_seconds_bucket" and labels["le"] == "+Inf" and value
         ]
 
-    told = wait_for(lambda: found if len(found := buckets()) == 2 else None, "both are told of")
-    assert {id for id, _ in told} == set(cluster.both())
+    reported = wait_for(lambda: found if len(found := buckets()) == 2 else None, "both are there")
+    assert {id for id, _ in reported} == set(cluster.both())
     names = {name for name, _, _ in published()}
     assert {"time_to_first_token_seconds_sum", "num_requests_running", "ready"} <= names
 
@@ -195,9 +195,9 @@ def test_a_change_of_one_replica_only_is_refused(cluster: Cluster) -> None:
 def test_health_is_of_the_replica_that_answers(cluster: Cluster) -> None:
     with cluster.client() as client:
         for id, session in cluster.at_each().items():
-            told = client.get("/health?verbose=1", headers=session).raise_for_status().json()
-            assert (told["replica"], told["status"]) == (id, "ok")
-            assert told["memory"]["weights"] > 0
+            health = client.get("/health?verbose=1", headers=session).raise_for_status().json()
+            assert (health["replica"], health["status"]) == (id, "ok")
+            assert health["memory"]["weights"] > 0
             assert client.get("/health", headers=session).json() == {"status": "ok"}
 
 
@@ -244,11 +244,11 @@ def test_streams_are_not_buffered(cluster: Cluster) -> None:
             lines = stream(client, 1, LONG)
             while '"content":"' not in (line := await anext(lines)) or '"content":""' in line:
                 pass
-            told = [
+            healths = [
                 (await client.get("/health?verbose=1", headers=session)).raise_for_status().json()
                 for session in sessions
             ]
-            assert sum(model["rows"] for each in told for model in each["models"]) == 1
+            assert sum(model["rows"] for each in healths for model in each["models"]) == 1
             await ask(client, [user("Hello")], max_tokens=1)
             await lines.aclose()
 

@@ -24,11 +24,11 @@ KEY = conversation_key(BODY)
 
 async def echo(request: Request) -> Response:
     """The session that came, and the size of the body, with two ids of the request."""
-    told = {
+    seen = {
         "session": request.headers.get("x-session-id"),
         "size": len(await request.body()),
     }
-    answer = Response(json.dumps(told))
+    answer = Response(json.dumps(seen))
     for id in ("replica's", "proxy's"):
         answer.headers.append("X-Request-Id", id)
     return answer
@@ -38,7 +38,7 @@ APP = front.Front(Starlette(routes=[Route("/{path:path}", echo, methods=["GET", 
 
 
 def ask(path: str, content: Any = None, **headers: str) -> Any:
-    """Return what `echo` tells of a request: a GET if it has no content."""
+    """Return what `echo` says of a request: a GET if it has no content."""
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(APP)

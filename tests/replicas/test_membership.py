@@ -58,9 +58,9 @@ def test_what_only_one_would_change_is_refused_by_name(tmp_path: Path) -> None:
             refused = answer.status_code == 409
             assert refused == changes, operation.id
             if refused:
-                told = answer.json()
-                assert told["error"]["code"] == "set_at_start"
-                assert f"{operation.method} {operation.path}" in told["error"]["message"]
+                answered = answer.json()
+                assert answered["error"]["code"] == "set_at_start"
+                assert f"{operation.method} {operation.path}" in answered["error"]["message"]
 
     run(tmp_path, work)
 
@@ -83,8 +83,8 @@ def test_what_is_set_at_start_all_have(tmp_path: Path, caplog: pytest.LogCapture
 
     async def work(*clients: httpx.AsyncClient) -> None:
         for client in clients:
-            told = (await client.get("/api/saes/steering")).raise_for_status().json()["data"]
-            assert told == {"enabled": True, "mode": "clamp", "values": {"239": 8.0}}
+            answered = (await client.get("/api/saes/steering")).raise_for_status().json()["data"]
+            assert answered == {"enabled": True, "mode": "clamp", "values": {"239": 8.0}}
             active = (await client.get("/api/profiles/active")).raise_for_status().json()["data"]
             assert active["name"] == "brief"
 
@@ -98,8 +98,8 @@ def test_what_is_set_at_start_all_have(tmp_path: Path, caplog: pytest.LogCapture
 def test_each_says_which_one_it_is(tmp_path: Path) -> None:
     async def work(*clients: httpx.AsyncClient) -> None:
         for client, name in zip(clients, ("one", "two"), strict=True):
-            told = (await client.get("/health?verbose=1")).raise_for_status().json()
-            assert told["replica"] == name
+            answered = (await client.get("/health?verbose=1")).raise_for_status().json()
+            assert answered["replica"] == name
             metrics = await client.get("/metrics")
             assert metrics.status_code == 404
             assert "ray_mlxsrv_" in metrics.json()["error"]["message"]
