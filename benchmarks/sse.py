@@ -22,13 +22,14 @@ from pathlib import Path
 import msgspec
 
 from mlxsrv.generation.outputs import Identity
-from mlxsrv.wire.anthropic.streams import MessageStream
-from mlxsrv.wire.dialect import Stream
-from mlxsrv.wire.ollama.streams import OllamaChatStream
+from mlxsrv.wire.anthropic.answers import MessageBuilder
+from mlxsrv.wire.dialect import Builder
+from mlxsrv.wire.ollama.answers import CHATS
+from mlxsrv.wire.ollama.requests import OllamaChatRequest
 from mlxsrv.wire.openai.answers import ChatChunk, ChunkChoice, Delta
-from mlxsrv.wire.openai.streams import ChatStream
+from mlxsrv.wire.openai.builders import ChatBuilder
+from mlxsrv.wire.responses.builder import ResponseBuilder
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS
-from mlxsrv.wire.responses.streams import ResponsesStream
 from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
 
 TOKENS = [" the", "stream", "ing", " é", "\n\n", " 😀", '"', " server", "你好", " first"]
@@ -82,11 +83,11 @@ def dialects() -> dict[str, Callable[[str], object]]:
     """The stream of each dialect, in the middle of an answer."""
     identity = Identity("some-id", 1_790_000_000, "demo", "mlxsrv")
     asked, _ = RESPONSES_REQUESTS.decode(b'{"input": "hi"}')
-    streams: dict[str, Stream] = {
-        "chat completions": ChatStream(identity, "unasked"),
-        "messages": MessageStream(identity),
-        "ollama": OllamaChatStream("demo"),
-        "responses": ResponsesStream(asked, identity, keep=lambda response: None),
+    streams: dict[str, Builder] = {
+        "chat completions": ChatBuilder(identity, "unasked"),
+        "messages": MessageBuilder(identity),
+        "ollama": CHATS.builder(OllamaChatRequest(model="demo"), identity),
+        "responses": ResponseBuilder(asked, identity, keep=lambda response: None),
     }
     return {f"{name}, stream": partial(each.text, 0, "content") for name, each in streams.items()}
 

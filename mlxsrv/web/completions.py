@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
-from typing import TypeVar
+from collections.abc import Callable, Mapping
 
-from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.service.observing import OperationName
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.bodies import share_of
@@ -19,18 +17,10 @@ from mlxsrv.web.paths import Endpoint, Handler
 from mlxsrv.web.reading import note_asked, read_aside, read_request, service_of
 from mlxsrv.web.responses import ReplyBody, ReplyStream
 from mlxsrv.web.security.clients import client_of
-from mlxsrv.wire.dialect import Dialect
+from mlxsrv.wire.dialect import Builder, Dialect, R
 from mlxsrv.wire.openai.answers import ChatChunk, ChatCompletion, TextCompletion
-from mlxsrv.wire.openai.dialects import (
-    ChatDialect,
-    CompletionDialect,
-    FIMDialect,
-    InfillDialect,
-    LlamaCompletionDialect,
-)
-from mlxsrv.wire.openai.infill import LlamaCompletion
-
-R = TypeVar("R", bound=Struct)
+from mlxsrv.wire.openai.builders import CHATS, COMPLETIONS
+from mlxsrv.wire.openai.infill import FIMS, INFILLS, LLAMA_COMPLETIONS, LlamaCompletion
 
 CONVERSATION = "mlxsrv.conversation"
 """The key of a scope under which a replica notes the key of the request's conversation: hexadecimal
@@ -43,15 +33,17 @@ def generating(dialect: Dialect[R], operation: OperationName) -> Handler:
     async def endpoint(request: Request) -> Response:
         record_of(request.scope).operation = operation
         asked, headers = await read_request(request, dialect.requests)
-        reply = await start_reply(request, dialect, asked)
-        return answer(dialect, asked, reply, headers)
+        reply = await start_reply(request, dialect, asked.spec)
+        return answer(reply, dialect.builder(asked, reply.identity), headers)
 
     return endpoint
 
 
-async def start_reply(request: Request, dialect: Dialect[R], asked: R) -> Reply:
-    """Have the service generate; the observers are told. Raises ServeError."""
-    spec = await read_aside(request, partial(dialect.spec, asked))
+async def start_reply(
+    request: Request, dialect: Dialect[R], make_spec: Callable[[], GenerationSpec]
+) -> Reply:
+    """Have the service generate what the request asks for. Raises ServeError."""
+    spec = await read_aside(request, make_spec)
     note_asked(request, spec.without_messages)
     reply = await service_of(request).generate(
         spec,
@@ -65,15 +57,10 @@ async def start_reply(request: Request, dialect: Dialect[R], asked: R) -> Reply:
     return reply
 
 
-def answer(dialect: Dialect[R], asked: R, reply: Reply, headers: Mapping[str, str]) -> Response:
+def answer(reply: Reply, builder: Builder, headers: Mapping[str, str]) -> Response:
     """Return the response that sends `reply`, streamed if the request asks for that, else whole."""
-    if reply.spec.streamed:
-        return ReplyStream(reply, dialect.stream(asked, reply.identity), headers=headers)
-    return ReplyBody(
-        reply,
-        lambda answers, usage: dialect.fold(asked, reply.identity, answers, usage),
-        headers=headers,
-    )
+    kind = ReplyStream if reply.spec.streamed else ReplyBody
+    return kind(reply, builder, headers=headers)
 
 
 create_chat_completion = Endpoint(
@@ -82,11 +69,11 @@ create_chat_completion = Endpoint(
     "createChatCompletion",
     "Answer a chat",
     "With `stream`, as server-sent events that end with `data: [DONE]`.",
-    body=ChatDialect.requests,
+    body=CHATS.requests,
     answer=ChatCompletion,
     chunk=ChatChunk,
     fails=(507,),
-)(generating(ChatDialect(), "chat"))
+)(generating(CHATS, "chat"))
 
 create_completion = Endpoint(
     "POST",
@@ -94,11 +81,11 @@ create_completion = Endpoint(
     "createCompletion",
     "Go on with a text",
     "With `stream`, as server-sent events that end with `data: [DONE]`.",
-    body=CompletionDialect.requests,
+    body=COMPLETIONS.requests,
     answer=TextCompletion,
     chunk=TextCompletion,
     fails=(507,),
-)(generating(CompletionDialect(), "text_completion"))
+)(generating(COMPLETIONS, "text_completion"))
 
 create_fim_completion = Endpoint(
     "POST",
@@ -107,11 +94,11 @@ create_fim_completion = Endpoint(
     "What is to be written between two texts, as Mistral's API has it",
     "For models with fill-in-the-middle tokens, unless there is no `suffix`. With `stream`, as a "
     "chat's server-sent events, which end with `data: [DONE]`.",
-    body=FIMDialect.requests,
+    body=FIMS.requests,
     answer=ChatCompletion,
     chunk=ChatChunk,
     fails=(507,),
-)(generating(FIMDialect(), "text_completion"))
+)(generating(FIMS, "text_completion"))
 
 infill = Endpoint(
     "POST",
@@ -120,11 +107,11 @@ infill = Endpoint(
     "What is to be written between two texts",
     "For models with fill-in-the-middle tokens; as llama.cpp's server has it. With `stream`, as "
     "server-sent events, of which the last has `stop: true`.",
-    body=InfillDialect.requests,
+    body=INFILLS.requests,
     answer=LlamaCompletion,
     chunk=LlamaCompletion,
     fails=(507,),
-)(generating(InfillDialect(), "text_completion"))
+)(generating(INFILLS, "text_completion"))
 
 llama_completion = Endpoint(
     "POST",
@@ -132,8 +119,8 @@ llama_completion = Endpoint(
     "llamaCompletion",
     "Go on with a text, as llama.cpp's server does",
     "With `stream`, as server-sent events, of which the last has `stop: true`.",
-    body=LlamaCompletionDialect.requests,
+    body=LLAMA_COMPLETIONS.requests,
     answer=LlamaCompletion,
     chunk=LlamaCompletion,
     fails=(507,),
-)(generating(LlamaCompletionDialect(), "text_completion"))
+)(generating(LLAMA_COMPLETIONS, "text_completion"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,13 +14,10 @@ from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.web.security.clients import client_of
-from mlxsrv.wire.anthropic.answers import AnthropicMessage, MessageEvent, TokenCount
-from mlxsrv.wire.anthropic.dialects import MessagesDialect
+from mlxsrv.wire.anthropic.answers import MESSAGES, AnthropicMessage, MessageEvent, TokenCount
 from mlxsrv.wire.anthropic.errors import ERRORS, REQUEST_ID
 from mlxsrv.wire.anthropic.models import anthropic_model, anthropic_models
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
-
-_DIALECT = MessagesDialect()
 
 
 @Endpoint(
@@ -38,8 +34,9 @@ _DIALECT = MessagesDialect()
 async def create_message(request: Request) -> Response:
     record_of(request.scope).operation = "chat"
     asked, headers = await read_request(request, MESSAGES_REQUESTS)
-    reply = await start_reply(request, _DIALECT, asked)
-    return answer(_DIALECT, asked, reply, {**headers, **_identity(request)})
+    reply = await start_reply(request, MESSAGES, asked.spec)
+    builder = MESSAGES.builder(asked, reply.identity)
+    return answer(reply, builder, {**headers, **_identity(request)})
 
 
 @Endpoint(
@@ -54,7 +51,7 @@ async def create_message(request: Request) -> Response:
 )
 async def count_tokens(request: Request) -> Response:
     asked, headers = await read_request(request, MESSAGES_REQUESTS)
-    spec = await read_aside(request, partial(_DIALECT.spec, asked))
+    spec = await read_aside(request, asked.spec)
     work = service_of(request).count_tokens(spec, client_of(request, spec.user))
     count = await unless_gone(request.receive, work)
     return JSONResponse(TokenCount(count), headers={**headers, **_identity(request)})

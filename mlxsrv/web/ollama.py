@@ -34,20 +34,22 @@ from mlxsrv.web.responses import (
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.dialect import Dialect, ErrorShape
-from mlxsrv.wire.ndjson import MEDIA_TYPE, line
 from mlxsrv.wire.ollama.answers import (
+    CHATS,
     ERRORS,
+    MEDIA_TYPE,
+    TEXTS,
     DoneReason,
     OllamaAnswer,
     OllamaChatAnswer,
     OllamaEmbedding,
     OllamaEmbeddings,
     OllamaTextAnswer,
+    line,
     nanoseconds,
     ollama_error,
     ollama_time,
 )
-from mlxsrv.wire.ollama.dialects import OllamaChatDialect, OllamaGenerateDialect
 from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.ollama.models import (
     OllamaModels,
@@ -105,8 +107,8 @@ def _generating(
             reason = await _load(request, asked.model, read_keep_alive(asked.keep_alive))
             told = empty(model=asked.model, created_at=ollama_time(), done=True, done_reason=reason)
             return JSONResponse(told, headers=headers)
-        reply = await start_reply(request, dialect, asked)
-        return answer(dialect, asked, reply, headers)
+        reply = await start_reply(request, dialect, asked.spec)
+        return answer(reply, dialect.builder(asked, reply.identity), headers)
 
     return endpoint
 
@@ -127,11 +129,11 @@ chat = _OllamaEndpoint(
     "ollamaChat",
     "Answer a chat",
     "Streamed as lines of JSON, unless `stream` is false.",
-    body=OllamaChatDialect.requests,
+    body=CHATS.requests,
     answer=OllamaChatAnswer,
     chunk=OllamaChatAnswer,
     fails=(507,),
-)(_generating(OllamaChatDialect(), "chat", OllamaChatAnswer))
+)(_generating(CHATS, "chat", OllamaChatAnswer))
 
 generate = _OllamaEndpoint(
     "POST",
@@ -139,11 +141,11 @@ generate = _OllamaEndpoint(
     "ollamaGenerate",
     "Answer a prompt, or go on with a text",
     "Streamed as lines of JSON, unless `stream` is false.",
-    body=OllamaGenerateDialect.requests,
+    body=TEXTS.requests,
     answer=OllamaTextAnswer,
     chunk=OllamaTextAnswer,
     fails=(507,),
-)(_generating(OllamaGenerateDialect(), "text_completion", OllamaTextAnswer))
+)(_generating(TEXTS, "text_completion", OllamaTextAnswer))
 
 # Embeddings.
 

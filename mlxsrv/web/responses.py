@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -14,33 +14,18 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mlxsrv.errors import InvalidAPIKey, InvalidHTTP, RequestTimeout, ServeError
-from mlxsrv.generation.outputs import (
-    Answer,
-    AnswerBuilder,
-    Ended,
-    Opened,
-    Output,
-    PromptDone,
-    PromptInfo,
-    SampledTokens,
-    TextPiece,
-    ToolInput,
-    ToolStarted,
-    Usage,
-)
+from mlxsrv.generation.outputs import AnswerBuilder, Ended, Output
 from mlxsrv.service.reply import Reply
 from mlxsrv.web.observability.records import record_of
 from mlxsrv.web.paths import find_operation, speaks_anthropic
 from mlxsrv.wire.anthropic import errors as anthropic
-from mlxsrv.wire.dialect import ErrorShape, Stream
+from mlxsrv.wire.dialect import Builder, ErrorShape
 from mlxsrv.wire.openai import answers as openai
 from mlxsrv.wire.sse import encode_json
 
 STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 T = TypeVar("T")
-Fold = Callable[[Sequence[Answer], Usage], object]
-"""Makes one body of the answers of a reply."""
 
 
 class JSONResponse(Response):
@@ -104,12 +89,12 @@ class ReplyStream(StreamingResponse):
     Accept says, because clients show an event to their users as it is.
     """
 
-    def __init__(self, reply: Reply, stream: Stream, *, headers: Mapping[str, str]) -> None:
+    def __init__(self, reply: Reply, builder: Builder, *, headers: Mapping[str, str]) -> None:
         super().__init__(
-            self._frames(), headers={**STREAM_HEADERS, **headers}, media_type=stream.media_type
+            self._frames(), headers={**STREAM_HEADERS, **headers}, media_type=builder.media_type
         )
         self._reply = reply
-        self._stream = stream
+        self._builder = builder
         self._first: list[Output] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -124,49 +109,28 @@ class ReplyStream(StreamingResponse):
 
     async def _frames(self) -> AsyncIterator[bytes]:
         """Yield what is written at once: all frames that are ready, or a keep-alive."""
-        outputs = self._first
+        outputs, builder = self._first, self._builder
         try:
             while True:
-                if outputs and self._stream.live:
-                    self._stream.carry(self._reply.usage())
-                frames = (
-                    b"".join(map(self._frame, outputs)) if outputs else self._stream.keepalive()
-                )
+                if outputs and builder.live:
+                    builder.carry(self._reply.usage())
+                frames = b"".join(map(builder.write, outputs)) if outputs else builder.keepalive()
                 if frames:
                     yield frames
                 if outputs and isinstance(outputs[-1], Ended) and outputs[-1].usage is not None:
                     return
                 outputs = await self._reply.outputs()
         except ServeError as error:
-            yield self._stream.error(error)
-
-    def _frame(self, output: Output) -> bytes:
-        match output:
-            case TextPiece(choice, channel, text, scores):
-                return self._stream.text(choice, channel, text, scores)
-            case ToolStarted(choice, index, id, name):
-                return self._stream.tool(choice, index, id, name)
-            case ToolInput(choice, index, text):
-                return self._stream.arguments(choice, index, text)
-            case Ended():
-                return self._stream.end(output)
-            case Opened():
-                return self._stream.opening()
-            case PromptDone(tokens, cached):
-                return self._stream.prompt_done(tokens, cached)
-            case SampledTokens(choice, tokens):
-                return self._stream.tokens(choice, tokens)
-            case PromptInfo(choice, prompt):  # a stream has no log-probabilities of its prompt
-                return b"" if prompt is None else self._stream.prompt(choice, prompt)
+            yield builder.error(error)
 
 
 class ReplyBody(Response):
     """A reply as one body, sent when it is complete."""
 
-    def __init__(self, reply: Reply, fold: Fold, *, headers: Mapping[str, str]) -> None:
+    def __init__(self, reply: Reply, builder: Builder, *, headers: Mapping[str, str]) -> None:
         super().__init__(headers=headers)
         self._reply = reply
-        self._fold = fold
+        self._builder = builder
         self._given = headers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -184,7 +148,7 @@ class ReplyBody(Response):
         while answers.usage is None:
             for output in await self._reply.outputs():
                 answers.add(output)
-        return self._fold(answers.make(), answers.usage)
+        return self._builder.whole(answers.make(), answers.usage)
 
 
 @asynccontextmanager

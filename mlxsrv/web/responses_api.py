@@ -26,7 +26,7 @@ from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.web.security.clients import client_of
 from mlxsrv.wire.decoding import read_query
 from mlxsrv.wire.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseObject
-from mlxsrv.wire.responses.dialects import ResponsesDialect
+from mlxsrv.wire.responses.builder import responses_dialect
 from mlxsrv.wire.responses.events import StreamedEvent
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, Past, ResponsesRequest
 from mlxsrv.wire.responses.storing import (
@@ -57,9 +57,9 @@ async def create_response(request: Request) -> Response:
     recalled = _recall(request, asked)
     places = {id: item.response for id, item in recalled.references.items()}
     keep = partial(_keep, _store(request), asked, client_of(request).id, places)
-    dialect = ResponsesDialect(_past(recalled), keep)
-    reply = await start_reply(request, dialect, asked)
-    return answer(dialect, asked, reply, headers)
+    dialect = responses_dialect(keep)
+    reply = await start_reply(request, dialect, partial(asked.spec, _past(recalled)))
+    return answer(reply, dialect.builder(asked, reply.identity), headers)
 
 
 @Endpoint(

@@ -1,7 +1,8 @@
 """The seam between the service, which knows no dialect, and the dialects.
 
-A `Dialect` hangs on a route that generates text: it reads requests and writes answers, whole or
-streamed. An `ErrorShape` hangs on every route: it writes the errors of its dialect.
+Each route that generates text has a `Dialect`: a decoder of requests, and a `Builder` for each
+reply, which writes what the client sees, streamed or whole. Each route has an `ErrorShape`, which
+writes errors.
 """
 
 from __future__ import annotations
@@ -14,11 +15,25 @@ from typing import Any, ClassVar, Generic, TypeVar
 from msgspec import Struct
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation.outputs import Answer, Channel, Ended, Identity, TokenScore, Usage
+from mlxsrv.generation.outputs import (
+    Answer,
+    Channel,
+    Ended,
+    Identity,
+    Opened,
+    Output,
+    PromptDone,
+    PromptInfo,
+    SampledTokens,
+    TextPiece,
+    TokenScore,
+    ToolInput,
+    ToolStarted,
+    Usage,
+)
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.wire.decoding import RequestDecoder
-
-R = TypeVar("R", bound=Struct)
+from mlxsrv.wire.steering import SteeringFields
 
 
 def _own_status(error: ServeError) -> int:
@@ -41,18 +56,43 @@ class ErrorShape(Struct, frozen=True):
     id_header: str | None = None
 
 
-class Stream(ABC):
-    """The frames of one streamed response, in the order that clients rely on: `opening`, then any
-    number of pieces of each choice and its `end`. `error` ends all choices that are still open.
+class Builder(ABC):
+    """Builds what a client sees of one reply: the frames of a stream, or one body.
 
-    Each method returns what is sent at once; b"" if nothing is.
+    A stream has its frames in the order that clients rely on: `opening`, then any number of pieces
+    of each choice and its `end`. `error` ends all choices that are still open. Each of these
+    methods returns what is sent at once; b"" if nothing is.
     """
 
     media_type: ClassVar[str] = "text/event-stream"
 
+    def write(self, output: Output) -> bytes:
+        """Return the frames of one output."""
+        match output:
+            case TextPiece(choice, channel, text, scores):
+                return self.text(choice, channel, text, scores)
+            case ToolStarted(choice, index, id, name):
+                return self.tool(choice, index, id, name)
+            case ToolInput(choice, index, text):
+                return self.arguments(choice, index, text)
+            case Ended():
+                return self.end(output)
+            case Opened():
+                return self.opening()
+            case PromptDone(tokens, cached):
+                return self.prompt_done(tokens, cached)
+            case SampledTokens(choice, tokens):
+                return self.tokens(choice, tokens)
+            case PromptInfo(choice, prompt):  # a stream has no log-probabilities of its prompt
+                return b"" if prompt is None else self.prompt(choice, prompt)
+
+    @abstractmethod
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> object:
+        """Return the body of a response that is not streamed. The builder has written no frames."""
+
     @property
     def live(self) -> bool:
-        """Whether frames tell the usage or the time so far. The caller must then `carry` it."""
+        """Whether frames have the usage or the time so far. The caller must then `carry` it."""
         return False
 
     def carry(self, usage: Usage) -> None:
@@ -63,9 +103,9 @@ class Stream(ABC):
     def keepalive(self) -> bytes:
         """The sign of life while nothing is produced. It may come before the opening."""
 
-    @abstractmethod
     def opening(self) -> bytes:
         """The engine has the request."""
+        return b""
 
     def prompt_done(self, tokens: int, cached: int) -> bytes:
         """The prompt is read; `cached` of its tokens were known. It comes before any text."""
@@ -101,31 +141,30 @@ class Stream(ABC):
         """The end of the stream, and of every choice that has not ended yet."""
 
 
-class Dialect(ABC, Generic[R]):
+class TextRequest(SteeringFields, frozen=True, kw_only=True):
+    """A request for text, in any dialect."""
+
+    def spec(self) -> GenerationSpec:
+        """Return what the request asks for. Raises InvalidRequest."""
+        raise NotImplementedError
+
+
+R = TypeVar("R", bound=TextRequest)
+
+
+class Dialect(Struct, Generic[R], frozen=True):
     """The requests and answers of one endpoint that generates text.
 
     Attributes:
         requests: decodes bodies.
         id_prefix: the beginning of a response's id.
+        builder: makes the builder of the response to one request.
     """
 
-    requests: ClassVar[RequestDecoder[Any]]
-    id_prefix: ClassVar[str]
+    requests: RequestDecoder[R]
+    id_prefix: str
+    builder: Callable[[R, Identity], Builder]
 
     def new_id(self, conversation: str = "") -> str:
         """Return the id of a new response. `conversation` is put in front of its random part."""
         return f"{self.id_prefix}{conversation}{uuid.uuid4().hex}"
-
-    @abstractmethod
-    def spec(self, request: R) -> GenerationSpec:
-        """Return what the request asks for. Raises InvalidRequest."""
-
-    @abstractmethod
-    def stream(self, request: R, identity: Identity) -> Stream:
-        """Return the encoder of one streamed response."""
-
-    @abstractmethod
-    def fold(
-        self, request: R, identity: Identity, answers: Sequence[Answer], usage: Usage
-    ) -> object:
-        """Return the body of one whole response."""

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from mlxsrv import errors
 from mlxsrv.errors import EngineFailed, ServeError
 from mlxsrv.generation.outputs import (
-    Answer,
     AnswerBuilder,
     Ended,
     Opened,
@@ -29,15 +28,14 @@ from mlxsrv.generation.outputs import (
 )
 from mlxsrv.wire import management
 from mlxsrv.wire.anthropic import errors as anthropic
-from mlxsrv.wire.anthropic.answers import message
-from mlxsrv.wire.anthropic.streams import MessageStream
-from mlxsrv.wire.dialect import ErrorShape, Stream
+from mlxsrv.wire.anthropic.answers import MessageBuilder
+from mlxsrv.wire.dialect import Builder, ErrorShape
 from mlxsrv.wire.ollama import answers as ollama
-from mlxsrv.wire.ollama.streams import OllamaChatStream
+from mlxsrv.wire.ollama.requests import OllamaChatRequest
 from mlxsrv.wire.openai import answers as openai
-from mlxsrv.wire.openai.streams import ChatStream
-from mlxsrv.wire.responses.answers import fail_response, fold_response, make_response
-from mlxsrv.wire.responses.streams import ResponsesStream
+from mlxsrv.wire.openai.builders import ChatBuilder
+from mlxsrv.wire.responses.answers import fail_response, make_response
+from mlxsrv.wire.responses.builder import ResponseBuilder
 from tests.support.anthropic_streams import check_type, hear
 from tests.support.responses_streams import WHO, check_order
 from tests.support.schemas import as_sent, check_schema
@@ -49,17 +47,12 @@ from tests.wire.responses.asking import asked, read_events
 REQUEST = asked()
 USAGE = Usage(prompt_tokens=9, completion_tokens=7, reasoning_tokens=1, cached_tokens=4)
 
-STREAMS: dict[str, Callable[[], Stream]] = {
-    "chat": lambda: ChatStream(WHO, "asked"),
-    "messages": lambda: MessageStream(WHO),
-    "responses": lambda: ResponsesStream(REQUEST, WHO, lambda response: None),
-    "ollama": lambda: OllamaChatStream("m:latest"),
-}
-FOLDS: dict[str, Callable[[Answer], object]] = {
-    "chat": lambda answer: openai.chat_completion(WHO, [answer], USAGE),
-    "messages": lambda answer: message(WHO, answer, USAGE),
-    "responses": lambda answer: fold_response(REQUEST, WHO, answer, USAGE),
-    "ollama": lambda answer: ollama.chat_answer("m:latest", answer, USAGE),
+OLLAMA = OllamaChatRequest(model="m:latest")
+BUILDERS: dict[str, Callable[[], Builder]] = {
+    "chat": lambda: ChatBuilder(WHO, "asked"),
+    "messages": lambda: MessageBuilder(WHO),
+    "responses": lambda: ResponseBuilder(REQUEST, WHO, lambda response: None),
+    "ollama": lambda: ollama.CHATS.builder(OLLAMA, WHO),
 }
 
 # Answers, as a service tells them.
@@ -113,32 +106,15 @@ def _call(index: int, text: str, at: int) -> Iterator[Output]:
     yield from (ToolInput(0, index, part) for part in (text[:at], text[at:]) if part)
 
 
-def write(stream: Stream, output: Output) -> bytes:
-    match output:
-        case Opened():
-            return stream.opening()
-        case PromptDone(tokens, cached):
-            return stream.prompt_done(tokens, cached)
-        case TextPiece(choice, channel, text):
-            return stream.text(choice, channel, text)
-        case ToolStarted(choice, index, id, name):
-            return stream.tool(choice, index, id, name)
-        case ToolInput(choice, index, text):
-            return stream.arguments(choice, index, text)
-        case Ended():
-            return stream.end(output)
-    raise AssertionError(output)
-
-
 def send(
     name: str, outputs: Sequence[Output], silences: Sequence[int], error: ServeError | None = None
 ) -> httpx.Response:
     """The response that streams the outputs, with keep-alives before those of these numbers."""
-    stream, data = STREAMS[name](), b""
+    stream, data = BUILDERS[name](), b""
     for number, output in enumerate(outputs):
         if number in silences:
             data += stream.keepalive()
-        data += write(stream, output)
+        data += stream.write(output)
     if error is not None:
         data += stream.error(error)
     assert not data or data.endswith(b"\n")
@@ -158,7 +134,7 @@ def fold(name: str, outputs: Sequence[Output]) -> Said:
     for output in outputs:
         builder.add(output)
     [answer] = builder.make()
-    return DIALECTS[name].read(as_sent(FOLDS[name](answer)))
+    return DIALECTS[name].read(as_sent(BUILDERS[name]().whole([answer], USAGE)))
 
 
 SILENCES = st.lists(st.integers(0, 30), max_size=4)

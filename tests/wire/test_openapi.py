@@ -17,7 +17,7 @@ from mlxsrv.generation.outputs import Answer, Ended, Identity, TokenScore, ToolU
 from mlxsrv.generation.status import Health, ModelDetails, ModelObject
 from mlxsrv.wire.anthropic import errors as anthropic
 from mlxsrv.wire.openai import answers as openai
-from mlxsrv.wire.openai import streams, tokens
+from mlxsrv.wire.openai import builders, tokens
 from mlxsrv.wire.openapi import document
 from tests.support.bodies import KINDS, Kind
 from tests.support.operations import every_operation
@@ -262,9 +262,11 @@ ANSWERS = [
 
 def test_answers_are_as_described() -> None:
     chat, text = "/v1/chat/completions", "/v1/completions"
-    body = as_sent(openai.chat_completion(WHO, ANSWERS, USAGE))
+    body = as_sent(builders.ChatBuilder(WHO, "never").whole(ANSWERS, USAGE))
     answers("POST", chat, 200).validate(body)
-    answers("POST", text, 200).validate(as_sent(openai.text_completion(WHO, ANSWERS, USAGE)))
+    answers("POST", text, 200).validate(
+        as_sent(builders.CompletionBuilder(WHO, "never").whole(ANSWERS, USAGE))
+    )
     assert not answers("POST", text, 200).is_valid(body)
     for name in body:
         lacking = {key: value for key, value in body.items() if key != name}
@@ -272,15 +274,15 @@ def test_answers_are_as_described() -> None:
 
 
 @pytest.mark.parametrize("usage", ["unasked", "asked", "never"])
-def test_chunks_are_as_described(usage: streams.UsageMode) -> None:
+def test_chunks_are_as_described(usage: builders.UsageMode) -> None:
     for path, kind in (
-        ("/v1/chat/completions", streams.ChatStream),
-        ("/v1/completions", streams.CompletionStream),
+        ("/v1/chat/completions", builders.ChatBuilder),
+        ("/v1/completions", builders.CompletionBuilder),
     ):
         stream = kind(WHO, usage, choices=2, scored=True)
         data = stream.opening() + stream.text(0, "content", "a", SCORES)
         data += stream.text(1, "reasoning", "a")
-        if kind is streams.ChatStream:
+        if kind is builders.ChatBuilder:
             data += stream.tool(1, 0, "call_1", "f") + stream.arguments(1, 0, "{}")
         ended = data + stream.end(Ended(0, "stop")) + stream.end(Ended(1, "tool_calls", USAGE))
         failed = kind(WHO, usage).error(InvalidRequest("no"))

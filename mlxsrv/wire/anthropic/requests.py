@@ -23,8 +23,9 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.wire.anthropic.blocks import CacheControl, MessageParam, System, read_chat
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.dialect import TextRequest
 from mlxsrv.wire.openai.generation_request import Effort, Priority
-from mlxsrv.wire.steering import SteeringFields, check_steering
+from mlxsrv.wire.steering import check_steering
 from mlxsrv.wire.unknown import Search
 
 
@@ -78,7 +79,7 @@ class ThreadParam(Struct, frozen=True):
 _PATHS = {"reasoning_effort": "output_config.effort", "enable_thinking": "thinking"}
 
 
-class MessagesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
+class MessagesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
     """None: the default is used."""
 
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=10_000)]
@@ -107,7 +108,6 @@ class MessagesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
     cache_control: CacheControl | None = None
 
     def spec(self) -> GenerationSpec:
-        """Return what the request asks for."""
         return GenerationSpec(
             prompt=self._prompt(),
             model=self.model,

@@ -1,8 +1,8 @@
-"""Answers of Ollama's API, whole and as the lines of a stream."""
+"""Answers of Ollama's API, whole and as the lines of a stream: one JSON object a line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -10,9 +10,28 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from mlxsrv.errors import ModelNotFound, ServeError, UnsupportedParameter
-from mlxsrv.generation.outputs import Answer, FinishReason, Timings, TokenScore, ToolUse, Usage
-from mlxsrv.wire.dialect import ErrorShape
+from mlxsrv.generation.outputs import (
+    Answer,
+    Channel,
+    Ended,
+    FinishReason,
+    Timings,
+    TokenScore,
+    ToolUse,
+    Usage,
+)
+from mlxsrv.wire.dialect import Builder, Dialect, ErrorShape
+from mlxsrv.wire.ollama.requests import OLLAMA_CHATS, OLLAMA_TEXTS
 from mlxsrv.wire.openai.logprobs import TokenLogprob, TopLogprob, chat_logprobs
+from mlxsrv.wire.sse import PLACEHOLDER, encode_json, text_encoder
+
+MEDIA_TYPE = "application/x-ndjson"
+
+
+def line(value: object) -> bytes:
+    """Return `value` as JSON on a line of its own."""
+    return encode_json(value) + b"\n"
+
 
 # Errors.
 
@@ -44,7 +63,7 @@ class OllamaLogprob(Struct, frozen=True):
     top_logprobs: list[TopLogprob] | UnsetType = UNSET
 
 
-def ollama_logprobs(scores: Sequence[TokenScore]) -> list[OllamaLogprob]:
+def _logprobs_of(scores: Sequence[TokenScore]) -> list[OllamaLogprob]:
     return [_logprob(each) for each in chat_logprobs(scores).content]
 
 
@@ -66,7 +85,7 @@ class OllamaCall(Struct, frozen=True):
     function: OllamaCalledFunction
 
 
-def ollama_call(index: int, use: ToolUse) -> OllamaCall | None:
+def _read_call(index: int, use: ToolUse) -> OllamaCall | None:
     """Return a tool call with its arguments as an object; None if it is broken."""
     if not use.complete:
         return None
@@ -77,7 +96,7 @@ def ollama_call(index: int, use: ToolUse) -> OllamaCall | None:
     return OllamaCall(use.id, OllamaCalledFunction(index, use.name, arguments))
 
 
-def split_calls(uses: Sequence[ToolUse], fragment: str) -> tuple[list[OllamaCall], str]:
+def _split_calls(uses: Sequence[ToolUse], fragment: str) -> tuple[list[OllamaCall], str]:
     """Return the calls of an answer, and the text of those that are left out as broken.
 
     Args:
@@ -85,7 +104,7 @@ def split_calls(uses: Sequence[ToolUse], fragment: str) -> tuple[list[OllamaCall
     """
     calls, texts = [], []
     for index, use in enumerate(uses):
-        call = ollama_call(index, use)
+        call = _read_call(index, use)
         if call is not None:
             calls.append(call)
         elif not fragment or use is not uses[-1]:
@@ -148,7 +167,7 @@ def nanoseconds(seconds: float) -> int:
     return max(round(seconds * 1e9), 1)
 
 
-def done_fields(reason: FinishReason, usage: Usage) -> dict[str, Any]:
+def _done_fields(reason: FinishReason, usage: Usage) -> dict[str, Any]:
     """Return the fields that only the end of an answer has."""
     timings = usage.timings or Timings(0.0, 0.0)
     return {
@@ -163,30 +182,121 @@ def done_fields(reason: FinishReason, usage: Usage) -> dict[str, Any]:
     }
 
 
-def chat_answer(model: str, answer: Answer, usage: Usage) -> OllamaChatAnswer:
-    calls, left_out = split_calls(answer.tools, answer.fragment)
-    return OllamaChatAnswer(
-        model=model,
-        created_at=ollama_time(),
-        message=OllamaAnswerMessage(
-            content=answer.content + left_out,
-            thinking=answer.reasoning or UNSET,
-            tool_calls=calls or UNSET,
-        ),
-        logprobs=UNSET if answer.scores is None else ollama_logprobs(answer.scores),
-        **done_fields(answer.reason, usage),
-    )
+# The builder.
 
 
-def text_answer(model: str, answer: Answer, usage: Usage) -> OllamaTextAnswer:
-    return OllamaTextAnswer(
-        model=model,
-        created_at=ollama_time(),
-        response=answer.content,
-        thinking=answer.reasoning or UNSET,
-        logprobs=UNSET if answer.scores is None else ollama_logprobs(answer.scores),
-        **done_fields(answer.reason, usage),
+class _HeldCall(Struct):
+    """A tool call, as far as it has come."""
+
+    id: str
+    name: str
+    arguments: list[str]
+
+
+class OllamaBuilder(Builder):
+    """One answer, as lines or whole. `created_at` of all lines but the last is when the stream
+    began: a time for each line would cost as much as the rest of the line.
+
+    Args:
+        make: makes an object of content, thoughts, calls, and other fields.
+        model: the name that the client has given.
+    """
+
+    media_type = MEDIA_TYPE
+
+    def __init__(self, make: Callable[..., OllamaAnswer], model: str) -> None:
+        self._make = make
+        self._model = model
+        self._created_at = ollama_time()
+        self._texts: dict[Channel, Callable[[str], bytes]] = {}
+        self._calls: dict[int, _HeldCall] = {}
+
+    def keepalive(self) -> bytes:
+        """A line without text: clients read every line as JSON."""
+        return self._line("content", "")
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> OllamaAnswer:
+        [answer] = answers
+        calls, left_out = _split_calls(answer.tools, answer.fragment)
+        return self._make(
+            answer.content + left_out,
+            answer.reasoning or UNSET,
+            calls,
+            model=self._model,
+            created_at=ollama_time(),
+            logprobs=UNSET if answer.scores is None else _logprobs_of(answer.scores),
+            **_done_fields(answer.reason, usage),
+        )
+
+    def text(
+        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
+    ) -> bytes:
+        if scores:
+            return self._line(channel, text, logprobs=_logprobs_of(scores))
+        try:
+            lines = self._texts[channel]
+        except KeyError:
+            lines = self._texts[channel] = text_encoder(self._line(channel, PLACEHOLDER))
+        return lines(text)
+
+    def end(self, ended: Ended) -> bytes:
+        calls = self._send_calls(ended)
+        assert ended.usage is not None  # there is one choice
+        done = _done_fields(ended.reason, ended.usage)
+        return calls + self._line("content", "", created_at=ollama_time(), **done)
+
+    def error(self, error: ServeError) -> bytes:
+        return line(ollama_error(error))
+
+    def _line(
+        self, channel: Channel, text: str, calls: Sequence[OllamaCall] = (), **fields: Any
+    ) -> bytes:
+        content, thoughts = (text, UNSET) if channel == "content" else ("", text)
+        shared = {"model": self._model, "created_at": self._created_at}
+        return line(self._make(content, thoughts, calls, **{**shared, **fields}))
+
+    # Tool calls. Which are broken is known at the end, so they are sent there, each as a whole.
+
+    def tool(self, choice: int, index: int, id: str, name: str) -> bytes:
+        self._calls[index] = _HeldCall(id, name, [])
+        return b""
+
+    def arguments(self, choice: int, index: int, text: str) -> bytes:
+        self._calls[index].arguments.append(text)
+        return b""
+
+    def _send_calls(self, ended: Ended) -> bytes:
+        uses = [
+            ToolUse(held.id, held.name, "".join(held.arguments), index not in ended.broken)
+            for index, held in self._calls.items()
+        ]
+        calls, left_out = _split_calls(uses, ended.fragment)
+        lines = [self._line("content", "", [call]) for call in calls]
+        return b"".join([*lines, self.text(0, "content", left_out) if left_out else b""])
+
+
+def _make_chat(
+    content: str, thoughts: str | UnsetType, calls: Sequence[OllamaCall], **fields: Any
+) -> OllamaChatAnswer:
+    message = OllamaAnswerMessage(
+        content=content, thinking=thoughts, tool_calls=[*calls] if calls else UNSET
     )
+    return OllamaChatAnswer(message=message, **fields)
+
+
+def _make_text(
+    content: str, thoughts: str | UnsetType, calls: Sequence[OllamaCall], **fields: Any
+) -> OllamaTextAnswer:
+    """There are no calls: a request for a text has no tools."""
+    return OllamaTextAnswer(response=content, thinking=thoughts, **fields)
+
+
+CHATS = Dialect(
+    OLLAMA_CHATS, "ollama-", lambda request, identity: OllamaBuilder(_make_chat, request.model)
+)
+TEXTS = Dialect(
+    OLLAMA_TEXTS, "ollama-", lambda request, identity: OllamaBuilder(_make_text, request.model)
+)
 
 
 # Embeddings.

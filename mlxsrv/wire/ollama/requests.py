@@ -6,8 +6,8 @@ Its own server ignores options that it does not know. So does this one, and name
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
@@ -26,11 +26,12 @@ from mlxsrv.generation.spec import (
 )
 from mlxsrv.generation.texts import Cut, EmbeddingSpec
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.dialect import TextRequest
 from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.openai.generation_request import Effort, Priority
 from mlxsrv.wire.past_calls import past_arguments
-from mlxsrv.wire.steering import NotEmpty, SteeringFields, check_steering
+from mlxsrv.wire.steering import NotEmpty, check_steering
 from mlxsrv.wire.unknown import Search
 
 _CHAT_PATHS = {
@@ -38,7 +39,6 @@ _CHAT_PATHS = {
     "reasoning_effort": "think",
     "enable_thinking": "think",
 }
-_GENERATE_PATHS = {**_CHAT_PATHS, "messages": "prompt", "chat_template": "template"}
 
 _Penalty = Annotated[float, Meta(ge=-2, le=2)]
 _Share = Annotated[float, Meta(ge=0, le=1)]
@@ -92,7 +92,7 @@ class OllamaOptions(Struct, frozen=True, kw_only=True):
 _NO_OPTIONS = OllamaOptions()
 
 
-class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
+class OllamaRequest(TextRequest, frozen=True, kw_only=True):
     """The fields that chats and texts share. `stream` is true unless the request says otherwise."""
 
     model: NotEmpty
@@ -120,18 +120,24 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
             return JSONForm("format", {"type": "object"}) if self.format == "json" else None
         return JSONForm("format", self.format)
 
-    def make_spec(
-        self, prompt: PromptSpec, paths: Mapping[str, str], ignored: Sequence[str] = ()
-    ) -> GenerationSpec:
-        """Return what the request asks for, with a prompt that its own kind makes.
+    _paths: ClassVar[Mapping[str, str]]
+    """Where its fields are that this dialect names otherwise, as in the spec."""
+
+    def make_prompt(self, left_out: Search) -> PromptSpec:
+        """Return the prompt, which each kind of request has in its own fields.
 
         Args:
-            paths: as in the spec.
-            ignored: paths of what was left out of the prompt.
+            left_out: notes what is left out of it.
+
+        Raises:
+            UnsupportedParameter: there are images in it.
         """
-        options = self.options or _NO_OPTIONS
+        raise NotImplementedError
+
+    def spec(self) -> GenerationSpec:
+        options, left_out = self.options or _NO_OPTIONS, Search()
         return GenerationSpec(
-            prompt=prompt,
+            prompt=self.make_prompt(left_out),
             model=self.model,
             sampling=options.sampling,
             steering=self.steering_wishes,
@@ -144,8 +150,8 @@ class OllamaRequest(SteeringFields, frozen=True, kw_only=True):
             streamed=self.stream is not False,
             priority=self.priority,
             keep_alive=read_keep_alive(self.keep_alive),
-            ignored=ignored,
-            paths=paths,
+            ignored=left_out.paths,
+            paths=self._paths,
         )
 
 
@@ -209,7 +215,7 @@ class OllamaTool(Struct, frozen=True):
     function: OllamaFunction
     type: Literal["function"] | None = None
 
-    def spec(self) -> ToolSpec:
+    def tool_spec(self) -> ToolSpec:
         return ToolSpec(
             name=self.function.name,
             description=self.function.description,
@@ -220,6 +226,8 @@ class OllamaTool(Struct, frozen=True):
 class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
     """A chat. Without messages, the model is loaded or unloaded."""
 
+    _paths: ClassVar = _CHAT_PATHS
+
     messages: Annotated[list[OllamaMessage], Meta(max_length=10_000)] | None = None
     tools: Annotated[list[OllamaTool], Meta(max_length=1000)] | None = None
 
@@ -227,21 +235,19 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         return not self.messages
 
-    def spec(self) -> GenerationSpec:
-        """Return what the request asks for. Raises UnsupportedParameter."""
-        given, left_out = self.messages or (), Search()
+    def make_prompt(self, left_out: Search) -> ChatPrompt:
+        given = self.messages or ()
         newest = newest_question(each.role for each in given)
         messages = [
             each.read(f"messages[{i}]", left_out, new=i == newest) for i, each in enumerate(given)
         ]
-        prompt = ChatPrompt(
+        return ChatPrompt(
             messages=messages,
-            tools=[tool.spec() for tool in self.tools or ()],
+            tools=[tool.tool_spec() for tool in self.tools or ()],
             thinking=self.thinking,
             effort=self.effort,
             continues=messages[-1].is_unfinished,
         )
-        return self.make_spec(prompt, _CHAT_PATHS, left_out.paths)
 
 
 # Text.
@@ -249,6 +255,8 @@ class OllamaChatRequest(OllamaRequest, frozen=True, kw_only=True):
 
 class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     """A text. Without prompt and suffix, the model is loaded or unloaded."""
+
+    _paths: ClassVar = {**_CHAT_PATHS, "messages": "prompt", "chat_template": "template"}
 
     prompt: str | None = None
     suffix: str | None = None
@@ -261,18 +269,12 @@ class OllamaGenerateRequest(OllamaRequest, frozen=True, kw_only=True):
     def is_empty(self) -> bool:
         return not self.prompt and not self.suffix
 
-    def spec(self) -> GenerationSpec:
-        """Return what the request asks for. Raises UnsupportedParameter."""
-        if self.images:
-            leave_out("images", "images", Search(), new=True)
-        prompt = self._text() if self.raw or self.suffix else self._chat()
-        return self.make_spec(prompt, _GENERATE_PATHS)
-
-    def _text(self) -> TextPrompts:
-        return TextPrompts(prompts=[self.prompt or ""], places=["prompt"], suffix=self.suffix or "")
-
-    def _chat(self) -> ChatPrompt:
+    def make_prompt(self, left_out: Search) -> ChatPrompt | TextPrompts:
         text = self.prompt or ""
+        if self.images:
+            leave_out("images", "images", left_out, new=True)
+        if self.raw or self.suffix:
+            return TextPrompts(prompts=[text], places=["prompt"], suffix=self.suffix or "")
         messages = [ChatMessage(role="user", content=text)]
         if self.system:
             messages.insert(0, ChatMessage(role="system", content=self.system))

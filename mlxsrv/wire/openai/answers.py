@@ -1,29 +1,23 @@
 """OpenAI's types of answers: chat and text completions, whole and in chunks; models; health.
 
-A fold makes one response of whole answers; `streams` writes the same as server-sent events. Fields
-that OpenAI requires are there even if they are null; fields that it leaves out are UNSET.
+Fields that OpenAI requires are there even if they are null; fields that it leaves out are UNSET.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation.outputs import Answer, FinishReason, Identity, ToolUse, Usage
+from mlxsrv.generation.outputs import FinishReason, ToolUse, Usage
 from mlxsrv.generation.status import ModelObject
 from mlxsrv.wire.dialect import ErrorShape
 from mlxsrv.wire.openai.logprobs import (
     ChatLogprobs,
     PromptLogprobs,
     TextLogprobs,
-    TextScores,
-    chat_logprobs,
-    prompt_logprobs,
 )
-from mlxsrv.wire.openai.timings import TimingsBody
 
 
 class ErrorBody(Struct, frozen=True):
@@ -70,6 +64,39 @@ class UsageBody(Struct, frozen=True):
             completion_tokens_details=UNSET
             if usage.reasoning_tokens is None
             else CompletionDetails(usage.reasoning_tokens),
+        )
+
+
+class TimingsBody(Struct, frozen=True, kw_only=True):
+    """Tokens and milliseconds of the prompts, but for what the cache had of them, and of the
+    answers. A rate is null where there is nothing to divide by."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float | None
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+
+    @classmethod
+    def of(cls, usage: Usage | None) -> TimingsBody | UnsetType:
+        if usage is None or usage.timings is None:
+            return UNSET
+        read, drawn = usage.prompt_tokens - usage.cached_tokens, usage.completion_tokens
+        prompt, answer = usage.timings.prompt, usage.timings.answer
+        return cls(
+            cache_n=usage.cached_tokens,
+            prompt_n=read,
+            prompt_ms=prompt * 1000,
+            prompt_per_token_ms=prompt * 1000 / read if read else None,
+            prompt_per_second=read / prompt if prompt else None,
+            predicted_n=drawn,
+            predicted_ms=answer * 1000,
+            predicted_per_token_ms=answer * 1000 / drawn if drawn else None,
+            predicted_per_second=drawn / answer if answer else None,
         )
 
 
@@ -165,38 +192,6 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     error: ErrorBody | UnsetType = UNSET
 
 
-def chat_completion(identity: Identity, answers: Sequence[Answer], usage: Usage) -> ChatCompletion:
-    """The response to a chat that is not streamed."""
-    prompt, scores = answers[0].prompt, answers[0].prompt_scores
-    return ChatCompletion(
-        id=identity.id,
-        created=identity.created,
-        model=identity.model,
-        system_fingerprint=identity.system_fingerprint,
-        choices=[_chat_choice(index, answer) for index, answer in enumerate(answers)],
-        usage=UsageBody.of(usage),
-        prompt_token_ids=UNSET if prompt is None else [*prompt],
-        prompt_logprobs=UNSET if scores is None else prompt_logprobs(scores),
-        timings=TimingsBody.of(usage),
-    )
-
-
-def _chat_choice(index: int, answer: Answer) -> ChatChoice:
-    reasoning = answer.reasoning or UNSET
-    return ChatChoice(
-        index=index,
-        message=AssistantMessage(
-            content=None if answer.tools and not answer.content else answer.content,
-            reasoning_content=reasoning,
-            reasoning=reasoning,
-            tool_calls=[MessageToolCall.of(use) for use in answer.tools] or UNSET,
-        ),
-        logprobs=None if answer.scores is None else chat_logprobs(answer.scores),
-        finish_reason=answer.reason,
-        token_ids=UNSET if answer.tokens is None else [*answer.tokens],
-    )
-
-
 # Text.
 
 
@@ -222,43 +217,6 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
     usage: UsageBody | UnsetType | None = UNSET
     timings: TimingsBody | UnsetType = UNSET
     error: ErrorBody | UnsetType = UNSET
-
-
-def text_completion(identity: Identity, answers: Sequence[Answer], usage: Usage) -> TextCompletion:
-    """The response to a text completion that is not streamed. It has no field for reasoning, so
-    reasoning is a part of the text."""
-    choices = [_text_choice(index, answer) for index, answer in enumerate(answers)]
-    return make_text_completion(identity, choices, UsageBody.of(usage), TimingsBody.of(usage))
-
-
-def _text_choice(index: int, answer: Answer) -> TextChoice:
-    scores = answer.prompt_scores
-    return TextChoice(
-        index=index,
-        text=answer.reasoning + answer.content,
-        logprobs=None if answer.scores is None else TextScores().write(answer.scores),
-        finish_reason=answer.reason,
-        prompt_token_ids=UNSET if answer.prompt is None else [*answer.prompt],
-        prompt_logprobs=UNSET if scores is None else prompt_logprobs(scores),
-        token_ids=UNSET if answer.tokens is None else [*answer.tokens],
-    )
-
-
-def make_text_completion(
-    identity: Identity,
-    choices: list[TextChoice],
-    usage: UsageBody | UnsetType | None,
-    timings: TimingsBody | UnsetType = UNSET,
-) -> TextCompletion:
-    return TextCompletion(
-        id=identity.id,
-        created=identity.created,
-        model=identity.model,
-        system_fingerprint=identity.system_fingerprint,
-        choices=choices,
-        usage=usage,
-        timings=timings,
-    )
 
 
 # The catalogue.

@@ -6,7 +6,7 @@ with a value. The checks here are for fields that do not go together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -22,6 +22,7 @@ from mlxsrv.generation.spec import (
     RegexForm,
     SamplingWishes,
 )
+from mlxsrv.wire.dialect import TextRequest
 from mlxsrv.wire.openai.forms import (
     Choices,
     GrammarText,
@@ -31,7 +32,8 @@ from mlxsrv.wire.openai.forms import (
     read_schema,
     structured_forms,
 )
-from mlxsrv.wire.steering import SteeringFields, check_steering
+from mlxsrv.wire.steering import check_steering
+from mlxsrv.wire.unknown import Search
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Int32 = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -56,7 +58,7 @@ class StreamOptions(Struct, frozen=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
+class GenerationRequest(TextRequest, frozen=True, kw_only=True):
     """The fields of chats, text completions and infills. None: the default is used."""
 
     model: str | None = None
@@ -178,20 +180,26 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
             forms.extend(structured_forms(self.structured_outputs))
         return forms
 
-    def make_spec(
-        self,
-        prompt: PromptSpec,
-        ignored: Sequence[str] = (),
-        paths: Mapping[str, str] | None = None,
-    ) -> GenerationSpec:
-        """Return what the request asks for, with a prompt that its own kind makes.
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """Where the request has fields that its dialect names otherwise, as in the spec."""
+        return {}
+
+    def make_prompt(self, left_out: Search) -> PromptSpec:
+        """Return the prompt, which each kind of request has in its own fields.
 
         Args:
-            ignored: paths of what was left out of the prompt.
-            paths: as in the spec.
+            left_out: notes what is left out of it.
+
+        Raises:
+            InvalidRequest, MissingParameter, UnsupportedParameter: a message cannot be read.
         """
+        raise NotImplementedError
+
+    def spec(self) -> GenerationSpec:
+        left_out = Search()
         return GenerationSpec(
-            prompt=prompt,
+            prompt=self.make_prompt(left_out),
             model=self.model,
             sampling=SamplingWishes(
                 temperature=self.temperature,
@@ -223,8 +231,8 @@ class GenerationRequest(SteeringFields, frozen=True, kw_only=True):
             streamed=bool(self.stream),
             user=self.user or self.safety_identifier,
             priority=self.priority,
-            ignored=ignored,
-            paths=paths or {},
+            ignored=left_out.paths,
+            paths=self.paths,
         )
 
 

@@ -8,18 +8,12 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, ServeError, UnsupportedParameter
-from mlxsrv.generation.outputs import (
-    Answer,
-    Channel,
-    Ended,
-    FinishReason,
-    Identity,
-    TokenScore,
-    Usage,
-)
-from mlxsrv.generation.spec import GenerationSpec, InfillPrompt, ProjectFile, TextPrompts
+from mlxsrv.generation.outputs import Answer, Channel, Ended, TokenScore, Usage
+from mlxsrv.generation.spec import InfillPrompt, ProjectFile, TextPrompts
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.openai.answers import ErrorBody, error_response
+from mlxsrv.wire.dialect import Dialect
+from mlxsrv.wire.openai.answers import ErrorBody, TimingsBody, error_response
+from mlxsrv.wire.openai.builders import ChatBuilder, OpenAIBuilder
 from mlxsrv.wire.openai.generation_request import (
     GenerationRequest,
     Int64,
@@ -27,9 +21,8 @@ from mlxsrv.wire.openai.generation_request import (
     check_generation,
     idle_options,
 )
-from mlxsrv.wire.openai.streams import OpenAIStream
-from mlxsrv.wire.openai.timings import TimingsBody
-from mlxsrv.wire.sse import PLACEHOLDER, frame, text_frames
+from mlxsrv.wire.sse import frame
+from mlxsrv.wire.unknown import Search
 
 # Requests.
 
@@ -62,11 +55,9 @@ class InfillRequest(LlamaRequest, frozen=True, kw_only=True):
     input_extra: Annotated[list[InfillFile], Meta(max_length=1000)] | None = None
     prompt: str | None = None
 
-    def spec(self) -> GenerationSpec:
-        """Return what the request asks for."""
+    def make_prompt(self, left_out: Search) -> InfillPrompt:
         files = [ProjectFile(each.filename, each.text) for each in self.input_extra or ()]
-        prompt = InfillPrompt(self.input_prefix + (self.prompt or ""), self.input_suffix, files)
-        return self.make_spec(prompt)
+        return InfillPrompt(self.input_prefix + (self.prompt or ""), self.input_suffix, files)
 
 
 class LlamaCompletionRequest(LlamaRequest, frozen=True, kw_only=True):
@@ -74,9 +65,8 @@ class LlamaCompletionRequest(LlamaRequest, frozen=True, kw_only=True):
 
     prompt: str | Annotated[list[TokenId], Meta(min_length=1)]
 
-    def spec(self) -> GenerationSpec:
-        """Return what the request asks for."""
-        return self.make_spec(TextPrompts(prompts=[self.prompt], places=["prompt"]))
+    def make_prompt(self, left_out: Search) -> TextPrompts:
+        return TextPrompts(prompts=[self.prompt], places=["prompt"])
 
 
 class FIMRequest(GenerationRequest, frozen=True, kw_only=True):
@@ -91,10 +81,8 @@ class FIMRequest(GenerationRequest, frozen=True, kw_only=True):
     def first_seed(self) -> int | None:
         return self.seed if self.random_seed is None else self.random_seed
 
-    def spec(self) -> GenerationSpec:
-        """Return what the request asks for."""
-        suffix = self.suffix or ""
-        return self.make_spec(TextPrompts(prompts=[self.prompt], places=["prompt"], suffix=suffix))
+    def make_prompt(self, left_out: Search) -> TextPrompts:
+        return TextPrompts(prompts=[self.prompt], places=["prompt"], suffix=self.suffix or "")
 
 
 NOT_HERE = {"prompt_logprobs": (None,), "return_tokens_as_token_ids": (None, False)}
@@ -158,59 +146,54 @@ class LlamaCompletion(Struct, frozen=True, kw_only=True):
     error: ErrorBody | UnsetType = UNSET
 
 
-def llama_completion(
-    identity: Identity, answers: Sequence[Answer], usage: Usage
-) -> LlamaCompletion:
-    """The whole response to a request that is not streamed."""
-    [answer] = answers
-    tokens = UNSET if answer.tokens is None else [*answer.tokens]
-    return _last(identity, answer.content, answer.reason, answer.stop, usage, tokens)
-
-
-def _last(
-    identity: Identity,
-    content: str,
-    reason: FinishReason,
-    stop: str | None,
-    usage: Usage,
-    tokens: list[int] | UnsetType = UNSET,
-) -> LlamaCompletion:
-    ends: StopType = "word" if stop is not None else "eos"
-    return LlamaCompletion(
-        content=content,
-        tokens=tokens,
-        model=identity.model,
-        tokens_predicted=usage.completion_tokens,
-        tokens_evaluated=usage.prompt_tokens,
-        tokens_cached=usage.cached_tokens,
-        truncated=False,
-        stop_type=ends if reason == "stop" else "limit",
-        stopping_word=stop or "",
-        timings=TimingsBody.of(usage),
-    )
-
-
-class LlamaStream(OpenAIStream):
+class LlamaBuilder(OpenAIBuilder):
     """Pieces of a text. The last event is the last piece: llama.cpp sends no `[DONE]`."""
-
-    def _encode_templates(self) -> None:
-        piece = LlamaCompletion(content=PLACEHOLDER, stop=False, timings=self._timings)
-        self._text = text_frames(piece)
-
-    def opening(self) -> bytes:
-        return b""
-
-    def text(
-        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] = ()
-    ) -> bytes:
-        return self._text(text)
 
     def tokens(self, choice: int, tokens: Sequence[int]) -> bytes:
         return frame(LlamaCompletion(content="", tokens=[*tokens], stop=False))
 
     def end(self, ended: Ended) -> bytes:
         assert ended.usage is not None  # there is one choice
-        return frame(_last(self._identity, "", ended.reason, ended.stop, ended.usage))
+        return frame(self._last(ended, ended.usage))
 
     def error(self, error: ServeError) -> bytes:
         return frame(LlamaCompletion(content="", error=error_response(error).error))
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> LlamaCompletion:
+        [answer] = answers
+        tokens = UNSET if answer.tokens is None else [*answer.tokens]
+        return self._last(answer, usage, content=answer.content, tokens=tokens)
+
+    def _last(
+        self,
+        ended: Ended | Answer,
+        usage: Usage,
+        *,
+        content: str = "",
+        tokens: list[int] | UnsetType = UNSET,
+    ) -> LlamaCompletion:
+        """The end of a stream or, with content, a whole answer."""
+        ends: StopType = "word" if ended.stop is not None else "eos"
+        return LlamaCompletion(
+            content=content,
+            tokens=tokens,
+            model=self._identity["model"],
+            tokens_predicted=usage.completion_tokens,
+            tokens_evaluated=usage.prompt_tokens,
+            tokens_cached=usage.cached_tokens,
+            truncated=False,
+            stop_type=ends if ended.reason == "stop" else "limit",
+            stopping_word=ended.stop or "",
+            timings=TimingsBody.of(usage),
+        )
+
+    def _piece(
+        self, choice: int, channel: Channel, text: str, scores: Sequence[TokenScore] | None
+    ) -> LlamaCompletion:
+        return LlamaCompletion(content=text, stop=False, timings=self._timings)
+
+
+INFILLS = Dialect(INFILL_REQUESTS, "cmpl-", LlamaBuilder.for_request)
+LLAMA_COMPLETIONS = Dialect(LLAMA_REQUESTS, "cmpl-", LlamaBuilder.for_request)
+FIMS = Dialect(FIM_REQUESTS, "chatcmpl-", ChatBuilder.for_request)
+"""Mistral's, which is answered with a chat's messages and chunks."""

@@ -16,7 +16,6 @@ from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.spec import (
     ChatPrompt,
     Form,
-    GenerationSpec,
     TextPrompts,
     ToolChoice,
     ToolSpec,
@@ -49,7 +48,7 @@ class Function(Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def spec(self) -> ToolSpec:
+    def tool_spec(self) -> ToolSpec:
         return ToolSpec(
             name=self.name,
             description=self.description,
@@ -124,7 +123,7 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         return self.reasoning.effort
 
     @property
-    def _paths(self) -> Mapping[str, str]:
+    def paths(self) -> Mapping[str, str]:
         """Where the request says whether and how much to think."""
         thinks = "think" if self.think is not None else "reasoning.effort"
         level = "reasoning.effort" if self.reasoning_effort is None else "reasoning_effort"
@@ -149,16 +148,10 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
         # Mistral's clients, and Anthropic's, call it "any" that a tool must be called.
         return ToolChoice("required" if self.tool_choice == "any" else self.tool_choice or "auto")
 
-    def spec(self) -> GenerationSpec:
-        """Return what the request asks for.
-
-        Raises:
-            InvalidRequest, MissingParameter, UnsupportedParameter: a message cannot be read.
-        """
-        left_out = Search()
-        prompt = ChatPrompt(
+    def make_prompt(self, left_out: Search) -> ChatPrompt:
+        return ChatPrompt(
             messages=read_messages(self.messages, left_out),
-            tools=[tool.function.spec() for tool in self.tools or ()],
+            tools=[tool.function.tool_spec() for tool in self.tools or ()],
             tool_choice=self.choice,
             parallel=self.parallel_tool_calls is not False,
             variables=self.chat_template_kwargs or {},
@@ -168,7 +161,6 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
             answers=self.add_generation_prompt is not False,
             template=self.chat_template,
         )
-        return self.make_spec(prompt, left_out.paths, self._paths)
 
 
 # Text.
@@ -205,16 +197,14 @@ class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
             return [cast(list[int], self.prompt)]
         return cast(list[str | list[int]], self.prompt)
 
-    def spec(self) -> GenerationSpec:
-        """Return what the request asks for."""
+    def make_prompt(self, left_out: Search) -> TextPrompts:
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-        prompt = TextPrompts(
+        return TextPrompts(
             prompts=self.prompts,
             places=["prompt"] if one else [f"prompt[{i}]" for i in range(len(self.prompt))],
             suffix=self.suffix or "",
             echo=bool(self.echo),
         )
-        return self.make_spec(prompt)
 
 
 # Checks.

@@ -11,12 +11,11 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation.outputs import Answer, FinishReason, Identity, ToolUse, Usage, is_object
-from mlxsrv.wire.openai.logprobs import TokenLogprob, chat_logprobs
+from mlxsrv.generation.outputs import FinishReason, Identity, Usage
+from mlxsrv.wire.openai.logprobs import TokenLogprob
 from mlxsrv.wire.responses.conversation import seal
-from mlxsrv.wire.responses.custom_input import CustomInput
 from mlxsrv.wire.responses.requests import PlainFormat, ResponsesRequest
-from mlxsrv.wire.responses.tools import CallableTool, Toolbox
+from mlxsrv.wire.responses.tools import CallableTool
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -250,52 +249,6 @@ def _problem_code(error: ServeError) -> str:
     if error.code in ("context_length_exceeded", "rate_limit_exceeded"):
         return error.code
     return "server_error" if error.status >= 500 else "invalid_prompt"
-
-
-# Whole answers.
-
-
-def fold_response(
-    request: ResponsesRequest, identity: Identity, answer: Answer, usage: Usage
-) -> ResponseObject:
-    """Return the response to a request that is not streamed."""
-    output: list[OutputItem] = []
-    cut = answer.reason in ("length", "timeout")
-    if answer.reasoning:
-        silent = cut and not (answer.content or answer.tools or answer.fragment)
-        status: ItemStatus = "incomplete" if silent else "completed"
-        id = new_item_id("reasoning")
-        output.append(make_reasoning(request, id, answer.reasoning, status))
-    # What was written of a call that was cut off before it had a name.
-    nameless = "" if answer.tools and not answer.tools[-1].complete else answer.fragment
-    content = answer.content + nameless
-    if content or not (answer.tools or cut):
-        text = OutputText(text=content, logprobs=_logprobs(answer))
-        status = "incomplete" if cut and (nameless or not answer.tools) else "completed"
-        output.append(OutputMessage(id=new_item_id("message"), status=status, content=[text]))
-    last = len(answer.tools) - 1 if cut and answer.fragment else None
-    output += [
-        _whole_call(request.toolbox, use, cut=i == last and not use.complete)
-        for i, use in enumerate(answer.tools)
-    ]
-    return end_response(make_response(request, identity), output, answer.reason, usage)
-
-
-def _logprobs(answer: Answer) -> list[TokenLogprob]:
-    return [] if answer.scores is None else chat_logprobs(answer.scores).content
-
-
-def _whole_call(toolbox: Toolbox, use: ToolUse, *, cut: bool) -> OutputItem:
-    """A call; it is incomplete if a limit `cut` it off, or if its arguments cannot be read."""
-    item = make_call(toolbox.tool(use.name), use.id)
-    if isinstance(item, OutputCall):
-        status: ItemStatus = "incomplete" if cut or not is_object(use.arguments) else "completed"
-        return msgspec.structs.replace(item, arguments=use.arguments, status=status)
-    reader = CustomInput()
-    text = reader.feed(use.arguments)
-    rest, readable = ("", False) if cut else reader.finish()
-    status = "completed" if readable else "incomplete"
-    return msgspec.structs.replace(item, input=text + rest, status=status)
 
 
 class InputTokens(Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from mlxsrv.generation.spec import (
     ToolChoice,
 )
 from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.dialect import TextRequest
 from mlxsrv.wire.openai.generation_request import (
     Count,
     Effort,
@@ -47,7 +48,7 @@ from mlxsrv.wire.responses.tools import (
     read_choice,
     read_tools,
 )
-from mlxsrv.wire.steering import SteeringFields, check_steering
+from mlxsrv.wire.steering import check_steering
 from mlxsrv.wire.unknown import Search
 
 # Fields.
@@ -81,7 +82,7 @@ class ReasoningOptions(Struct, frozen=True):
     summary: Literal["auto", "concise", "detailed"] | None = None
 
 
-class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
+class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
     """A request; null means the default. The last fields are not OpenAI's."""
 
     input: str | Annotated[list[Raw], Meta(max_length=10_000)] | None = None
@@ -180,8 +181,8 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
                 return JSONForm("text.format.schema", schema)
         return None
 
-    def spec(self, past: Past) -> GenerationSpec:
-        """Return what the request asks for.
+    def spec(self, past: Past | None = None) -> GenerationSpec:
+        """Return what the request asks for, after the `past` that it continues.
 
         Raises:
             InvalidRequest, UnsupportedParameter: an item cannot be read.
@@ -191,7 +192,7 @@ class ResponsesRequest(SteeringFields, frozen=True, kw_only=True, dict=True):
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         return GenerationSpec(
             prompt=ChatPrompt(
-                messages=self._messages(past, left_out),
+                messages=self._messages(past or Past(), left_out),
                 tools=[tool.spec for tool in self.toolbox.tools.values()],
                 tool_choice=self.choice,
                 parallel=self.parallel_tool_calls is not False,

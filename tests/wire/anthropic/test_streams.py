@@ -22,8 +22,7 @@ from mlxsrv.generation.outputs import (
     ToolStarted,
     Usage,
 )
-from mlxsrv.wire.anthropic.answers import message
-from mlxsrv.wire.anthropic.streams import MessageStream
+from mlxsrv.wire.anthropic.answers import MessageBuilder
 from tests.support.anthropic_streams import check_type, hear
 from tests.support.schemas import Body, as_sent
 
@@ -63,28 +62,13 @@ def outputs(draw: st.DrawFn) -> list[Output]:
     ]
 
 
-def send(stream: MessageStream, output: Output) -> bytes:
-    match output:
-        case TextPiece(choice, channel, text):
-            return stream.text(choice, channel, text)
-        case ToolStarted(choice, index, id, name):
-            return stream.tool(choice, index, id, name)
-        case ToolInput(choice, index, text):
-            return stream.arguments(choice, index, text)
-        case PromptDone(tokens, cached):
-            return stream.prompt_done(tokens, cached)
-        case Ended():
-            return stream.end(output)
-    raise AssertionError(output)
-
-
 def fold(told: list[Output]) -> Body:
     answers = AnswerBuilder(1, scored=False)
     for output in told:
         answers.add(output)
     [answer] = answers.make()
     assert answers.usage is not None
-    return as_sent(message(WHO, answer, answers.usage))
+    return as_sent(MessageBuilder(WHO).whole([answer], answers.usage))
 
 
 def joined(content: list[Body], kind: str) -> str:
@@ -94,9 +78,9 @@ def joined(content: list[Body], kind: str) -> str:
 @pytest.mark.slow
 @given(told=outputs())
 def test_a_stream_keeps_its_order_and_says_what_the_whole_says(told: list[Output]) -> None:
-    stream, data = MessageStream(WHO), b""
+    stream, data = MessageBuilder(WHO), b""
     for output in told:
-        data += send(stream, output)
+        data += stream.write(output)
         if output is not told[-1]:
             data += stream.keepalive()
     heard = hear(stream.opening() + stream.keepalive() + data)
@@ -123,8 +107,8 @@ def test_a_stream_keeps_its_order_and_says_what_the_whole_says(told: list[Output
 
 @given(told=outputs(), at=st.integers(0, 20))
 def test_a_stream_may_fail_at_any_place(told: list[Output], at: int) -> None:
-    stream = MessageStream(WHO)
-    data = b"".join(send(stream, output) for output in told[:-1][:at])
+    stream = MessageBuilder(WHO)
+    data = b"".join(stream.write(output) for output in told[:-1][:at])
     heard = hear(data + stream.error(EngineFailed("it broke")))
     assert heard.state == "failed"
     assert heard.error is not None
@@ -132,14 +116,14 @@ def test_a_stream_may_fail_at_any_place(told: list[Output], at: int) -> None:
 
 
 def test_an_error_before_the_message_is_an_event_alone() -> None:
-    stream = MessageStream(WHO)
+    stream = MessageBuilder(WHO)
     heard = hear(stream.opening() + stream.keepalive() + stream.error(Overloaded("full")))
     assert heard.error is not None
     assert heard.error["type"] == "overloaded_error"
 
 
 def test_text_after_a_call_is_a_block_of_its_own() -> None:
-    stream = MessageStream(WHO)
+    stream = MessageBuilder(WHO)
     told: list[Output] = [
         PromptDone(9, 0),
         TextPiece(0, "reasoning", "hm"),
@@ -149,7 +133,7 @@ def test_text_after_a_call_is_a_block_of_its_own() -> None:
         TextPiece(0, "content", "b"),
         Ended(0, "tool_calls", Usage(9, 5)),
     ]
-    content = hear(b"".join(send(stream, output) for output in told)).message["content"]
+    content = hear(b"".join(stream.write(output) for output in told)).message["content"]
     assert [block["type"] for block in content] == ["thinking", "text", "tool_use", "text"]
     assert content[0]["signature"], "clients give back thoughts with a signature only"
 
@@ -160,8 +144,8 @@ def test_what_was_written_of_a_call_without_a_name_is_text() -> None:
         TextPiece(0, "content", "a"),
         Ended(0, "length", Usage(9, 5), None, (), '<tool_call>{"na'),
     ]
-    stream = MessageStream(WHO)
-    heard = hear(b"".join(send(stream, output) for output in told))
+    stream = MessageBuilder(WHO)
+    heard = hear(b"".join(stream.write(output) for output in told))
     texts = [{"type": "text", "text": "a"}, {"type": "text", "text": '<tool_call>{"na'}]
     assert heard.message["content"] == fold(told)["content"] == texts
     assert heard.message["stop_reason"] == "max_tokens"
@@ -183,8 +167,8 @@ def test_stop_reasons(ended: Ended, reason: str) -> None:
     told: list[Output] = [PromptDone(9, 4), ToolStarted(0, 0, "call_1", "f"), ToolInput(0, 0, "{}")]
     if ended.reason == "stop":
         del told[1:]
-    stream = MessageStream(WHO)
-    heard = hear(b"".join(send(stream, output) for output in [*told, ended]))
+    stream = MessageBuilder(WHO)
+    heard = hear(b"".join(stream.write(output) for output in [*told, ended]))
     whole: dict[str, Any] = fold([*told, ended])
     assert heard.message["stop_reason"] == whole["stop_reason"] == reason
     assert heard.message["stop_sequence"] == whole["stop_sequence"] == ended.stop
@@ -199,5 +183,5 @@ def test_the_parts_of_the_input_add_up() -> None:
         "output_tokens": 7,
         "output_tokens_details": {"thinking_tokens": 1},
     }
-    stream = MessageStream(WHO)
+    stream = MessageBuilder(WHO)
     assert hear(stream.end(Ended(0, "length", USAGE))).message["usage"] == fold(told)["usage"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import msgspec
 import pytest
@@ -14,6 +14,7 @@ from mlxsrv.generation.outputs import (
     AnswerBuilder,
     Ended,
     FinishReason,
+    Identity,
     Output,
     TextPiece,
     Timings,
@@ -22,12 +23,14 @@ from mlxsrv.generation.outputs import (
     ToolStarted,
     Usage,
 )
-from mlxsrv.wire.ollama.answers import chat_answer, ollama_error, text_answer
-from mlxsrv.wire.ollama.streams import OllamaChatStream, OllamaStream, OllamaTextStream
+from mlxsrv.wire.dialect import Builder
+from mlxsrv.wire.ollama.answers import CHATS, TEXTS, ollama_error
+from mlxsrv.wire.ollama.requests import OllamaChatRequest, OllamaGenerateRequest
 from tests.support.ollama import Line, check_type, read_lines
 from tests.support.schemas import as_sent
 
 REASONS: list[FinishReason] = ["stop", "length", "tool_calls", "timeout"]
+WHO = Identity("ollama-" + "0" * 32, 1_790_000_000, "org/name", "mlxsrv-1")
 USAGE = Usage(50, 7, cached_tokens=48, timings=Timings(0.2, 0.5, load=0.1, total=0.9))
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 SCORES = st.lists(
@@ -66,20 +69,17 @@ def answers(draw: st.DrawFn, *, tools: bool) -> list[Output]:
     return outputs
 
 
-def send(stream: OllamaStream, outputs: Iterable[Output]) -> list[Line]:
+def chat_builder() -> Builder:
+    return CHATS.builder(OllamaChatRequest(model="m:latest"), WHO)
+
+
+def text_builder() -> Builder:
+    return TEXTS.builder(OllamaGenerateRequest(model="m:latest"), WHO)
+
+
+def send(stream: Builder, outputs: Iterable[Output]) -> list[Line]:
     """The lines of a stream."""
-    frames = [stream.opening()]
-    for output in outputs:
-        match output:
-            case TextPiece(choice, channel, text, scores):
-                frames.append(stream.text(choice, channel, text, scores))
-            case ToolStarted(choice, index, id, name):
-                frames.append(stream.tool(choice, index, id, name))
-            case ToolInput(choice, index, text):
-                frames.append(stream.arguments(choice, index, text))
-            case Ended():
-                frames.append(stream.end(output))
-    return read_lines(b"".join(frames))
+    return read_lines(stream.opening() + b"".join(map(stream.write, outputs)))
 
 
 def check_order(lines: list[Line], name: str) -> None:
@@ -111,11 +111,11 @@ def build(outputs: Iterable[Output], *, scored: bool) -> AnswerBuilder:
 
 @given(answers(tools=True))
 def test_a_chats_lines_are_in_order_and_say_what_it_says_whole(outputs: list[Output]) -> None:
-    lines = send(OllamaChatStream("m:latest"), outputs)
+    lines = send(chat_builder(), outputs)
     check_order(lines, "ChatResponse")
     messages = [line["message"] for line in lines]
     [answer] = build(outputs, scored=True).make()
-    whole = as_sent(chat_answer("m:latest", answer, USAGE))
+    whole = as_sent(chat_builder().whole([answer], USAGE))
     check_type(whole, "ChatResponse")
     assert whole["message"]["content"] == "".join(each["content"] for each in messages)
     thoughts = "".join(each.get("thinking", "") for each in messages)
@@ -129,7 +129,7 @@ def test_a_chats_lines_are_in_order_and_say_what_it_says_whole(outputs: list[Out
 
 @given(answers(tools=True))
 def test_a_call_is_sent_whole_or_not_at_all(outputs: list[Output]) -> None:
-    lines = send(OllamaChatStream("m:latest"), outputs)
+    lines = send(chat_builder(), outputs)
     sent = [call for line in lines for call in line["message"].get("tool_calls", [])]
     [answer] = build(outputs, scored=False).make()
     whole = {
@@ -145,25 +145,25 @@ def test_a_call_is_sent_whole_or_not_at_all(outputs: list[Output]) -> None:
 
 @given(answers(tools=False))
 def test_a_texts_lines_are_in_order_and_say_what_it_says_whole(outputs: list[Output]) -> None:
-    lines = send(OllamaTextStream("m:latest"), outputs)
+    lines = send(text_builder(), outputs)
     check_order(lines, "GenerateResponse")
     [answer] = build(outputs, scored=True).make()
-    whole = as_sent(text_answer("m:latest", answer, USAGE))
+    whole = as_sent(text_builder().whole([answer], USAGE))
     check_type(whole, "GenerateResponse")
     for field in ("response", "thinking"):
         assert whole.get(field, "") == "".join(line.get(field, "") for line in lines)
 
 
-@pytest.mark.parametrize("kind", [OllamaChatStream, OllamaTextStream])
-def test_a_keep_alive_is_a_line_without_text(kind: type[OllamaStream]) -> None:
-    [line] = read_lines(kind("m:latest").keepalive())
-    check_type(line, "ChatResponse" if kind is OllamaChatStream else "GenerateResponse")
+@pytest.mark.parametrize("kind", [chat_builder, text_builder])
+def test_a_keep_alive_is_a_line_without_text(kind: Callable[[], Builder]) -> None:
+    [line] = read_lines(kind().keepalive())
+    check_type(line, "ChatResponse" if kind is chat_builder else "GenerateResponse")
     assert not line["done"]
     assert (line["message"]["content"] if "message" in line else line["response"]) == ""
 
 
 def test_an_error_is_a_line_of_its_own() -> None:
-    stream = OllamaChatStream("m:latest")
+    stream = chat_builder()
     data = stream.text(0, "content", "a") + stream.error(EngineFailed("no"))
     assert read_lines(data)[1] == {"error": "no"}
 

@@ -8,11 +8,8 @@ import pytest
 
 from mlxsrv.errors import InvalidRequest, ServeError
 from mlxsrv.generation.outputs import Answer, FinishReason, Identity, TokenScore, ToolUse, Usage
-from mlxsrv.wire.openai.answers import (
-    chat_completion,
-    error_response,
-    text_completion,
-)
+from mlxsrv.wire.openai.answers import error_response
+from mlxsrv.wire.openai.builders import ChatBuilder, CompletionBuilder
 from mlxsrv.wire.openai.tokens import DetokenizeResponse, TokenizeResponse, TokenPiece
 from tests.support.schemas import Body, as_sent, check_chat, check_schema, check_text
 
@@ -27,11 +24,11 @@ REASONS: list[FinishReason] = ["stop", "length", "tool_calls", "timeout"]
 
 
 def fold_chat(*answers: Answer, usage: Usage = USAGE) -> Body:
-    return as_sent(chat_completion(WHO, answers, usage))
+    return as_sent(ChatBuilder(WHO, "never").whole(answers, usage))
 
 
 def fold_text(*answers: Answer, usage: Usage = USAGE) -> Body:
-    return as_sent(text_completion(WHO, answers, usage))
+    return as_sent(CompletionBuilder(WHO, "never").whole(answers, usage))
 
 
 # Shapes.

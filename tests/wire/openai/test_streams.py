@@ -14,10 +14,9 @@ from openai.types.chat import ChatCompletionChunk
 
 from mlxsrv.errors import EngineFailed
 from mlxsrv.generation.outputs import Answer, Channel, Ended, Identity, TokenScore, ToolUse, Usage
-from mlxsrv.wire.dialect import Stream
-from mlxsrv.wire.openai.answers import chat_completion, text_completion
+from mlxsrv.wire.dialect import Builder
+from mlxsrv.wire.openai.builders import ChatBuilder, CompletionBuilder, UsageMode, usage_mode
 from mlxsrv.wire.openai.generation_request import StreamOptions
-from mlxsrv.wire.openai.streams import ChatStream, CompletionStream, UsageMode, usage_mode
 from tests.support.schemas import (
     Body,
     as_sent,
@@ -87,7 +86,7 @@ Told = tuple[list[tuple[Channel, str]], list[ToolUse]]
 TOLD = st.tuples(PIECES, CALLS)
 
 
-def tell(stream: Stream, told: list[Told], *, scored: bool, order: list[int]) -> bytes:
+def tell(stream: Builder, told: list[Told], *, scored: bool, order: list[int]) -> bytes:
     """The stream of some answers, whose choices take turns as `order` says."""
     scripts = [list(_script(stream, i, *answer, scored=scored)) for i, answer in enumerate(told)]
     data = stream.opening()
@@ -102,7 +101,7 @@ def tell(stream: Stream, told: list[Told], *, scored: bool, order: list[int]) ->
 
 
 def _script(
-    stream: Stream,
+    stream: Builder,
     choice: int,
     pieces: list[tuple[Channel, str]],
     calls: list[ToolUse],
@@ -140,11 +139,11 @@ def whole(told: Told, *, scored: bool) -> Answer:
 def test_a_streamed_chat_says_what_the_whole_one_says(
     told: list[Told], order: list[int], scored: bool, mode: UsageMode
 ) -> None:
-    stream = ChatStream(WHO, mode, choices=len(told), scored=scored)
+    stream = ChatBuilder(WHO, mode, choices=len(told), scored=scored)
     chunks = read_chunks(tell(stream, told, scored=scored, order=order))
     for chunk in chunks:
         check_chat_chunk(chunk)
-    body = as_sent(chat_completion(WHO, [whole(one, scored=scored) for one in told], USAGE))
+    body = as_sent(ChatBuilder(WHO, mode).whole([whole(one, scored=scored) for one in told], USAGE))
     for heard, choice in zip(hear(chunks, len(told)), body["choices"], strict=True):
         message = choice["message"]
         assert heard.role == "assistant"
@@ -168,11 +167,13 @@ def test_a_streamed_completion_says_what_the_whole_one_says(
     told: list[list[tuple[Channel, str]]], order: list[int], scored: bool, mode: UsageMode
 ) -> None:
     texts: list[Told] = [([("content", text) for _, text in pieces], []) for pieces in told]
-    stream = CompletionStream(WHO, mode, choices=len(told), scored=scored)
+    stream = CompletionBuilder(WHO, mode, choices=len(told), scored=scored)
     chunks = read_chunks(tell(stream, texts, scored=scored, order=order))
     for chunk in chunks:
         check_text(chunk)
-    body = as_sent(text_completion(WHO, [whole(one, scored=scored) for one in texts], USAGE))
+    body = as_sent(
+        CompletionBuilder(WHO, mode).whole([whole(one, scored=scored) for one in texts], USAGE)
+    )
     for heard, choice in zip(hear(chunks, len(told)), body["choices"], strict=True):
         assert heard.text == choice["text"]
         assert heard.reason == choice["finish_reason"]
@@ -187,12 +188,12 @@ def test_a_streamed_completion_says_what_the_whole_one_says(
 def test_openais_own_client_puts_it_together(
     told: list[Told], scored: bool, mode: UsageMode
 ) -> None:
-    stream = ChatStream(WHO, mode, choices=len(told), scored=scored)
+    stream = ChatBuilder(WHO, mode, choices=len(told), scored=scored)
     state = ChatCompletionStreamState()
     for chunk in read_chunks(tell(stream, told, scored=scored, order=[])):
         state.handle_chunk(ChatCompletionChunk.model_validate(chunk))
     final = state.get_final_completion()
-    body = as_sent(chat_completion(WHO, [whole(one, scored=scored) for one in told], USAGE))
+    body = as_sent(ChatBuilder(WHO, mode).whole([whole(one, scored=scored) for one in told], USAGE))
     assert final.usage is not None
     assert final.usage.total_tokens == body["usage"]["total_tokens"]
     for choice, expected in zip(final.choices, body["choices"], strict=True):
@@ -218,7 +219,7 @@ def chunk_of(data: bytes) -> Body:
 
 
 def test_each_choice_of_a_chat_is_opened_once() -> None:
-    chunks = read_frames(ChatStream(WHO, "never", choices=3).opening())
+    chunks = read_frames(ChatBuilder(WHO, "never", choices=3).opening())
     assert [chunk["choices"] for chunk in chunks if isinstance(chunk, dict)] == [
         [
             {
@@ -230,11 +231,11 @@ def test_each_choice_of_a_chat_is_opened_once() -> None:
         ]
         for index in range(3)
     ]
-    assert CompletionStream(WHO, "never", choices=3).opening() == b""
+    assert CompletionBuilder(WHO, "never", choices=3).opening() == b""
 
 
 def test_all_chunks_share_their_identity() -> None:
-    for stream in (ChatStream(WHO, "asked"), CompletionStream(WHO, "asked")):
+    for stream in (ChatBuilder(WHO, "asked"), CompletionBuilder(WHO, "asked")):
         data = (
             stream.opening() + stream.text(0, "content", "a") + stream.end(Ended(0, "stop", USAGE))
         )
@@ -244,7 +245,7 @@ def test_all_chunks_share_their_identity() -> None:
 
 
 def test_text_is_the_only_thing_in_its_delta() -> None:
-    stream = ChatStream(WHO, "unasked", choices=2)
+    stream = ChatBuilder(WHO, "unasked", choices=2)
     deltas: dict[Channel, Body] = {
         "content": {"content": "é\u2028"},
         "reasoning": {"reasoning_content": "é\u2028", "reasoning": "é\u2028"},
@@ -259,7 +260,7 @@ def test_text_is_the_only_thing_in_its_delta() -> None:
 
 
 def test_a_call_comes_head_first() -> None:
-    stream = ChatStream(WHO, "unasked", choices=2)
+    stream = ChatBuilder(WHO, "unasked", choices=2)
     data = stream.tool(1, 0, "call_1", "f") + stream.arguments(1, 0, '{"a":')
     data += stream.tool(1, 1, "call_2", "g") + stream.arguments(1, 1, "{}")
     data += stream.arguments(1, 0, "5}") + stream.arguments(0, 0, "")
@@ -281,9 +282,9 @@ def test_a_call_comes_head_first() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [ChatStream, CompletionStream])
+@pytest.mark.parametrize("kind", [ChatBuilder, CompletionBuilder])
 def test_a_scored_stream_scores_each_text_chunk_and_no_other(
-    kind: type[ChatStream] | type[CompletionStream],
+    kind: type[ChatBuilder] | type[CompletionBuilder],
 ) -> None:
     stream = kind(WHO, "unasked", scored=True)
     texts = stream.text(0, "content", "a", [SCORE]) + stream.text(0, "content", "b")
@@ -297,7 +298,7 @@ def test_a_scored_stream_scores_each_text_chunk_and_no_other(
 
 
 def test_offsets_run_on_through_each_choice_for_itself() -> None:
-    stream = CompletionStream(WHO, "never", choices=2, scored=True)
+    stream = CompletionBuilder(WHO, "never", choices=2, scored=True)
     offsets = []
     for choice, text in ((0, "ab"), (1, "é"), (0, "c"), (1, "d")):
         scores = [TokenScore(character.encode(), -0.5) for character in text]
@@ -316,13 +317,13 @@ def test_where_usage_is_told() -> None:
     assert usage_mode(StreamOptions(include_usage=True)) == "asked"
 
 
-STREAMS = list(product([ChatStream, CompletionStream], [1, 3]))
+STREAMS = list(product([ChatBuilder, CompletionBuilder], [1, 3]))
 
 
 @pytest.mark.parametrize(("kind", "choices"), STREAMS)
 @pytest.mark.parametrize("mode", MODES)
 def test_usage_is_told_once_or_not_at_all(
-    kind: type[ChatStream] | type[CompletionStream], choices: int, mode: UsageMode
+    kind: type[ChatBuilder] | type[CompletionBuilder], choices: int, mode: UsageMode
 ) -> None:
     stream = kind(WHO, mode, choices=choices)
     data = stream.opening() + stream.text(0, "content", "a")
@@ -343,12 +344,12 @@ def test_usage_is_told_once_or_not_at_all(
     if mode == "asked":
         assert chunks.pop()["choices"] == []
     elif mode == "unasked":
-        field, empty = ("delta", {}) if kind is ChatStream else ("text", "")
+        field, empty = ("delta", {}) if kind is ChatBuilder else ("text", "")
         last = chunks.pop()
         assert last["choices"] == [
             {"index": 0, field: empty, "logprobs": None, "finish_reason": None}
         ]
-        (check_chat_chunk if kind is ChatStream else check_text)(last)
+        (check_chat_chunk if kind is ChatBuilder else check_text)(last)
     ends = [chunk["choices"][0] for chunk in chunks[-choices:]]
     assert [end["index"] for end in ends] == list(reversed(range(choices)))
     assert {end["finish_reason"] for end in ends} == {"length"}
@@ -358,7 +359,7 @@ def test_usage_is_told_once_or_not_at_all(
 @pytest.mark.parametrize(("kind", "choices"), STREAMS)
 @pytest.mark.parametrize("mode", MODES)
 def test_an_error_ends_what_is_open(
-    kind: type[ChatStream] | type[CompletionStream], choices: int, mode: UsageMode
+    kind: type[ChatBuilder] | type[CompletionBuilder], choices: int, mode: UsageMode
 ) -> None:
     stream = kind(WHO, mode, choices=choices)
     data = stream.end(Ended(0, "stop")) if choices > 1 else b""
@@ -371,18 +372,18 @@ def test_an_error_ends_what_is_open(
     }
     assert [choice["index"] for choice in last["choices"]] == ([0] if choices == 1 else [1, 2])
     assert {choice["finish_reason"] for choice in last["choices"]} == {"error"}
-    (check_chat_chunk if kind is ChatStream else check_text)(last)
+    (check_chat_chunk if kind is ChatBuilder else check_text)(last)
 
 
 def test_a_choice_ends_once() -> None:
-    stream = ChatStream(WHO, "never", choices=2)
+    stream = ChatBuilder(WHO, "never", choices=2)
     stream.end(Ended(0, "stop"))
     with pytest.raises(KeyError):
         stream.end(Ended(0, "stop"))
 
 
 def test_a_completion_calls_no_tools() -> None:
-    stream = CompletionStream(WHO, "never")
+    stream = CompletionBuilder(WHO, "never")
     with pytest.raises(NotImplementedError):
         stream.tool(0, 0, "call_1", "f")
     with pytest.raises(NotImplementedError):

@@ -26,9 +26,9 @@ from mlxsrv.generation.outputs import (
     Usage,
     is_object,
 )
-from mlxsrv.wire.responses.answers import ResponseObject, fold_response
+from mlxsrv.wire.responses.answers import ResponseObject
+from mlxsrv.wire.responses.builder import ResponseBuilder
 from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, ResponsesRequest
-from mlxsrv.wire.responses.streams import ResponsesStream
 from tests.support.responses_streams import WHO, check_order, content_of
 from tests.support.schemas import Body, as_sent
 from tests.wire.responses.asking import TOOLS, asked, check_response, read_events, sdk_event, short
@@ -50,10 +50,10 @@ class Sent:
         silent: int = 0,
     ) -> None:
         self.kept: list[ResponseObject] = []
-        stream = ResponsesStream(request, WHO, self.kept.append)
+        stream = ResponseBuilder(request, WHO, self.kept.append)
         data = b"".join(stream.keepalive() for _ in range(silent)) + stream.opening()
         for output in outputs:
-            data += write(stream, output)
+            data += stream.write(output)
         if error is not None:
             data += stream.error(error)
         self.events = read_events(data)
@@ -70,19 +70,6 @@ class Sent:
     @property
     def output(self) -> list[Body]:
         return list(self.response["output"])
-
-
-def write(stream: ResponsesStream, output: Output) -> bytes:
-    match output:
-        case TextPiece(choice, channel, text, scores):
-            return stream.text(choice, channel, text, scores)
-        case ToolStarted(choice, index, id, name):
-            return stream.tool(choice, index, id, name)
-        case ToolInput(choice, index, text):
-            return stream.arguments(choice, index, text)
-        case Ended():
-            return stream.end(output)
-    raise AssertionError(output)
 
 
 def text(*pieces: str, channel: Any = "content") -> list[Output]:
@@ -291,7 +278,7 @@ def test_a_failure_ends_with_the_response(error: ServeError, code: str) -> None:
 
 
 def test_a_failure_in_silence_opens_the_stream_first() -> None:
-    stream = ResponsesStream(REQUEST, WHO, lambda response: None)
+    stream = ResponseBuilder(REQUEST, WHO, lambda response: None)
     types = [short(event["type"]) for event in read_events(stream.error(EngineFailed("no")))]
     assert types == ["created", "in_progress", "failed"]
 
@@ -299,7 +286,7 @@ def test_a_failure_in_silence_opens_the_stream_first() -> None:
 def test_a_keepalive_is_an_event() -> None:
     sent = Sent([*text("a"), *end()], silent=3)
     assert sent.types[:5] == ["created", *["in_progress"] * 3, "output_item.added"]
-    stream = ResponsesStream(REQUEST, WHO, lambda response: None)
+    stream = ResponseBuilder(REQUEST, WHO, lambda response: None)
     data = stream.opening() + stream.text(0, "content", "a")
     data += stream.keepalive() + stream.text(0, "content", "b")
     types = [short(event["type"]) for event in read_events(data)]
@@ -376,7 +363,7 @@ def test_a_whole_response_says_what_a_stream_says(
     for output in outputs:
         builder.add(output)
     [answer] = builder.make()
-    whole = as_sent(fold_response(request, WHO, answer, USAGE))
+    whole = as_sent(ResponseBuilder(request, WHO, lambda response: None).whole([answer], USAGE))
     check_response(whole)
     streamed = Sent(outputs, request).response
     assert essence(whole) == essence(streamed)

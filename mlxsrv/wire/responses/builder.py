@@ -1,4 +1,4 @@
-"""A response as server-sent events, in the order that clients rely on.
+"""A response, as server-sent events in the order that clients rely on, or whole.
 
 `response.created` and `response.in_progress` come first. Then each item has its events: it is
 added, its text or its arguments come in deltas, and it is done. Items never overlap. The last event
@@ -11,14 +11,23 @@ object is done, but incomplete: clients tell the model what is wrong with it.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from mlxsrv.errors import ServeError
-from mlxsrv.generation.outputs import Channel, Ended, Identity, TokenScore, is_object
-from mlxsrv.wire.dialect import Stream
+from mlxsrv.generation.outputs import (
+    Answer,
+    Channel,
+    Ended,
+    Identity,
+    TokenScore,
+    Usage,
+    is_object,
+)
+from mlxsrv.wire.dialect import Builder, Dialect
 from mlxsrv.wire.openai.logprobs import TokenLogprob, chat_logprobs
 from mlxsrv.wire.responses.answers import (
     ItemStatus,
@@ -62,14 +71,14 @@ from mlxsrv.wire.responses.events import (
     SummaryPartAdded,
     SummaryPartDone,
 )
-from mlxsrv.wire.responses.requests import ResponsesRequest
+from mlxsrv.wire.responses.requests import RESPONSES_REQUESTS, ResponsesRequest
 from mlxsrv.wire.responses.tools import CallableTool
 
 KeepResponse = Callable[[ResponseObject], None]
 
 
-class ResponsesStream(Stream):
-    """The events of one response.
+class ResponseBuilder(Builder):
+    """One response. A whole one is the last state of its stream.
 
     Args:
         keep: called with the response at its end, unless it failed.
@@ -82,9 +91,30 @@ class ResponsesStream(Stream):
         self._events = EventWriter()
         self._created = False
         self._items: list[OutputItem] = []
-        self._open: _OpenText | _OpenCall | None = None
+        self._open: _OpenItem | None = None
         self._calls = 0  # that were begun
         self._deltas: dict[Channel, Callable[[str], bytes]] = {}  # of the text that is open
+
+    def whole(self, answers: Sequence[Answer], usage: Usage) -> ResponseObject:
+        [answer] = answers
+        cut = answer.reason in ("length", "timeout")
+        broken = [i for i, use in enumerate(answer.tools) if not use.complete]
+        # What was written of a call that was cut off before it had a name belongs to the text.
+        nameless = "" if len(answer.tools) - 1 in broken else answer.fragment
+        content = answer.content + nameless
+        self.text(0, "reasoning", answer.reasoning)
+        if content or not (answer.tools or cut):
+            text = self._new_text("content")
+            self._begin(text)
+            text.add_scored(content, answer.scores or ())
+            if cut and nameless:
+                self._close("incomplete")
+        for i, use in enumerate(answer.tools):
+            self.tool(0, i, use.id, use.name)
+            self.arguments(0, i, use.arguments)
+        fragment = "" if nameless else answer.fragment
+        self.end(Ended(0, answer.reason, usage, answer.stop, tuple(broken), fragment))
+        return self._response
 
     def keepalive(self) -> bytes:
         """An event, because clients do not count comments as a sign of life."""
@@ -120,7 +150,7 @@ class ResponsesStream(Stream):
 
     def arguments(self, choice: int, index: int, text: str) -> bytes:
         assert isinstance(self._open, _OpenCall)
-        return self._open.add(text)
+        return self._open.write(text)
 
     def end(self, ended: Ended) -> bytes:
         assert ended.usage is not None  # there is one choice
@@ -134,10 +164,11 @@ class ResponsesStream(Stream):
         if not cut and all(isinstance(item, OutputReasoning) for item in self._items):
             # Clients look for a message or a call.
             data += self._begin(self._new_text("content")) + self._close("completed")
-        response = end_response(self._response, self._items, ended.reason, ended.usage)
-        self._keep(response)
-        kind = ResponseCompleted if response.status == "completed" else ResponseIncomplete
-        return data + self._events.write(kind, response=response)
+        self._response = end_response(self._response, self._items, ended.reason, ended.usage)
+        self._keep(self._response)
+        completed = self._response.status == "completed"
+        kind = ResponseCompleted if completed else ResponseIncomplete
+        return data + self._events.write(kind, response=self._response)
 
     def error(self, error: ServeError) -> bytes:
         begun = self.opening()
@@ -151,7 +182,7 @@ class ResponsesStream(Stream):
     def _next_index(self) -> int:
         return len(self._items) + (self._open is not None)
 
-    def _begin(self, item: _OpenText | _OpenCall) -> bytes:
+    def _begin(self, item: _OpenItem) -> bytes:
         closed = self._close("completed")
         self._open = item
         if isinstance(item, _OpenText):
@@ -190,35 +221,65 @@ _REASONING = _Kinds(PartAdded, ReasoningDelta, ReasoningDone, PartDone, Reasonin
 _SUMMARY = _Kinds(SummaryPartAdded, SummaryDelta, SummaryDone, SummaryPartDone, SummaryText)
 
 
-class _OpenText:
+class _OpenItem(ABC):
+    """An item that is being written: what it has in all events, and its text so far.
+
+    Args:
+        item: as it begins.
+    """
+
+    def __init__(self, events: EventWriter, index: int, item: OutputItem) -> None:
+        self._events = events
+        self._index = index
+        self._item = item
+        self._texts: list[str] = []
+
+    def begin(self) -> bytes:
+        return self._events.write(ItemAdded, output_index=self._index, item=self._item)
+
+    @abstractmethod
+    def item(self, status: ItemStatus) -> OutputItem:
+        """Return the item as far as it has come."""
+
+    @abstractmethod
+    def end(self, status: ItemStatus) -> tuple[bytes, OutputItem]:
+        """Return the events at the end, and the item. Texts get this status."""
+
+    @property
+    def _text(self) -> str:
+        return "".join(self._texts)
+
+    def _deltas(self, kind: type[ResponsesEvent]) -> Callable[[str], bytes]:
+        place = {"item_id": self._item.id, "output_index": self._index}
+        return self._events.deltas(kind, self._texts, **place)
+
+    def _write(self, kind: type[ResponsesEvent], **fields: object) -> bytes:
+        return self._events.write(kind, item_id=self._item.id, output_index=self._index, **fields)
+
+    def _done(self, item: OutputItem) -> bytes:
+        return self._events.write(ItemDone, output_index=self._index, item=item)
+
+
+class _OpenText(_OpenItem):
     """A message or reasoning that is being written."""
 
     def __init__(
         self, events: EventWriter, index: int, channel: Channel, request: ResponsesRequest
     ) -> None:
-        self.channel = channel
-        self._events = events
-        self._index = index
-        self._request = request
-        self._texts: list[str] = []
-        self._logprobs: list[TokenLogprob] = []
+        item: OutputItem
         if channel == "content":
-            self._kinds = _CONTENT
+            self._kinds, item = _CONTENT, OutputMessage(id=new_item_id("message"))
         else:
             self._kinds = _SUMMARY if request.summarized else _REASONING
-        self._id = new_item_id("message" if channel == "content" else "reasoning")
-        self.frames = events.deltas(
-            self._kinds.delta, self._texts, item_id=self._id, output_index=index
-        )
+            item = OutputReasoning(id=new_item_id("reasoning"))
+        super().__init__(events, index, item)
+        self.channel = channel
+        self._request = request
+        self._logprobs: list[TokenLogprob] = []
+        self.frames = self._deltas(self._kinds.delta)
 
     def begin(self) -> bytes:
-        empty: OutputItem
-        if self.channel == "content":
-            empty = OutputMessage(id=self._id)
-        else:
-            empty = OutputReasoning(id=self._id)
-        added = self._events.write(ItemAdded, output_index=self._index, item=empty)
-        return added + self._write(self._kinds.added, part=self._kinds.part())
+        return super().begin() + self._write(self._kinds.added, part=self._kinds.part())
 
     def add_scored(self, text: str, scores: Sequence[TokenScore]) -> bytes:
         self._texts.append(text)
@@ -227,80 +288,61 @@ class _OpenText:
         return self._write(OutputTextDelta, delta=text, logprobs=logprobs)
 
     def item(self, status: ItemStatus) -> OutputItem:
-        """Return the item as far as it has come."""
         if self.channel == "content":
-            part = OutputText(text=self._text, logprobs=self._logprobs)
-            return OutputMessage(id=self._id, status=status, content=[part])
-        return make_reasoning(self._request, self._id, self._text, status)
+            return OutputMessage(id=self._item.id, status=status, content=[self._part])
+        return make_reasoning(self._request, self._item.id, self._text, status)
 
     def end(self, status: ItemStatus) -> tuple[bytes, OutputItem]:
         item = self.item(status)
         if self.channel == "content":
-            part = OutputText(text=self._text, logprobs=self._logprobs)
             done = self._write(OutputTextDone, text=self._text, logprobs=self._logprobs)
-            done += self._write(PartDone, part=part)
+            done += self._write(PartDone, part=self._part)
         else:
             done = self._write(self._kinds.done, text=self._text)
             done += self._write(self._kinds.part_done, part=self._kinds.part(text=self._text))
-        return done + self._events.write(ItemDone, output_index=self._index, item=item), item
+        return done + self._done(item), item
 
     @property
-    def _text(self) -> str:
-        return "".join(self._texts)
-
-    def _write(self, kind: type[ResponsesEvent], **fields: object) -> bytes:
-        return self._events.write(kind, item_id=self._id, output_index=self._index, **fields)
+    def _part(self) -> OutputText:
+        return OutputText(text=self._text, logprobs=self._logprobs)
 
 
-class _OpenCall:
+class _OpenCall(_OpenItem):
     """A call that is being written."""
 
     def __init__(self, events: EventWriter, index: int, tool: CallableTool, call_id: str) -> None:
-        self._events = events
-        self._index = index
-        self._item = make_call(tool, call_id)
+        super().__init__(events, index, make_call(tool, call_id))
         self._input = CustomInput() if tool.custom else None
-        self._texts: list[str] = []
-        self._frames = events.deltas(
-            InputDelta if tool.custom else ArgumentsDelta,
-            self._texts,
-            item_id=self._item.id,
-            output_index=index,
-        )
+        self._frames = self._deltas(InputDelta if tool.custom else ArgumentsDelta)
 
-    def begin(self) -> bytes:
-        return self._events.write(ItemAdded, output_index=self._index, item=self._item)
+    def write(self, arguments: str) -> bytes:
+        return self._write_text(arguments if self._input is None else self._input.feed(arguments))
 
-    def add(self, arguments: str) -> bytes:
-        return self._add(arguments if self._input is None else self._input.feed(arguments))
-
-    def _add(self, text: str) -> bytes:
+    def _write_text(self, text: str) -> bytes:
         return self._frames(text) if text else b""
 
     def item(self, status: ItemStatus) -> OutputItem:
-        """Return the call as far as it has come."""
-        if self._input is None:
-            return replace(self._item, arguments=self._text, status=status)
-        return replace(self._item, input=self._text, status=status)
+        field = "arguments" if self._input is None else "input"
+        return replace(self._item, **{field: self._text, "status": status})
 
     def end(self, status: ItemStatus) -> tuple[bytes, OutputItem]:
+        assert not isinstance(self._item, OutputMessage | OutputReasoning)
         if self._input is None:
             item = self.item("completed" if is_object(self._text) else "incomplete")
             done = self._write(ArgumentsDone, name=self._item.name, arguments=self._text)
             return done + self._done(item), item
         rest, whole = self._input.finish()
-        data = self._add(rest)
+        data = self._write_text(rest)
         item = self.item("completed" if whole else "incomplete")
         if not whole:  # the beginning of a free text looks like a whole one
             return data, item
         return data + self._write(InputDone, input=self._text) + self._done(item), item
 
-    @property
-    def _text(self) -> str:
-        return "".join(self._texts)
 
-    def _done(self, item: OutputItem) -> bytes:
-        return self._events.write(ItemDone, output_index=self._index, item=item)
-
-    def _write(self, kind: type[ResponsesEvent], **fields: object) -> bytes:
-        return self._events.write(kind, item_id=self._item.id, output_index=self._index, **fields)
+def responses_dialect(keep: KeepResponse) -> Dialect[ResponsesRequest]:
+    """Return the dialect that hands each response to `keep` at its end, unless it failed."""
+    return Dialect(
+        RESPONSES_REQUESTS,
+        "resp_",
+        lambda request, identity: ResponseBuilder(request, identity, keep),
+    )
