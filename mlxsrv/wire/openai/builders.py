@@ -89,7 +89,7 @@ class OpenAIBuilder(Builder):
             None if usage in ("asked", "continuous") else UNSET
         )
         self._timings: TimingsBody | UnsetType = UNSET
-        # What puts a text into a chunk, by choice and channel.
+        # Encoders of chunks with text, by choice and channel.
         self._texts: list[dict[Channel, Callable[[str], bytes]]] = [{} for _ in range(choices)]
 
     @classmethod
@@ -176,7 +176,7 @@ class ChatBuilder(ChunkBuilder):
 
     @cached_property
     def _arguments(self) -> dict[tuple[int, int], Callable[[str], bytes]]:
-        """What puts arguments into a chunk, by choice and call."""
+        """Encoders of chunks with arguments, by choice and call."""
         return {}
 
     def carry(self, usage: Usage) -> None:
