@@ -41,7 +41,7 @@ _QUEUED, _CLOSED = State.QUEUED, State.CLOSED
 
 
 class Choice:
-    """Used on the event loop. `receive` only notes events; `read` makes text of them when the
+    """Used on the event loop. `receive` only notes events; `collect` makes text of them when the
     reader wants it.
 
     Args:
@@ -90,7 +90,7 @@ class Choice:
         self._end_tokens = 0
 
     @property
-    def tokens(self) -> int:
+    def sampled(self) -> int:
         """The number of tokens sampled for the answer, with the end token."""
         return self.pipeline.tokens + self._end_tokens
 
@@ -104,7 +104,7 @@ class Choice:
         """The number of tokens that the engine has read and generated for it so far. Tokens of the
         prompt that were cached are not read, and those of a prompt that is not read to its end do
         not count."""
-        return self._prompt_tokens_read + self.tokens + self.waiting_tokens
+        return self._prompt_tokens_read + self.sampled + self.waiting_tokens
 
     def enter(self, state: State) -> None:
         """Change to `state`. Raises RuntimeError if it may not follow the current state."""
@@ -156,7 +156,7 @@ class Choice:
             case Finished():
                 self._finish("length")
 
-    def read(self) -> list[Output]:
+    def collect(self) -> list[Output]:
         """Return what has come since the last read. Ended comes last, if the choice is over."""
         if self.state is _QUEUED or self.state is _CLOSED:
             return []
@@ -232,7 +232,7 @@ class Choice:
         return [TextPiece(self.index, "content", echo, scores)]
 
     def _read_scored(self, tokens: list[int], scores: Scores) -> list[Output]:
-        """As `read`, one token at a time: each is content, a thought, or part of a tool call."""
+        """As `collect`, one token at a time: each is content, a thought, or part of a tool call."""
         outputs: list[Output] = []
         likelihoods, self._likelihoods = self._likelihoods, []
         for token, likelihood in zip(tokens, likelihoods, strict=True):

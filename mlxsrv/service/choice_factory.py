@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from itertools import product
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 
 from mlxsrv.engine.orders import Job
 from mlxsrv.errors import ContextLengthExceeded
-from mlxsrv.generation.parameters import Grammar, Steering
+from mlxsrv.generation.parameters import Grammar, Sampling, Steering
 from mlxsrv.generation.spec import GenerationSpec
 from mlxsrv.prompts.planning import PromptPlan
 from mlxsrv.service.choice import Choice
-from mlxsrv.service.parameters import end_tokens, sampling
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.scores import Scores
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Prompt, Tokenizer
+
+V = TypeVar("V")
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,8 @@ class ChoiceFactory:
 
     def make(self) -> list[Choice]:
         """Raises ContextLengthExceeded if a prompt leaves no room for an answer."""
-        answers = range(self.spec.choices)
-        return [
-            self._make_choice(prompt, answer)
-            for prompt in range(len(self.plan.prompts))
-            for answer in answers
-        ]
+        places = product(range(len(self.plan.prompts)), range(self.spec.choices))
+        return [self._make_choice(prompt, answer) for prompt, answer in places]
 
     def _make_choice(self, prompt_index: int, answer: int) -> Choice:
         spec, tokenizer, prompt = self.spec, self.tokenizer, self.plan.prompts[prompt_index]
@@ -68,11 +67,6 @@ class ChoiceFactory:
             spelling=None if spec.prompt_logprobs is None else tokenizer.token_bytes_or_name,
         )
 
-    def _find_grammar(self, prompt: Prompt) -> Grammar | None:
-        if self.grammar is None or not prompt.thinking:
-            return self.grammar
-        return msgspec.structs.replace(self.grammar, thinking=True)
-
     def _make_scores(self) -> Scores:
         return Scores(
             self.tokenizer.token_bytes,
@@ -84,27 +78,23 @@ class ChoiceFactory:
         )
 
     def _make_job(self, prompt_index: int, answer: int) -> Job:
-        spec, prompt = self.spec, self.plan.prompts[prompt_index]
+        spec, prompt, grammar = self.spec, self.plan.prompts[prompt_index], self.grammar
+        if grammar is not None and prompt.thinking:
+            grammar = msgspec.structs.replace(grammar, thinking=True)
         return Job(
             id=next(self.resources.job_ids),
             model=self.model,
             prompt=prompt.tokens,
             max_tokens=self._max_tokens(len(prompt.tokens), self.plan.paths[prompt_index]),
-            end_tokens=end_tokens(
-                spec,
-                self.tokenizer,
-                chat=self.spec.is_chat,
-                constrained=self.plan.bound,
-                prompt_ends=prompt.ends,
-            ),
+            end_tokens=_end_tokens(spec, self.tokenizer, prompt, constrained=self.plan.bound),
             checkpoints=prompt.checkpoints,
             logprobs=spec.logprobs,
             scores=self._scores_of_prompt,
             ranks=spec.prompt_logprobs is not None,
-            sampling=sampling(spec, self.tokenizer, answer),
+            sampling=_sampling(spec, self.tokenizer, answer),
             steering=self.steering,
             bans=self.plan.bans,
-            grammar=self._find_grammar(prompt),
+            grammar=grammar,
         )
 
     @property
@@ -135,3 +125,45 @@ class ChoiceFactory:
                 most=self.context_length,
             )
         return min(left, limit)
+
+
+def _sampling(spec: GenerationSpec, tokenizer: Tokenizer, answer: int) -> Sampling:
+    """The request's parameters, else the model's own, else none.
+
+    Args:
+        answer: which of the answers to the prompt the job makes; each has a seed of its own.
+    """
+    own, wishes = tokenizer.defaults, spec.sampling
+    seed = random.getrandbits(63) if wishes.seed is None else wishes.seed + answer
+    return Sampling(
+        temperature=_first(wishes.temperature, own.temperature, 1.0),
+        top_p=_first(wishes.top_p, own.top_p, 1.0),
+        top_k=max(_first(wishes.top_k, own.top_k, 0), 0),
+        min_p=_first(wishes.min_p, own.min_p, 0.0),
+        seed=seed,
+        frequency_penalty=_first(wishes.frequency_penalty, 0.0),
+        presence_penalty=_first(wishes.presence_penalty, 0.0),
+        repetition_penalty=_first(wishes.repetition_penalty, own.repetition_penalty, 1.0),
+        logit_bias=tuple(sorted(wishes.logit_bias.items())),
+    )
+
+
+def _end_tokens(
+    spec: GenerationSpec, tokenizer: Tokenizer, prompt: Prompt, *, constrained: bool
+) -> frozenset[int]:
+    """The tokens that end an answer and are not part of its text.
+
+    An answer that follows a grammar may end with any end token, because the grammar allows none
+    before its end. It ends there even with `ignore_eos`: nothing else may follow.
+    """
+    own = prompt.ends | (
+        tokenizer.turn_ends if spec.is_chat or constrained else tokenizer.end_tokens
+    )
+    if spec.ignore_eos and not constrained:
+        own = frozenset()
+    return own.union(spec.stop_token_ids)
+
+
+def _first(*values: V | None) -> V:
+    """The first value that is given. The last always is."""
+    return next(value for value in values if value is not None)

@@ -25,9 +25,8 @@ from mlxsrv.generation.texts import EmbeddingSpec, Numbers, PairScores, PairsSpe
 from mlxsrv.logs import log
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.prompts.embedding_inputs import EmbeddingInputs, plan_embedding, plan_pairs
-from mlxsrv.service.lifecycle import State
+from mlxsrv.service.lifecycle import State, TimedWork
 from mlxsrv.service.resources import Resources
-from mlxsrv.service.timed_work import TimedWork
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
@@ -48,16 +47,14 @@ class EmbeddingTask:
         self._begun = asyncio.get_running_loop().time()
 
     async def embed(self, spec: EmbeddingSpec) -> TextVectors:
-        with self._work.run():
-            inputs, vectors = await self._compute(partial(self._plan_texts, spec))
+        inputs, vectors = await self._compute(partial(self._plan_texts, spec))
         if spec.dimensions is not None:
             vectors = await anyio.to_thread.run_sync(narrow, vectors, spec.dimensions)
         return TextVectors(self._lease.model.name, vectors, inputs.tokens, self._lease.load_seconds)
 
     async def score(self, spec: PairsSpec) -> PairScores:
         """The scores of a cross-encoder, or the cosine similarity of an embedder's vectors."""
-        with self._work.run():
-            inputs, outputs = await self._compute(partial(self._plan_pairs, spec))
+        inputs, outputs = await self._compute(partial(self._plan_pairs, spec))
         config = self._lease.cross_encoder_config
         if isinstance(config, str):
             first = len(spec.ones)

@@ -18,8 +18,12 @@ Time in which the request's model is downloaded or loaded does not count as time
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
+from typing import Protocol
+
+import anyio
 
 from mlxsrv.errors import DeadlineExceeded, Overloaded, ServeError
 from mlxsrv.settings import Settings
@@ -66,6 +70,18 @@ ENDED = frozenset({State.FINISHED, State.FAILED, State.CLOSED})
 """The states in which a request takes no more of the engine."""
 
 
+class Awaited(Protocol):
+    """The model that a request waits for."""
+
+    @property
+    def progressing(self) -> bool:
+        """Whether it is being downloaded or loaded."""
+
+    @property
+    def turn(self) -> int:
+        """In how many seconds a request that comes now may have its turn."""
+
+
 class Lifecycle:
     """The state of one request, and the time limits that apply in it. Used on the event loop.
 
@@ -73,28 +89,23 @@ class Lifecycle:
 
     Args:
         settings: have the time limits.
-        expire: called with the error when a time limit has passed.
-        loading: returns whether the request's model is being downloaded or loaded.
         heard: returns when the engine last sent anything to anybody, in the loop's time. A prompt
             that waits for its turn does not stall while the engine reads other prompts.
-        turn: returns in how many seconds a request that comes now may have its turn.
+        expire: called with the error when a time limit has passed.
     """
 
     def __init__(
         self,
         settings: Settings,
-        expire: Callable[[ServeError], None],
-        *,
-        loading: Callable[[], bool],
+        model: Awaited,
         heard: Callable[[], float],
-        turn: Callable[[], int],
+        expire: Callable[[ServeError], None],
     ) -> None:
         self.state = State.WAITING
         self._loop = asyncio.get_running_loop()
-        self._expire = expire
-        self._loading = loading
+        self._model = model
         self._heard = heard
-        self._turn = turn
+        self._expire = expire
         self._queue_timeout = settings.queue_timeout
         self._stall_timeout = settings.stall_timeout
         self._queued = self._moved = self._loop.time()
@@ -129,11 +140,6 @@ class Lifecycle:
         self._timer.cancel()
         self._timer = self._arm()
 
-    def close(self) -> None:
-        """Enter CLOSED. Only the first call counts."""
-        if self.state is not State.CLOSED:
-            self.enter(State.CLOSED)
-
     def touch(self) -> None:
         """Note that the engine has read or generated something for the request."""
         self._moved = self._loop.time()
@@ -144,7 +150,7 @@ class Lifecycle:
             self._whole.cancel()
         # These hold the request, which holds this: without the circle it is freed at once, and not
         # when the garbage collector runs.
-        self._expire, self._loading, self._heard, self._turn = _ignore, bool, float, int
+        self._expire, self._heard = _ignore, float
 
     def _arm(self) -> asyncio.TimerHandle:
         return self._loop.call_at(min(self._deadlines()), self._check)
@@ -161,7 +167,7 @@ class Lifecycle:
 
     def _check(self) -> None:
         now = self._loop.time()
-        if self.state not in (State.SUBMITTED, State.RUNNING) and self._loading():
+        if self.state not in (State.SUBMITTED, State.RUNNING) and self._model.progressing:
             self._queued = now
         queue, stall = self._deadlines()
         if now < min(queue, stall):
@@ -178,7 +184,7 @@ class Lifecycle:
                 Overloaded(
                     f"the request's turn did not come within {self._queue_timeout:g} s "
                     "(--queue-timeout); try again shortly",
-                    retry_after=self._turn(),
+                    retry_after=self._model.turn,
                 )
             )
 
@@ -186,6 +192,49 @@ class Lifecycle:
         self._expire(
             DeadlineExceeded(f"the request took longer than {seconds:g} s (--request-timeout)")
         )
+
+
+class TimedWork(Lifecycle):
+    """A block that ends when a time limit has passed, or when `end` is called."""
+
+    def __init__(self, settings: Settings, model: Awaited, heard: Callable[[], float]) -> None:
+        super().__init__(settings, model, heard, self.end)
+        self._scope = anyio.CancelScope()
+        self._error: ServeError | None = None
+
+    def end(self, error: ServeError) -> None:
+        """Cancel the block, which then raises `error`. Only the first error counts."""
+        if self.may_enter(State.FAILED):
+            super().enter(State.FAILED)
+            self._error = error
+            self._scope.cancel()
+
+    def enter(self, state: State) -> None:
+        """Change to `state`, from within the block.
+
+        Raises:
+            ServeError: the block was ended. Its task may take one more step before the
+                cancellation reaches it, if what it waited for came at the same time.
+        """
+        if self._error is not None:
+            raise self._error
+        super().enter(state)
+
+    def note_progress(self) -> None:
+        """Note that the engine has done something for it; called from the engine's callbacks."""
+        if self._error is None:
+            self.enter(State.RUNNING)
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Run the block. Raises the ServeError that ended it."""
+        try:
+            with self._scope:
+                yield
+        finally:
+            super().enter(State.CLOSED)  # ends the timers
+        if self._error is not None:
+            raise self._error
 
 
 def _ignore(error: ServeError) -> None:

@@ -35,7 +35,6 @@ from mlxsrv.service.choice_factory import ChoiceFactory
 from mlxsrv.service.lifecycle import ENDED, Lifecycle, State
 from mlxsrv.service.observing import Generated, Timing
 from mlxsrv.service.resources import Resources
-from mlxsrv.service.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.grammars.calls import CallGrammar
@@ -52,16 +51,16 @@ class Reply:
     """The answer to one request that generates text. Used on the event loop.
 
     Two tasks share it: one runs `admit`, the other reads `outputs`. Whoever makes a reply must
-    `close` it when both are over. The engine's events arrive in callbacks of the event loop, while
-    no task runs; the callbacks only store the event, and `outputs` makes text of it when its reader
-    wants it. The callbacks of timers wake the reader too, so no read lasts longer than `keepalive`
-    seconds.
+    `release` it when both are over. The engine's events arrive in callbacks of the event loop,
+    while no task runs; the callbacks only store the event, and `outputs` makes text of it when its
+    reader wants it. The callbacks of timers wake the reader too, so no read lasts longer than
+    `keepalive` seconds.
 
     Args:
         lease: the claim on the model, which the reply releases.
         request_id: for logs and error messages.
         id: the response's.
-        forget: called once, with the reply, when it is closed.
+        forget: called once, with the reply, when it is released.
     """
 
     def __init__(
@@ -100,11 +99,7 @@ class Reply:
         self._begun = self._loop.time()
         self._first_text: float | None = None  # when the first text was read
         self._lifecycle = Lifecycle(
-            resources.settings,
-            self._expire,
-            loading=lambda: lease.model.progressing,
-            heard=lambda: self._begun if self._engine is None else self._engine.heard,
-            turn=lambda: lease.model.turn,
+            resources.settings, lease.model, lambda: resources.pool.engine.heard, self._expire
         )
         # A keep-alive opens the stream with status 200. A prompt that does not fit is refused
         # before that, unless a download comes first, which tells what fits.
@@ -154,7 +149,7 @@ class Reply:
                 self._lease.return_row(choice)
                 return
             # No await from here on: if the task is cancelled, either no row is held or the job is
-            # submitted; close() undoes both. Nor can the SAE be detached: the order to do so
+            # submitted; release() undoes both. Nor can the SAE be detached: the order to do so
             # would be behind the job in the device thread's inbox.
             self._submit(choice)
         log(
@@ -252,7 +247,7 @@ class Reply:
         self._lifecycle.enter(State.FAILED)
         level = logging.ERROR if error.status >= 500 else logging.INFO
         self._log_failure(level, error.code, cause or error.message)
-        self._release()
+        self._give_back()
         self._wakeup.wake()
 
     def _expire(self, error: ServeError) -> None:
@@ -265,7 +260,7 @@ class Reply:
             self._log_failure(logging.WARNING, "timeout", error.message)
             for choice in self._choices:
                 choice.expire()
-            self._release()
+            self._give_back()
             self._wakeup.wake()
 
     # The engine's events, in callbacks on the loop.
@@ -337,11 +332,11 @@ class Reply:
     def _read(self) -> list[Output]:
         outputs: list[Output] = []
         for choice in self._choices:
-            read = choice.read()
+            read = choice.collect()
             if not read:
                 continue
             # The prompt and its scores are no text of the answer.
-            if self._first_text is None and choice.tokens:
+            if self._first_text is None and choice.sampled:
                 self._first_text = self._loop.time()
             if choice.state is _CLOSED:
                 self._end_choice(choice)
@@ -362,7 +357,7 @@ class Reply:
         first_answers = self._choices[:: self.spec.choices]
         return Usage(
             prompt_tokens=self._prompt_tokens,
-            completion_tokens=sum(choice.tokens for choice in self._choices),
+            completion_tokens=sum(choice.sampled for choice in self._choices),
             reasoning_tokens=reasoning if self._thinks else None,
             cached_tokens=sum(choice.cached_tokens for choice in first_answers),
             timings=self._timing.timings(self._lease.load_seconds) if self.spec.timed else None,
@@ -376,7 +371,7 @@ class Reply:
         self._cancel(choice)
         self._follow_choices()
 
-    def _release(self) -> None:
+    def _give_back(self) -> None:
         """Give back all rows, and the claim on the model."""
         for choice in self._choices:
             self._cancel(choice)
@@ -387,15 +382,15 @@ class Reply:
             self._engine.cancel(choice.job.id)  # does nothing for a job that is over
         self._lease.return_row(choice, choice.cost)
 
-    def close(self) -> None:
+    def release(self) -> None:
         """Give back all that the reply holds: its rows, its place, its timers. Only the first call
-        counts. A reply that is closed before its end was left by its client."""
+        counts. A reply that is released before its end was left by its client."""
         if self.state is State.CLOSED:
             return
-        self._lifecycle.close()
+        self._lifecycle.enter(State.CLOSED)
         self._tokenized()
-        self._wakeup.close()
-        self._release()
+        self._wakeup.stop()
+        self._give_back()
         self._forget(self)
         if self._disconnected:
             self._log_failure(logging.INFO, "disconnected", "its client went away")
@@ -403,12 +398,12 @@ class Reply:
 
     @property
     def _disconnected(self) -> bool:
-        """Whether the client of a closed reply left before the end."""
+        """Whether the client of a released reply left before the end."""
         return self._error is None and not self._all_read
 
     @property
     def generated(self) -> Generated:
-        """The result of a closed reply."""
+        """The result of a released reply."""
         timing = self._timing
         ended = self._error is None and not self._disconnected
         return Generated(
@@ -433,7 +428,7 @@ class Reply:
 
     def _log_end(self) -> None:
         now = self._loop.time()
-        tokens = sum(choice.tokens for choice in self._choices)
+        tokens = sum(choice.sampled for choice in self._choices)
         rate = None
         if self._first_text is not None:
             # Some clocks have a resolution of milliseconds, and an answer can take less than that.
@@ -453,7 +448,7 @@ class Reply:
         )
 
     def _log_failure(self, level: int, code: str, cause: str) -> None:
-        tokens = sum(choice.tokens + choice.waiting_tokens for choice in self._choices)
+        tokens = sum(choice.sampled + choice.waiting_tokens for choice in self._choices)
         fields = self._log_fields()
         log(_log, level, "stream error", **fields, code=code, cause=cause, tokens=tokens)
 
@@ -479,3 +474,54 @@ class Reply:
         return ServeError(
             f"the server {what}; its log says why under request id {self._request_id}"
         )
+
+
+class Wakeup:
+    """Wakes the one task that reads a reply, when something has come or nothing has for long.
+
+    Used on the event loop. `stop` ends its timer.
+
+    Args:
+        interval: seconds of silence after which a keep-alive is due.
+        may_keep_alive: returns whether one may be sent yet: it opens a stream with status 200.
+    """
+
+    def __init__(self, interval: float, may_keep_alive: Callable[[], bool]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._interval = interval
+        self._may_keep_alive = may_keep_alive
+        self._keepalive_due = False
+        self._waiter: asyncio.Future[None] | None = None
+        self._last_read = self._loop.time()
+        # One timer for all reads: a timer a read would cost as much as the read itself.
+        self._timer = self._loop.call_later(interval, self._check)
+
+    def wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Wait for the next `wake`. The caller has found nothing to read."""
+        self._waiter = self._loop.create_future()
+        await self._waiter
+
+    def note_read(self) -> None:
+        """Note that the task has something to send."""
+        self._last_read = self._loop.time()
+
+    def take_keepalive(self) -> bool:
+        """Return whether a keep-alive is due; if so it counts as sent."""
+        due, self._keepalive_due = self._keepalive_due, False
+        return due
+
+    def stop(self) -> None:
+        self._timer.cancel()
+        self._may_keep_alive = bool  # it held the reply, which holds this
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        if now >= self._last_read + self._interval:
+            self._keepalive_due = self._may_keep_alive()
+            self._last_read = now
+            self.wake()
+        self._timer = self._loop.call_at(self._last_read + self._interval, self._check)

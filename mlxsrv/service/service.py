@@ -2,7 +2,7 @@
 
 Making a Reply raises all that is known before anything is waited for: an unknown model, a full
 queue, a server that is shutting down. Its `admit` then waits: for the tokenizer, the model, a row.
-The caller reads its `outputs` in the same task group, and ends it with `close`.
+The caller reads its `outputs` in the same task group, and ends it with `release`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from mlxsrv.models.catalogue.pulls import Pulls, PullWatch
 from mlxsrv.models.pool.clients import Client
 from mlxsrv.models.pool.lease import Lease
 from mlxsrv.models.pool.observing import LoadProblems
-from mlxsrv.models.pool.pool import Pool, PoolStatistics
+from mlxsrv.models.pool.pool import Pool
 from mlxsrv.models.profile_store import ProfileStore
 from mlxsrv.options import SettingsError
 from mlxsrv.prompts.tokens import (
@@ -55,16 +55,15 @@ from mlxsrv.prompts.tokens import (
     tokenizer_info,
 )
 from mlxsrv.service.embedding import EmbeddingTask
-from mlxsrv.service.lifecycle import State
+from mlxsrv.service.lifecycle import State, TimedWork
 from mlxsrv.service.observing import Observer
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.resources import Resources
 from mlxsrv.service.response_store import ResponseStore
-from mlxsrv.service.status import download_state, model_object, model_states, read_facts
+from mlxsrv.service.status import model_object, model_states, read_facts
 from mlxsrv.service.steering.attachments import SAEs, check_steering_settings
 from mlxsrv.service.steering.profiles import Profiles
 from mlxsrv.service.steering.registry import SteeringRegistry
-from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from mlxsrv.version import __version__
 from mlxsrv.wire.openai.tokens import (
@@ -171,7 +170,7 @@ class Service:
         self._check_choices(spec)
         lease = await self._lease(spec.model, client)
         lease.keep_alive = spec.keep_alive
-        reply = Reply(self._resources, lease, spec, request_id, id, self._forget)
+        reply = Reply(self._resources, lease, spec, request_id, id, self._discard)
         self._replies.add(reply)
         return reply
 
@@ -186,7 +185,7 @@ class Service:
                 param=param,
             )
 
-    def _forget(self, reply: Reply) -> None:
+    def _discard(self, reply: Reply) -> None:
         self._replies.discard(reply)
         self._note_idle()
 
@@ -245,29 +244,22 @@ class Service:
     ) -> V:
         """Call `function` in a worker thread, which has the model's tokenizer to itself."""
         async with self._timed_work(model, client) as (lease, work):
-            with work.run():
-                tokenizer = await lease.tokenizer()
-                work.enter(State.PREPARING)
-                return await lease.model.tokenizer_lock.run(partial(function, tokenizer))
-        raise AssertionError("it was done, or ended with an error")
+            tokenizer = await lease.tokenizer()
+            work.enter(State.PREPARING)
+            return await lease.model.tokenizer_lock.run(partial(function, tokenizer))
 
     @contextlib.asynccontextmanager
     async def _timed_work(
         self, model: str | None, client: Client
     ) -> AsyncIterator[tuple[Lease, TimedWork]]:
-        """A claim on a model, and the work that a time limit or a shutdown may end."""
+        """A claim on a model, and a block that a time limit or a shutdown may end."""
         lease = await self._lease(model, client)
-        work = TimedWork(
-            self.settings,
-            loading=lambda: lease.model.progressing,
-            heard=lambda: self.pool.engine.heard,
-            turn=lambda: lease.model.turn,
-        )
+        work = TimedWork(self.settings, lease.model, lambda: self.pool.engine.heard)
         self._work.add(work)
         try:
-            yield lease, work
+            with work.run():
+                yield lease, work
         finally:
-            work.close()
             lease.release()
             self._work.discard(work)
             self._note_idle()
@@ -285,23 +277,16 @@ class Service:
         """
         async with self._timed_work(model, client) as (lease, work):
             lease.keep_alive = keep_alive
-            with work.run():
-                await lease.tokenizer()
-                work.enter(State.PREPARING)
-                await lease.enter()
+            await lease.tokenizer()
+            work.enter(State.PREPARING)
+            await lease.enter()
             return lease.load_seconds
-        raise AssertionError("it was done, or ended with an error")
 
     async def unload(self, model: str | None) -> None:
         """Unload a model once nobody uses it, unless it is pinned or has an SAE."""
         self.pool.unload((await self.pool.catalogue.find(model, download=False)).name)
 
     # The requests that are under way.
-
-    @property
-    def failure(self) -> str | None:
-        """Why the inference engine has failed, if it has."""
-        return self.pool.failure
 
     def _note_idle(self) -> None:
         if not self._busy:
@@ -375,17 +360,17 @@ class Service:
         default = self.pool.catalogue.default
         return None if default in self._problems.proven else self._problems.reasons.get(default)
 
-    def tell_health(self) -> Health:
+    def brief_health(self) -> Health:
         """The health, with why it is not well, or how far the download of the default model is."""
-        told = Health(status=self.health)
+        health = Health(status=self.health)
         model = self.pool.model(self.pool.catalogue.default)
-        reason = self.failure or self._start_problem
-        arrived = None if model is None else download_state(model.arrived)
-        if told.status == "failed" and reason is not None:
-            return replace(told, reason=reason)
-        if told.status == "loading" and arrived is not None:
-            return replace(told, download=arrived)
-        return told
+        reason = self.pool.failure or self._start_problem
+        arrived = None if model is None else model.arrived
+        if health.status == "failed" and reason is not None:
+            return replace(health, reason=reason)
+        if health.status == "loading" and arrived is not None:
+            return replace(health, download=arrived)
+        return health
 
     @property
     def alive(self) -> bool:
@@ -393,29 +378,17 @@ class Service:
         longer than `step_timeout`."""
         return self.pool.failure is None and not self.pool.stalled
 
-    async def state(self) -> Health:
+    async def full_health(self) -> Health:
         """The health, with the state of each model and of the memory. Those are left out if the
         device thread is dead or does not answer in time."""
-        told = self.tell_health()  # before the wait, in which a stall may end
+        brief = self.brief_health()  # before the wait, in which a stall may end
         report, engine = None, EngineState(stalled_seconds=self.pool.stalled)
         with contextlib.suppress(ServeError), anyio.move_on_after(_REPORT_SECONDS):
             report = await self.pool.engine.report()
         if report is None:
-            return replace(told, engine=engine)
+            return replace(brief, engine=engine)
         models, memory = model_states(self.pool.statistics(), report)
-        return replace(told, engine=engine, models=models, memory=memory)
-
-    def statistics(self) -> PoolStatistics:
-        """The state of all models. Does not ask the device thread."""
-        return self.pool.statistics()
-
-    def label(self, name: str | None) -> str:
-        """The catalogue's name for what a request names, or "": see `Catalogue.label`."""
-        return self.pool.catalogue.label(name)
-
-    def abandon(self) -> None:
-        """Leave the device thread without waiting for anything: the event loop is gone."""
-        self.pool.abandon()
+        return replace(brief, engine=engine, models=models, memory=memory)
 
     async def preload(self) -> None:
         """Load the default model and those that `--preload` names, then attach SAEs and
@@ -454,7 +427,7 @@ class Service:
         """End the requests that are left, and leave the device thread."""
         self._draining = True
         self._end_all()
-        await self.saes.close()
+        await self.saes.cancel()
         await self.pool.close()
 
     def _end_all(self) -> None:

@@ -13,7 +13,6 @@ from mlxsrv.formats.capabilities import OF_TOKENIZERS
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.model_folder import read_chat_template
 from mlxsrv.generation.status import (
-    DownloadState,
     KVCacheCost,
     MemoryState,
     ModelDetails,
@@ -23,7 +22,6 @@ from mlxsrv.generation.status import (
     ModelStatus,
 )
 from mlxsrv.models.catalogue.catalogue import ModelEntry
-from mlxsrv.models.catalogue.progress import Arrived
 from mlxsrv.models.pool.model import Model, ModelStatistics
 from mlxsrv.models.pool.model_files import capped
 from mlxsrv.models.pool.pool import PoolStatistics
@@ -49,7 +47,7 @@ def model_object(
         loaded=loaded is not None,
         state="failed" if reason is not None else state,
         reason=reason,
-        download=None if model is None else download_state(model.arrived),
+        download=None if model is None else model.arrived,
         aliases=entry.aliases,
         kv_cache=None if loaded is None else _kv_cache(loaded.kv_costs, loaded.draft_costs),
     )
@@ -67,10 +65,6 @@ def model_object(
         modified_at=datetime.fromtimestamp(files.modified_at, UTC),
         capabilities=_capabilities(files.capabilities, model),
     )
-
-
-def download_state(arrived: Arrived | None) -> DownloadState | None:
-    return None if arrived is None else DownloadState(arrived.completed, arrived.total)
 
 
 def read_facts(entry: ModelEntry) -> ModelFacts:
@@ -149,7 +143,7 @@ def _model_state(model: ModelStatistics, engine: dict[str, int]) -> ModelState:
     return ModelState(
         id=model.name,
         state=model.status,
-        download=download_state(model.arrived),
+        download=model.arrived,
         pinned=model.pinned,
         requests=model.leases,
         rows=model.rows,

@@ -121,7 +121,7 @@ class App(Starlette):
         loop = asyncio.get_running_loop()
         if self._service is None or self._loop is not loop:
             if self._service is not None:
-                self._service.abandon()
+                self._service.pool.abandon()
             responses = None if self.membership is None else self.membership.responses
             self._service = Service(self.settings, self._observers, responses)
             self._loop = loop
@@ -153,7 +153,7 @@ class App(Starlette):
     @property
     def failed(self) -> bool:
         """Whether the inference engine has failed; only a new process can recover from that."""
-        return self._service is not None and self._service.failure is not None
+        return self._service is not None and self._service.pool.failure is not None
 
     async def drain(self) -> None:
         """Refuse new requests and wait for running ones, at most `shutdown_grace` seconds."""

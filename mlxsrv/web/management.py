@@ -343,7 +343,7 @@ async def export_profile(service: Service, id: str) -> wire.ProfileExport:
 
 @_managed("GET", "/api/monitoring", "getMonitor", "What is watched")
 async def get_monitor(service: Service, asked: wire.ModelQuery) -> steering.MonitorObject:
-    return (await service.steering.find(asked.model)).monitor.state
+    return (await service.steering.find(asked.model)).monitor.report
 
 
 @_managed("POST", "/api/monitoring/configure", "configureMonitor", "Watch features")
@@ -372,7 +372,7 @@ async def get_history(service: Service, asked: wire.HistoryQuery) -> list[steeri
 async def clear_history(service: Service, asked: wire.ForgetQuery) -> steering.MonitorObject:
     monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_history(asked.request_id)
-    return monitor.state
+    return monitor.report
 
 
 @_managed("GET", "/api/monitoring/statistics", "getStatistics", "Features in numbers")
@@ -386,7 +386,7 @@ async def get_statistics(
 async def clear_statistics(service: Service, asked: wire.StatisticsQuery) -> steering.MonitorObject:
     monitor = (await service.steering.find(asked.model)).monitor
     monitor.clear_statistics(asked.chosen)
-    return monitor.state
+    return monitor.report
 
 
 @_managed("POST", "/api/monitoring/statistics/top", "getHighest", "The features that were highest")

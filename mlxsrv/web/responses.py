@@ -153,11 +153,11 @@ class ReplyBody(Response):
 
 @asynccontextmanager
 async def _answering(reply: Reply, receive: Receive) -> AsyncIterator[None]:
-    """Admit `reply` while the block answers it, and close it however the block ends.
+    """Admit `reply` while the block answers it, and release it however the block ends.
 
     Three tasks run in one group: the block; the admission, which waits for the model and for a row;
-    and a watch, which cancels the other two when the client goes away. `close` runs after all three
-    have ended, so none of them can act on a closed reply.
+    and a watch, which cancels the other two when the client goes away. `release` runs after all
+    three have ended, so none of them can act on a released reply.
     """
     try:
         async with anyio.create_task_group() as group:
@@ -166,7 +166,7 @@ async def _answering(reply: Reply, receive: Receive) -> AsyncIterator[None]:
             yield
             group.cancel_scope.cancel()
     finally:
-        reply.close()
+        reply.release()
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

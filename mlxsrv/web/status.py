@@ -67,10 +67,10 @@ async def health(request: Request) -> Response:
     service = service_of(request)
     # Names and numbers are for who has a key, and this route asks for none.
     open_to_all = not request.app.key_count
-    answer = service.tell_health() if open_to_all else Health(status=service.health)
+    answer = service.brief_health() if open_to_all else Health(status=service.health)
     if is_verbose(request.scope):
         totals: Totals = request.app.totals
-        state = await service.state()
+        state = await service.full_health()
         answer = replace(state, requests=totals.requests, errors=totals.errors)
         if (membership := request.app.membership) is not None:
             answer = replace(answer, replica=membership.replica)

@@ -102,6 +102,6 @@ async def _answer(folder: Path, limit: int) -> tuple[Answer, Ended]:
             builder.add(output)
             if isinstance(output, Ended):
                 ends.append(output)
-    reply.close()
+    reply.release()
     await service.close()
     return builder.make()[0], ends[0]

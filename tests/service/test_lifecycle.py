@@ -28,21 +28,25 @@ PATHS: dict[State, list[State]] = {
 """A way from WAITING to each state."""
 
 
+class LoadingModel:
+    progressing = False
+    turn = 17
+
+
 class Clocks:
     """A request's clocks, and what they told."""
 
     def __init__(self, queue: float, stall: float, whole: float | None = None) -> None:
         self.loop = asyncio.get_running_loop()
+        self.model = LoadingModel()
         self.begun = self.heard = self.loop.time()
-        self.loading = False
         self.expired: list[tuple[float, ServeError]] = []
         settings = Settings(queue_timeout=queue, stall_timeout=stall, request_timeout=whole)
         self.lifecycle = Lifecycle(
             settings,
+            self.model,
+            lambda: self.heard,
             lambda error: self.expired.append((self.loop.time() - self.begun, error)),
-            loading=lambda: self.loading,
-            heard=lambda: self.heard,
-            turn=lambda: 17,
         )
 
     def bring_to(self, state: State) -> None:
@@ -63,7 +67,7 @@ class Clocks:
         [(when, error)] = self.expired
         assert type(error) is kind, error.message
         assert error.retry_after == (17 if kind is Overloaded else None)
-        self.lifecycle.close()
+        self.lifecycle.enter(State.CLOSED)
         return when
 
 
@@ -85,7 +89,7 @@ def test_a_state_is_followed_only_by_those_that_the_table_has(before: State) -> 
             with pytest.raises(RuntimeError, match=f"is {before.value}, .* be {after.value} next"):
                 lifecycle.enter(after)
             assert lifecycle.state is before
-        lifecycle.close()
+        lifecycle.enter(State.CLOSED)
 
     for after in State:
         run(partial(test, after))
@@ -145,10 +149,10 @@ def test_who_waits_for_a_row_waits_so_long() -> None:
 def test_a_load_is_not_counted() -> None:
     async def test() -> None:
         clocks = Clocks(queue=SHORT, stall=LONG)
-        clocks.loading = True
+        clocks.model.progressing = True
         await asyncio.sleep(4 * SHORT)
         assert not clocks.expired
-        clocks.loading = False
+        clocks.model.progressing = False
         clocks.lifecycle.enter(State.PREPARING)
         await asyncio.sleep(SHORT / 2)
         assert not clocks.expired, "from here on it has all its time"
@@ -216,6 +220,6 @@ def test_the_whole_has_a_bound_only_where_one_is_set(whole: float | None) -> Non
             assert "--request-timeout" in clocks.expired[0][1].message
             clocks.told(DeadlineExceeded)
         assert not whole or len(clocks.expired) == 1
-        clocks.lifecycle.close()
+        clocks.lifecycle.enter(State.CLOSED)
 
     run(test)

@@ -12,10 +12,9 @@ from mlxsrv.errors import Overloaded, ShuttingDown
 from mlxsrv.generation.outputs import Ended, TextPiece
 from mlxsrv.generation.spec import ChatMessage, ChatPrompt, GenerationSpec
 from mlxsrv.models.pool.clients import Client
-from mlxsrv.service.lifecycle import State
+from mlxsrv.service.lifecycle import State, TimedWork
 from mlxsrv.service.reply import Reply
 from mlxsrv.service.service import Service
-from mlxsrv.service.timed_work import TimedWork
 from mlxsrv.settings import Settings
 from tests.support.tiny import write_model
 
@@ -40,13 +39,13 @@ def test_a_reply_that_failed_in_the_queue_takes_no_row(tmp_path: Path) -> None:
         while not len(model.row_queue):  # noqa: ASYNC110 - it tells no event of it
             await asyncio.sleep(0.01)
         queued.fail(ShuttingDown("over"))  # and nobody reads it
-        running.close()
+        running.release()
         await admission
         assert rows.borrowed_tokens == 0
         await third.admit()
         assert await third.outputs()
         for reply in (queued, third):
-            reply.close()
+            reply.release()
         assert rows.borrowed_tokens == 0
         await service.close()
 
@@ -80,13 +79,20 @@ def test_a_reply_may_fail_at_any_step_of_its_admission(
         await admission
         await read_to_failure(reply)
         assert (model.leases, model.rows.borrowed_tokens) == (0, 0)
-        reply.close()
+        reply.release()
         await service.close()
 
     with caplog.at_level(logging.INFO, "mlxsrv"):
         asyncio.run(asyncio.wait_for(test(), 60))
     assert "admission failed" not in caplog.messages
     assert caplog.messages.count("stream error") == 1
+
+
+class Loaded:
+    """A model that nothing waits for."""
+
+    progressing = False
+    turn = 0
 
 
 def test_work_that_was_ended_takes_no_further_step() -> None:
@@ -102,7 +108,7 @@ def test_work_that_was_ended_takes_no_further_step() -> None:
             raise AssertionError("it went on")
 
     async def test() -> None:
-        work = TimedWork(Settings(), loading=bool, heard=float, turn=int)
+        work = TimedWork(Settings(), Loaded(), float)
         with pytest.raises(ShuttingDown):
             run(work)
 
@@ -135,7 +141,7 @@ def test_a_choice_that_waits_for_a_row_ends_with_the_time_of_its_reply(tmp_path:
         model = service.pool.model("m")
         assert model is not None
         assert (model.leases, model.rows.borrowed_tokens) == (0, 0)
-        reply.close()
+        reply.release()
         await service.close()
 
     asyncio.run(asyncio.wait_for(test(), 60))

@@ -74,7 +74,7 @@ async def answer(service: Service, spec: GenerationSpec) -> tuple[list[Answer], 
             for output in await reply.outputs():
                 builder.add(output)
     finally:
-        reply.close()
+        reply.release()
     return builder.make(), builder.usage
 
 

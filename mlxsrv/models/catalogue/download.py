@@ -40,8 +40,9 @@ from msgspec import Meta
 from mlxsrv.errors import ModelNotFound, ModelNotLoaded, ServeError
 from mlxsrv.formats.files import UnusableFile
 from mlxsrv.formats.model_folder import describe_model
+from mlxsrv.generation.status import DownloadState
 from mlxsrv.models.catalogue.hub_cache import Repository, cached, matches, read_ref
-from mlxsrv.models.catalogue.progress import Arrived, DownloadReport, PulledFile
+from mlxsrv.models.catalogue.progress import DownloadReport, PulledFile
 from mlxsrv.version import __version__
 
 _Choose = Callable[[Sequence[str]], Sequence[str]]
@@ -96,7 +97,7 @@ class Commit(msgspec.Struct, frozen=True):
     others: list[HubFile]
 
 
-def _report_nothing(file: PulledFile, arrived: Arrived) -> None:
+def _report_nothing(file: PulledFile, arrived: DownloadState) -> None:
     return
 
 
@@ -354,7 +355,7 @@ class _Download:
         """Tell how many bytes of a file are here now; there may be fewer than before."""
         self._bar.update(done - self._here[file.checksum])
         self._here[file.checksum] = done
-        arrived = Arrived(sum(self._here.values()), self._total)
+        arrived = DownloadState(sum(self._here.values()), self._total)
         self._report(PulledFile(file.checksum, file.size, done), arrived)
 
     def _append(self, url: str, partial: Path, wanted: HubFile) -> None:

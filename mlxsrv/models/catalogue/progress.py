@@ -10,6 +10,7 @@ from time import monotonic
 
 from msgspec import Struct
 
+from mlxsrv.generation.status import DownloadState
 from mlxsrv.logs import log
 
 _log = logging.getLogger("mlxsrv.models")
@@ -26,14 +27,7 @@ class PulledFile(Struct, frozen=True):
     done: int
 
 
-class Arrived(Struct, frozen=True):
-    """Bytes of all files of a download, and those that are here."""
-
-    completed: int
-    total: int
-
-
-DownloadReport = Callable[[PulledFile, Arrived], None]
+DownloadReport = Callable[[PulledFile, DownloadState], None]
 """Called by the thread of a download while bytes arrive."""
 
 
@@ -51,7 +45,7 @@ class DownloadProgress:
         self, model: str, *, logs: bool = True, changed: Callable[[], None] = lambda: None
     ) -> None:
         self.files: dict[str, PulledFile] = {}
-        self.arrived: Arrived | None = None
+        self.arrived: DownloadState | None = None
         self._model = model
         self._logs = logs
         self._changed = changed
@@ -60,7 +54,7 @@ class DownloadProgress:
         self._logged = 0.0
         self._reported = ("", 0.0)  # the file and when; the thread's
 
-    def report(self, file: PulledFile, arrived: Arrived) -> None:
+    def report(self, file: PulledFile, arrived: DownloadState) -> None:
         before, time = self._reported
         now = monotonic()
         if file.done < file.size and file.checksum == before and now - time < _INTERVAL:
@@ -69,7 +63,7 @@ class DownloadProgress:
         with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody listens
             self._loop.call_soon_threadsafe(self._note, file, arrived)
 
-    def _note(self, file: PulledFile, arrived: Arrived) -> None:
+    def _note(self, file: PulledFile, arrived: DownloadState) -> None:
         self.files[file.checksum] = file
         self.arrived = arrived
         tenths = 10 * arrived.completed // max(arrived.total, 1)

@@ -24,8 +24,9 @@ import msgspec
 from mlxsrv.engine.events import KVCost, Loaded
 from mlxsrv.engine.orders import Attach
 from mlxsrv.formats.sae_files import SAEFile
+from mlxsrv.generation.status import DownloadState
 from mlxsrv.models.catalogue.catalogue import ModelEntry
-from mlxsrv.models.catalogue.progress import Arrived, DownloadProgress
+from mlxsrv.models.catalogue.progress import DownloadProgress
 from mlxsrv.models.pool.clients import Client, Places
 from mlxsrv.models.pool.model_files import SHORT_ROW, ModelFiles
 from mlxsrv.models.pool.row_queue import RowQueue
@@ -105,7 +106,7 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     state: LoadState
     status: Status
-    arrived: Arrived | None
+    arrived: DownloadState | None
     """The progress of its download; None if none is under way."""
     pinned: bool
     """It is never evicted."""
@@ -275,7 +276,7 @@ class Model:
         return "loading" if asked else "unused"
 
     @property
-    def arrived(self) -> Arrived | None:
+    def arrived(self) -> DownloadState | None:
         """The progress of its download; None if none is under way."""
         if self._state is not LoadState.FETCHING or self.download is None:
             return None

@@ -41,7 +41,7 @@ class RunningStatistics:
         self.min = math.inf
         self.max = -math.inf
 
-    def add(self, value: float) -> None:
+    def note(self, value: float) -> None:
         self.count += 1
         self.active += value > 0
         before = value - self.mean
@@ -88,7 +88,7 @@ class Monitor:
         return 0 if self.features else _USUAL_TOP
 
     @property
-    def state(self) -> MonitorObject:
+    def report(self) -> MonitorObject:
         assert self._history.maxlen is not None
         return MonitorObject(
             enabled=self.enabled,
@@ -139,7 +139,7 @@ class Monitor:
             statistics = self._statistics.get(feature)
             if statistics is None:
                 statistics = self._statistics[feature] = RunningStatistics()
-            statistics.add(value)
+            statistics.note(value)
 
     # The history.
 

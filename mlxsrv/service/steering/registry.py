@@ -274,7 +274,7 @@ class SteeringRegistry:
         name = attached.attachment.model
         watch = Watch(name, monitor.features, monitor.top) if monitor.enabled else Watch(name)
         self._pool.engine.watch(watch)
-        return monitor.state
+        return monitor.report
 
 
 def _steering(

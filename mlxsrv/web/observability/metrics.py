@@ -282,7 +282,7 @@ class Metrics(Observer):
 
     async def collect(self, service: Service) -> CollectorRegistry:
         """Return the registry, with what is read of a state at each scrape as it is now."""
-        health = await service.state()
+        health = await service.full_health()
         self._live.gauges = [*_service_gauges(service, health), *_engine_gauges(health)]
         return self._registry
 
@@ -315,8 +315,8 @@ def _service_gauges(service: Service, health: Health) -> list[Metric]:
     most = _gauge("max_rows", "Rows that are decoded together at most.", "model_name")
     size = _gauge("model_bytes", "Bytes of a loaded model's weights.", "model_name")
     queued: dict[str, int] = {}
-    for model in service.statistics().models:
-        known = service.label(model.name) if model.bytes is None else model.name
+    for model in service.pool.statistics().models:
+        known = service.pool.catalogue.label(model.name) if model.bytes is None else model.name
         queues = model.waiting + model.waiting_for_row
         queued[known] = queued.get(known, 0) + queues
         if model.bytes is not None:

@@ -29,7 +29,7 @@ def test_running_numbers_are_numpys(values: list[float], offset: float) -> None:
     values = [value + offset for value in values]
     running = RunningStatistics()
     for value in values:
-        running.add(value)
+        running.note(value)
     assert (running.count, running.min, running.max) == (len(values), min(values), max(values))
     assert running.mean == pytest.approx(np.mean(values), rel=1e-9, abs=1e-6)
     assert running.active_ratio == np.mean([value > 0 for value in values])
@@ -61,7 +61,7 @@ def test_the_history_is_bounded_and_newest_first() -> None:
     assert [entry.token_position for entry in monitor.history(1)] == [4]
     monitor.configure(history_size=2)
     assert [entry.token_position for entry in monitor.history(10)] == [4, 3]
-    assert (monitor.state.history_size, monitor.state.history_entries) == (2, 2)
+    assert (monitor.report.history_size, monitor.report.history_entries) == (2, 2)
 
 
 def test_the_history_of_one_completion() -> None:
@@ -119,7 +119,7 @@ def test_what_is_watched() -> None:
     with pytest.raises(InvalidRequest) as caught:
         monitor.configure(features=[], history_size=5)
     assert caught.value.param == "top_k"
-    state = monitor.state
+    state = monitor.report
     assert (state.features, state.history_size) == ((3, 5), 100), "all is as it was"
 
 
