@@ -6,7 +6,7 @@ import contextlib
 import gc
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -41,6 +41,7 @@ class RequestDecoder(Generic[T]):
         neutral: fields that the kind does not have, with their values that ask for nothing.
         reasons: why other values of these fields are refused, for the error message.
         idle: returns the fields of a request that have no effect, because of its other fields.
+        parts: kinds of objects in it that are decoded apart, by what they say of their type.
     """
 
     def __init__(
@@ -51,12 +52,14 @@ class RequestDecoder(Generic[T]):
         neutral: Mapping[str, tuple[Any, ...]] | None = None,
         reasons: Mapping[str, str] | None = None,
         idle: Callable[[T], list[str]] = _nothing_idle,
+        parts: Sequence[type[Struct]] = (),
     ) -> None:
         self.kind = kind
+        self.parts = parts
         self._decoder = msgspec.json.Decoder(kind)
         self._known = Fields(kind)
         self._check = check
-        self._neutral = neutral or {}
+        self.neutral = neutral or {}
         self._reasons = reasons or {}
         self._idle = idle
 
@@ -80,7 +83,7 @@ class RequestDecoder(Generic[T]):
         request = _decode(self._decoder.decode, body)
         unknown, ignored = _decode(self._known.read, body)
         for name, value in unknown.items():
-            if name in self._neutral:
+            if name in self.neutral:
                 self._require_neutral(name, _decode(msgspec.json.decode, value))
             else:
                 ignored.append(name)
@@ -88,7 +91,7 @@ class RequestDecoder(Generic[T]):
         return request, sorted(ignored + self._idle(request))
 
     def _require_neutral(self, name: str, value: Any) -> None:
-        if not any(_same(value, neutral) for neutral in self._neutral[name]):
+        if not any(_same(value, neutral) for neutral in self.neutral[name]):
             reason = self._reasons.get(name, "not by this server, and not with this value")
             raise UnsupportedParameter(
                 f"{name} is not supported ({reason}); leave it out", param=name

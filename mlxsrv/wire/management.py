@@ -7,7 +7,7 @@ an SAE's rows; as keys of JSON objects they are strings.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -15,6 +15,7 @@ from mlxsrv.errors import ServeError
 from mlxsrv.generation.parameters import SteeringMode
 from mlxsrv.generation.steering import Metric, ProfileContent
 from mlxsrv.wire.dialect import ErrorShape
+from mlxsrv.wire.schema_rules import NUMBERS_AS_KEYS, Schema
 from mlxsrv.wire.steering import Features, NotEmpty
 
 Layer = Annotated[int, Meta(ge=0, le=9999)]
@@ -57,6 +58,8 @@ def failure(error: ServeError, request_id: str = "") -> Envelope:
 ERRORS = ErrorShape(Envelope, failure)
 
 
+_STEERING: Schema = {"properties": {"steering": NUMBERS_AS_KEYS}}
+
 # Requests. `model` names the model whose attachment is meant; null: the default model.
 
 
@@ -95,12 +98,16 @@ class FeatureRequest(ModelRequest, frozen=True, kw_only=True):
 class FeaturesRequest(ModelRequest, frozen=True, kw_only=True):
     """Several features of the default steering, all set or none; others stay."""
 
+    schema_rules: ClassVar[Schema] = _STEERING
+
     steering: Features
     mode: SteeringMode | None = None
 
 
 class ProfileRequest(Struct, frozen=True, kw_only=True):
     """A new profile: steering for one SAE at one layer of one model."""
+
+    schema_rules: ClassVar[Schema] = _STEERING
 
     name: ProfileName
     description: ProfileText | None = None
@@ -124,6 +131,8 @@ class ProfileRequest(Struct, frozen=True, kw_only=True):
 
 
 class ProfileUpdate(Struct, frozen=True, kw_only=True):
+    schema_rules: ClassVar[Schema] = _STEERING
+
     name: ProfileName | None = None
     description: ProfileText | None = None
     steering: Features | None = None

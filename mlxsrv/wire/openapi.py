@@ -1,38 +1,27 @@
 """The OpenAPI 3.1 document for `/openapi.json`, made from the operations and their types.
 
-Rules that the types of a Struct cannot express (which fields go together, the forms of a prompt)
-are added here, so that the server understands each body that the schemas allow.
+What a Struct's types cannot say is in its `schema_rules`, so that the server understands each body
+that the schemas allow.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import quote
 
 import msgspec
 from msgspec import Struct
+from msgspec.inspect import StructType, multi_type_info
 
+from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.status import Health
 from mlxsrv.version import __version__
-from mlxsrv.wire.anthropic.blocks import BLOCKS
+from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.management import Problem
-from mlxsrv.wire.ollama.requests import OllamaPullRequest, OllamaShowRequest
-from mlxsrv.wire.openai import (
-    embeddings,
-    forms,
-    generation_request,
-    infill,
-    requests,
-    tokens,
-)
 from mlxsrv.wire.operation import Operation
-from mlxsrv.wire.responses import description
-from mlxsrv.wire.responses.requests import ResponsesRequest
-
-Schema = dict[str, Any]
-
+from mlxsrv.wire.schema_rules import Schema, add_rules, unsupported
 
 _STATUS = {
     400: "The request is wrong; `param` says where.",
@@ -111,10 +100,10 @@ def _operation(operation: Operation) -> Schema:
         described["parameters"] = parameters
     if not operation.open:  # {}: a server without keys needs none
         described["security"] = [{}, {"bearer": []}, {"key": []}]
-    if operation.asks is not None:
+    if operation.body is not None:
         described["requestBody"] = {
-            "required": _needs_body(operation.asks),
-            "content": {"application/json": {"schema": _schema(operation.asks)}},
+            "required": _needs_body(operation.body),
+            "content": {"application/json": {"schema": _schema(operation.body.kind)}},
         }
     described["responses"] = {str(operation.status): _answer(operation)} | {
         str(status): _error(status, operation)
@@ -125,14 +114,13 @@ def _operation(operation: Operation) -> Schema:
     return described
 
 
-def _needs_body(kind: type[Struct]) -> bool:
-    """Whether an empty object is refused. Some kinds need one of several fields."""
-    required = any(field.required for field in msgspec.structs.fields(kind))
-    one_of = (
-        *(tokens.TokenizeRequest, embeddings.ScoreRequest, ResponsesRequest),
-        *(OllamaShowRequest, OllamaPullRequest),
-    )
-    return required or kind in one_of
+def _needs_body(decoder: RequestDecoder[Any]) -> bool:
+    """Whether an empty object is refused."""
+    try:
+        decoder.decode(b"{}")
+    except InvalidRequest:
+        return True
+    return False
 
 
 def _guarding(operation: Operation) -> list[int]:
@@ -213,17 +201,23 @@ _TEMPLATE = "#/components/schemas/{name}"
 
 
 def _schemas(operations: Sequence[Operation]) -> dict[str, Schema]:
-    apart = (*description.DESCRIBED, *BLOCKS.kinds)  # decoded apart from their requests
-    asked = _components([*(operation.asks for operation in operations), *apart])
-    answered = [each for one in operations for each in (one.answer, one.other_answer)]
-    chunks = [operation.chunk for operation in operations]
-    refusals = [operation.refuses.kind for operation in operations if not operation.enveloped]
-    told = _components([*answered, *chunks, *refusals, Problem])
-    assert not asked.keys() & told.keys()  # each name has one schema
-    _tighten(asked)
-    for schema in told.values():
+    bodies = [each.body for each in operations if each.body is not None]
+    read = [kind for body in bodies for kind in (body.kind, *body.parts)]
+    refusals = [Problem if each.enveloped else each.refuses.kind for each in operations]
+    sent = [*refusals]
+    for each in operations:
+        sent += [each.answer, each.other_answer, each.chunk]
+    asked, answered = _components(read), _components(sent)
+    assert not asked.keys() & answered.keys()  # each name has one schema
+    for kind in _structs(read):
+        add_rules(kind, asked[kind.__name__])
+    for body in bodies:
+        properties = asked[body.kind.__name__]["properties"]
+        for name, schema in unsupported(body.neutral):
+            properties.setdefault(name, schema)
+    for schema in answered.values():
         _require_all(schema)
-    return dict(sorted((asked | told).items()))
+    return dict(sorted((asked | answered).items()))
 
 
 def _components(kinds: Iterable[Any]) -> dict[str, Schema]:
@@ -233,6 +227,25 @@ def _components(kinds: Iterable[Any]) -> dict[str, Schema]:
     return components
 
 
+def _structs(kinds: Iterable[type[Struct]]) -> Iterable[type[Struct]]:
+    """Return each Struct that is in these, at any depth."""
+    found: dict[type[Struct], None] = {}
+
+    def search(node: Any) -> None:
+        if isinstance(node, StructType):
+            if node.cls in found:
+                return
+            found[node.cls] = None
+        if isinstance(node, Struct):
+            node = msgspec.structs.astuple(node)
+        if isinstance(node, tuple):
+            for each in node:
+                search(each)
+
+    search(multi_type_info(kinds))
+    return found
+
+
 def _require_all(schema: Schema) -> None:
     """Require all fields with a default: they are sent too, and only UNSET ones are left out."""
     properties = schema["properties"]
@@ -240,149 +253,3 @@ def _require_all(schema: Schema) -> None:
     schema["required"] = sorted({*schema["required"], *always})
     for name in always:
         del properties[name]["default"]
-
-
-def _tighten(schemas: dict[str, Schema]) -> None:
-    description.describe_requests(schemas)
-    for name in ("ChatRequest", "CompletionRequest"):
-        properties = schemas[name]["properties"]
-        for field, values in requests.NEUTRAL.items():
-            if field not in properties:
-                properties[field] = {"enum": list(values), "description": "No other is supported."}
-    llama = ("InfillRequest", "LlamaCompletionRequest")
-    for name in ("ChatRequest", "CompletionRequest", "FIMRequest", *llama):
-        schema = schemas[name]
-        properties = schema["properties"]
-        properties["logit_bias"]["propertyNames"] = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
-        # With more rules, tools that generate bodies give up.
-        properties["steering"]["description"] = "Not with `profile`."
-        properties["steering_mode"]["description"] = "Only with `steering`."
-        properties["prompt_logprobs"]["description"] = "Not with `stream`."
-        schema["oneOf"] = _at_most_one(_constraints(properties))
-    chat, text = schemas["ChatRequest"], schemas["CompletionRequest"]
-    chat["allOf"], text["allOf"] = _CHAT_RULES, _TEXT_RULES
-    for schema in schemas.values():
-        if "steering" in schema["properties"]:
-            schema["properties"]["steering"]["propertyNames"] = _FEATURE
-    schemas["AnthropicTool"]["allOf"] = [_OWN_TOOL]
-    schemas["AnthropicToolChoice"]["allOf"] = [_NAMED_CHOICE]
-    blocks = [{"$ref": _TEMPLATE.format(name=kind.__name__)} for kind in BLOCKS.kinds]
-    for name in ("MessageParam", "ToolResultBlockParam", "DocumentSource"):
-        content = schemas[name]["properties"]["content"]
-        content["description"] = "Blocks of other types are left out."
-        [array] = [each for each in content["anyOf"] if each.get("type") == "array"]
-        array["items"] = {"anyOf": blocks}
-    chat["properties"]["chat_template"]["description"] = "Where the operator allows it."
-    for name in generation_request.SPELLINGS["max_tokens"]:
-        chat["properties"][name]["description"] = "-1: none is given."
-    text["properties"]["prompt"] = _PROMPT
-    structured = schemas["StructuredOutputs"]
-    for name in forms.REFUSED:
-        structured["properties"][name] = {"type": "null", "description": "Not supported."}
-    structured["oneOf"] = [_set(name) for name in forms.FORMS]
-    for name in ("OllamaShowRequest", "OllamaPullRequest"):
-        schemas[name]["anyOf"] = [_with(field, _TEXT) for field in ("model", "name")]
-    schemas["TokenizeRequest"]["oneOf"] = [_set(name) for name in ("content", "prompt", "messages")]
-    text["properties"]["suffix"]["description"] = "Not with `echo`; prompts are texts then."
-    for asked in (schemas[name]["properties"] for name in llama):
-        asked["n"] = {"enum": [None, 1], "description": "There is one answer."}
-        for name, values in (*infill.NOT_HERE.items(), *infill.NEUTRAL.items()):
-            asked[name] = {"enum": list(values), "description": "No other is supported."}
-    options = schemas["StreamOptions"]["properties"]
-    options["continuous_usage_stats"]["description"] = "Only with `include_usage`."
-    schemas["EmbeddingRequest"]["properties"]["input"] = _INPUT
-    schemas["ContentPart"]["properties"] |= {"type": {"const": "text"}, "text": _STRING}
-    schemas["ContentPart"]["required"] = ["type", "text"]
-    call = schemas["ToolCall"]
-    call["properties"] |= {
-        "type": {"const": "function"},
-        "function": {"$ref": _TEMPLATE.format(name="FunctionCall")},
-    }
-    call["required"] = ["function"]
-    schemas["FunctionCall"]["properties"]["arguments"] |= {
-        "contentMediaType": "application/json",
-        "contentSchema": {"type": "object"},
-    }
-
-
-_FEATURE: Schema = {"pattern": "^(0|[1-9][0-9]{0,8})$"}
-_STRING: Schema = {"type": "string"}
-_TOKENS: Schema = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-    "minItems": 1,
-}
-_TEXT: Schema = {"type": "string", "minLength": 1}
-_INPUT: Schema = {
-    "anyOf": [
-        _TEXT,
-        *(
-            {"type": "array", "items": items, "minItems": 1, "maxItems": embeddings.MOST_TEXTS}
-            for items in (_TEXT, _TOKENS["items"], _TOKENS)
-        ),
-    ]
-}
-_PROMPT: Schema = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1},
-        _TOKENS,
-        {"type": "array", "items": _TOKENS, "minItems": 1},
-    ]
-}
-
-_GIVEN: Schema = {"not": {"type": "null"}}
-_SET_BY: Mapping[str, Schema] = {
-    "grammar": {"type": "string", "minLength": 1},
-    "json_object": {"const": True},
-    "response_format": {"properties": {"type": {"enum": ["json_object", "json_schema"]}}}
-    | {"type": "object"},
-}
-"""The values with which a field constrains the answer, if not all do."""
-
-
-def _constraints(properties: Schema) -> list[Schema]:
-    names = [
-        name for name in (*generation_request.FORM_FIELDS, "response_format") if name in properties
-    ]
-    return [_set(name) for name in names]
-
-
-def _set(name: str) -> Schema:
-    return _with(name, _SET_BY.get(name, _GIVEN))
-
-
-def _with(name: str, value: Schema) -> Schema:
-    """The schema of objects whose field `name` has such a value."""
-    return {"properties": {name: value}, "required": [name]}
-
-
-def _at_most_one(schemas: list[Schema]) -> list[Schema]:
-    return [*schemas, {"not": {"anyOf": schemas}}]
-
-
-def _needs(one: Schema, other: Schema) -> Schema:
-    return {"if": one, "then": other}
-
-
-_CHAT_RULES = [
-    _needs(
-        _with("top_logprobs", {"type": "integer", "minimum": 1}),
-        _with("logprobs", {"const": True}),
-    ),
-    _needs(
-        _with("tool_choice", {"not": {"enum": [None, "none", "auto"]}}),
-        _with("tools", {"type": "array", "minItems": 1}),
-    ),
-]
-_OWN_TOOL = _needs(
-    {"properties": {"type": {"enum": [None, "custom"]}}},
-    {
-        "properties": {"name": _STRING, "input_schema": {"type": "object"}},
-        "required": ["name", "input_schema"],
-    },
-)
-_NAMED_CHOICE = _needs(
-    _with("type", {"const": "tool"}), {"properties": {"name": _STRING}, "required": ["name"]}
-)
-_TEXT_RULES = [_needs(_with("max_tokens", {"const": 0}), _with("echo", {"const": True}))]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.parameters import SteeringMode
 from mlxsrv.generation.spec import SteeringWishes
+from mlxsrv.wire.schema_rules import NUMBERS_AS_KEYS, Schema
 
 NotEmpty = Annotated[str, Meta(min_length=1)]
 # Which features exist depends on the SAE. 1,000 directions are some megabytes a request.
@@ -18,6 +19,8 @@ Scale = Annotated[float, Meta(ge=-100, le=100)]
 
 class SteeringFields(Struct, frozen=True, kw_only=True):
     """None: the model's default steering is used."""
+
+    schema_rules: ClassVar[Schema] = {"properties": {"steering": NUMBERS_AS_KEYS}}
 
     profile: NotEmpty | None = None
     steering: Features | None = None

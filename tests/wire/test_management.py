@@ -26,8 +26,7 @@ PROFILE: Body = {
     "layer": 3,
 }
 EXPORT: Body = {"format": "mlxsrv-profile", "version": 1, "profile": PROFILE}
-OPERATIONS = every_operation()
-MANAGED = [operation for operation in OPERATIONS if operation.enveloped]
+MANAGED = [operation for operation in every_operation() if operation.enveloped]
 
 MODEL_REQUESTS = RequestDecoder(management.ModelRequest)
 REGISTER_REQUESTS = RequestDecoder(management.RegisterRequest)
@@ -104,7 +103,7 @@ CASES: Table = [
 @cache
 def read_document() -> Body:
     """The document of these routes, as a client reads it."""
-    return dict(json.loads(json.dumps(document(OPERATIONS))))
+    return dict(json.loads(json.dumps(document(MANAGED))))
 
 
 def described(decoder: RequestDecoder[Any]) -> jsonschema.Draft202012Validator:

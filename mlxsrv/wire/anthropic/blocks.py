@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -14,6 +14,7 @@ from mlxsrv.generation.spec import ChatMessage, PastCall
 from mlxsrv.wire.decoding import decode_part
 from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.past_calls import past_arguments
+from mlxsrv.wire.schema_rules import Schema, any_of
 from mlxsrv.wire.tagged import TaggedKinds
 from mlxsrv.wire.unknown import Search
 
@@ -22,7 +23,12 @@ CacheControl = dict[str, Any]
 
 _Blocks = Meta(max_length=10_000)
 
-RawBlocks = str | Annotated[list[Raw], _Blocks]
+_ANY_BLOCK: Schema = {}  # filled below, where all kinds are known: some have blocks in them
+_CONTENT: Schema = {
+    "properties": {"content": {"description": "Blocks of other types are left out."}}
+}
+
+RawBlocks = str | Annotated[list[Annotated[Raw, Meta(extra_json_schema=_ANY_BLOCK)]], _Blocks]
 """A text, or blocks that are read by their types: clients give back some of unknown types."""
 
 
@@ -38,6 +44,8 @@ class ImageBlockParam(Struct, frozen=True, tag_field="type", tag="image"):
 
 class DocumentSource(Struct, frozen=True):
     """`data` of the type "text" and `content` of the type "content" can be read."""
+
+    schema_rules: ClassVar[Schema] = _CONTENT
 
     type: str
     media_type: str | None = None
@@ -81,6 +89,8 @@ class ToolUseBlockParam(Struct, frozen=True, tag_field="type", tag="tool_use"):
 
 
 class ToolResultBlockParam(Struct, frozen=True, tag_field="type", tag="tool_result"):
+    schema_rules: ClassVar[Schema] = _CONTENT
+
     tool_use_id: str
     content: RawBlocks | None = None
     is_error: bool | None = None
@@ -100,10 +110,13 @@ BlockParam = (
 )
 
 BLOCKS: TaggedKinds[Any] = TaggedKinds(BlockParam.__args__, "messages[].content[].")
+_ANY_BLOCK.update(any_of(BLOCKS.kinds))
 
 
 class MessageParam(Struct, frozen=True):
     """One turn. A system message may stand between turns."""
+
+    schema_rules: ClassVar[Schema] = _CONTENT
 
     role: Literal["user", "assistant", "system"]
     content: RawBlocks

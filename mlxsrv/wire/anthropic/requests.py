@@ -7,7 +7,7 @@ on Anthropic's servers and marks of its cache are left out, and named in `X-Igno
 from __future__ import annotations
 
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -21,10 +21,11 @@ from mlxsrv.generation.spec import (
     ToolChoice,
     ToolSpec,
 )
-from mlxsrv.wire.anthropic.blocks import CacheControl, MessageParam, System, read_chat
+from mlxsrv.wire.anthropic.blocks import BLOCKS, CacheControl, MessageParam, System, read_chat
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.dialect import TextRequest
 from mlxsrv.wire.openai.generation_request import Effort, Priority
+from mlxsrv.wire.schema_rules import STRING, Schema, having, needs
 from mlxsrv.wire.steering import check_steering
 from mlxsrv.wire.unknown import Search
 
@@ -32,6 +33,18 @@ from mlxsrv.wire.unknown import Search
 class AnthropicTool(Struct, frozen=True):
     """A tool of the client's has a name and a schema. One of another type than "custom" is known
     to Anthropic's models alone."""
+
+    schema_rules: ClassVar[Schema] = {
+        "allOf": [
+            needs(
+                {"properties": {"type": {"enum": [None, "custom"]}}},
+                {
+                    "properties": {"name": STRING, "input_schema": {"type": "object"}},
+                    "required": ["name", "input_schema"],
+                },
+            )
+        ]
+    }
 
     name: str | None = None
     type: str | None = None
@@ -46,6 +59,10 @@ class AnthropicTool(Struct, frozen=True):
 
 
 class AnthropicToolChoice(Struct, frozen=True):
+    schema_rules: ClassVar[Schema] = {
+        "allOf": [needs(having("type", {"const": "tool"}), having("name", STRING))]
+    }
+
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -232,4 +249,6 @@ def _left_out(request: MessagesRequest) -> list[str]:
     return [*tools, *thread, *request.left_out.paths]
 
 
-MESSAGES_REQUESTS = RequestDecoder(MessagesRequest, check=_check, idle=_left_out)
+MESSAGES_REQUESTS = RequestDecoder(
+    MessagesRequest, check=_check, idle=_left_out, parts=BLOCKS.kinds
+)

@@ -31,6 +31,7 @@ from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.openai.generation_request import Effort, Priority
 from mlxsrv.wire.past_calls import past_arguments
+from mlxsrv.wire.schema_rules import TEXT, Schema, having
 from mlxsrv.wire.steering import NotEmpty, check_steering
 from mlxsrv.wire.unknown import Search
 
@@ -357,12 +358,19 @@ class OllamaNamedRequest(Struct, frozen=True, kw_only=True):
         return self.model or self.name or ""
 
 
+_NAMED: Schema = {"anyOf": [having(name, TEXT) for name in ("model", "name")]}
+
+
 class OllamaShowRequest(OllamaNamedRequest, frozen=True, kw_only=True):
+    schema_rules: ClassVar[Schema] = _NAMED
+
     verbose: bool | None = None
 
 
 class OllamaPullRequest(OllamaNamedRequest, frozen=True, kw_only=True):
     """`insecure` has no effect: the operator's settings say where the hub is."""
+
+    schema_rules: ClassVar[Schema] = _NAMED
 
     stream: bool | None = None
     insecure: bool | None = None

@@ -7,7 +7,7 @@ import base64
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Annotated, Literal, cast
+from typing import Annotated, ClassVar, Literal, cast
 
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -25,6 +25,7 @@ from mlxsrv.generation.texts import (
 )
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.generation_request import Count, PositiveInt, Priority, TokenId, User
+from mlxsrv.wire.schema_rules import TEXT, TOKEN_ID, TOKEN_IDS, Schema
 from mlxsrv.wire.steering import NotEmpty
 
 MOST_TEXTS = 2048
@@ -62,6 +63,20 @@ class TruncationFields(Struct, frozen=True, kw_only=True):
 class EmbeddingRequest(TruncationFields, frozen=True, kw_only=True):
     """`input_type` and `instruction` choose what the model's own files say to write before a text;
     OpenAI does not have them."""
+
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            "input": {
+                "anyOf": [
+                    TEXT,
+                    *(
+                        {"type": "array", "items": each, "minItems": 1, "maxItems": MOST_TEXTS}
+                        for each in (TEXT, TOKEN_ID, TOKEN_IDS)
+                    ),
+                ]
+            }
+        }
+    }
 
     input: NotEmpty | Many
     model: str | None = None

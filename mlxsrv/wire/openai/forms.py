@@ -5,14 +5,15 @@ OpenAI, vLLM and llama.cpp have different fields for this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.spec import ChoiceForm, Form, GrammarForm, JSONForm, RegexForm
+from mlxsrv.wire.schema_rules import GIVEN, TEXT, Schema, having
 
 GrammarText = Annotated[str, Meta(min_length=1)]
 Regex = Annotated[str, Meta(min_length=1, extra_json_schema={"format": "regex"})]
@@ -57,12 +58,38 @@ class JSONSchemaFormat(Struct, frozen=True, tag_field="type", tag="json_schema")
 ResponseFormat = TextFormat | JSONObjectFormat | JSONSchemaFormat
 
 
+_ASKS_BY: Mapping[str, Schema] = {
+    "grammar": TEXT,
+    "json_object": {"const": True},
+    "response_format": {
+        "type": "object",
+        "properties": {"type": {"enum": ["json_object", "json_schema"]}},
+    },
+}
+"""The values with which a field asks for a form, if not all do."""
+
+
+def asking(*names: str) -> list[Schema]:
+    """The schemas of requests in which these fields ask for a form."""
+    return [having(name, _ASKS_BY.get(name, GIVEN)) for name in names]
+
+
+FORMS = ("json", "regex", "choice", "grammar", "json_object")
+REFUSED = ("whitespace_pattern", "structural_tag")
+"""The fields of StructuredOutputs that are forms, and those that are refused."""
+
+
 class StructuredOutputs(Struct, frozen=True):
     """vLLM's object for every form. One of the first five says which form it is.
 
     `disable_any_whitespace` asks for compact JSON. `disable_additional_properties` asks for what
     is done anyway. The last two are known, and refused.
     """
+
+    schema_rules: ClassVar[Schema] = {
+        "properties": {name: {"type": "null", "description": "Not supported."} for name in REFUSED},
+        "oneOf": asking(*FORMS),
+    }
 
     json: SchemaOrText | None = None
     regex: Regex | None = None
@@ -74,11 +101,6 @@ class StructuredOutputs(Struct, frozen=True):
     disable_fallback: bool | None = None
     whitespace_pattern: str | None = None
     structural_tag: str | dict[str, Any] | None = None
-
-
-FORMS = ("json", "regex", "choice", "grammar", "json_object")
-REFUSED = ("whitespace_pattern", "structural_tag")
-"""The fields of StructuredOutputs that are forms, and those that are refused."""
 
 
 def format_forms(given: ResponseFormat | None) -> Iterator[Form]:

@@ -7,7 +7,7 @@ with a value. The checks here are for fields that do not go together.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta, Struct
 
@@ -29,9 +29,11 @@ from mlxsrv.wire.openai.forms import (
     Regex,
     SchemaOrText,
     StructuredOutputs,
+    asking,
     read_schema,
     structured_forms,
 )
+from mlxsrv.wire.schema_rules import NUMBERS_AS_KEYS, Schema, at_most_one
 from mlxsrv.wire.steering import check_steering
 from mlxsrv.wire.unknown import Search
 
@@ -54,12 +56,34 @@ Likeliest = Annotated[int, Meta(ge=0, le=20)]
 
 
 class StreamOptions(Struct, frozen=True):
+    schema_rules: ClassVar[Schema] = {
+        "properties": {"continuous_usage_stats": {"description": "Only with `include_usage`."}}
+    }
+
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
+FORM_FIELDS = (
+    *("guided_regex", "guided_choice", "guided_grammar", "guided_json"),
+    *("structured_outputs", "grammar", "json_schema"),
+)
+"""The fields, beside a chat's `response_format`, that ask for a form."""
+
+
 class GenerationRequest(TextRequest, frozen=True, kw_only=True):
     """The fields of chats, text completions and infills. None: the default is used."""
+
+    # With more rules, tools that generate bodies give up.
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            "logit_bias": NUMBERS_AS_KEYS,
+            "steering": {"description": "Not with `profile`."},
+            "steering_mode": {"description": "Only with `steering`."},
+            "prompt_logprobs": {"description": "Not with `stream`."},
+        },
+        "oneOf": at_most_one(asking(*FORM_FIELDS)),
+    }
 
     model: str | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
@@ -241,12 +265,6 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
 }
 """Names of fields that mean the same. A decoded request has the same value in all that it gives."""
-
-FORM_FIELDS = (
-    *("guided_regex", "guided_choice", "guided_grammar", "guided_json"),
-    *("structured_outputs", "grammar", "json_schema"),
-)
-"""The fields, beside a chat's `response_format`, that ask for a form."""
 
 # Checks.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -21,6 +21,7 @@ from mlxsrv.wire.openai.generation_request import (
     check_generation,
     idle_options,
 )
+from mlxsrv.wire.schema_rules import Schema, unsupported
 from mlxsrv.wire.sse import frame
 from mlxsrv.wire.unknown import Search
 
@@ -34,8 +35,20 @@ class InfillFile(Struct, frozen=True):
     filename: str = "tmp"
 
 
+NOT_HERE = {"prompt_logprobs": (None,), "return_tokens_as_token_ids": (None, False)}
+"""Fields that ask for log-probabilities, which llama.cpp's answer has no place for, with the values
+that ask for none."""
+
+
 class LlamaRequest(GenerationRequest, frozen=True, kw_only=True):
     """The fields that all texts of llama.cpp's server have."""
+
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            "n": {"enum": [None, 1], "description": "There is one answer."},
+            **dict(unsupported(NOT_HERE)),
+        }
+    }
 
     @property
     def timed(self) -> bool:
@@ -85,12 +98,8 @@ class FIMRequest(GenerationRequest, frozen=True, kw_only=True):
         return TextPrompts(prompts=[self.prompt], places=["prompt"], suffix=self.suffix or "")
 
 
-NOT_HERE = {"prompt_logprobs": (None,), "return_tokens_as_token_ids": (None, False)}
-"""Fields that ask for log-probabilities, which llama.cpp's answer has no place for, with the values
-that ask for none."""
-
 NEUTRAL = {"n_probs": (None, 0)}
-"""The same, of llama.cpp's own fields."""
+"""The same as NOT_HERE, of llama.cpp's own fields."""
 
 _REASONS = {"n_probs": "use logprobs of /v1/completions"}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
@@ -11,10 +11,16 @@ from mlxsrv.errors import MissingParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
 from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.past_calls import past_arguments
+from mlxsrv.wire.schema_rules import STRING, Schema
 from mlxsrv.wire.unknown import Search
 
 
 class ContentPart(Struct, frozen=True):
+    schema_rules: ClassVar[Schema] = {
+        "properties": {"type": {"const": "text"}, "text": STRING},
+        "required": ["type", "text"],
+    }
+
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -22,6 +28,15 @@ class ContentPart(Struct, frozen=True):
 
 class FunctionCall(Struct, frozen=True):
     """A call; `arguments` is JSON as a string or, from clients of Ollama's API, an object."""
+
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            "arguments": {
+                "contentMediaType": "application/json",
+                "contentSchema": {"type": "object"},
+            }
+        }
+    }
 
     name: str
     arguments: Any = None
@@ -39,6 +54,14 @@ class CustomCall(Struct, frozen=True):
 
 class ToolCall(Struct, frozen=True):
     """A call. It is of another type only if another server has sent it."""
+
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            "type": {"const": "function"},
+            "function": {"$ref": "#/components/schemas/FunctionCall"},
+        },
+        "required": ["function"],
+    }
 
     function: FunctionCall | None = None
     custom: CustomCall | None = None

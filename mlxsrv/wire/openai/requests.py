@@ -8,7 +8,7 @@ be honoured, are refused unless their value asks for nothing (NEUTRAL). All othe
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from msgspec import Meta, Struct
 
@@ -21,8 +21,10 @@ from mlxsrv.generation.spec import (
     ToolSpec,
 )
 from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.openai.forms import ResponseFormat, format_forms
+from mlxsrv.wire.openai.forms import ResponseFormat, asking, format_forms
 from mlxsrv.wire.openai.generation_request import (
+    FORM_FIELDS,
+    SPELLINGS,
     Effort,
     GenerationRequest,
     Likeliest,
@@ -32,6 +34,7 @@ from mlxsrv.wire.openai.generation_request import (
     idle_options,
 )
 from mlxsrv.wire.openai.messages import Message, read_messages
+from mlxsrv.wire.schema_rules import NO_LIMIT, TEXT, TOKEN_IDS, Schema, at_most_one, having, needs
 from mlxsrv.wire.unknown import Search
 
 # `$` alone would let a newline follow.
@@ -88,6 +91,24 @@ class ReasoningFields(Struct, frozen=True):
 
 
 class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            **dict.fromkeys(SPELLINGS["max_tokens"], NO_LIMIT),
+            "chat_template": {"description": "Where the operator allows it."},
+        },
+        "oneOf": at_most_one(asking(*FORM_FIELDS, "response_format")),
+        "allOf": [
+            needs(
+                having("top_logprobs", {"type": "integer", "minimum": 1}),
+                having("logprobs", {"const": True}),
+            ),
+            needs(
+                having("tool_choice", {"not": {"enum": [None, "none", "auto"]}}),
+                having("tools", {"type": "array", "minItems": 1}),
+            ),
+        ],
+    }
+
     messages: Annotated[list[Message], Meta(min_length=1, max_length=10_000)]
     logprobs: bool | None = None
     top_logprobs: Likeliest | None = None
@@ -167,6 +188,22 @@ class ChatRequest(GenerationRequest, frozen=True, kw_only=True):
 
 
 class CompletionRequest(GenerationRequest, frozen=True, kw_only=True):
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            "prompt": {
+                "anyOf": [
+                    TEXT,
+                    {"type": "array", "items": TEXT, "minItems": 1},
+                    TOKEN_IDS,
+                    {"type": "array", "items": TOKEN_IDS, "minItems": 1},
+                ]
+            },
+            "suffix": {"description": "Not with `echo`; prompts are texts then."},
+        },
+        "oneOf": at_most_one(asking(*FORM_FIELDS, "response_format")),
+        "allOf": [needs(having("max_tokens", {"const": 0}), having("echo", {"const": True}))],
+    }
+
     prompt: str | list[str | TokenId | list[TokenId]]
     max_tokens: Annotated[int, Meta(ge=-1)] | None = None
     logprobs: Likeliest | None = None

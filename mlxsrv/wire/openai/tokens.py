@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
@@ -11,12 +11,17 @@ from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.openai.generation_request import TokenId
 from mlxsrv.wire.openai.messages import Message
 from mlxsrv.wire.openai.requests import ChatRequest, Tool, check_ending
+from mlxsrv.wire.schema_rules import Schema, having
 
 # Requests.
+
+_TEXTS = ("content", "prompt", "messages")
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
     """A text, which llama.cpp calls `content` and vLLM `prompt`, or a chat."""
+
+    schema_rules: ClassVar[Schema] = {"oneOf": [having(name) for name in _TEXTS]}
 
     content: str | None = None
     prompt: str | None = None
@@ -57,7 +62,6 @@ class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-_TEXTS = ("content", "prompt", "messages")
 _OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 
 

@@ -7,7 +7,7 @@ image that was made) are left out, and named among the ignored fields.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -16,12 +16,21 @@ from msgspec.structs import replace
 from mlxsrv.errors import MissingParameter
 from mlxsrv.wire.decoding import decode_part
 from mlxsrv.wire.left_out import leave_out
+from mlxsrv.wire.schema_rules import STRING, Schema
 from mlxsrv.wire.tagged import TaggedKinds
 from mlxsrv.wire.unknown import Search
 
 
 class ItemPart(Struct, frozen=True, omit_defaults=True):
     """A part of a message, of a tool's output or of reasoning."""
+
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            "type": {"enum": ["input_text", "output_text", "summary_text", "reasoning_text"]},
+            "text": STRING,
+        },
+        "required": ["type", "text"],
+    }
 
     type: str
     text: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, Struct
 
@@ -34,6 +34,7 @@ from mlxsrv.wire.openai.generation_request import (
 )
 from mlxsrv.wire.responses.conversation import chat_messages
 from mlxsrv.wire.responses.items import (
+    ITEM_KINDS,
     InputMessage,
     InputReference,
     PlacedItem,
@@ -43,11 +44,14 @@ from mlxsrv.wire.responses.items import (
 from mlxsrv.wire.responses.tools import (
     MOST_TOOLS,
     NO_TOOLS,
+    TOOL_KINDS,
+    RawTool,
     Toolbox,
     ToolChoiceObject,
     read_choice,
     read_tools,
 )
+from mlxsrv.wire.schema_rules import NO_LIMIT, STRING, Schema, any_of, having
 from mlxsrv.wire.steering import check_steering
 from mlxsrv.wire.unknown import Search
 
@@ -85,6 +89,24 @@ class ReasoningOptions(Struct, frozen=True):
 class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
     """A request; null means the default. The last fields are not OpenAI's."""
 
+    schema_rules: ClassVar[Schema] = {
+        "properties": {
+            "input": {
+                "anyOf": [
+                    STRING,
+                    {"type": "array", "items": any_of(ITEM_KINDS), "maxItems": 10_000},
+                    {"type": "null"},
+                ],
+                "description": "Items of other types are left out.",
+            },
+            "tools": {"description": "Tools of other types are left out."},
+            "max_output_tokens": NO_LIMIT,
+            "steering": {"description": "Not with `profile`."},
+            "steering_mode": {"description": "Only with `steering`."},
+        },
+        "anyOf": [having("input"), having("previous_response_id")],
+    }
+
     input: str | Annotated[list[Raw], Meta(max_length=10_000)] | None = None
     model: str | None = None
     instructions: str | None = None
@@ -99,7 +121,7 @@ class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
     top_logprobs: Likeliest | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[Raw], Meta(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[RawTool], Meta(max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -301,5 +323,10 @@ _REASONS = {
 }
 
 RESPONSES_REQUESTS = RequestDecoder(
-    ResponsesRequest, check=_check_request, neutral=NEUTRAL, reasons=_REASONS, idle=_ignored
+    ResponsesRequest,
+    check=_check_request,
+    neutral=NEUTRAL,
+    reasons=_REASONS,
+    idle=_ignored,
+    parts=(*ITEM_KINDS, *TOOL_KINDS),
 )

@@ -9,15 +9,16 @@ the ignored fields.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Raw, Struct, UnsetType
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from mlxsrv.errors import InvalidRequest, MissingParameter
 from mlxsrv.generation.spec import GrammarForm, RegexForm, ToolChoice, ToolSpec
 from mlxsrv.wire.decoding import decode_part
 from mlxsrv.wire.openai.requests import FunctionName
+from mlxsrv.wire.schema_rules import any_of
 from mlxsrv.wire.unknown import Fields, Search
 
 # On the wire.
@@ -47,7 +48,10 @@ class CustomTool(Struct, frozen=True, kw_only=True, tag_field="type", tag="custo
 class NamespaceTool(Struct, frozen=True, kw_only=True, tag_field="type", tag="namespace"):
     name: FunctionName
     description: str | None = None
-    tools: list[Raw]
+    tools: Annotated[
+        list[Annotated[Raw, Meta(extra_json_schema=any_of((FunctionTool, CustomTool)))]],
+        Meta(description="Tools of other types are left out."),
+    ]
 
 
 class AllowedTool(Struct, frozen=True):
@@ -69,6 +73,9 @@ class ToolChoiceObject(Struct, frozen=True, kw_only=True, omit_defaults=True):
 MOST_TOOLS = 1000
 
 TOOL_KINDS: tuple[type[Struct], ...] = (FunctionTool, CustomTool, NamespaceTool)
+
+RawTool = Annotated[Raw, Meta(extra_json_schema=any_of(TOOL_KINDS))]
+"""A tool that is read by its type."""
 
 
 class _Kind(Struct, frozen=True):
