@@ -1,4 +1,4 @@
-"""What a JSON Schema says of a Struct beside its types, such as which fields go together.
+"""Rules in the JSON Schema of a Struct beside its types, such as which fields go together.
 
 A Struct has such rules in `schema_rules`, and so do its bases; `/openapi.json` has them. They allow
 what the server understands, and refuse what it refuses.
