@@ -139,13 +139,13 @@ class InSlots:
     def join(self, row: RowCache) -> None:
         number = next(self._numbers)
         prompt = np.zeros(row.tokens + 1, np.uint32)
-        self._groups.add([Row(Job(number, "", (0,), 99, frozenset(), Sampling()), number, prompt)])
+        self._groups.join([Row(Job(number, "", (0,), 99, frozenset(), Sampling()), number, prompt)])
         self._arrange({number: row})
 
     def leave(self, place: int) -> None:
         gone = next(row for row in self._groups.rows if row.id == self._rows[place])
         self._groups.remove(gone)
-        self._caches.drop([place])
+        self._caches.drop_rows([place])
         del self._rows[place]
         self._arrange({})
 

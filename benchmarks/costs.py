@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.plans import Decode, Read, Release, Work
+from mlxsrv.engine.plans import Decode, Read, Release, WorkItem
 from tests.support.fake_device import FakeDevice, Pass
 
 Vector = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -92,7 +92,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def describe(work: Work, passes: Sequence[Pass]) -> list[float]:
+def describe(work: WorkItem, passes: Sequence[Pass]) -> list[float]:
     """Return how much of each of the Costs a work takes, in their order."""
     rows = sum(each.rows for each in passes)
     if isinstance(work, Decode):
@@ -184,7 +184,7 @@ class CostDevice(FakeDevice):
         self._costs = costs.values
         self._free = 0.0  # when the device has done what was launched
 
-    def time(self, work: Work, passes: Sequence[Pass]) -> float:
+    def time(self, work: WorkItem, passes: Sequence[Pass]) -> float:
         began = self.now
         taken = describe(work, passes)
         costs = self._costs if self._speed is None else self._costs * self._speed.at(began)

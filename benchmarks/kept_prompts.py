@@ -19,8 +19,8 @@ import msgspec
 from benchmarks.report import format_table
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.outcomes import KeptPrompt
-from mlxsrv.engine.scheduling.prompt_index import Eviction, PromptIndex, Tokens
-from mlxsrv.engine.scheduling.prompt_worth import PromptWorth
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens
+from mlxsrv.engine.scheduling.prompt_worth import Eviction, PromptWorth
 from tests.support.traffic import Request, make_traffic, tokens
 
 _SECONDS = 3600.0

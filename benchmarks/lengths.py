@@ -36,8 +36,8 @@ from benchmarks.report import (
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.execution.decode import Decoder
 from mlxsrv.engine.execution.facts import shares_passes, weights
+from mlxsrv.engine.execution.step_results import StepResults
 from mlxsrv.engine.execution.sub_batches import ReadyRow
-from mlxsrv.engine.execution.told import Told
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.loading.layout import lay_out_weights
 from mlxsrv.engine.orders import Job
@@ -155,7 +155,7 @@ def run_step(decoder: Decoder) -> tuple[float, int]:
     mx.reset_peak_memory()
     clock = time.process_time if mx.default_device() == mx.cpu else time.perf_counter
     begin = clock()
-    decoder.run_step(Told())
+    decoder.run_step(StepResults())
     decoder.wait()
     return 1000 * (clock() - begin), mx.get_peak_memory() - before
 

@@ -22,7 +22,7 @@ from time import perf_counter
 import mlx.core as mx
 
 from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Decode, RoundPlan, RowGroup, Work
+from mlxsrv.engine.plans import Decode, RoundPlan, RowGroup, WorkItem
 from mlxsrv.engine.ranks.joining import join
 from mlxsrv.engine.ranks.leader import RankLeader
 from mlxsrv.engine.ranks.rank_group import Split
@@ -57,7 +57,7 @@ def _run(rows: int, rounds: int) -> None:
     tokens = mx.zeros((rows,), dtype=mx.uint32)
     group, member = join(Split.TENSOR, Clock(), sys.exit, sys.exit)
 
-    def run(work: Work) -> Outcome:
+    def run(work: WorkItem) -> Outcome:
         mx.eval(group.share(tokens))
         return Outcome(0.0, 0.0)
 
@@ -74,7 +74,7 @@ def _run(rows: int, rounds: int) -> None:
         for _ in range(rounds):
             began = perf_counter()
             member.send(plan)
-            member.settle(0, run(plan.works[0]))
+            member.note_outcome(0, run(plan.items[0]))
             spent.append((perf_counter() - began) * 1e6)
         p95 = quantiles(spent, n=20)[-1]
         print(f"{name:12} {median(spent):8.0f} µs median {p95:8.0f} µs p95", flush=True)

@@ -80,7 +80,7 @@ class _Rounds:
         events = self._scheduler.take_events()
         spent += thread_time_ns()
         ended = 0
-        for work in plan.works:
+        for work in plan.items:
             outcome = self._runner.run(work)
             spent -= thread_time_ns()
             self._scheduler.settle(work, outcome)

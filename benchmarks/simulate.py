@@ -38,7 +38,7 @@ from benchmarks.report import format_table
 from mlxsrv.engine.events import Event, Failed, KVCost, Token
 from mlxsrv.engine.orders import Ask, Job, Load, Open, Submit
 from mlxsrv.engine.outcomes import LoadStep, Outcome, TextFacts
-from mlxsrv.engine.plans import LoadSlice, Work
+from mlxsrv.engine.plans import LoadSlice, WorkItem
 from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.generation.parameters import Sampling
@@ -131,7 +131,7 @@ class _Side(Protocol):
 
     def skip(self, seconds: float) -> None: ...
 
-    def run(self, work: Work) -> Outcome: ...
+    def run(self, work: WorkItem) -> Outcome: ...
 
     def begin_round(self) -> None: ...
 
@@ -152,7 +152,7 @@ class Simulated:
         self._runner.now += seconds
         self._device.now += seconds
 
-    def run(self, work: Work) -> Outcome:
+    def run(self, work: WorkItem) -> Outcome:
         return self._runner.run(work)
 
     def begin_round(self) -> None:
@@ -187,7 +187,7 @@ class Measured:
     def skip(self, seconds: float) -> None:
         self._skipped += seconds
 
-    def run(self, work: Work) -> Outcome:
+    def run(self, work: WorkItem) -> Outcome:
         outcome = self._runner.run(work)
         assert outcome.fault is None, outcome.fault
         aside = time.process_time()
@@ -207,7 +207,7 @@ class Measured:
         self._began = self.now()
 
     def end_round(self) -> None:
-        if any(works[1] or works[4] for works in self._works):
+        if any(items[1] or items[4] for items in self._works):
             self.features.append(np.sum(self._works, axis=0).tolist())
             self.seconds.append(self.now() - self._began)
             self.began.append(self._began)
@@ -231,7 +231,7 @@ class _SizeDevice(CostDevice):
         )
         self.taken: list[float] = []
 
-    def time(self, work: Work, passes: Sequence[object]) -> float:
+    def time(self, work: WorkItem, passes: Sequence[object]) -> float:
         self.taken = describe(work, passes)  # type: ignore[arg-type]
         return 0.0
 
@@ -284,7 +284,7 @@ def _round(
     found: list[tuple[float, Event]] = []
     side.begin_round()
     plan = scheduler.plan(orders)
-    for work in plan.works:
+    for work in plan.items:
         scheduler.settle(work, side.run(work))
         found += [(side.now(), event) for _, events in scheduler.take_events() for event in events]
     side.end_round()

@@ -11,7 +11,7 @@ from contextlib import suppress
 from mlxsrv.engine.patches.imports import patch_imports
 from mlxsrv.errors import BackendMissing
 
-_UNTOLD = ("resource_limit", "uuid", "pci_bus_id")
+_LEFT_OUT = ("resource_limit", "uuid", "pci_bus_id")
 
 
 def require_backend() -> None:
@@ -47,5 +47,5 @@ def describe_device() -> dict[str, str | int]:
         import mlx.core as mx
     except ImportError:
         return {}
-    told = {name: value for name, value in mx.device_info().items() if name not in _UNTOLD}
-    return {"kind": mx.default_device().type.name, **told}
+    described = {name: value for name, value in mx.device_info().items() if name not in _LEFT_OUT}
+    return {"kind": mx.default_device().type.name, **described}

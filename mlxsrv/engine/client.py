@@ -116,7 +116,7 @@ class EngineClient:
         """Drop all models and rows of this client. Its questions fail with ShuttingDown, its jobs
         end without an event. It must not be used afterwards."""
         self._receivers.clear()
-        self._watchdog.close()
+        self._watchdog.stop()
         # The device thread forgets the questions, so they are answered here. By way of the mailbox,
         # for the loop may be closed, or another than the one that runs.
         over = ShuttingDown("the server is shutting down")
@@ -162,7 +162,7 @@ class EngineClient:
         """
         self._require_alive()
         future: asyncio.Future[JobEvent] = self._loop.create_future()
-        self._receivers[order.id] = partial(_settle_or_tell, future, progressed)
+        self._receivers[order.id] = partial(_settle_or_report, future, progressed)
         self._send(order)
         self._watchdog.wake()
         try:
@@ -290,11 +290,11 @@ class EngineClient:
                     if receiver is not None:
                         if isinstance(event, Token) and event.finish is not None:
                             self._receivers.pop(event.job, None)
-                        self._tell(receiver, event)
+                        self._deliver(receiver, event)
                 case Finished() | Embedded() | Failed():
                     receiver = self._receivers.pop(event.job, None)
                     if receiver is not None:
-                        self._tell(receiver, event)
+                        self._deliver(receiver, event)
                 case Answered(number, value):
                     _settle(self._questions.pop(number, None), value)
                 case MemoryShort(missing):
@@ -303,7 +303,7 @@ class EngineClient:
                 case EngineStopped():
                     self._stop(event.reason)
 
-    def _tell(self, receiver: Receiver, event: JobEvent) -> None:
+    def _deliver(self, receiver: Receiver, event: JobEvent) -> None:
         try:
             receiver(event)
         except Exception as error:
@@ -321,7 +321,7 @@ class EngineClient:
             _settle(future, EngineFailed(reason))
         receivers, self._receivers = self._receivers, {}
         for job_id, receiver in receivers.items():
-            self._tell(receiver, Failed(job_id, reason))
+            self._deliver(receiver, Failed(job_id, reason))
 
 
 def _settle(future: asyncio.Future[Any] | None, outcome: Any) -> None:
@@ -333,7 +333,7 @@ def _settle(future: asyncio.Future[Any] | None, outcome: Any) -> None:
         future.set_result(outcome)
 
 
-def _settle_or_tell(
+def _settle_or_report(
     future: asyncio.Future[Any], progressed: Callable[[], None], event: JobEvent
 ) -> None:
     if isinstance(event, Progress):

@@ -42,7 +42,7 @@ from mlxsrv.engine.orders import (
     Load,
     Open,
     Order,
-    StorageTold,
+    StorageReport,
     Unload,
     Written,
 )
@@ -104,7 +104,7 @@ class DeviceThread:
         self._parked = threading.Event()
         # The device thread's own, from here on.
         self._scheduler = _make_scheduler(recording)
-        self._runner = Runner(self._send_told)
+        self._runner = Runner(self._send_report)
         self._clients: dict[Mailbox, int] = {}
         self._opened = 0
         self._failed = False
@@ -142,7 +142,7 @@ class DeviceThread:
         """
         self._inbox.put(_Parcel(mailbox, order, make_constraint))
 
-    def _send_told(self, order: StorageTold) -> None:
+    def _send_report(self, order: StorageReport) -> None:
         """Queue what the storage thread tells. Called on that thread, which has let go of all that
         the order is about."""
         self._inbox.put(_Parcel(None, order))
@@ -166,7 +166,7 @@ class DeviceThread:
                 self._serve()
             if self.leader is not None:
                 self.leader.stop()
-            self._runner.storage.close()
+            self._runner.storage.finish_writes()
         except BaseException as error:
             _log.critical("the device thread died", exc_info=True)
             self._failed = True
@@ -197,7 +197,7 @@ class DeviceThread:
         except Exception as error:
             self.joined.set_exception(error)
             return False
-        self._runner = Runner(self._send_told, ranks=group)
+        self._runner = Runner(self._send_report, ranks=group)
         if isinstance(member, RankLeader):
             self.leader = member
         else:
@@ -288,13 +288,13 @@ class DeviceThread:
         self.clock.begin("planning")
         plan = self._scheduler.plan(orders)
         self._deliver()
-        if self.leader is not None and plan.works:
+        if self.leader is not None and plan.items:
             self.leader.send(plan)
-        for number, work in enumerate(plan.works):
+        for number, work in enumerate(plan.items):
             self.clock.begin(work.title, self._scheduler.name(work.model))
             outcome = self._runner.run(work)
             if self.leader is not None:
-                self.leader.settle(number, outcome)
+                self.leader.note_outcome(number, outcome)
             self._scheduler.settle(work, outcome)
             self._deliver()
 

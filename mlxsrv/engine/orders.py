@@ -212,9 +212,9 @@ class Fetched(msgspec.Struct, frozen=True, tag=True):
     tokens: int
 
 
-StorageTold = Written | Fetched
+StorageReport = Written | Fetched
 """The orders that the storage thread sends."""
 
 Order = (
-    Open | Close | Budget | Ask | Unload | Submit | Embed | Cancel | Detach | Watch | StorageTold
+    Open | Close | Budget | Ask | Unload | Submit | Embed | Cancel | Detach | Watch | StorageReport
 )

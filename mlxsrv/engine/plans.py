@@ -14,7 +14,7 @@ import msgspec
 from mlxsrv.engine.orders import Attach, Embed, Job, Load, Question
 
 
-class _Work(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class _Item(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """One piece of work. What comes of it is its Outcome; see `outcomes`.
 
     Attributes:
@@ -29,7 +29,7 @@ class _Work(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 # Rows of a model that generates text.
 
 
-class Admit(_Work, frozen=True):
+class Admit(_Item, frozen=True):
     """Take these jobs; each is a row from now on. Done: Admitted.
 
     `client` is the number of the client that sent them.
@@ -49,22 +49,22 @@ class Keep(msgspec.Struct, frozen=True):
     tokens: int
 
 
-class Leave(msgspec.Struct, frozen=True):
+class FreedRow(msgspec.Struct, frozen=True):
     """A row that leaves, wherever it is. Its KV cache is dropped, unless it is to be kept."""
 
     row: int
     keep: Keep | None = None
 
 
-class Release(_Work, frozen=True):
+class Release(_Item, frozen=True):
     """Free these rows: those that ended, were cancelled or failed. Done: Kept."""
 
     title = "freeing rows"
 
-    rows: tuple[Leave, ...]
+    rows: tuple[FreedRow, ...]
 
 
-class Rewind(_Work, frozen=True):
+class Rewind(_Item, frozen=True):
     """Drop the KV caches of these rows, which stay: their texts are read anew. Done: None."""
 
     title = "freeing rows"
@@ -72,7 +72,7 @@ class Rewind(_Work, frozen=True):
     rows: tuple[int, ...]
 
 
-class Forget(_Work, frozen=True):
+class Forget(_Item, frozen=True):
     """Drop these kept prompts. `draft`: and what the draft model has read. `spare`: memory is
     short, so free buffers go back to the system. Done: None."""
 
@@ -103,7 +103,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     begin: int
     end: int
     source: int | None = None
-    lender: int | None = None
+    from_row: int | None = None
     moves: bool = False
     opens: bool = False
     keep: Keep | None = None
@@ -111,7 +111,7 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     scored: bool = False
 
 
-class Read(_Work, frozen=True):
+class Read(_Item, frozen=True):
     """Read a slice of prompts: one span, or several that are all read to their ends in one padded
     pass. Done: PromptsRead. The rows that join are one group of the next Decode."""
 
@@ -135,7 +135,7 @@ class RowGroup(msgspec.Struct, frozen=True):
     columns: int
 
 
-class Decode(_Work, frozen=True):
+class Decode(_Item, frozen=True):
     """One step for all rows of a decoder. Done: Decoded.
 
     Attributes:
@@ -151,7 +151,7 @@ class Decode(_Work, frozen=True):
 
     title = "decoding"
 
-    trial: bool = False
+    solo: bool = False
     groups: tuple[RowGroup, ...] | None = None
     proposals: tuple[int, ...] = ()
     guesses: tuple[tuple[int, ...], ...] = ()
@@ -159,10 +159,10 @@ class Decode(_Work, frozen=True):
     @property
     def plain(self) -> bool:
         """Whether each row only draws its next token, beside the same rows as before."""
-        return not (self.trial or self.groups or self.proposals or self.guesses)
+        return not (self.solo or self.groups or self.proposals or self.guesses)
 
 
-class ReadDraft(_Work, frozen=True):
+class ReadDraft(_Item, frozen=True):
     """Have the draft model read `tokens` more of a row's text, behind the first `begin`, which are
     those that it has in common with the text that it has read. Done: DraftRead."""
 
@@ -176,7 +176,7 @@ class ReadDraft(_Work, frozen=True):
 # Kept prompts on disk.
 
 
-class StorePrompts(_Work, frozen=True):
+class StorePrompts(_Item, frozen=True):
     """Hand these kept prompts to the storage thread, which writes them. Done: HandedOver."""
 
     title = "storing prompts"
@@ -184,7 +184,7 @@ class StorePrompts(_Work, frozen=True):
     entries: tuple[int, ...]
 
 
-class FetchPrompt(_Work, frozen=True):
+class FetchPrompt(_Item, frozen=True):
     """Have the storage thread read what is stored of a row's prompt, to be the kept prompt
     `entry`. Done: None; the order Fetched tells what was read, after so many
     seconds at the latest."""
@@ -196,7 +196,7 @@ class FetchPrompt(_Work, frozen=True):
     seconds: float
 
 
-class RestorePrompt(_Work, frozen=True):
+class RestorePrompt(_Item, frozen=True):
     """Bring what was read of `entry` into the device's memory: about `limit` bytes of it. Done:
     Restored."""
 
@@ -209,7 +209,7 @@ class RestorePrompt(_Work, frozen=True):
 # Texts to embed.
 
 
-class AdmitTexts(_Work, frozen=True):
+class AdmitTexts(_Item, frozen=True):
     """Take the texts of this order. Done: None."""
 
     title = "admitting texts"
@@ -226,7 +226,7 @@ class TextSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-class EmbedSlice(_Work, frozen=True):
+class EmbedSlice(_Item, frozen=True):
     """Read texts, one pass for all: whole ones, or a part of one long text. Done: TextsRead.
 
     Attributes:
@@ -239,7 +239,7 @@ class EmbedSlice(_Work, frozen=True):
     completes: tuple[int, ...] = ()
 
 
-class ReleaseTexts(_Work, frozen=True):
+class ReleaseTexts(_Item, frozen=True):
     """Forget the texts and vectors of these jobs. Done: None."""
 
     title = "freeing texts"
@@ -250,7 +250,7 @@ class ReleaseTexts(_Work, frozen=True):
 # Models.
 
 
-class LoadSlice(_Work, frozen=True):
+class LoadSlice(_Item, frozen=True):
     """Go on with the load of `model`, reading about so many bytes. Done: LoadStep.
 
     `order` is given with the first slice.
@@ -262,7 +262,7 @@ class LoadSlice(_Work, frozen=True):
     order: Load | None = None
 
 
-class AttachSlice(_Work, frozen=True):
+class AttachSlice(_Item, frozen=True):
     """Go on with the attachment of this number, which is not that of the order: clients number
     theirs each by themselves. Done: AttachStep.
 
@@ -275,7 +275,7 @@ class AttachSlice(_Work, frozen=True):
     order: Attach | None = None
 
 
-class DetachSAE(_Work, frozen=True):
+class DetachSAE(_Item, frozen=True):
     """Take the SAE off the model, and stop watching. Rows that it steers stay steered.
 
     Done: None.
@@ -284,7 +284,7 @@ class DetachSAE(_Work, frozen=True):
     title = "detaching an SAE"
 
 
-class WatchFeatures(_Work, frozen=True):
+class WatchFeatures(_Item, frozen=True):
     """Look at the activations of these features, and of the `top` highest. Done: Watched."""
 
     title = "watching features"
@@ -293,19 +293,19 @@ class WatchFeatures(_Work, frozen=True):
     top: int
 
 
-class Reset(_Work, frozen=True):
+class Reset(_Item, frozen=True):
     """Forget all rows, texts and kept prompts of the model, which stays. Done: None."""
 
     title = "starting a model's rows anew"
 
 
-class UnloadModel(_Work, frozen=True):
+class UnloadModel(_Item, frozen=True):
     """Forget the model and what it holds, or give up its load. Done: None."""
 
     title = "unloading"
 
 
-class AnswerQuestion(_Work, frozen=True):
+class AnswerQuestion(_Item, frozen=True):
     """Answer a question of a client's about the device. Done: DeviceAnswer."""
 
     title = "answering"
@@ -315,7 +315,7 @@ class AnswerQuestion(_Work, frozen=True):
     question: Question
 
 
-PlainWork = (
+PlainItem = (
     Admit
     | Release
     | Rewind
@@ -338,10 +338,10 @@ PlainWork = (
 )
 """Works that tell nothing if they fail; a step may tell the tokens of the step before."""
 
-Work = Decode | PlainWork
+WorkItem = Decode | PlainItem
 
 
 class RoundPlan(msgspec.Struct, frozen=True):
     """The works of one round, in order."""
 
-    works: tuple[Work, ...] = ()
+    items: tuple[WorkItem, ...] = ()

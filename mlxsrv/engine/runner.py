@@ -18,7 +18,14 @@ from typing import TYPE_CHECKING, assert_never
 from mlxsrv.engine.backend import require_backend
 from mlxsrv.engine.faults import note, survivable
 from mlxsrv.engine.free_memory import release_memory
-from mlxsrv.engine.orders import GetMemory, ImportModelCode, Job, MakeReport, Question, StorageTold
+from mlxsrv.engine.orders import (
+    GetMemory,
+    ImportModelCode,
+    Job,
+    MakeReport,
+    Question,
+    StorageReport,
+)
 from mlxsrv.engine.outcomes import (
     Admitted,
     AttachStep,
@@ -40,9 +47,9 @@ from mlxsrv.engine.plans import (
     EmbedSlice,
     FetchPrompt,
     Forget,
-    Leave,
+    FreedRow,
     LoadSlice,
-    PlainWork,
+    PlainItem,
     Read,
     ReadDraft,
     Release,
@@ -53,7 +60,7 @@ from mlxsrv.engine.plans import (
     StorePrompts,
     UnloadModel,
     WatchFeatures,
-    Work,
+    WorkItem,
 )
 from mlxsrv.engine.storage.storage import Storage
 from mlxsrv.errors import BackendMissing
@@ -82,7 +89,7 @@ class Runner:
 
     def __init__(
         self,
-        post: Callable[[StorageTold], None] = lambda _: None,
+        post: Callable[[StorageReport], None] = lambda _: None,
         clock: Callable[[], float] = perf_counter,
         ranks: RankGroup | None = None,
     ) -> None:
@@ -93,7 +100,7 @@ class Runner:
         self._models: dict[int, ResidentModel] = {}
         self._loader: Loader | None = None
 
-    def run(self, work: Work) -> Outcome:
+    def run(self, work: WorkItem) -> Outcome:
         """Do one work. An error that does not end the thread is its outcome's fault."""
         began = self._clock()
         done: Done | None = None
@@ -109,7 +116,7 @@ class Runner:
             fault = note(error, f"{type(work).__name__} failed")
         return Outcome(began, self._clock(), done, fault)
 
-    def _do(self, work: PlainWork) -> Done | None:
+    def _do(self, work: PlainItem) -> Done | None:
         match work:
             case Read():
                 return self._text(work.model).read(work.spans)
@@ -163,7 +170,7 @@ class Runner:
             # A grammar may fail on rank 0, which alone has it: then no rank takes the row.
             failed = b"".join(each.row.to_bytes(8) for each in admitted.failures)
             rows = self._ranks.exchange(failed)[0]
-            text.release([Leave(row) for (row,) in iter_unpack("!Q", rows)])
+            text.release([FreedRow(row) for (row,) in iter_unpack("!Q", rows)])
         return admitted
 
     def _make_constraint(self, client: int, job: Job) -> Constraint | None:
@@ -180,7 +187,7 @@ class Runner:
         assert text is not None
         return text
 
-    def _steerer(self, work: Work) -> Steerer:
+    def _steerer(self, work: WorkItem) -> Steerer:
         steerer = self._models[work.model].steerer
         assert steerer is not None
         return steerer

@@ -98,13 +98,13 @@ class Watchdog:
         """Report a slice that takes too long, or the end of one that was reported."""
         current = self._clock.slice
         if self.reported is not None and self.reported is not current:
-            self._tell("slow step ended", self.reported)
+            self._log_slice("slow step ended", self.reported)
             self.reported = None
         if self.reported is None and current is not None and self.stalled:
-            self._tell("slow step", current)
+            self._log_slice("slow step", current)
             self.reported = current
 
-    def _tell(self, event: str, slow: Slice) -> None:
+    def _log_slice(self, event: str, slow: Slice) -> None:
         seconds = monotonic() - slow.since
         log(
             _log,
@@ -116,7 +116,7 @@ class Watchdog:
             ranks=self._others() or None,
         )
 
-    def close(self) -> None:
+    def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

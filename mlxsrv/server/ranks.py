@@ -66,7 +66,7 @@ def join_ranks(settings: Settings) -> DeviceThread:
         return join(Split(settings.parallel), clock, lost, wished)
 
     log(_log, logging.INFO, "waiting for ranks", seconds=JOIN_SECONDS)
-    device = DeviceThread.shared(Recording.find(settings), join)
+    device = DeviceThread.shared(Recording.from_settings(settings), join)
     try:
         rank = device.joined.result()
     except RankLost as error:

@@ -10,7 +10,7 @@ import pytest
 
 from mlxsrv.engine.events import Failed
 from mlxsrv.engine.outcomes import Decoded, Outcome
-from mlxsrv.engine.plans import Work
+from mlxsrv.engine.plans import WorkItem
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
 from tests.support.device import Listener, generate, job, load, open_client, run
 from tests.support.fixtures import ModelFolder
@@ -23,7 +23,7 @@ def test_an_error_in_deciding_ends_the_jobs_of_one_model(
     bad, reading = job(10**6, "broken"), job(10**6, "broken", prompt=(5,) * 3000)
     real, told = TextSchedule.settle, count(1)
 
-    def settle(self: TextSchedule, work: Work, outcome: Outcome) -> None:
+    def settle(self: TextSchedule, work: WorkItem, outcome: Outcome) -> None:
         if isinstance(outcome.done, Decoded):
             for row, _ in outcome.done.tokens:
                 if row == bad.id and next(told) == 21:

@@ -12,7 +12,7 @@ import pytest
 from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.events import Failed
 from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Decode, LoadSlice, Work
+from mlxsrv.engine.plans import Decode, LoadSlice, WorkItem
 from mlxsrv.engine.runner import Runner
 from mlxsrv.errors import ModelNotLoaded, ShuttingDown
 from mlxsrv.generation.parameters import Constraint, Grammar
@@ -25,10 +25,10 @@ def test_streams_go_on_beside_a_load(
     model_folder: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between any two slices of the load there is a step of the stream, however fast each is."""
-    done: list[type[Work]] = []
+    done: list[type[WorkItem]] = []
     run_work = Runner.run
 
-    def note_and_run(runner: Runner, work: Work) -> Outcome:
+    def note_and_run(runner: Runner, work: WorkItem) -> Outcome:
         done.append(type(work))
         return run_work(runner, work)
 

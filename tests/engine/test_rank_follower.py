@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from mlxsrv.engine.outcomes import Fault, Outcome
-from mlxsrv.engine.plans import Decode, RoundPlan, Work
+from mlxsrv.engine.plans import Decode, RoundPlan, WorkItem
 from mlxsrv.engine.ranks.follower import RankFollower
 from mlxsrv.engine.ranks.messages import (
     WAITING,
@@ -49,7 +49,7 @@ class Followed:
         self._pool = ThreadPoolExecutor(1)
         self._following = self._pool.submit(self.follower.follow, self._work)
 
-    def _work(self, work: Work) -> Outcome:
+    def _work(self, work: WorkItem) -> Outcome:
         assert self.go_on.wait(PATIENCE)
         self.done.append(work.model)
         return Outcome(0.0, 1.0, fault=Fault("no memory") if work.model == 2 else None)
@@ -90,7 +90,7 @@ def followed() -> Iterator[Followed]:
 def test_a_rank_does_its_works_and_tells_what_it_is_in(followed: Followed) -> None:
     followed.rank_0.send(Round(1, PLAN))
     beat = followed.receive(Beat)
-    assert (beat.round, beat.what) == (1, PLAN.works[0].title)
+    assert (beat.round, beat.what) == (1, PLAN.items[0].title)
     followed.go_on.set()
     assert followed.receive(WorkFailed) == WorkFailed(1, 1, "no memory")
     assert followed.done == [1, 2]
@@ -100,7 +100,7 @@ def test_a_rank_does_its_works_and_tells_what_it_is_in(followed: Followed) -> No
     followed.go_on.clear()
     followed.rank_0.send(Round(2, PLAN))
     beat = followed.receive(Beat)
-    assert (beat.round, beat.what) == (2, PLAN.works[0].title)
+    assert (beat.round, beat.what) == (2, PLAN.items[0].title)
 
 
 def test_a_signal_that_comes_while_something_is_sent_waits_for_nothing(followed: Followed) -> None:

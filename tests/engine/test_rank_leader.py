@@ -90,9 +90,9 @@ def test_a_work_that_fails_on_all_ranks_is_no_loss(patient: Pair, outcome: Outco
     leader.send(PLAN)
     for other in patient.others:
         other.send(WorkFailed(1, 0, "no memory"))
-    leader.settle(0, outcome)
+    leader.note_outcome(0, outcome)
     leader.send(PLAN)
-    leader.settle(0, GOOD)
+    leader.note_outcome(0, GOOD)
     leader._check((1, 0))  # as a timer will
     assert patient.lost.empty()
 
@@ -100,7 +100,7 @@ def test_a_work_that_fails_on_all_ranks_is_no_loss(patient: Pair, outcome: Outco
 def test_a_work_that_fails_on_rank_0_only_ends_all(pair: Pair) -> None:
     pair.leader.send(PLAN)
     with pytest.raises(RankLost, match="not on all ranks"):
-        pair.leader.settle(0, BAD)
+        pair.leader.note_outcome(0, BAD)
     assert "not on all ranks" in pair.lost.get(timeout=PATIENCE)
 
 
@@ -109,7 +109,7 @@ def test_a_work_that_fails_on_another_rank_only_ends_all(pair: Pair, settled: bo
     """Also while rank 0 waits in the collective that the other has left."""
     pair.leader.send(PLAN)
     if settled:
-        pair.leader.settle(0, GOOD)
+        pair.leader.note_outcome(0, GOOD)
     pair.others[1].send(WorkFailed(1, 0, "no memory"))
     assert pair.lost.get(timeout=PATIENCE) == "a work has failed on rank 2 only"
     with pytest.raises(RankLost, match="rank 2 only"):
@@ -130,12 +130,12 @@ def test_a_failure_that_is_heard_before_the_work_has_ended_ends_all_at_once(pati
     patient.others[0].close()  # which is heard after the failure
     patient.lost.get(timeout=PATIENCE)
     with pytest.raises(RankLost, match="rank 1 only"):
-        patient.leader.settle(0, GOOD)
+        patient.leader.note_outcome(0, GOOD)
 
 
 def test_a_failure_that_is_heard_after_the_work_has_ended_ends_all_at_once(patient: Pair) -> None:
     patient.leader.send(PLAN)
-    patient.leader.settle(0, GOOD)
+    patient.leader.note_outcome(0, GOOD)
     patient.others[0].send(WorkFailed(1, 0, "no memory"))
     assert patient.lost.get(timeout=PATIENCE) == "a work has failed on rank 1 only"
 

@@ -26,7 +26,7 @@ def run(
             patched.setattr(watchdog, "monotonic", loop.time)
             dog = Watchdog(clock, loop, timeout, lambda: waits)
             await test(clock, dog)
-            dog.close()
+            dog.stop()
 
     jumping_clock.run(main)
 

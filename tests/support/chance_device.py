@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import EmbedFacts, Fault, RowFailure, TextFacts
-from mlxsrv.engine.plans import Decode, EmbedSlice, Read, ReadDraft, Release, Work
+from mlxsrv.engine.plans import Decode, EmbedSlice, Read, ReadDraft, Release, WorkItem
 from mlxsrv.generation.parameters import Steering
 from tests.support.fake_device import FakeDevice, Pass
 from tests.support.scheduling import JobLog
@@ -48,10 +48,10 @@ class ChanceDevice(FakeDevice):
         """The same for the same thing, whenever it is asked."""
         return rate > 0 and Random(repr((self._seed, *what))).random() < rate
 
-    def time(self, work: Work, passes: Sequence[Pass]) -> float:
+    def time(self, work: WorkItem, passes: Sequence[Pass]) -> float:
         return self._random.choice([1e-7, 0.001, 0.02, 0.5])
 
-    def fail(self, work: Work) -> Fault | None:
+    def fail(self, work: WorkItem) -> Fault | None:
         if not isinstance(work, (Read, Decode, ReadDraft, Release, EmbedSlice)):
             return None
         number = self._random.random()

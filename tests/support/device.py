@@ -16,7 +16,7 @@ from mlxsrv.engine.client import EngineClient
 from mlxsrv.engine.events import Failed, JobEvent, Token
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Work
+from mlxsrv.engine.plans import WorkItem
 from mlxsrv.engine.runner import Runner
 from mlxsrv.generation.parameters import Sampling
 from tests.support.serving import PATIENCE
@@ -44,11 +44,11 @@ class Gate:
 
 
 @contextmanager
-def gate(kind: type[Work]) -> Iterator[Gate]:
+def gate(kind: type[WorkItem]) -> Iterator[Gate]:
     """A gate before works of this kind. It is open at the latest when the test is over."""
     made, run_work = Gate(), Runner.run
 
-    def hold_and_run(runner: Runner, work: Work) -> Outcome:
+    def hold_and_run(runner: Runner, work: WorkItem) -> Outcome:
         if isinstance(work, kind):
             made.hold()
         return run_work(runner, work)

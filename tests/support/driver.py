@@ -13,7 +13,7 @@ from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Decoded, Fault, KeptPrompt
-from mlxsrv.engine.plans import Decode, Keep, Leave, RowGroup, Span
+from mlxsrv.engine.plans import Decode, FreedRow, Keep, RowGroup, Span
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint, Mask, Sampling
 from tests.support.greedy import assert_greedy
@@ -105,7 +105,7 @@ class Driver:
         return done
 
     def release(self, *rows: int, keep: Keep | None = None) -> tuple[KeptPrompt, ...]:
-        return self.runner.release([Leave(row, keep) for row in rows]).prompts
+        return self.runner.release([FreedRow(row, keep) for row in rows]).prompts
 
     def check(self, *rows: int) -> None:
         """The rows' texts are those of the model."""
@@ -117,7 +117,7 @@ class Driver:
     @property
     def is_empty(self) -> bool:
         runner = self.runner
-        decoders = (runner._main, runner._trial)
+        decoders = (runner._main, runner._solo)
         return not (
             runner._rows or runner._texts or runner._ready or any(each.rows for each in decoders)
         )

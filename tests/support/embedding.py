@@ -44,7 +44,7 @@ def run_slice(
     events: list[Event] = []
     for work in schedule.take_changes():
         events += schedule.settle(work, do(work, embedder, clock))
-    schedule.budget.arrange()
+    schedule.budget.begin_round()
     slice = schedule.plan(decoding=decoding, beside=beside)
     if slice is not None:
         events += schedule.settle(slice, do(slice, embedder, clock))

@@ -79,16 +79,16 @@ class FakeDecoders:
     def __init__(self, facts: TextFacts) -> None:
         self.ready: list[FakeGroup] = []
         self.main = FakeDecoder()
-        self.trial = FakeDecoder()
+        self.solo = FakeDecoder()
         self.peak = 0
         self._facts = facts
 
-    def find(self, *, trial: bool) -> FakeDecoder:
-        return self.trial if trial else self.main
+    def find(self, *, solo: bool) -> FakeDecoder:
+        return self.solo if solo else self.main
 
     @property
     def both(self) -> tuple[FakeDecoder, FakeDecoder]:
-        return self.main, self.trial
+        return self.main, self.solo
 
     @property
     def rows(self) -> list[FakeRow]:
@@ -117,7 +117,7 @@ class FakeDecoders:
         return self._facts.kv_bytes(-(-tokens // STEP) * STEP)
 
     def _all(self) -> list[FakeGroup]:
-        return [*self.ready, *self.main.groups, *self.trial.groups]
+        return [*self.ready, *self.main.groups, *self.solo.groups]
 
     def _measure_groups(self, groups: Sequence[FakeGroup]) -> int:
         arrays = sum(self._measure_room(group.room) for group in groups if group.room is not None)
@@ -131,15 +131,15 @@ class FakeDecoders:
 
     # Arranging.
 
-    def arrange(self, groups: Sequence[RowGroup], *, trial: bool) -> None:
+    def arrange(self, groups: Sequence[RowGroup], *, solo: bool) -> None:
         """Have the rows of a decoder be these."""
         wanted = {row_id for group in groups for row_id in group.rows}
         for each in groups:
             require(len(each.rows) <= each.slots, len(each.rows), "rows in", each.slots, "slots")
-        decoder, other = self.find(trial=trial), self.find(trial=not trial)
+        decoder, other = self.find(solo=solo), self.find(solo=not solo)
         absorbed = not wanted.isdisjoint(row.id for row in other.rows)
         if absorbed:
-            require(not trial, "rows that are decoded go on trial")
+            require(not solo, "rows that are decoded go on trial")
             require(len(other.groups) == 1, "a part of a decoder joins another")
         coming = [group for group in self.ready if not wanted.isdisjoint(group.ids)]
         left = [*decoder.groups, *(other.groups if absorbed else ()), *coming]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import EmbedFacts, Fault, RowFailure, TextFacts
-from mlxsrv.engine.plans import Decode, Work
+from mlxsrv.engine.plans import Decode, WorkItem
 
 FACTS = TextFacts(
     batched=True,
@@ -59,11 +59,11 @@ class FakeDevice:
         self.embed = EmbedFacts(slices=text is not None) if embed is None else embed
         self.load_slices = load_slices
 
-    def time(self, work: Work, passes: Sequence[Pass]) -> float:
+    def time(self, work: WorkItem, passes: Sequence[Pass]) -> float:
         """Seconds that the work takes."""
         return 0.001 * len(passes)
 
-    def fail(self, work: Work) -> Fault | None:
+    def fail(self, work: WorkItem) -> Fault | None:
         """Why the work fails, if it does."""
         return None
 

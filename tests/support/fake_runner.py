@@ -44,7 +44,7 @@ from mlxsrv.engine.plans import (
     RoundPlan,
     UnloadModel,
     WatchFeatures,
-    Work,
+    WorkItem,
 )
 from mlxsrv.engine.scheduling.scheduler import Scheduler
 from tests.support.fake_device import FakeDevice, Pass
@@ -175,7 +175,7 @@ class FakeRunner:
         self.device = FakeDevice() if device is None else device
         self.now = now
         self.record = False
-        self.works: list[Work] = []
+        self.items: list[WorkItem] = []
         self.budget: int | None = None
         self.most = 0
         self._loading: dict[int, _FakeModel] = {}
@@ -199,7 +199,7 @@ class FakeRunner:
 
     def run_round(self, scheduler: Scheduler, plan: RoundPlan) -> None:
         """Do the works of a plan, and have the scheduler learn what came of each."""
-        for work in plan.works:
+        for work in plan.items:
             scheduler.settle(work, self.run(work))
         self.end_round()
 
@@ -209,14 +209,14 @@ class FakeRunner:
             if model.text is not None:
                 model.text.end_round()
 
-    def run(self, work: Work) -> Outcome:
+    def run(self, work: WorkItem) -> Outcome:
         """Do one work.
 
         Raises:
             IllegalWork: it cannot be done.
         """
         if self.record:
-            self.works.append(work)
+            self.items.append(work)
         began, fault = self.now, self.device.fail(work)
         if isinstance(work, Decode) and self._text(self._model(work)).lacks_rows(work):
             fault = Fault("the rows of the step are lost")
@@ -254,7 +254,7 @@ class FakeRunner:
         self.now += self.device.time(work, passes)
         return Outcome(began, self.now, done, fault)
 
-    def _check_budget(self, work: Work) -> None:
+    def _check_budget(self, work: WorkItem) -> None:
         texts = [model.text for model in self._models.values() if model.text is not None]
         taken = sum(text.take_peak() for text in texts)
         taken += sum(model.texts.take_peak() for model in self._models.values())
@@ -290,7 +290,7 @@ class FakeRunner:
                 text.read_draft(work, fault)
         return None
 
-    def _model(self, work: Work) -> _FakeModel:
+    def _model(self, work: WorkItem) -> _FakeModel:
         if work.model not in self._models:
             raise IllegalWork(f"model {work.model} is not loaded")
         return self._models[work.model]

@@ -113,7 +113,7 @@ class FakeSteps:
     def _run_guesses(self, decoder: FakeDecoder, work: Decode) -> Decoded:
         rows = decoder.rows
         require(self._facts.lookup, "nothing is looked up in this model")
-        require(not work.trial, "proposals to a row on trial")
+        require(not work.solo, "proposals to a row on trial")
         require(
             self._facts.shares or len(decoder.groups) == 1, "proposals to rows in several passes"
         )

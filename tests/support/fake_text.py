@@ -117,7 +117,7 @@ class FakeText:
 
     def lacks_rows(self, work: Decode) -> bool:
         """Whether the rows of the step were lost in the round's release, so that it fails."""
-        return self._decoders.find(trial=work.trial).lost
+        return self._decoders.find(solo=work.solo).lost
 
     # Rows come and go.
 
@@ -218,7 +218,8 @@ class FakeText:
         """Whether a span begins with a prompt that a work before it was to keep, and could not; or
         with what a row held that has lost it in this round."""
         return any(
-            span.source in self._unkept or (span.lender is not None and self._has_lost(span.lender))
+            span.source in self._unkept
+            or (span.from_row is not None and self._has_lost(span.from_row))
             for span in work.spans
         )
 
@@ -312,16 +313,16 @@ class FakeText:
             require(row is head or row.job.scores is None, "row", row.id, "is not scored")
         again = bool(head.drawn) or head.lost
         require(span.scored == (head.job.scores is not None) or again, "row", head.id, "is scored")
-        begins = span.source is not None or span.lender is not None
+        begins = span.source is not None or span.from_row is not None
         if not begins:
             require(span.begin == 0, "a text begins at", span.begin)
         else:
             require(not span.scored, "a prompt that is scored begins with a kept one")
             require(again or not self.watched, "a prompt that is watched begins with a kept one")
-        require(span.source is None or span.lender is None, "two sources")
+        require(span.source is None or span.from_row is None, "two sources")
         if span.source is not None:
             self._check_source(span, head)
-        elif span.lender is not None:
+        elif span.from_row is not None:
             self._check_lender(span, head)
         text = FakePartialText(rows, span.begin)
         self._texts |= {row.id: text for row in rows}
@@ -343,15 +344,15 @@ class FakeText:
     def _check_lender(self, span: Span, row: FakeRow) -> None:
         """A row that runs, or whose text is half read, has what a text begins with."""
         require(self._facts.cuts, "a row lends what cannot be cut back")
-        lender = None if span.lender is None else self._rows.get(span.lender)
-        if lender is None or lender is row:
-            raise IllegalWork(f"row {span.lender} cannot lend")
-        held = self._count_held(lender)
+        from_row = None if span.from_row is None else self._rows.get(span.from_row)
+        if from_row is None or from_row is row:
+            raise IllegalWork(f"row {span.from_row} cannot lend")
+        held = self._count_held(from_row)
         if held is None:
-            raise IllegalWork(f"row {span.lender} has no KV cache to lend")
+            raise IllegalWork(f"row {span.from_row} has no KV cache to lend")
         require(LEAST <= span.begin <= held, span.begin, "tokens of", held, "are lent")
-        require(lender.job.steering == row.job.steering, "the row is steered in another way")
-        same = np.array_equal(lender.text[: span.begin], row.text[: span.begin])
+        require(from_row.job.steering == row.job.steering, "the row is steered in another way")
+        same = np.array_equal(from_row.text[: span.begin], row.text[: span.begin])
         require(same, "the row has another text")
 
     def _count_held(self, row: FakeRow) -> int | None:
@@ -385,16 +386,16 @@ class FakeText:
         """`told`: a step that fails has told the tokens of the step before."""
         if self.lacks_rows(work):
             return Decoded()
-        decoder = self._decoders.find(trial=work.trial)
+        decoder = self._decoders.find(solo=work.solo)
         if work.groups is None:
             require(not decoder.changed, "rows have changed")
         else:
             self._require_rows([row_id for group in work.groups for row_id in group.rows])
-            self._decoders.arrange(work.groups, trial=work.trial)
+            self._decoders.arrange(work.groups, solo=work.solo)
         decoder.check_room(work)
         rows = decoder.rows
         require(rows, "a step without rows")
-        require(len(rows) == 1 or not work.trial, "several rows on trial")
+        require(len(rows) == 1 or not work.solo, "several rows on trial")
         for row in rows:
             require(not row.over, "row", row.id, "is over")
         self._check_rows()
@@ -409,7 +410,7 @@ class FakeText:
     def decoded(self, work: Decode) -> list[FakeRow]:
         """The rows of a step, before it is done or behind it."""
         if work.groups is None:
-            return self._decoders.find(trial=work.trial).rows
+            return self._decoders.find(solo=work.solo).rows
         return [self._rows[row_id] for group in work.groups for row_id in group.rows]
 
     def passes_of_step(self, work: Decode) -> list[Pass]:
@@ -418,7 +419,7 @@ class FakeText:
         tokens = max(1 + sum(work.proposals), guessed)
         passes = [
             Pass(len(group.rows), tokens, max(row.held for row in group.rows))
-            for group in self._decoders.find(trial=work.trial).groups
+            for group in self._decoders.find(solo=work.solo).groups
         ]
         if not self._facts.shares or len(passes) < 2:
             return passes

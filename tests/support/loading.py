@@ -15,7 +15,7 @@ from mlxsrv.engine.loading.loader import Loader
 from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import LoadStep
-from mlxsrv.engine.plans import Decode, Keep, Leave, LoadSlice, RowGroup, Span
+from mlxsrv.engine.plans import Decode, FreedRow, Keep, LoadSlice, RowGroup, Span
 from mlxsrv.generation.parameters import Sampling
 
 MIB = 1024 * 1024
@@ -139,7 +139,7 @@ class HandRunner:
         return [texts[row] for row in rows]
 
     def release(self, rows: Sequence[int]) -> None:
-        self.text.release([Leave(row) for row in rows])
+        self.text.release([FreedRow(row) for row in rows])
 
 
 def generate(

@@ -160,12 +160,12 @@ class Bench:
         idle = self.scheduler.idle and not orders
         plan = self.scheduler.plan(orders)
         self.plans.append(plan)
-        assert not (idle and plan.works), f"idle, and plans {plan}"
-        assert idle or orders or plan.works, "not idle, and plans nothing"
+        assert not (idle and plan.items), f"idle, and plans {plan}"
+        assert idle or orders or plan.items, "not idle, and plans nothing"
         for check in self.checks:
             check(plan)
         self._deliver()
-        for work in plan.works:
+        for work in plan.items:
             self.scheduler.settle(work, self.runner.run(work))
             self._deliver()
         self.runner.end_round()
@@ -239,6 +239,6 @@ class Bench:
     def job(self, number: int, client: int = 1) -> JobLog:
         return self.jobs[client, number]
 
-    def works(self, kind: type[_W]) -> list[_W]:
+    def items(self, kind: type[_W]) -> list[_W]:
         """The works of this kind that were done."""
-        return [work for work in self.runner.works if isinstance(work, kind)]
+        return [work for work in self.runner.items if isinstance(work, kind)]

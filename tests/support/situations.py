@@ -17,7 +17,7 @@ from mlxsrv.engine.plans import (
     Decode,
     Read,
     ReadDraft,
-    Work,
+    WorkItem,
 )
 from mlxsrv.generation.parameters import Sampling, Steering
 from tests.support.fake_device import FACTS, FakeDevice
@@ -46,13 +46,13 @@ def make(device: FakeDevice | None = None, **changes: Any) -> Bench:
     """A bench on which the model `m` is loaded."""
     bench = Bench(device)
     bench.load(msgspec.structs.replace(ORDER, **changes))
-    bench.runner.works.clear()
+    bench.runner.items.clear()
     return bench
 
 
 def read_order(bench: Bench) -> list[int]:
     """Jobs in the order in which their prompts were read."""
-    spans = [span for work in bench.works(Read) for span in work.spans if span.joins is not None]
+    spans = [span for work in bench.items(Read) for span in work.spans if span.joins is not None]
     return [row for span in spans for row in span.rows]
 
 
@@ -65,7 +65,7 @@ class FaultyDevice(FakeDevice):
 
     def __init__(
         self,
-        chooses: Callable[[Work], bool],
+        chooses: Callable[[WorkItem], bool],
         times: int = 1,
         *,
         memory: bool = False,
@@ -76,7 +76,7 @@ class FaultyDevice(FakeDevice):
         self._times = times
         self._memory = memory
 
-    def fail(self, work: Work) -> Fault | None:
+    def fail(self, work: WorkItem) -> Fault | None:
         if not self._times or not self._chooses(work):
             return None
         self._times -= 1
@@ -101,7 +101,7 @@ class DraftDevice(FakeDevice):
     def accept(self, job: Job, place: int, proposals: int) -> int:
         return int(self._share * proposals)
 
-    def time(self, work: Work, passes: Sequence[Any]) -> float:
+    def time(self, work: WorkItem, passes: Sequence[Any]) -> float:
         if isinstance(work, ReadDraft):
             return 0.00001 * work.tokens
         return 0.002 if isinstance(work, Decode) and work.proposals else 0.001

@@ -142,7 +142,7 @@ def hidden_states(model: Any, tokens: tuple[int, ...], site: Site) -> mx.array:
 
 
 def only(steerer: Steerer, steering: Steering | None) -> SteeringPlan | None:
-    return steerer.plan([steerer.prepare(steering)])
+    return steerer.make_plan([steerer.prepare(steering)])
 
 
 @contextmanager

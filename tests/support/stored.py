@@ -19,13 +19,13 @@ from mlxsrv.engine.orders import (
     Load,
     Open,
     Order,
-    StorageTold,
+    StorageReport,
     Submit,
     Unload,
     Written,
 )
 from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Work
+from mlxsrv.engine.plans import WorkItem
 from mlxsrv.engine.recording.recorder import RecordedScheduler, Recorder, Recording
 from mlxsrv.engine.runner import Runner
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
@@ -62,16 +62,16 @@ class StoringEngine:
         disk: Path | None,
         *,
         record: Path | None = None,
-        change: Callable[[Work, Outcome], Outcome] = lambda _, outcome: outcome,
+        change: Callable[[WorkItem, Outcome], Outcome] = lambda _, outcome: outcome,
         **more: Any,
     ) -> None:
         recording = Recording(path=str(record), most_bytes=BYTES)
         self.scheduler = Scheduler() if record is None else RecordedScheduler(Recorder(recording))
-        self._told: SimpleQueue[StorageTold] = SimpleQueue()
+        self._told: SimpleQueue[StorageReport] = SimpleQueue()
         self.runner = Runner(self._told.put)
         self._change = change
         self.events: list[Any] = []
-        self.works: list[Work] = []
+        self.items: list[WorkItem] = []
         asked: dict[str, Any] = {
             "max_rows": 4,
             "prefill_chunk": 64,
@@ -91,8 +91,8 @@ class StoringEngine:
 
     def round(self, received: list[Received]) -> None:
         plan = self.scheduler.plan(received)
-        for work in plan.works:
-            self.works.append(work)
+        for work in plan.items:
+            self.items.append(work)
             outcome = self._change(work, self.runner.run(work))
             self.scheduler.settle(work, outcome)
             for _, events in self.scheduler.take_events():
@@ -128,10 +128,10 @@ class StoringEngine:
     def end(self) -> None:
         """End as a process does that is asked to."""
         self.send(Close())
-        self.runner.storage.close()
+        self.runner.storage.finish_writes()
 
-    def find(self, kind: type[Work]) -> list[Any]:
-        return [work for work in self.works if isinstance(work, kind)]
+    def find(self, kind: type[WorkItem]) -> list[Any]:
+        return [work for work in self.items if isinstance(work, kind)]
 
     @property
     def numbers(self) -> dict[str, int]:

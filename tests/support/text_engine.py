@@ -14,7 +14,7 @@ from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.faults import note
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Decoded, Done, DraftRead, Fault, Outcome
-from mlxsrv.engine.plans import Admit, Decode, Forget, Read, ReadDraft, Release, Rewind, Work
+from mlxsrv.engine.plans import Admit, Decode, Forget, Read, ReadDraft, Release, Rewind, WorkItem
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.text_schedule import TextSchedule
@@ -23,7 +23,7 @@ from mlxsrv.generation.parameters import Constraint
 from tests.support.tried import make_caches
 
 
-def nominal_seconds(work: Work) -> float:
+def nominal_seconds(work: WorkItem) -> float:
     """Return what a work is said to take: a pass takes 1 ms, and each token some more. Slices and
     proposals follow from such times, so with these they are the same on every machine."""
     match work:
@@ -63,7 +63,7 @@ class TextEngine:
         caches: KVCacheFactory | None = None,
         steerer: Steerer | None = None,
         budget: int | None = None,
-        seconds: Callable[[Work], float] | None = nominal_seconds,
+        seconds: Callable[[WorkItem], float] | None = nominal_seconds,
         **more: Any,
     ) -> None:
         self._seconds = seconds
@@ -113,8 +113,8 @@ class TextEngine:
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         self.schedule.cancel(set(job_ids))
-        while works := self.schedule.plan_rows():
-            self._unsent += self._run(works)
+        while items := self.schedule.plan_rows():
+            self._unsent += self._run(items)
 
     def fail(self, reason: str) -> Sequence[Event]:
         """End all jobs, as when the model goes. Its rows stay with the runner."""
@@ -128,7 +128,7 @@ class TextEngine:
     def decode(self) -> list[Event]:
         """The steps of a round."""
         unsent, self._unsent = self._unsent, []
-        self.budget.arrange()
+        self.budget.begin_round()
         if any(isinstance(event, MemoryShort) for event in self.budget.events):
             assert self.budget.bytes is not None
             self.budget.set(self.budget.bytes)
@@ -144,8 +144,8 @@ class TextEngine:
     def round(self) -> list[Event]:
         return self.decode() + self.prefill()
 
-    def _run(self, works: Sequence[Work]) -> list[Event]:
-        for work in works:
+    def _run(self, items: Sequence[WorkItem]) -> list[Event]:
+        for work in items:
             began = perf_counter()
             done: Done | None = None
             fault: Fault | None = None
@@ -159,7 +159,7 @@ class TextEngine:
         self.budget.events.clear()
         return [event for event in events if not isinstance(event, (Progress, MemoryShort))]
 
-    def _retime(self, work: Work, outcome: Outcome) -> Outcome:
+    def _retime(self, work: WorkItem, outcome: Outcome) -> Outcome:
         """The outcome with the times that the work is said to have taken."""
         if self._seconds is None:
             return outcome
@@ -169,7 +169,7 @@ class TextEngine:
             done = msgspec.structs.replace(done, waited=began)
         return Outcome(began, self._now, done, outcome.fault)
 
-    def _do(self, work: Work) -> tuple[Done | None, Fault | None]:
+    def _do(self, work: WorkItem) -> tuple[Done | None, Fault | None]:
         match work:
             case Admit():
                 return self.runner.admit(work.jobs, lambda job: self._constraints.get(job.id)), None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.execution.trial import try_rows
+from mlxsrv.engine.execution.batch_check import check_batching
 
 
 def make_caches(model: Any, **more: Any) -> KVCacheFactory:
@@ -18,6 +18,6 @@ def make_caches(model: Any, **more: Any) -> KVCacheFactory:
     """
     caches = KVCacheFactory(model, **more)
     if caches.batched and not caches.pads:
-        for _ in try_rows(model, caches):
+        for _ in check_batching(model, caches):
             pass
     return caches

@@ -20,6 +20,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import BatchRotatingKVCache, RotatingKVCache
 
+from mlxsrv.engine.cache.layer_cache import LayerCache
+
 KEPT = 4
 
 
@@ -46,7 +48,7 @@ class SinkCache(RotatingKVCache):  # type: ignore[misc]  # mlx-lm has no types
         return BatchSinkCache(caches)
 
 
-class BatchSinkCache:
+class BatchSinkCache(LayerCache):
     """The KV cache of one layer for rows whose prompts are read together. Its methods are those of
     mlx-lm's batch caches."""
 

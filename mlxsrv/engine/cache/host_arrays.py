@@ -177,7 +177,7 @@ class CacheBuilder:
         mx.async_eval(self._arrays[first:])  # type: ignore[no-untyped-call]
         return copied
 
-    def finish(self) -> RowCache:
+    def build(self) -> RowCache:
         """The KV cache.
 
         Raises:

@@ -16,6 +16,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, create_attention_mask
 
+from mlxsrv.engine.cache.layer_cache import LayerCache
+
 _STEP = 256  # columns by which arrays grow
 _MOST_SCORES = 2**25  # of queries and keys, at once
 
@@ -28,7 +30,7 @@ class FirstTokens(KVCache):  # type: ignore[misc]  # mlx-lm has no types
         self.max_size = max_size
 
 
-class LaterTokens:
+class LaterTokens(LayerCache):
     """The quantized keys and values of a row's tokens from the `start`-th on: three arrays each,
     weights, scales and biases; None before there are any."""
 
@@ -115,7 +117,7 @@ class BothSides:
                 side.keys = next(left)
 
 
-class QuantizedCache(BothSides):
+class QuantizedCache(BothSides, LayerCache):
     """The KV cache of one layer and one row. mlx-lm's models call it as they call its KVCache.
 
     Args:

@@ -14,8 +14,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxsrv.engine.cache.layer_cache import Room
 from mlxsrv.engine.cache.quantized import BothSides, LaterTokens, QuantizedCache, pair_sides
-from mlxsrv.engine.cache.rows import Room, Rows
+from mlxsrv.engine.cache.rows import Rows
 from mlxsrv.engine.cache.slots import Slots
 
 
@@ -27,7 +28,7 @@ class _Side(Slots):
         self._begin = begin
         self._end = end
 
-    def add(self, keys: mx.array, values: mx.array) -> None:
+    def append(self, keys: mx.array, values: mx.array) -> None:
         """Add those of the rows' next tokens `(rows, heads, tokens, head size)` that are here."""
         if self._held(self._rows.longest + keys.shape[2]) > self._held(self._rows.shortest):
             self.keys, self.values = self._add(self.keys, keys), self._add(self.values, values)
@@ -102,7 +103,7 @@ class QuantizedSlots(BothSides, Slots):
         self._require_room(keys.shape[2])
         self._rows.fed, self._written = keys.shape[2], self._rows.changes
         for side in self.caches:
-            side.add(keys, values)
+            side.append(keys, values)
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[Any, Any]:
@@ -127,8 +128,8 @@ class QuantizedSlots(BothSides, Slots):
             side.arrange(each, lengths, room)
         self._room = room
 
-    def lend(self, slot: int, tokens: int) -> QuantizedCache:
+    def view_row(self, slot: int, tokens: int) -> QuantizedCache:
         row = QuantizedCache(self._kind.start, self._kind.group_size, self._kind.bits)
         first, later = self.caches
-        row.caches = (first.lend(slot, tokens), later.lend(slot, tokens))
+        row.caches = (first.view_row(slot, tokens), later.view_row(slot, tokens))
         return row

@@ -62,12 +62,12 @@ class RowCache:
         tokens: how many tokens of a text it holds. Who feeds it to a model counts them here.
     """
 
-    __slots__ = ("_lent", "layers", "tokens")
+    __slots__ = ("_views", "layers", "tokens")
 
-    def __init__(self, layers: Layers, tokens: int = 0, *, lent: bool = False) -> None:
+    def __init__(self, layers: Layers, tokens: int = 0, *, views: bool = False) -> None:
         self.layers = layers
         self.tokens = tokens
-        self._lent = lent
+        self._views = views
 
     @property
     def nbytes(self) -> int:
@@ -90,20 +90,20 @@ class RowCache:
         Raises:
             ValueError: it holds less, or cannot be cut back.
         """
-        other = RowCache(copy.deepcopy(self.layers), self.tokens, lent=self._lent)
+        other = RowCache(copy.deepcopy(self.layers), self.tokens, views=self._views)
         if tokens is not None and tokens != self.tokens:
             other.cut(tokens)
             for layer in list_layers(other.layers):
                 _shrink(layer)
         return other
 
-    def settle(self) -> None:
+    def materialize(self) -> None:
         """Have arrays of its own, and wait until they are computed. So it holds no memory but its
         own, and is in nobody's way."""
-        if self._lent:
+        if self._views:
             for layer in list_layers(self.layers):
                 _own(layer)
-            self._lent = False
+            self._views = False
         mx.eval(self.state)
 
     def cut(self, tokens: int) -> None:

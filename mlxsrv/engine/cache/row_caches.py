@@ -6,7 +6,7 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import (
@@ -17,48 +17,35 @@ from mlx_lm.models.cache import (
 )
 
 from mlxsrv.engine.cache.attention_sinks import SinkCache
+from mlxsrv.engine.cache.layer_cache import BatchLayer, Room
 from mlxsrv.engine.cache.quantized import QuantizedCache
 from mlxsrv.engine.cache.quantized_slots import QuantizedSlots
 from mlxsrv.engine.cache.row_cache import FULL, Layers, RowCache, list_layers
-from mlxsrv.engine.cache.rows import Room, Rows
+from mlxsrv.engine.cache.rows import Rows
 from mlxsrv.engine.cache.slots import RingSlots, Slots
 
 
-class _RowsOfLayer(Protocol):
-    """One layer's KV caches of the rows of a sub-batch."""
-
-    @property
-    def view(self) -> Any:
-        """The object that a model is called with."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
-        """Have these rows: each a slot that there is, or mlx-lm's KV cache of a row, which must not
-        be used any more; and how many tokens each has seen."""
-
-    def lend(self, slot: int, tokens: int) -> Any:
-        """mlx-lm's KV cache of a row that has seen so many tokens. Its arrays may be views."""
-
-
-class _States:
+class _States(BatchLayer):
     """The states of a recurrent layer. Each pass makes them anew, so they have no slots."""
 
     def __init__(self, empty: ArraysCache) -> None:
-        self.view = ArraysCache(len(empty.cache))
+        self._view = ArraysCache(len(empty.cache))
+
+    @property
+    def view(self) -> ArraysCache:
+        return self._view
 
     @property
     def nbytes(self) -> int:
-        return int(self.view.nbytes)
+        return int(self._view.nbytes)
 
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
-        if list(sources) != [*range(self.view.batch_size)]:
+        if list(sources) != [*range(self._view.batch_size)]:
             parts = zip(*[self._states(source) for source in sources], strict=True)
-            self.view.cache = list(map(_stack, parts))
+            self._view.cache = list(map(_stack, parts))
 
-    def lend(self, slot: int, tokens: int) -> ArraysCache:
-        row = ArraysCache(len(self.view.cache))
+    def view_row(self, slot: int, tokens: int) -> ArraysCache:
+        row = ArraysCache(len(self._view.cache))
         row.cache = self._states(slot)
         return row
 
@@ -66,7 +53,7 @@ class _States:
         """The states of a row."""
         if not isinstance(source, int):
             return list(source.cache)
-        return [None if state is None else state[source : source + 1] for state in self.view.cache]
+        return [None if state is None else state[source : source + 1] for state in self._view.cache]
 
 
 def _stack(states: Sequence[mx.array | None]) -> mx.array | None:
@@ -77,10 +64,10 @@ def _stack(states: Sequence[mx.array | None]) -> mx.array | None:
     return mx.concatenate([mx.zeros_like(like) if s is None else s for s in states])
 
 
-class _Several:
+class _Several(BatchLayer):
     """Several KV caches that a layer has."""
 
-    def __init__(self, members: Sequence[_RowsOfLayer]) -> None:
+    def __init__(self, members: Sequence[BatchLayer]) -> None:
         self.members = members
 
     @property
@@ -96,29 +83,33 @@ class _Several:
             each = [s if isinstance(s, int) else s.caches[number] for s in sources]
             member.arrange(each, lengths, room)
 
-    def lend(self, slot: int, tokens: int) -> CacheList:
-        return CacheList(*[member.lend(slot, tokens) for member in self.members])
+    def view_row(self, slot: int, tokens: int) -> CacheList:
+        return CacheList(*[member.view_row(slot, tokens) for member in self.members])
 
 
-class _Own:
+class _Own(BatchLayer):
     """A KV cache of mlx-lm's own; None before there are rows."""
 
     def __init__(self) -> None:
-        self.view: Any = None
+        self._view: Any = None
+
+    @property
+    def view(self) -> Any:
+        return self._view
 
     @property
     def nbytes(self) -> int:
-        return 0 if self.view is None else int(self.view.nbytes)
+        return 0 if self._view is None else int(self._view.nbytes)
 
 
 class _Merged(_Own):
     """mlx-lm's cache of a left-padded batch: texts are read into it in one pass."""
 
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
-        self.view = sources[0].merge(sources)
+        self._view = sources[0].merge(sources)
 
-    def lend(self, slot: int, tokens: int) -> Any:
-        return self.view.extract(slot)
+    def view_row(self, slot: int, tokens: int) -> Any:
+        return self._view.extract(slot)
 
 
 class _Lone(_Own):
@@ -127,13 +118,13 @@ class _Lone(_Own):
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
         [source] = sources
         if not isinstance(source, int):
-            self.view = source
+            self._view = source
 
-    def lend(self, slot: int, tokens: int) -> Any:
-        return self.view
+    def view_row(self, slot: int, tokens: int) -> Any:
+        return self._view
 
 
-def _make(rows: Rows, empty: Any, *, reading: bool) -> _RowsOfLayer:
+def _make(rows: Rows, empty: Any, *, reading: bool) -> BatchLayer:
     """The rows' KV caches of a layer, of which a row without tokens has the `empty` one."""
     kind = type(empty)
     if kind is CacheList:
@@ -149,7 +140,7 @@ def _make(rows: Rows, empty: Any, *, reading: bool) -> _RowsOfLayer:
     return _Lone()
 
 
-def _flatten(kinds: Iterable[_RowsOfLayer]) -> Iterator[_RowsOfLayer]:
+def _flatten(kinds: Iterable[BatchLayer]) -> Iterator[BatchLayer]:
     for kind in kinds:
         if isinstance(kind, _Several):
             yield from _flatten(kind.members)
@@ -228,11 +219,11 @@ class RowCaches:
             )
             for row in joining:
                 row.layers[number] = None  # so that no more than a layer is there twice
-        self._rows.begin(lengths)
+        self._rows.replace(lengths)
         self._slots = [*range(len(sources))]
         self.layers = [kind.view for kind in self._kinds]
 
-    def drop(self, numbers: Collection[int]) -> None:
+    def drop_rows(self, numbers: Collection[int]) -> None:
         """Forget these rows. The others are to be arranged before the next pass."""
         self._slots = [slot for number, slot in enumerate(self._slots) if number not in numbers]
         self.layers = []
@@ -262,8 +253,8 @@ class RowCaches:
         self._rows.cut(padding)
         mx.eval([kind.view.state for kind in self._kinds])
 
-    def lend(self, number: int) -> RowCache:
+    def view_row(self, number: int) -> RowCache:
         """The KV cache of one row. Its arrays are views, and in the way of writes while they are
         there."""
         slot, tokens = self._slots[number], self._rows.lengths[self._slots[number]]
-        return RowCache([kind.lend(slot, tokens) for kind in self._kinds], tokens, lent=True)
+        return RowCache([kind.view_row(slot, tokens) for kind in self._kinds], tokens, views=True)

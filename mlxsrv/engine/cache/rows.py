@@ -6,18 +6,10 @@ Used on the device thread only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import mlx.core as mx
 
 _AHEAD = 256  # columns
-
-
-class Room(NamedTuple):
-    """The slots and columns of arrays."""
-
-    slots: int
-    columns: int
 
 
 class Rows:
@@ -54,7 +46,7 @@ class Rows:
     def shortest(self) -> int:
         return min(self.lengths)
 
-    def begin(self, lengths: Sequence[int]) -> None:
+    def replace(self, lengths: Sequence[int]) -> None:
         """Have other rows."""
         self.reached = list(lengths)
         self._change(lengths)

@@ -23,14 +23,15 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models.cache import RotatingKVCache
 
-from mlxsrv.engine.cache.rows import Room, Rows
+from mlxsrv.engine.cache.layer_cache import BatchLayer, LayerCache, Room
+from mlxsrv.engine.cache.rows import Rows
 
 _Pieces = list[tuple[int, int, mx.array]]
 """Keys or values `(1, heads, tokens, size)` of a row: the first column of each piece, the column
 behind the last, and an array that begins with it."""
 
 
-class Slots:
+class Slots(LayerCache, BatchLayer):
     """The keys and values of one layer with full attention. mlx-lm's models call it as they call
     its KVCache.
 
@@ -148,7 +149,7 @@ class Slots:
                 for slot, reached in enumerate(reach)
             ]
 
-    def lend(self, slot: int, tokens: int) -> Any:
+    def view_row(self, slot: int, tokens: int) -> Any:
         """mlx-lm's KV cache of a row that has seen so many tokens. Its arrays are views."""
         row = copy.deepcopy(self._empty)
         held = self._held(tokens)
@@ -158,7 +159,7 @@ class Slots:
                 return array[slot : slot + 1, :, :held]
 
             row.keys, row.values = tree_map(view, self.keys), tree_map(view, self.values)
-            self._tell(row, tokens)
+            self._set_length(row, tokens)
         return row
 
     # Inside.
@@ -251,7 +252,7 @@ class Slots:
         held = self._held(tokens)
         return [[(0, held, part)] for part in (*_flatten(row.keys), *_flatten(row.values))]
 
-    def _tell(self, row: Any, tokens: int) -> None:
+    def _set_length(self, row: Any, tokens: int) -> None:
         """Tell mlx-lm's KV cache of a row how many tokens it has seen."""
         row.offset = self._held(tokens)
 
@@ -306,7 +307,7 @@ class RingSlots(Slots):
             parts.append([piece for piece in pieces if piece[0] < piece[1]])
         return parts
 
-    def _tell(self, row: Any, tokens: int) -> None:
+    def _set_length(self, row: Any, tokens: int) -> None:
         row.offset, row._idx = tokens, self._place(tokens)
 
 

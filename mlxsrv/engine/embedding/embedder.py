@@ -151,7 +151,7 @@ class Embedder:
         text = self._tokens_of(part)
         assert isinstance(self._model, EmbeddingDecoder)
         tokens = mx.array(text[part.begin : part.end])[None]
-        hidden = self._model.read(tokens, long.cache)
+        hidden = self._model.compute_hidden(tokens, long.cache)
         mx.eval(hidden, [layer.state for layer in long.cache])
         long.hidden.append(hidden)
         if part.end == len(text):

@@ -49,7 +49,7 @@ class EmbeddingModel(Protocol):
         """The facts that the scheduler needs. Nothing is computed: shapes are enough."""
 
 
-class EmbeddingDecoder:
+class EmbeddingDecoder(EmbeddingModel):
     """Runs one of mlx-lm's models without its output head.
 
     Rows are padded on the right, where neither causal attention nor recurrent layers look. So no
@@ -65,7 +65,7 @@ class EmbeddingDecoder:
         self._inner: Any = None  # found when it is first needed
 
     def run(self, tokens: mx.array, mask: mx.array, firsts: Sequence[int] | None) -> mx.array:
-        return self.read(tokens, None)
+        return self.compute_hidden(tokens, None)
 
     def classify(self, hidden: mx.array, mask: mx.array) -> mx.array:
         raise ValueError("it is no cross-encoder")
@@ -73,7 +73,7 @@ class EmbeddingDecoder:
     def find_facts(self) -> EmbedFacts:
         costs = find_costs(self._model)
         try:
-            hidden = self.read(mx.array([[0, 0]]), None)
+            hidden = self.compute_hidden(mx.array([[0, 0]]), None)
         except Exception:  # it generates text all the same; who has it embed is told so
             return EmbedFacts(slices=True, kv_costs=costs)
         recurrent = any(cost.fixed for cost in costs)
@@ -91,7 +91,7 @@ class EmbeddingDecoder:
         cache: list[Any] = make_prompt_cache(self._model)
         return cache
 
-    def read(self, tokens: mx.array, cache: list[Any] | None) -> mx.array:
+    def compute_hidden(self, tokens: mx.array, cache: list[Any] | None) -> mx.array:
         """The hidden states `(rows, length, width)` after the final norm; `cache` holds what the
         rows have read before.
 
@@ -127,7 +127,7 @@ def find_inner(model: Any, tokens: mx.array) -> Any:
     return inner
 
 
-class EmbeddingEncoder:
+class EmbeddingEncoder(EmbeddingModel):
     """Runs one of this package's encoders."""
 
     reads_slices = False  # it looks both ways, so it needs the whole text

@@ -37,8 +37,14 @@ import mlx.core as mx
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.execution.launch import Launched, launch
 from mlxsrv.engine.execution.speculation import Draft, check_proposals
+from mlxsrv.engine.execution.step_results import (
+    StepResults,
+    accept,
+    binds,
+    deliver_tokens,
+    report_constraints,
+)
 from mlxsrv.engine.execution.sub_batches import Pass, ReadyRow, SubBatch
-from mlxsrv.engine.execution.told import Told, accept, binds, tell_constraints, tell_tokens
 from mlxsrv.engine.live_row import LiveRow, Place
 from mlxsrv.engine.plans import RowGroup
 from mlxsrv.engine.ranks.rank_group import RankGroup
@@ -165,7 +171,7 @@ class Decoder:
 
     # Plain steps.
 
-    def run_step(self, told: Told) -> None:
+    def run_step(self, results: StepResults) -> None:
         """Launch a step for all rows, and tell the tokens of the step before."""
         assert self._inputs is not None
         inputs, last, rows = self._inputs, self._launched, self.rows
@@ -174,18 +180,18 @@ class Decoder:
         if step.masks is None:
             self._inputs, proofs, scores = step.draw(logits, inputs)
             self._launched = Launched(proofs, scores, self._look())
-            self._tell(inputs, last, told)
+            self._deliver(inputs, last, results)
         else:
             # A constraint must see the token before it can tell what may follow. So the model runs
             # while the constraints look at the tokens.
             launch(logits)
             activations = self._look()
-            self._tell(inputs, last, told)
+            self._deliver(inputs, last, results)
             for row in rows:
-                accept(row, told)
+                accept(row, results)
             self._inputs, proofs, scores = step.draw(logits, inputs)
             self._launched = Launched(proofs, scores, activations)
-            tell_constraints(rows, step.masks, told)
+            report_constraints(rows, step.masks, results)
         self._count_step()
 
     def _prepare(self, rows: Sequence[LiveRow], vocabulary: int) -> Step:
@@ -196,12 +202,12 @@ class Decoder:
         """The next logits of all rows."""
         self._plan_passes()
         if len(self._passes) == 1:
-            return self._passes[0].decode(self._model, inputs)
+            return self._passes[0].next_logits(self._model, inputs)
         ends = list(accumulate(len(each.rows) for each in self._passes))
         parts = mx.split(inputs, ends[:-1])
         logits: list[mx.array] = []
         for each, part in zip(self._passes, parts, strict=True):
-            logits.append(each.decode(self._model, part))
+            logits.append(each.next_logits(self._model, part))
             if self._ranks is not None:
                 # One pass after the other: collectives must have one order on all ranks.
                 launch(logits[-1])
@@ -211,7 +217,10 @@ class Decoder:
         if self._step is None:  # rows have changed
             together = [self.sub_batches] if self._shares else [[each] for each in self.sub_batches]
             self._passes = [
-                Pass(part, self._steerer.plan([row.steering for each in part for row in each.rows]))
+                Pass(
+                    part,
+                    self._steerer.make_plan([row.steering for each in part for row in each.rows]),
+                )
                 for part in together
             ]
 
@@ -228,36 +237,38 @@ class Decoder:
             launch(seen.arrays)
         return activations
 
-    def _tell(self, inputs: mx.array, last: Launched, told: Told) -> None:
+    def _deliver(self, inputs: mx.array, last: Launched, results: StepResults) -> None:
         """Tell the tokens that the rows are being fed, but for those of fresh rows."""
         tokens = cast(list[int], inputs.tolist())  # waits for the step that draws them
         broken = last.broken()
         likelihoods = last.likelihoods()
         # The activations of the step before, like its tokens.
         for seen, places in last.activations:
-            told.activations += seen.read(places)
+            results.activations += seen.to_events(places)
         if self._fresh or broken:
-            self._tell_some(tokens, broken, told)
+            self._deliver_some(tokens, broken, results)
         else:
             for row, token in zip(self.rows, tokens, strict=True):
                 row.drawn.append(token)
-            told.tokens = list(zip(self._row_ids, tokens, strict=True))
+            results.tokens = list(zip(self._row_ids, tokens, strict=True))
         if likelihoods:
-            drawn = {row_id for row_id, _ in told.tokens}
-            told.likelihoods = {
+            drawn = {row_id for row_id, _ in results.tokens}
+            results.likelihoods = {
                 row.id: found for row, found in likelihoods.items() if row.id in drawn
             }
 
-    def _tell_some(self, tokens: Sequence[int], broken: Collection[LiveRow], told: Told) -> None:
+    def _deliver_some(
+        self, tokens: Sequence[int], broken: Collection[LiveRow], results: StepResults
+    ) -> None:
         self._fresh = False
         for row, token in zip(self.rows, tokens, strict=True):
             if row.fresh:
                 row.fresh = False
             elif row in broken:
-                told.broken.append(row.id)
+                results.broken.append(row.id)
             else:
                 row.drawn.append(token)
-                told.tokens.append((row.id, token))
+                results.tokens.append((row.id, token))
 
     def _count_step(self) -> None:
         self._steps += 1
@@ -266,7 +277,7 @@ class Decoder:
 
     # Speculative rounds.
 
-    def run_round(self, proposals: Sequence[int], told: Told) -> None:
+    def run_round(self, proposals: Sequence[int], results: StepResults) -> None:
         """Tell several tokens of the only row: its input, and the proposals of the draft model that
         hold.
 
@@ -279,13 +290,13 @@ class Decoder:
         assert self._inputs is not None
         self._plan_passes()
         mx.eval(self._inputs)  # so that a plain step under way is not timed as well
-        told.waited = perf_counter()
+        results.waited = perf_counter()
         [count], [row] = proposals, self.rows
         proposed = self._draft.propose(row, self._inputs, count)
-        self._check(proposed[None], proposals, told)
-        self._draft.settle()
+        self._check(proposed[None], proposals, results)
+        self._draft.cut_to_text()
 
-    def run_guesses(self, guesses: Sequence[Sequence[int]], told: Told) -> None:
+    def run_guesses(self, guesses: Sequence[Sequence[int]], results: StepResults) -> None:
         """Tell each row's input, and the proposals behind it that hold.
 
         Args:
@@ -298,19 +309,19 @@ class Decoder:
             raise RuntimeError("tokens are proposed to rows of one pass, after their first step")
         assert self._inputs is not None
         inputs = cast(list[int], self._inputs.tolist())  # waits for the step under way
-        told.waited = perf_counter()
+        results.waited = perf_counter()
         proposals = [
             [*guess[1:]] if guess[:1] == (token,) else []
             for guess, token in zip(guesses, inputs, strict=True)
         ]
         counts = [*map(len, proposals)]
         if not any(counts):
-            self.run_step(told)
+            self.run_step(results)
             return
         padded = [[*each, *[0] * (max(counts) - len(each))] for each in proposals]
-        self._check(mx.array(padded, dtype=mx.uint32), counts, told)
+        self._check(mx.array(padded, dtype=mx.uint32), counts, results)
 
-    def _check(self, proposals: mx.array, counts: Sequence[int], told: Told) -> None:
+    def _check(self, proposals: mx.array, counts: Sequence[int], results: StepResults) -> None:
         """Run the model over the inputs and the proposals `(rows, most)`, so many of each row. The
         inputs are known."""
         assert self._inputs is not None
@@ -324,22 +335,22 @@ class Decoder:
         taken: list[int] = []
         for row, each, count in zip(rows, checked, counts, strict=True):
             if each.broken or row in broken:
-                told.broken.append(row.id)
+                results.broken.append(row.id)
                 taken.append(0)
                 continue
             if count:
-                told.accepted[row.id] = len(each.seen) - 1
-            taken.append(tell_tokens(row, each.seen, told))
+                results.accepted[row.id] = len(each.seen) - 1
+            taken.append(deliver_tokens(row, each.seen, results))
         whole.cut([proposals.shape[1] + 1 - each for each in taken])
-        woken = [i for i, row in enumerate(rows) if binds(row, told)]
+        woken = [i for i, row in enumerate(rows) if binds(row, results)]
         for i, row in enumerate(rows):
             if i not in woken and taken[i] == len(checked[i].seen):
-                told.following[row.id] = checked[i].following
+                results.following[row.id] = checked[i].following
         if woken:
             last = [checked[i].logits[taken[i] - 1] for i in woken]
-            self._redraw(woken, mx.stack(last), told)
+            self._redraw(woken, mx.stack(last), results)
 
-    def _redraw(self, places: Sequence[int], logits: mx.array, told: Told) -> None:
+    def _redraw(self, places: Sequence[int], logits: mx.array, results: StepResults) -> None:
         """Draw the next inputs of the rows at these places anew, from the same logits
         `(places, vocabulary)`: their constraints, which were dormant in the round, bind them."""
         rows = [self.rows[i] for i in places]
@@ -350,11 +361,11 @@ class Decoder:
         drawn, proofs, scores = step.draw(logits, self._inputs[at])
         self._inputs[at] = drawn
         self._launched = Launched(proofs, scores)
-        tell_constraints(rows, step.masks, told)
+        report_constraints(rows, step.masks, results)
 
     # Rows come and go.
 
-    def absorb(self, other: Decoder) -> None:
+    def take_rows(self, other: Decoder) -> None:
         """Take the rows of another decoder, for the next `arrange`. It keeps them, too, and is to
         be abandoned."""
         if other._inputs is not None:
@@ -405,7 +416,9 @@ class Decoder:
             raise RuntimeError(f"the rows {[*group.rows]} are not whole sub-batches")
         left[:] = [each for each in left if each not in parts]
         formed = parts[0] if parts else SubBatch(self._caches.make_rows())
-        joining |= {row_id: row for part in parts[1:] for row_id, row in part.lend(ids).items()}
+        joining |= {
+            row_id: row for part in parts[1:] for row_id, row in part.view_rows(ids).items()
+        }
         # From here on only what is lent of their arrays is held, each layer's until it has joined.
         del parts
         formed.arrange(group, joining)
@@ -419,7 +432,7 @@ class Decoder:
         self._inputs = inputs if self._inputs is None else mx.concatenate([self._inputs, inputs])
         self._row_ids = [row.id for each in self.sub_batches for row in each.rows]
 
-    def remove(self, row_ids: Collection[int]) -> None:
+    def drop_rows(self, row_ids: Collection[int]) -> None:
         """Drop these rows."""
         left = [i for i, row in enumerate(self.rows) if row.id not in row_ids]
         if len(left) == len(self.rows):
@@ -429,7 +442,7 @@ class Decoder:
             return
         assert self._inputs is not None
         self._inputs = self._inputs[mx.array(left)]
-        self._set([each for each in self.sub_batches if each.remove(row_ids)])
+        self._set([each for each in self.sub_batches if each.drop_rows(row_ids)])
 
     def _set(self, sub_batches: list[SubBatch]) -> None:
         self._step = None

@@ -35,7 +35,7 @@ class Launched(NamedTuple):
     def likelihoods(self) -> dict[LiveRow, Likelihood]:
         found: dict[LiveRow, Likelihood] = {}
         for drawn in self.drawn:
-            found |= drawn.read()
+            found |= drawn.to_host()
         return found
 
     def beside(self, other: Launched) -> Launched:

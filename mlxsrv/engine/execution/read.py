@@ -52,12 +52,12 @@ class PartialText:
         """The number of tokens of the text that are read."""
         return self.cache.tokens
 
-    def find(self, row_ids: Sequence[int]) -> list[LiveRow]:
+    def rows_among(self, row_ids: Sequence[int]) -> list[LiveRow]:
         """The rows of these that it has, in this order."""
         rows = {row.id: row for row in self.rows}
         return [rows[row_id] for row_id in row_ids if row_id in rows]
 
-    def drop(self, row_ids: Collection[int]) -> None:
+    def drop_rows(self, row_ids: Collection[int]) -> None:
         """Forget these rows, and the scores if they are for one of them."""
         self.rows = [row for row in self.rows if row.id not in row_ids]
         if self.scorer is not None and self.scorer.job_id in row_ids:
@@ -67,13 +67,13 @@ class PartialText:
         """The tokens that are to be read, up to the `end`-th. A copy."""
         return self._text[self.done : end]
 
-    def read(self, model: Any, end: int, plan: SteeringPlan | None) -> None:
+    def read_to(self, model: Any, end: int, plan: SteeringPlan | None) -> None:
         """Read up to the `end`-th token, and wait for it."""
         if part := self.part(end):
             logits = forward(model, plan, mx.array(part)[None], self.cache.layers)
             if self.scorer is not None:
                 self.scorer.score(self.done, logits[0])
-            self.cache.settle()
+            self.cache.materialize()
         self.cache.tokens = end
 
 
@@ -142,12 +142,12 @@ def read_alone(model: Any, text: PartialText, span: Span, plan: SteeringPlan | N
         span: the part.
         plan: the steering of its rows.
     """
-    text.read(model, span.end, plan)
+    text.read_to(model, span.end, plan)
     done = SpansRead(activations=_look([span], plan))
     if text.scorer is not None and text.scorer.broken:
         done.broken = span.rows
         return done
-    rows = text.find(span.joins or ())
+    rows = text.rows_among(span.joins or ())
     # Each has layers of its own; arrays are shared until a row joins others.
     done.ready = [ReadyRow(row, text.cache.copy()) for row in rows]
     if span.keep is not None:
@@ -172,10 +172,10 @@ def read_whole(
     done = SpansRead(activations=_look(spans, plan))
     for number, (text, span) in enumerate(zip(texts, spans, strict=True)):
         if span.keep is not None:
-            kept = keep_cache(together.lend(number), span.keep)
+            kept = keep_cache(together.view_row(number), span.keep)
             done.kept += [] if kept is None else [kept]
-        joining = text.find(span.joins or ())
-        done.ready += [ReadyRow(row, together.lend(number)) for row in joining]
+        joining = text.rows_among(span.joins or ())
+        done.ready += [ReadyRow(row, together.view_row(number)) for row in joining]
     return done
 
 
@@ -203,6 +203,6 @@ def _look(spans: Sequence[Span], plan: SteeringPlan | None) -> list[Activations]
     """The activations that were watched in a pass over these spans."""
     if plan is None or plan.activations is None:
         return []
-    return plan.activations.read(
+    return plan.activations.to_events(
         [Place(span.rows, span.begin, span.end - span.begin) for span in spans]
     )

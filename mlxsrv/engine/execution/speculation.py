@@ -73,7 +73,7 @@ class Draft:
             self.forget()  # with its memory, which a cut keeps
         self._row = row
 
-    def read(self, tokens: int) -> None:
+    def read_on(self, tokens: int) -> None:
         """Read so many tokens more of the row's text, and wait for it."""
         part = self._unread(tokens)
         if part:
@@ -101,7 +101,7 @@ class Draft:
         self._read += len(unread) + count
         return mx.concatenate(proposals)
 
-    def settle(self) -> None:
+    def cut_to_text(self) -> None:
         """Go back to the row's text, which has grown by the tokens that held."""
         assert self._row is not None
         self._cut(self._read - self._row.length)

@@ -50,8 +50,8 @@ class StoredPrompts:
     @property
     def facts(self) -> StoreFacts:
         """The prompts that are on disk already."""
-        shelf = self._store.shelf
-        return StoreFacts(len(shelf.files), shelf.bytes)
+        held = self._store.held
+        return StoreFacts(len(held.files), held.bytes)
 
     # There.
 
@@ -60,7 +60,7 @@ class StoredPrompts:
         if row is not None and row.job.steering is None:
             self._texts[entry] = np.array(row.seen[:tokens], dtype=np.uint32)
 
-    def forget(self, entry: int) -> None:
+    def drop_text(self, entry: int) -> None:
         """Note that a prompt is not kept any more."""
         self._texts.pop(entry, None)
 
@@ -79,14 +79,14 @@ class StoredPrompts:
 
     # And back.
 
-    def find(self, job: Job) -> int:
+    def count_stored(self, job: Job) -> int:
         """Return how many of the first tokens of a job's prompt are stored.
 
         The last token is not looked for: it is the first input of the row.
         """
-        if job.steering is not None or not self._store.shelf.files:
+        if job.steering is not None or not self._store.held.files:
             return 0
-        return self._store.find(np.array(job.prompt[:-1], dtype=np.uint32))
+        return self._store.count_stored(np.array(job.prompt[:-1], dtype=np.uint32))
 
     def fetch(self, entry: int, text: Text, seconds: float) -> None:
         """Have the KV cache of `text` read from disk, to be the kept prompt `entry`, within so many
@@ -101,7 +101,7 @@ class StoredPrompts:
         """
         builder = self._builders.pop(entry, None)
         if builder is None:
-            fetched = self._storage.take((self._model, entry))
+            fetched = self._storage.pop_fetched((self._model, entry))
             if fetched is None:
                 return True, None
             builder = CacheBuilder(self._caches, fetched, cuts=self._caches.cuts)
@@ -110,7 +110,7 @@ class StoredPrompts:
             self._builders[entry] = builder
             return False, None
         try:
-            return True, builder.finish()
+            return True, builder.build()
         except ValueError as error:
             note(error, "a stored prompt cannot be used")
             return True, None

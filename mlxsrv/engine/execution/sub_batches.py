@@ -49,10 +49,10 @@ class SubBatch:
         self.caches.arrange(sources, group.slots, group.columns)
         self.rows = rows
 
-    def lend(self, row_ids: Collection[int]) -> dict[int, ReadyRow]:
+    def view_rows(self, row_ids: Collection[int]) -> dict[int, ReadyRow]:
         """The rows of these that it has, by id, with their parts of its arrays."""
         return {
-            row.id: ReadyRow(row, self.caches.lend(number))
+            row.id: ReadyRow(row, self.caches.view_row(number))
             for number, row in enumerate(self.rows)
             if row.id in row_ids
         }
@@ -60,17 +60,17 @@ class SubBatch:
     def snapshot(self, keeps: Mapping[int, Keep]) -> list[KeptCache]:
         """The KV caches of those rows, by id, that are to be kept and can be."""
         kept = [
-            keep_cache(self.caches.lend(number), keeps[row.id])
+            keep_cache(self.caches.view_row(number), keeps[row.id])
             for number, row in enumerate(self.rows)
             if row.id in keeps
         ]
         return [each for each in kept if each is not None]
 
-    def remove(self, row_ids: Collection[int]) -> bool:
+    def drop_rows(self, row_ids: Collection[int]) -> bool:
         """Drop these rows. Returns whether any is left, which is then to be arranged."""
         gone = {number for number, row in enumerate(self.rows) if row.id in row_ids}
         if gone:
-            self.caches.drop(gone)
+            self.caches.drop_rows(gone)
             self.rows = [row for row in self.rows if row.id not in row_ids]
         return bool(self.rows)
 
@@ -90,7 +90,7 @@ class Pass:
         self.plan = plan
         self.rows = [row for each in sub_batches for row in each.rows]
 
-    def decode(self, model: Any, inputs: mx.array) -> mx.array:
+    def next_logits(self, model: Any, inputs: mx.array) -> mx.array:
         """Feed each row its input `(rows,)`. Returns logits `(rows, vocabulary)`, not evaluated."""
         return self.check(model, inputs[:, None])[:, -1, :]
 
@@ -131,5 +131,5 @@ def keep_cache(cache: RowCache, keep: Keep) -> KeptCache | None:
         cache.cut(keep.tokens)
     except ValueError:
         return None
-    cache.settle()
+    cache.materialize()
     return KeptCache(keep.entry, cache)

@@ -37,9 +37,9 @@ from mlxsrv.engine.execution.speculation import (
     find_lookup_obstacle,
     find_obstacle,
 )
+from mlxsrv.engine.execution.step_results import StepResults
 from mlxsrv.engine.execution.stored import StoredPrompts
 from mlxsrv.engine.execution.sub_batches import KeptCache, ReadyRow, keep_cache
-from mlxsrv.engine.execution.told import Told
 from mlxsrv.engine.faults import describe_error, note, survivable
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.orders import Job
@@ -56,7 +56,7 @@ from mlxsrv.engine.outcomes import (
     RowFailure,
     StoredBeginning,
 )
-from mlxsrv.engine.plans import Decode, FetchPrompt, Keep, Leave, RestorePrompt, RowGroup, Span
+from mlxsrv.engine.plans import Decode, FetchPrompt, FreedRow, Keep, RestorePrompt, RowGroup, Span
 from mlxsrv.engine.ranks.costs import find_greatest
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.steering.steerer import Steerer
@@ -126,13 +126,13 @@ class TextRunner:
         make = partial(
             Decoder, model, caches, steerer=steerer, shares=self.facts.shares, ranks=ranks
         )
-        self._main, self._trial = make(draft=self._draft), make()
+        self._main, self._solo = make(draft=self._draft), make()
         self._kept: dict[int, KeptCache] = {}
 
     def replan(self) -> None:
         """Have the next steps look at other features: what is watched has changed."""
         self._main.replan()
-        self._trial.replan()
+        self._solo.replan()
 
     # Rows come and go.
 
@@ -165,25 +165,25 @@ class TextRunner:
         last, tokens = None, 0
         for job in jobs if self._stored is not None else ():
             if job.prompt is not last and self._stored is not None:
-                last, tokens = job.prompt, self._stored.find(job)
+                last, tokens = job.prompt, self._stored.count_stored(job)
             if tokens:
                 yield StoredBeginning(job.id, tokens)
 
-    def release(self, rows: Sequence[Leave]) -> Kept:
+    def release(self, rows: Sequence[FreedRow]) -> Kept:
         """Free these rows, wherever they are, and keep the KV caches that are to be kept.
 
         Raises:
             Exception: the KV caches of a sub-batch or of a decoder that one of the rows was in
                 could not be copied. They are dropped, and nothing is kept. The rows are free.
         """
-        keeps = {leave.row: leave.keep for leave in rows if leave.keep is not None}
+        keeps = {freed.row: freed.keep for freed in rows if freed.keep is not None}
         for row, keep in keeps.items():
             self._note_text(keep, row)
         try:
-            return Kept(self._keep(self._take_out({leave.row for leave in rows}, keeps)))
+            return Kept(self._keep(self._take_out({freed.row for freed in rows}, keeps)))
         finally:
-            for leave in rows:
-                self._rows.pop(leave.row, None)
+            for freed in rows:
+                self._rows.pop(freed.row, None)
 
     def rewind(self, rows: Collection[int]) -> None:
         """Drop the KV caches of these rows, which stay. Raises what `release` does."""
@@ -191,7 +191,7 @@ class TextRunner:
 
     def reset(self) -> None:
         """Forget all rows, and all KV caches."""
-        for decoder in (self._main, self._trial):
+        for decoder in (self._main, self._solo):
             decoder.abandon()
         if self._draft is not None:
             self._draft.forget()
@@ -216,14 +216,14 @@ class TextRunner:
                 kept += [] if found is None else [found]
             except Exception as error:
                 errors.append(error)
-        for decoder in (self._main, self._trial):
+        for decoder in (self._main, self._solo):
             if row_ids.isdisjoint(row.id for row in decoder.rows):
                 continue
             rows = decoder.rows
             try:
                 for sub_batch in decoder.sub_batches:
                     kept += sub_batch.snapshot(keeps)
-                decoder.remove(row_ids)
+                decoder.drop_rows(row_ids)
                 _refresh(row for row in rows if row.id in row_ids)
             except Exception as error:
                 errors.append(error)
@@ -237,12 +237,12 @@ class TextRunner:
         self, row_ids: Collection[int], keeps: Mapping[int, Keep]
     ) -> list[KeptCache]:
         kept: list[KeptCache] = []
-        leaving: dict[PartialText, list[int]] = {}
+        by_text: dict[PartialText, list[int]] = {}
         for row_id in row_ids:
             if (text := self._texts.pop(row_id, None)) is not None:
-                leaving.setdefault(text, []).append(row_id)
-        for text, ids in leaving.items():
-            text.drop(ids)
+                by_text.setdefault(text, []).append(row_id)
+        for text, ids in by_text.items():
+            text.drop_rows(ids)
             keep = next((keeps[row_id] for row_id in ids if row_id in keeps), None)
             if keep is not None:
                 # Others may still read on in it.
@@ -265,7 +265,7 @@ class TextRunner:
         for entry in entries:
             self._kept.pop(entry, None)
             if self._stored is not None:
-                self._stored.forget(entry)
+                self._stored.drop_text(entry)
         if draft and self._draft is not None:
             self._draft.forget()
         if spare:
@@ -327,7 +327,7 @@ class TextRunner:
         texts = [self._find_text(span) for span in spans]
         for text, span in zip(texts, spans, strict=True):
             self._note_text(span.keep, text.rows[0].id)
-        plan = self._steerer.plan([text.steering for text in texts])
+        plan = self._steerer.make_plan([text.steering for text in texts])
         if len(spans) == 1:
             [text], [span] = texts, spans
             done = read_alone(self._model, text, span, plan)
@@ -353,8 +353,8 @@ class TextRunner:
 
     def _begin(self, span: Span) -> RowCache:
         """The KV cache that a span begins with."""
-        if span.lender is not None:
-            return self._copy_row(span.lender, span.begin)
+        if span.from_row is not None:
+            return self._copy_row(span.from_row, span.begin)
         if span.source is None:
             return self._caches.make()
         if not span.moves:
@@ -371,10 +371,10 @@ class TextRunner:
         """
         if (text := self._texts.get(row_id)) is not None:
             return text.cache.copy(tokens)
-        for rows in (self._ready, *(each.lend({row_id}) for each in self._main.sub_batches)):
+        for rows in (self._ready, *(each.view_rows({row_id}) for each in self._main.sub_batches)):
             if row_id in rows:
                 cache = rows[row_id].cache.copy(tokens)
-                cache.settle()
+                cache.materialize()
                 return cache
         raise RuntimeError(f"row {row_id} has lost its KV cache, which another text begins with")
 
@@ -392,31 +392,31 @@ class TextRunner:
             The tokens of the step before, or of the round; and why it failed, if it did. Then what
             was told before counts, and the KV caches of all rows of the decoder are dropped.
         """
-        decoder = self._trial if work.trial else self._main
-        told = Told()
+        decoder = self._solo if work.solo else self._main
+        results = StepResults()
         fault = None
         try:
             if work.groups is not None:
                 self._arrange(decoder, work.groups)
             if any(work.proposals):
-                decoder.run_round(work.proposals, told)
+                decoder.run_round(work.proposals, results)
             elif any(work.guesses):
-                decoder.run_guesses(work.guesses, told)
+                decoder.run_guesses(work.guesses, results)
             else:
-                decoder.run_step(told)
+                decoder.run_step(results)
         except Exception as error:
             fault = note(error, "a step failed")
         # Outside of `except`: the exception's traceback holds the arrays of the step.
         if fault is not None:
             self._give_up(decoder, work)
-        return told.finish(), fault
+        return results.to_decoded(), fault
 
     def _arrange(self, decoder: Decoder, groups: Sequence[RowGroup]) -> None:
         """Have the decoder's rows be these."""
         wanted = {row_id for group in groups for row_id in group.rows}
-        other = self._main if decoder is self._trial else self._trial
+        other = self._main if decoder is self._solo else self._solo
         if other.rows and other.rows[0].id in wanted:
-            decoder.absorb(other)
+            decoder.take_rows(other)
             other.abandon()
         decoder.arrange(groups, self._ready)
         for row_id in wanted & self._ready.keys():
@@ -425,7 +425,7 @@ class TextRunner:
     def _give_up(self, decoder: Decoder, work: Decode) -> None:
         """Drop the KV caches of a decoder, and of rows that were to join it."""
         wanted = {row_id for group in work.groups or () for row_id in group.rows}
-        for each in (self._main, self._trial):
+        for each in (self._main, self._solo):
             if each is decoder or not wanted.isdisjoint(row.id for row in each.rows):
                 _refresh(each.rows)
                 each.abandon()
@@ -448,7 +448,7 @@ class TextRunner:
         waited = perf_counter()
         try:
             self._draft.follow(self._rows[row], begin)
-            self._draft.read(tokens)
+            self._draft.read_on(tokens)
         except Exception:
             self._draft.forget()
             raise

@@ -67,7 +67,7 @@ class Loader:
             )
             self._loads[work.model] = _Load(self._keep_in_step(slices), budget)
         slices, budget = self._loads[work.model]
-        budget.begin(work.limit)
+        budget.begin_slice(work.limit)
         step = self._run_load(work.model, slices, budget)
         if step.loaded is not None or step.refusal is not None:
             del self._loads[work.model]

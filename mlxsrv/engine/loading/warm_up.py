@@ -15,11 +15,11 @@ import mlx.core as mx
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.embedding.embedding_models import EmbeddingEncoder
+from mlxsrv.engine.execution.batch_check import check_batching
 from mlxsrv.engine.execution.text_runner import TextRunner
-from mlxsrv.engine.execution.trial import try_rows
 from mlxsrv.engine.faults import NOT_A_NUMBER, describe_error
 from mlxsrv.engine.orders import Job
-from mlxsrv.engine.plans import Decode, Leave, RowGroup, Span
+from mlxsrv.engine.plans import Decode, FreedRow, RowGroup, Span
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Sampling
@@ -36,7 +36,7 @@ def warm_up(
 
     Raises ValueError if the model cannot compute.
     """
-    yield from try_rows(model, caches, ranks)
+    yield from check_batching(model, caches, ranks)
     runner = TextRunner(
         model, caches=caches, steerer=Steerer(model), prompt_cache_bytes=0, ranks=ranks
     )
@@ -66,7 +66,7 @@ def _generate(runner: TextRunner, jobs: list[Job]) -> Generator[None, None, None
         if decoded.broken:
             raise ValueError(NOT_A_NUMBER)
         yield
-    runner.release([Leave(row) for row in rows])
+    runner.release([FreedRow(row) for row in rows])
 
 
 def warm_up_encoder(encoder: EmbeddingEncoder) -> Generator[None, None, None]:

@@ -39,7 +39,7 @@ class ByteBudget:
         self.limit = 0
         self.read = 0
 
-    def begin(self, limit: int) -> None:
+    def begin_slice(self, limit: int) -> None:
         """Begin a slice that is to read so many bytes."""
         self.limit = limit
         self.read = 0

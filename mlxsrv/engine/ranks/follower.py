@@ -18,7 +18,7 @@ from time import monotonic
 
 from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Work
+from mlxsrv.engine.plans import WorkItem
 from mlxsrv.engine.ranks.messages import (
     WAITING,
     Beat,
@@ -58,7 +58,7 @@ class RankFollower:
         for run in (self._listen, self._beat):
             threading.Thread(target=run, name="mlxsrv-rank-0", daemon=True).start()
 
-    def follow(self, run: Callable[[Work], Outcome]) -> None:
+    def follow(self, run: Callable[[WorkItem], Outcome]) -> None:
         """Do all works until rank 0 stops. On the device thread."""
         worked = False
         while True:
@@ -71,7 +71,7 @@ class RankFollower:
             if message is None:
                 return
             self._round = message.number
-            for number, work in enumerate(message.plan.works):
+            for number, work in enumerate(message.plan.items):
                 self._clock.begin(work.title)
                 if (reason := run(work).failure) is not None:
                     self._send(WorkFailed(message.number, number, reason))
@@ -103,7 +103,7 @@ class RankFollower:
             os._exit(_FAILURE)
 
     def _beat(self) -> None:
-        told_done = 0
+        reported = 0
         while True:
             with suppress(Empty):
                 if (wish := self._wishes.get(timeout=_BEAT_SECONDS)) is None:
@@ -112,7 +112,7 @@ class RankFollower:
             current, done = self._clock.slice, self._done
             if current is not None:
                 self._send(Beat(self._round, current.what, monotonic() - current.since))
-                told_done = 0
-            elif told_done != done:
+                reported = 0
+            elif reported != done:
                 self._send(Beat(done, WAITING, 0.0))
-                told_done = done
+                reported = done

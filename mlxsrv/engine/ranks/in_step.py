@@ -32,7 +32,7 @@ class _State(Enum):
     FAILED = "failed"
 
 
-class _Told(msgspec.Struct, frozen=True):
+class _Report(msgspec.Struct, frozen=True):
     """A rank tells the others this after a slice."""
 
     state: _State
@@ -45,33 +45,33 @@ def in_step(slices: Generator[Meet | None, None, T], ranks: RankGroup) -> Genera
     Raises:
         Exception: what the slices raise; ValueError if those of another rank have failed.
     """
-    own = _Told(_State.GOING)
+    own = _Report(_State.GOING)
     result: list[T] = []
     error: Exception | None = None
     met = False  # passes of the model run: a rank that fails cannot tell in a collective
     while True:
         if own.state is _State.GOING:
             try:
-                own = _Told(_State.GOING if next(slices) is None else _State.MET)
+                own = _Report(_State.GOING if next(slices) is None else _State.MET)
             except StopIteration as done:
                 result.append(done.value)
-                own = _Told(_State.DONE)
+                own = _Report(_State.DONE)
             except Exception as raised:
                 if met:
                     raise
-                own, error = _Told(_State.FAILED, str(raised)), raised
-        all_told = [
-            msgspec.msgpack.decode(each, type=_Told)
+                own, error = _Report(_State.FAILED, str(raised)), raised
+        reports = [
+            msgspec.msgpack.decode(each, type=_Report)
             for each in ranks.exchange(msgspec.msgpack.encode(own))
         ]
         if error is not None:
             raise error
-        for rank, told in enumerate(all_told):
-            if told.state is _State.FAILED:
-                raise ValueError(f"rank {rank} failed: {told.reason}")
-        states = {told.state for told in all_told}
+        for rank, report in enumerate(reports):
+            if report.state is _State.FAILED:
+                raise ValueError(f"rank {rank} failed: {report.reason}")
+        states = {report.state for report in reports}
         if states == {_State.DONE}:
             return result[0]
         if states == {_State.MET}:
-            own, met = _Told(_State.GOING), True
+            own, met = _Report(_State.GOING), True
         yield

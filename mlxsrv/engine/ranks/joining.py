@@ -51,12 +51,12 @@ def join(
         group = _connect(split)
         reception = _open_reception() if group.rank == 0 else None
         own = b"" if reception is None else msgspec.msgpack.encode(reception.meeting)
-        told = group.exchange(own)[0]
-    if not told:  # all ranks have to hear of it, for they wait
+        meeting_data = group.exchange(own)[0]
+    if not meeting_data:  # all ranks have to hear of it, for they wait
         raise RankLost("rank 0 cannot listen for the other ranks at its address; see its log")
     if reception is not None:
         return group, RankLeader(reception.receive(group.size - 1, COME_SECONDS), lost, wished)
-    meeting = msgspec.msgpack.decode(told, type=Meeting)
+    meeting = msgspec.msgpack.decode(meeting_data, type=Meeting)
     address = (meeting.host, meeting.port)
     try:
         connection = RankConnection(socket.create_connection(address, COME_SECONDS))

@@ -103,7 +103,7 @@ class RankLeader:
         self._round += 1
         self._send(Round(self._round, plan))
 
-    def settle(self, work: int, outcome: Outcome) -> None:
+    def note_outcome(self, work: int, outcome: Outcome) -> None:
         """Note how a work of the round has ended here.
 
         Raises:

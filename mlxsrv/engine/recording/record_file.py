@@ -19,12 +19,12 @@ import numpy as np
 
 from mlxsrv.engine.orders import Embed, Job
 from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Admit, AdmitTexts, Work
+from mlxsrv.engine.plans import Admit, AdmitTexts, WorkItem
 from mlxsrv.engine.scheduling.scheduler import Received
 from mlxsrv.generation.outputs import Vectors
 from mlxsrv.generation.parameters import Sampling
 
-FORMAT = 4
+FORMAT = 5
 _GZIP = b"\x1f\x8b"
 
 Number = int | float | bool | None
@@ -61,7 +61,7 @@ class OrdersLine(msgspec.Struct, frozen=True, tag="orders"):
 class PlanLine(msgspec.Struct, frozen=True, tag="plan"):
     """The works of a round, as `shorten` has them."""
 
-    works: tuple[Work, ...]
+    items: tuple[WorkItem, ...]
 
 
 class OutcomeLine(msgspec.Struct, frozen=True, tag="outcome"):
@@ -77,12 +77,12 @@ class RecordError(ValueError):
     """The file cannot be read, or is no record of this version."""
 
 
-def shorten(works: tuple[Work, ...]) -> tuple[Work, ...]:
+def shorten(items: tuple[WorkItem, ...]) -> tuple[WorkItem, ...]:
     """Return works without the token ids of their jobs, which their orders have."""
-    return tuple(map(_shorten, works))
+    return tuple(map(_shorten, items))
 
 
-def _shorten(work: Work) -> Work:
+def _shorten(work: WorkItem) -> WorkItem:
     if isinstance(work, Admit):
         jobs = tuple(
             Job(job.id, job.model, (), job.max_tokens, frozenset(), Sampling()) for job in work.jobs
@@ -123,7 +123,7 @@ class RecordedRound(msgspec.Struct):
 
     number: int
     orders: tuple[Received, ...] = ()
-    works: tuple[Work, ...] | None = None
+    items: tuple[WorkItem, ...] | None = None
     outcomes: list[Outcome] = []
 
 
@@ -150,18 +150,18 @@ class RecordReader:
         for line in self._decode():
             match line:
                 case OrdersLine(orders):
-                    if this.works is not None:
+                    if this.items is not None:
                         yield this
                         this = RecordedRound(this.number + 1)
                     this.orders = orders
-                case PlanLine(works):
-                    if this.works is not None:
+                case PlanLine(items):
+                    if this.items is not None:
                         yield this
                         this = RecordedRound(this.number + 1)
-                    this.works = works
+                    this.items = items
                 case OutcomeLine():
                     this.outcomes.append(line.outcome)
-        if this.works is not None or this.orders:
+        if this.items is not None or this.orders:
             yield this
 
     def _read_header(self) -> RecordHeader:

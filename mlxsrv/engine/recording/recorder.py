@@ -23,7 +23,7 @@ import msgspec
 from mlxsrv.engine.backend import describe_device
 from mlxsrv.engine.events import Activations
 from mlxsrv.engine.outcomes import Decoded, LoadStep, Outcome, PromptsRead
-from mlxsrv.engine.plans import RoundPlan, Work
+from mlxsrv.engine.plans import RoundPlan, WorkItem
 from mlxsrv.engine.recording.record_file import (
     FORMAT,
     Line,
@@ -57,7 +57,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     most_bytes: int = 1024**3
 
     @classmethod
-    def find(cls, settings: Settings) -> Recording | None:
+    def from_settings(cls, settings: Settings) -> Recording | None:
         """The recording that the settings ask for, if they do."""
         if settings.record is None:
             return None
@@ -90,7 +90,7 @@ class Recorder:
 
     def note_plan(self, plan: RoundPlan) -> None:
         """Write the plan of a round, before its works are done."""
-        self._note(lambda: PlanLine(shorten(plan.works)))
+        self._note(lambda: PlanLine(shorten(plan.items)))
 
     def note_outcome(self, outcome: Outcome) -> None:
         """Write what came of the next work of the plan."""
@@ -194,6 +194,6 @@ class RecordedScheduler(Scheduler):
         self._recorder.note_plan(plan)
         return plan
 
-    def settle(self, work: Work, outcome: Outcome) -> None:
+    def settle(self, work: WorkItem, outcome: Outcome) -> None:
         self._recorder.note_outcome(outcome)
         super().settle(work, outcome)

@@ -13,7 +13,7 @@ import msgspec
 from mlxsrv.engine.events import Failed, Token
 from mlxsrv.engine.orders import Embed, Submit
 from mlxsrv.engine.outcomes import Outcome
-from mlxsrv.engine.plans import Work
+from mlxsrv.engine.plans import WorkItem
 from mlxsrv.engine.recording.record_file import RecordedRound, RecordReader, shorten
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
 from mlxsrv.errors import ServeError
@@ -28,8 +28,8 @@ class Difference(msgspec.Struct, frozen=True):
 
     round: int
     what: str
-    recorded: tuple[Work, ...] = ()
-    planned: tuple[Work, ...] = ()
+    recorded: tuple[WorkItem, ...] = ()
+    planned: tuple[WorkItem, ...] = ()
 
 
 class ReplaySummary(msgspec.Struct):
@@ -42,7 +42,7 @@ class ReplaySummary(msgspec.Struct):
     """
 
     rounds: int = 0
-    works: int = 0
+    items: int = 0
     jobs: int = 0
     texts: int = 0
     tokens: int = 0
@@ -81,16 +81,16 @@ class Replay:
         self._count(this.orders)
         plan = self._scheduler.plan(this.orders)
         self._take_events()
-        if this.works is None:
+        if this.items is None:
             self.summary.ended = "the plan"
             return None
-        planned = shorten(plan.works)
-        if planned != this.works:
-            return Difference(this.number, "the plan is another", this.works, planned)
-        for work, outcome in zip(plan.works, this.outcomes, strict=False):
+        planned = shorten(plan.items)
+        if planned != this.items:
+            return Difference(this.number, "the plan is another", this.items, planned)
+        for work, outcome in zip(plan.items, this.outcomes, strict=False):
             self._settle(work, outcome)
-        if len(this.outcomes) < len(plan.works):
-            self.summary.ended = type(plan.works[len(this.outcomes)]).__name__
+        if len(this.outcomes) < len(plan.items):
+            self.summary.ended = type(plan.items[len(this.outcomes)]).__name__
         return None
 
     def _count(self, orders: Iterable[Received]) -> None:
@@ -100,8 +100,8 @@ class Replay:
             if isinstance(received.order, Embed):
                 self.summary.texts += len(received.order.texts)
 
-    def _settle(self, work: Work, outcome: Outcome) -> None:
-        self.summary.works += 1
+    def _settle(self, work: WorkItem, outcome: Outcome) -> None:
+        self.summary.items += 1
         self.summary.seconds += outcome.seconds
         if outcome.fault is not None:
             self.summary.faults[outcome.fault.reason] += 1
@@ -131,10 +131,10 @@ def replay_record(path: str) -> None:
         print(f"This is mlxsrv {__version__}: another version may plan otherwise.")
     summary = Replay(reader).run()
     print(
-        f"{summary.rounds} rounds, {summary.works} works of {summary.seconds:.3f} s, "
+        f"{summary.rounds} rounds, {summary.items} work items of {summary.seconds:.3f} s, "
         f"{summary.jobs} jobs ({summary.texts} texts to embed), {summary.tokens} tokens"
     )
-    for what, reasons in (("works", summary.faults), ("jobs", summary.failures)):
+    for what, reasons in (("work items", summary.faults), ("jobs", summary.failures)):
         for reason, count in reasons.most_common():
             print(f"{what} that failed: {count} times: {reason}")
     if reader.cut:
@@ -143,8 +143,8 @@ def replay_record(path: str) -> None:
         print(f"the record ends before this was done: {summary.ended}")
     if (difference := summary.difference) is not None:
         print(f"round {difference.round}: {difference.what}")
-        for name, works in (("recorded", difference.recorded), ("planned", difference.planned)):
-            for work in works:
+        for name, items in (("recorded", difference.recorded), ("planned", difference.planned)):
+            for work in items:
                 print(f"  {name}: {work}")
         raise ServeError("the replay differs from the record")
     print("no difference")

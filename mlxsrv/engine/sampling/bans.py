@@ -63,7 +63,7 @@ class Banning:
             logits: `(rows, vocabulary)`.
             inputs: `(rows,)`, the tokens that the step was fed.
         """
-        states = [each.state(self._step) for each in self._banned]
+        states = [each.state_before(self._step) for each in self._banned]
         self._step += 1
         if states != self._states:
             self._states, self._tables = states, self._tabulate(states)
@@ -112,7 +112,7 @@ class _RowBans:
             if len(word) > 2:
                 self._longer.setdefault(word[-3], []).append(word)
 
-    def state(self, step: int) -> _State:
+    def state_before(self, step: int) -> _State:
         """Return the state before the token of the `step`-th step since this was made."""
         drawn = self._drawn + step
         seen = drawn - 1  # the host has at least so many

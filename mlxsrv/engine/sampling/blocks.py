@@ -74,7 +74,7 @@ class Blocks:
         sums = weights if self.small else sum_blocks(weights)
         return self.highest + mx.log(sums.sum(axis=-1, keepdims=True))
 
-    def take(self, rows: mx.array | slice) -> Blocks:
+    def select_rows(self, rows: mx.array | slice) -> Blocks:
         """Return the blocks of these rows."""
         taken = Blocks.__new__(Blocks)
         taken.vocabulary, taken.small = self.vocabulary, self.small

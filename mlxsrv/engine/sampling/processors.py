@@ -175,7 +175,7 @@ class StepLogprobs(NamedTuple):
     ids: mx.array  # (asking, top), the likeliest tokens in order
     top: mx.array  # (asking, top), their log-probabilities
 
-    def read(self) -> dict[LiveRow, Likelihood]:
+    def to_host(self) -> dict[LiveRow, Likelihood]:
         """Return them on the host. Waits for the step."""
         ids, top = np.asarray(self.ids), np.asarray(self.top)
         return {
@@ -198,7 +198,7 @@ class LogprobReader:
     def __call__(self, blocks: Blocks, tokens: mx.array) -> StepLogprobs:
         """Return the log-probabilities of `tokens` `(rows,)` under the logits of `blocks`."""
         if self._indices is not None:
-            blocks, tokens = blocks.take(self._indices), tokens[self._indices]
+            blocks, tokens = blocks.select_rows(self._indices), tokens[self._indices]
         return StepLogprobs(self._rows, *likelihoods(blocks, tokens, self._top))
 
 

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from enum import Enum
 from functools import lru_cache
 from math import exp, floor, inf, log
-from typing import TypeAlias
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -104,7 +104,7 @@ class Sampler:
         """Do the same as `draw` for logits in blocks."""
         groups = self._groups or self._divide()
         parts = [
-            group.draw(blocks if members is None else blocks.take(members)).astype(mx.uint32)
+            group.draw(blocks if members is None else blocks.select_rows(members)).astype(mx.uint32)
             for members, group in groups
         ]
         tokens = (parts[0] if len(parts) == 1 else mx.concatenate(parts)).squeeze(-1)
@@ -142,18 +142,24 @@ class Sampler:
         return _GROUPS[method](rows, drawn, self._ahead)
 
 
-class _Greedy:
+class _Group(Protocol):
+    """Rows that are drawn by one method."""
+
+    def draw(self, blocks: Blocks) -> mx.array:
+        """Return token ids `(rows, 1)`, and count a step."""
+
+
+class _Greedy(_Group):
     """Rows with temperature 0."""
 
     def __init__(self, rows: Sequence[Sampling], drawn: Sequence[int], ahead: int) -> None:
         pass
 
     def draw(self, blocks: Blocks) -> mx.array:
-        """Return token ids `(rows, 1)`."""
         return blocks.likeliest()
 
 
-class _Random:
+class _Random(_Group):
     """Rows that are drawn at random by one method.
 
     Args:
@@ -291,8 +297,7 @@ class _AllTokens(_Random):
         return _take_accepted(tokens, passed, likeliest)
 
 
-_Group: TypeAlias = _Greedy | _TopK | _AllTokens
-_GROUPS: dict[_Method, type[_Group]] = {
+_GROUPS: dict[_Method, type[_Greedy | _TopK | _AllTokens]] = {
     _Method.GREEDY: _Greedy,
     _Method.TOP_K: _TopK,
     _Method.ALL: _AllTokens,

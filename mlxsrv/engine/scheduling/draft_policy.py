@@ -36,7 +36,7 @@ class DraftPolicy:
     def __init__(self, costs: Sequence[KVCost] = ()) -> None:
         self.controller = SpeculationController()
         self.fits = True
-        self.leaving = False
+        self.evicted = False
         self._costs = costs
         self._room = 0  # tokens that the KV cache has had at most: a cut keeps their memory
         self._drafted = 0
@@ -47,37 +47,37 @@ class DraftPolicy:
         self._ended: float | None = None  # when the last step ended, if it was a round
         self._bound: frozenset[int] = frozenset()  # rows whose constraint binds the next token
 
-    def statistics(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         return {
             "speculating": int(self.controller.on),
             "drafted": self._drafted,
             "accepted": self._accepted,
-            "draft_bytes": self.bytes,
+            "draft_bytes": self.cache_bytes,
         }
 
     # Memory.
 
     @property
-    def bytes(self) -> int:
+    def cache_bytes(self) -> int:
         """Bytes of the KV cache, at most."""
         return self._measure(self._room)
 
     def growth(self, row: Row) -> int:
         """Bytes by which the KV cache grows at most, if it follows a row in this round."""
-        return self._measure(max(self._room, row.length + MOST + 1)) - self.bytes
+        return self._measure(max(self._room, row.length + MOST + 1)) - self.cache_bytes
 
-    def drop(self) -> int:
+    def evict(self) -> int:
         """Have the KV cache go with the next plan. Returns its bytes."""
-        bytes = self.bytes
-        self.leaving |= bytes > 0
+        bytes = self.cache_bytes
+        self.evicted |= bytes > 0
         self._room = 0
         self.forget()
         return bytes
 
-    def take_leaving(self) -> bool:
+    def take_evicted(self) -> bool:
         """Whether the runner is to drop the KV cache with this plan."""
-        leaving, self.leaving = self.leaving, False
-        return leaving
+        evicted, self.evicted = self.evicted, False
+        return evicted
 
     def _measure(self, tokens: int) -> int:
         # mlx-lm's KV cache grows by STEP, from whatever it has.

@@ -64,7 +64,7 @@ class EmbedMemory:
         """The bytes that it takes."""
         return self.measure(self._large.length)
 
-    def begin(self) -> None:
+    def begin_large(self) -> None:
         """Let it be begun."""
         self._queue.begin_large()
 

@@ -49,7 +49,7 @@ class EmbedSchedule:
         self.budget = MemoryBudget() if budget is None else budget
         self._queue = TextQueue(slices=facts.slices, most=pace.most)
         self._memory = EmbedMemory(facts, pace.most, self._queue, self._refuse)
-        self.budget.add_texts(self._memory)
+        self.budget.register_texts(self._memory)
         self._admissions: dict[int, Embed] = {}  # by job; the runner does not have them yet
         self._releases: list[int] = []  # jobs that ended, which the runner still has
         # The streams that there were when the last slice was planned.
@@ -108,7 +108,7 @@ class EmbedSchedule:
         """Forget all jobs, since the model goes. Returns their ids; nothing is planned for them."""
         jobs = list(self._queue.jobs)
         self._queue.remove(jobs)
-        self.budget.remove_texts(self._memory)
+        self.budget.unregister_texts(self._memory)
         return jobs
 
     def _refuse(self, job: int, shortage: Shortage) -> None:
@@ -130,11 +130,11 @@ class EmbedSchedule:
         """The jobs that came and went since the last call: works to do before the next slice."""
         releases, self._releases = self._releases, []
         admissions, self._admissions = self._admissions, {}
-        works: list[AdmitTexts | ReleaseTexts] = []
+        items: list[AdmitTexts | ReleaseTexts] = []
         if releases:
-            works.append(ReleaseTexts(model=self._model, jobs=tuple(releases)))
-        works += [AdmitTexts(model=self._model, order=order) for order in admissions.values()]
-        return works
+            items.append(ReleaseTexts(model=self._model, jobs=tuple(releases)))
+        items += [AdmitTexts(model=self._model, order=order) for order in admissions.values()]
+        return items
 
     def plan(self, *, decoding: bool, beside: bool) -> EmbedSlice | None:
         """The next slice; None if there are no texts that can be read now.
@@ -163,7 +163,7 @@ class EmbedSchedule:
             limit = slice  # in several slices a text would take memory that is not there
         found = self._queue.choose(limit, most)
         if before is None and (long := self._queue.long) is not None and long.length <= slice:
-            self.budget.take(self._memory.measure(long.length))
+            self.budget.reserve(self._memory.measure(long.length))
         return found
 
     def _limit(self) -> tuple[int, int]:

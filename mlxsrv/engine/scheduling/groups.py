@@ -202,7 +202,7 @@ class Groups:
         """Bytes of arrays with so much room."""
         return slots * self._facts.kv_bytes(columns) if slots else 0
 
-    def add(self, rows: Sequence[Row], room: RowGroup | None = None) -> None:
+    def join(self, rows: Sequence[Row], room: RowGroup | None = None) -> None:
         """Take rows that were read together; or one that was decoded alone, in arrays with this
         `room`."""
         slots, columns = (0, 0) if room is None else (room.slots, room.columns)
@@ -311,7 +311,7 @@ class GroupArrays(msgspec.Struct, frozen=True):
                 absorbed += self.owner.measure(other.slots, other.columns)
         return GroupArrays(self.owner, groups, absorbed, True)
 
-    def bytes(self, growth: Growth) -> int:
+    def bytes_after(self, growth: Growth) -> int:
         """Bytes of the arrays once each row has grown."""
         taken, owner = self.absorbed, self.owner
         for group in self.groups:

@@ -41,7 +41,7 @@ class _Task:
         self.limit = _FIRST_SLICE
         self._begun = False
 
-    def plan(self) -> LoadSlice | AttachSlice:
+    def next_slice(self) -> LoadSlice | AttachSlice:
         begun, self._begun = self._begun, True
         if isinstance(self.order, Load):
             order = None if begun else self.order
@@ -79,7 +79,7 @@ class LoadSchedule:
         self._numbers = count(1)  # of attachments
 
     @property
-    def idle(self) -> bool:
+    def empty(self) -> bool:
         return not self._tasks
 
     def name(self, model: int) -> str:
@@ -110,16 +110,16 @@ class LoadSchedule:
 
     def plan(self) -> list[LoadSlice | AttachSlice]:
         """The works of the next round: one slice of each that need not wait."""
-        works: list[LoadSlice | AttachSlice] = []
+        items: list[LoadSlice | AttachSlice] = []
         folders: set[str] = set()
         for task in self._tasks.values():
             if isinstance(task.order, Attach) or task.order.path not in folders:
-                works.append(task.plan())
+                items.append(task.next_slice())
             if isinstance(task.order, Load):
                 folders.add(task.order.path)
-        return works
+        return items
 
-    def settle(self, work: LoadSlice | AttachSlice, outcome: Outcome) -> FinishedTask | None:
+    def note_outcome(self, work: LoadSlice | AttachSlice, outcome: Outcome) -> FinishedTask | None:
         """Learn from the outcome of a work. Returns the load or attachment if it is over: a fault
         ends it."""
         key = work.model, work.number if isinstance(work, AttachSlice) else 0

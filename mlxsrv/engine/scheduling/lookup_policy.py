@@ -51,7 +51,7 @@ class LookupPolicy:
         self._round = False  # it was a round
         self._bound: frozenset[int] = frozenset()  # rows whose constraint binds the next token
 
-    def statistics(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         return {
             "speculating": int(self._last is not None and self._last.on),
             "drafted": self._drafted,

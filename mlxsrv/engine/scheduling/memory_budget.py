@@ -76,10 +76,10 @@ class _Forecasts(msgspec.Struct, frozen=True):
     texts: int
     begun: tuple[EmbedMemory, ...] = ()
 
-    def bytes(self, growth: Growth, *, settled: bool = False) -> int:
+    def bytes_after(self, growth: Growth, *, settled: bool = False) -> int:
         """The bytes; see `Forecast.bytes`."""
         rows = self.rows.values()
-        return self.texts + sum([each.bytes(growth, settled=settled) for each in rows])
+        return self.texts + sum([each.bytes_after(growth, settled=settled) for each in rows])
 
     def grant(self, *waiting: Waiting) -> _Forecasts:
         """Foresee what is taken if these are given memory as well."""
@@ -129,23 +129,23 @@ class MemoryBudget:
         for model in self._models:
             model.limit_padding(bytes // _PADDING)
 
-    def add(self, model: RowMemory) -> None:
+    def register(self, model: RowMemory) -> None:
         """Count the rows of a model from now on."""
         self._models.append(model)
         model.index.room = lambda tokens: self._find_room(model, model.measure(tokens))
         if self.bytes is not None:
             model.limit_padding(self.bytes // _PADDING)
 
-    def remove(self, model: RowMemory) -> None:
+    def unregister(self, model: RowMemory) -> None:
         """Count the rows of a model no more, if they were: it is gone."""
         if model in self._models:
             self._models.remove(model)
 
-    def add_texts(self, texts: EmbedMemory) -> None:
+    def register_texts(self, texts: EmbedMemory) -> None:
         """Count the texts of a model from now on."""
         self._texts.append(texts)
 
-    def remove_texts(self, texts: EmbedMemory) -> None:
+    def unregister_texts(self, texts: EmbedMemory) -> None:
         """Count the texts of a model no more, if they were: it is gone."""
         if texts in self._texts:
             self._texts.remove(texts)
@@ -171,7 +171,7 @@ class MemoryBudget:
         waiting = self._find_candidates()
         if not waiting:
             return False
-        return self._foresee().grant(min(waiting, key=_number)).bytes(_GROWN) <= self.bytes
+        return self._foresee().grant(min(waiting, key=_number)).bytes_after(_GROWN) <= self.bytes
 
     def _find_room(self, model: RowMemory, bytes: int) -> bool:
         """Whether there is room for a KV cache of so many bytes that is kept. Others of its model
@@ -180,9 +180,9 @@ class MemoryBudget:
             return True
         if bytes > self.free and not model.index.late:
             self.free += model.index.give_way(bytes - self.free)
-        return self.take(bytes)
+        return self.reserve(bytes)
 
-    def take(self, bytes: int) -> bool:
+    def reserve(self, bytes: int) -> bool:
         """Take bytes for the rest of this round. Nothing gives way to them.
 
         Args:
@@ -198,19 +198,19 @@ class MemoryBudget:
 
     # A round.
 
-    def arrange(self, *, quiet: bool = False) -> None:
+    def begin_round(self, *, quiet: bool = False) -> None:
         """Decide what goes, how much room arrays have, and which texts may be read, in the next
         plan. `quiet`: in the last plan rows only drew tokens, and no orders came since."""
         if self.bytes is None:
             self.free = _UNBOUNDED
             for texts in self._find_waiting_texts():
-                texts.begin()
+                texts.begin_large()
             return
         changes = 0
         for model in self._models:
             model.index.late = False
             changes += model.groups.changes
-        self._tell_progress()
+        self._send_progress()
         if quiet and self._lasting and changes == self._changes:
             self._lasting -= 1
             return
@@ -235,14 +235,14 @@ class MemoryBudget:
         """Whether there is room for all who wait, and for what all rows may need soon."""
         waiting = self._find_candidates()
         left, growth = most - self._spare, _AMPLE_WITH_MORE if waiting else _AMPLE
-        taken = found.bytes(growth)
+        taken = found.bytes_after(growth)
         if waiting and taken <= left:
             found = found.grant(*sorted(waiting, key=_number))
-            taken = found.bytes(growth)
+            taken = found.bytes_after(growth)
         if taken > left:
             return False
         for texts in found.begun:
-            texts.begin()
+            texts.begin_large()
         for model, each in found.rows.items():
             # Where half of the memory is left, it is not counted how texts are padded.
             model.grant(None if left - taken >= most // 2 else each.granted)
@@ -258,17 +258,17 @@ class MemoryBudget:
     def _keep_within(self, found: _Forecasts, most: int) -> _Forecasts:
         """Have kept prompts and rows go until there is room for the next steps. Returns what is
         taken then."""
-        self._give_way(found.bytes(_STEP) + self._spare - most)
-        needed = found.bytes(_SOON, settled=True)
+        self._give_way(found.bytes_after(_STEP) + self._spare - most)
+        needed = found.bytes_after(_SOON, settled=True)
         self._question.ask(needed, most)
         # Where there were more bytes until now, arrays are too large whoever goes, and shrink.
-        while needed > most and found.bytes(_LEAST, settled=True) > most:
+        while needed > most and found.bytes_after(_LEAST, settled=True) > most:
             holders = [(model, row) for model in self._models for row in model.rows]
             if not holders:
                 break
             model, youngest = max(holders, key=_number)
             alone = len(holders) == 1 and not found.texts
-            if alone and found.bytes(_LAST, settled=True) <= most:
+            if alone and found.bytes_after(_LAST, settled=True) <= most:
                 youngest.end_soon()
                 break
             model.preempt(youngest)
@@ -299,7 +299,7 @@ class MemoryBudget:
         found, taken = now, 0
         for waiting in sorted(self._find_candidates(), key=_number):
             wider = found.grant(waiting)
-            needed = wider.bytes(_GROWN)
+            needed = wider.bytes_after(_GROWN)
             if needed > most:
                 if self._refuse(waiting, most):
                     return self._grant(now, most)  # another may have its place
@@ -308,7 +308,7 @@ class MemoryBudget:
             found, taken = wider, needed
         self._give_way(taken + self._spare - most)
         for texts in found.begun:
-            texts.begin()
+            texts.begin_large()
         for model, each in found.rows.items():
             model.grant(each.granted)
         return found
@@ -335,11 +335,13 @@ class MemoryBudget:
     def _fit(self, found: _Forecasts, most: int) -> None:
         """Choose how much room the arrays have when they change."""
         left = most - self._spare
-        fit = next((fit for fit in _FITS if found.bytes(Growth(_NEXT, fit)) <= left), Fit.EXACT)
-        taken = found.bytes(Growth(_ROUND, fit, beyond_limits=True))
+        fit = next(
+            (fit for fit in _FITS if found.bytes_after(Growth(_NEXT, fit)) <= left), Fit.EXACT
+        )
+        taken = found.bytes_after(Growth(_ROUND, fit, beyond_limits=True))
         for model in self._models:
             model.groups.fit, model.proposals_fit = fit, taken <= left
-        self.free = left - (taken if taken <= left else found.bytes(Growth(_NEXT, fit)))
+        self.free = left - (taken if taken <= left else found.bytes_after(Growth(_NEXT, fit)))
 
     def _fit_drafts(self) -> None:
         """Find room for what drafts read in this round. Kept prompts give way to it; it gives way
@@ -350,7 +352,7 @@ class MemoryBudget:
 
     # What the client is told.
 
-    def _tell_progress(self) -> None:
+    def _send_progress(self) -> None:
         """Tell now and then that preempted rows are not forgotten."""
         self._rounds += 1
         if self._rounds % _SIGN_OF_LIFE == 0:

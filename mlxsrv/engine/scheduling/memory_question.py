@@ -46,13 +46,13 @@ class MemoryQuestion:
         state: changed by `enter` only.
     """
 
-    def __init__(self, tell: Callable[[MemoryShort], None]) -> None:
+    def __init__(self, send: Callable[[MemoryShort], None]) -> None:
         self.state = QuestionState.ENOUGH
-        self._tell = tell
+        self._send_event = send
         self._needed = 0  # bytes in all that it was asked for; 0: there was enough since
         self._numbers: set[int] = set()  # of those that do not fit alone, for whom it was asked
 
-    def enter(self, state: QuestionState) -> None:
+    def _enter(self, state: QuestionState) -> None:
         """Go on to `state`.
 
         Raises:
@@ -86,18 +86,18 @@ class MemoryQuestion:
 
     def _send(self, needed: int, most: int) -> None:
         if self.state is not QuestionState.ASKED:
-            self.enter(QuestionState.ASKED)
+            self._enter(QuestionState.ASKED)
             self._needed = needed
-            self._tell(MemoryShort(needed - most))
+            self._send_event(MemoryShort(needed - most))
 
     def note_answer(self) -> None:
         """Note that the client has said how much there is, asked or not."""
         if self.state is QuestionState.ASKED:
-            self.enter(QuestionState.ANSWERED)
+            self._enter(QuestionState.ANSWERED)
 
     def note_enough(self) -> None:
         """Note that nobody is short of memory. What is asked next is a new question."""
         self._needed = 0
         self._numbers.clear()
         if self.state is QuestionState.ANSWERED:
-            self.enter(QuestionState.ENOUGH)
+            self._enter(QuestionState.ENOUGH)

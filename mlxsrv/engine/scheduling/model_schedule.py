@@ -15,7 +15,7 @@ from mlxsrv.engine.plans import (
     ReleaseTexts,
     Reset,
     WatchFeatures,
-    Work,
+    WorkItem,
 )
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
@@ -75,7 +75,7 @@ class ModelSchedule:
         self._texts_are_next = False
 
     @property
-    def text(self) -> TextSchedule:
+    def text_schedule(self) -> TextSchedule:
         """Raises ValueError for an encoder."""
         if self._text is None:
             raise ValueError(_NO_TEXT)
@@ -116,7 +116,7 @@ class ModelSchedule:
         if isinstance(order, Embed):
             self._embed.submit(order)
         else:
-            self.text.submit(order)
+            self.text_schedule.submit(order)
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Forget these jobs; ids of other models' jobs are ignored."""
@@ -129,14 +129,14 @@ class ModelSchedule:
         texts = [Failed(job, reason) for job in self._embed.fail()]
         return [*(() if self._text is None else self._text.fail(reason)), *texts]
 
-    def end_all(self, reason: str) -> list[Work]:
+    def end_all(self, reason: str) -> list[WorkItem]:
         """End all jobs, since the model goes. Returns the last works."""
         if self._text is None or self._reset:  # what the runner has is of no use any more
             self._events += self.fail(reason)
             return []
-        works = self._text.end_all(reason)
+        items = self._text.end_all(reason)
         self._events += [Failed(job, reason) for job in self._embed.fail()]
-        return works
+        return items
 
     def contain(self, error: Exception) -> None:
         """End the jobs of this model only, after an error in deciding for it."""
@@ -162,47 +162,47 @@ class ModelSchedule:
     def watch(self, *, active: bool) -> None:
         """Note whether activations are looked at from now on."""
         self._watched = active
-        self.text.watch(active=active)
+        self.text_schedule.watch(active=active)
 
     # Planning.
 
-    def plan_reset(self) -> list[Work]:
+    def plan_reset(self) -> list[WorkItem]:
         """Have the runner forget what it has of jobs that are forgotten here."""
         if not self._reset:
             return []
         self._reset = False
         return [Reset(model=self.number)]
 
-    def plan_rows(self) -> list[Work]:
+    def plan_rows(self) -> list[WorkItem]:
         """Rows come and go, before the steering that they ask for changes."""
-        return [*self.plan_reset(), *self.text.plan_rows()]
+        return [*self.plan_reset(), *self.text_schedule.plan_rows()]
 
-    def plan_changes(self) -> list[Work]:
+    def plan_changes(self) -> list[WorkItem]:
         """The works of a round with which rows, texts and kept prompts come and go."""
-        works = self.plan_reset()
+        items = self.plan_reset()
         # Where all is idle nothing is decided, so nothing can go wrong again and again.
         if not self._embed.idle:
-            works += self._embed.take_changes()
+            items += self._embed.take_changes()
         if self._text is not None and not self._text.idle:
-            works += self._text.plan_rows()
-        return works
+            items += self._text.plan_rows()
+        return items
 
-    def plan(self, *, beside: bool) -> list[Work]:
+    def plan(self, *, beside: bool) -> list[WorkItem]:
         """The other works of a round; `beside`: other models have streams."""
-        works: list[Work] = []
+        items: list[WorkItem] = []
         if self.idle:
-            return works
+            return items
         text = self._text
         if text is not None:
-            works += text.plan_steps()
+            items += text.plan_steps()
         prompts, texts = self._choose(beside=beside)
         if text is not None and prompts and (work := text.plan_slice(beside=beside)) is not None:
-            works.append(work)
+            items.append(work)
         if texts:
             slice = self._embed.plan(decoding=self.streaming, beside=beside)
             if slice is not None:
-                works.append(slice)
-        return works
+                items.append(slice)
+        return items
 
     def _choose(self, *, beside: bool) -> tuple[bool, bool]:
         """Whether a slice of prompts is read, and one of texts: both, if there are texts. But while
@@ -214,7 +214,7 @@ class ModelSchedule:
         self._texts_are_next = not self._texts_are_next
         return not self._texts_are_next, self._texts_are_next
 
-    def settle(self, work: Work, outcome: Outcome) -> None:
+    def settle(self, work: WorkItem, outcome: Outcome) -> None:
         """Learn what came of a work."""
         if isinstance(work, (WatchFeatures, DetachSAE)):
             self.watch(active=isinstance(outcome.done, Watched) and outcome.done.active)

@@ -21,12 +21,11 @@ from __future__ import annotations
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from mlxsrv.engine.outcomes import KeptPrompt
-from mlxsrv.engine.scheduling.prompt_worth import PromptWorth
+from mlxsrv.engine.scheduling.prompt_worth import Eviction, PromptWorth
 from mlxsrv.engine.scheduling.superseding import Link, find_superseded
 from mlxsrv.generation.parameters import Steering
 
@@ -40,18 +39,6 @@ LEAST = 64
 _MOST_ENTRIES = 128  # bounds a lookup where a model is so small that bytes would not
 # Tokens at the end of a prompt that open an answer's thoughts. The next turn lacks both.
 _OPENING = 4
-
-
-class Eviction(Protocol):
-    """Chooses which of the kept prompts goes; see PromptWorth. It knows them by their numbers."""
-
-    def add(self, number: int, tokens: int, bytes: int, parent: int | None) -> None: ...
-
-    def use(self, number: int, tokens: int) -> None: ...
-
-    def remove(self, number: int, heir: int | None) -> tuple[int, ...]: ...
-
-    def choose(self) -> int: ...
 
 
 class _Entry:
@@ -186,7 +173,7 @@ class PromptIndex:
         if number in self._entries:
             self._worth.use(number, tokens)
 
-    def lend(self, number: int, tokens: int) -> tuple[int, ...] | None:
+    def move_out(self, number: int, tokens: int) -> tuple[int, ...] | None:
         """Drop an entry that a row goes on from, if all that it holds behind the first `tokens` is
         an answer. Then the row may have its KV cache.
 
@@ -263,7 +250,7 @@ class PromptIndex:
         """Note that an entry does not come from disk."""
         self._reserved.pop(number, None)
 
-    def add(self, tokens: Tokens, prompt: KeptPrompt) -> None:
+    def put_fetched(self, tokens: Tokens, prompt: KeptPrompt) -> None:
         """Take in an entry that has come from disk, of rows without steering."""
         self.cancel(prompt.entry)
         entry = _Entry(
@@ -276,7 +263,7 @@ class PromptIndex:
         """Whether there is an entry of this number, and not only a promise."""
         return number in self._entries
 
-    def forget(self, tokens: Tokens, steering: Steering | None = None) -> None:
+    def drop_prefixes(self, tokens: Tokens, steering: Steering | None = None) -> None:
         """Drop the entries that a row with these tokens may have left, or begun from."""
         if tokens.size < LEAST or not self._entries:
             return

@@ -85,7 +85,7 @@ class PromptQueue:
             row.enter(RowState.PREEMPTED if row.read else RowState.WAITING)
         self.waiting = sorted([*self.waiting, *again], key=attrgetter("number"))
 
-    def end(self, reading: Reading) -> None:
+    def finish_reading(self, reading: Reading) -> None:
         """Note that a prompt is read."""
         if reading in self.begun:
             self.begun.remove(reading)
@@ -113,11 +113,11 @@ class PromptQueue:
         reading = next((reading for reading in self.begun if row in reading.rows), None)
         if reading is None:
             return None
-        row.told = max(row.told, reading.done)  # it may be read anew
-        if not reading.drop(row):
+        row.reported = max(row.reported, reading.done)  # it may be read anew
+        if not reading.drop_row(row):
             return None
         self.abandon([reading])
-        return reading.read
+        return reading.tokens_read
 
     # The next slice.
 
@@ -200,7 +200,7 @@ class PromptQueue:
     def _take(self, head: Row, free: int) -> Reading:
         """Take a prompt out of the queue, and with it those that have the same text: no more than
         `free` in all."""
-        source = self.find(head)
+        source = self.find_source(head)
         if source.entry is not None:
             self._index.use(source.entry, source.tokens)
         rows = [head, *self._find_twins(head, free - 1)]
@@ -208,9 +208,9 @@ class PromptQueue:
             row.enter(RowState.PREFILLING)
             self.waiting.remove(row)
         source_bytes = self.source_bytes(head)
-        uses = self._sources.lend(source, self.waiting)
+        uses = self._sources.move_out(source, self.waiting)
         head.uses = head.uses if uses is None else uses
-        return Reading(rows, source, lent=uses is not None, source_bytes=source_bytes)
+        return Reading(rows, source, moved=uses is not None, source_bytes=source_bytes)
 
     def _find_twins(self, head: Row, most: int) -> list[Row]:
         """At most so many waiting rows that have the same text and are not scored: of those for
@@ -220,7 +220,7 @@ class PromptQueue:
         among = self.waiting[: most + 1]
         return [row for row in among if row is not head and same_prompt(row, head)][:most]
 
-    def find(self, row: Row) -> Source:
+    def find_source(self, row: Row) -> Source:
         """Find the source of most use to a row whose text is to be read."""
         return Source() if self.reads_anew(row) else self._sources.find(row, self.begun)
 
@@ -228,12 +228,12 @@ class PromptQueue:
         """Bytes of the kept prompt that a waiting row goes on from; 0 if there is none."""
         if not (row.drawn or self._index.begins(row.beginning)):
             return 0
-        entry = self.find(row).entry
+        entry = self.find_source(row).entry
         return 0 if entry is None else self._index.bytes_of(entry)
 
     def _measure(self, row: Row) -> int:
         """Return how many tokens of a waiting prompt are to be read: those that are not cached."""
-        return row.length - 1 - self.find(row).tokens
+        return row.length - 1 - self.find_source(row).tokens
 
     def reads_anew(self, row: Row) -> bool:
         """Whether kept prompts are of no use, since something is told of each of the prompt's

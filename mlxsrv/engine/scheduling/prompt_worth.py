@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import deque
 from operator import attrgetter
+from typing import Protocol
 
 _MOST_USES = 4  # of one prompt that count, so that it goes in time when nobody comes back to it
 _EXPECTED = 0.5  # uses that are taken for granted
@@ -63,8 +64,25 @@ class _Record:
         self.worth = self.floor + (self.expected * self.tokens + sum(self.uses)) / self.bytes
 
 
-class PromptWorth:
-    """The worth of kept prompts, by their numbers."""
+class Eviction(Protocol):
+    """Decides which cached prompt is evicted; it knows them by their numbers."""
+
+    def add(self, number: int, tokens: int, bytes: int, parent: int | None) -> None:
+        """Take a prompt of so many tokens. It continues the prompt `parent`, if there is one."""
+
+    def use(self, number: int, tokens: int) -> None:
+        """Count a use of a prompt that has just saved prefilling so many tokens."""
+
+    def remove(self, number: int, heir: int | None) -> tuple[int, ...]:
+        """Forget a prompt; `heir` inherits its uses. Returns the tokens that each of its last uses
+        saved."""
+
+    def choose(self) -> int:
+        """The number of the prompt to evict."""
+
+
+class PromptWorth(Eviction):
+    """Evicts the prompt of least worth (GreedyDual-Size-Frequency)."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}

@@ -26,7 +26,7 @@ class Reading:
     """
 
     def __init__(
-        self, rows: Sequence[Row], source: Source, *, lent: bool = False, source_bytes: int = 0
+        self, rows: Sequence[Row], source: Source, *, moved: bool = False, source_bytes: int = 0
     ) -> None:
         first = rows[0]
         self.rows = list(rows)
@@ -37,7 +37,7 @@ class Reading:
         self.steering = first.job.steering
         self.beginning = find_beginning(self.text, self.steering)
         self.source = source
-        self.lent = lent
+        self.moved = moved
         self.source_bytes = source_bytes
         self.cached = source.tokens
         self.done = self.cached
@@ -51,7 +51,7 @@ class Reading:
         return self.text.size - 1 - self.done
 
     @property
-    def read(self) -> Tokens | None:
+    def tokens_read(self) -> Tokens | None:
         """The tokens that the runner has read; a state after exactly these is of use even if it
         cannot be cut back."""
         return self.text[: self.done] if self.opened else None
@@ -61,7 +61,7 @@ class Reading:
         """The rows that are decoded when the text is read."""
         return tuple([row.id for row in self.rows if row.job.max_tokens > 0])
 
-    def drop(self, row: Row) -> bool:
+    def drop_row(self, row: Row) -> bool:
         """Forget a row. Returns whether none is left."""
         if row is self.rows[0]:
             self.scored = False
@@ -71,4 +71,4 @@ class Reading:
     def restart(self) -> None:
         """Note that the text is to be read anew; what was told of its tokens is not told again."""
         for row in self.rows:
-            row.told = max(row.told, self.done)
+            row.reported = max(row.reported, self.done)

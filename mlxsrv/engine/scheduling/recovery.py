@@ -30,7 +30,7 @@ from mlxsrv.engine.scheduling.row import Incident, Row, RowState
 
 _MOST_INCIDENTS = 3  # of one row that are not explained, or in which memory was short
 # A fault appears when its token is read, or one token earlier, so two tokens must pass.
-_TRIAL = 2
+_SOLO_TOKENS = 2
 
 
 class Recovery:
@@ -51,7 +51,7 @@ class Recovery:
     def __init__(self, max_rows: int, groups: Groups) -> None:
         self.fitting = max_rows
         self.reading: Reading | None = None
-        self.trial: Row | None = None
+        self.solo: Row | None = None
         self.room: RowGroup | None = None
         self.granted = True
         self._max_rows = max_rows
@@ -68,7 +68,7 @@ class Recovery:
     @property
     def next_lost(self) -> Row | None:
         """The row to read anew now."""
-        if not self._lost or self.reading is not None or self.trial is not None:
+        if not self._lost or self.reading is not None or self.solo is not None:
             return None
         return self._lost[0] if self._groups.count < self.fitting else None
 
@@ -78,34 +78,34 @@ class Recovery:
             row.enter(RowState.RECOVERING)
         self._lost.appendleft(row)
 
-    def begin(self, reading: Reading) -> None:
+    def begin_reading(self, reading: Reading) -> None:
         """Note that the text of the next lost row is being read."""
         row = self._lost.popleft()
-        self._passed = len(row.drawn) + _TRIAL
+        self._passed = len(row.drawn) + _SOLO_TOKENS
         self.reading = reading
         self.room = choose_room(row)
 
-    def begin_trial(self) -> None:
+    def begin_solo(self) -> None:
         """Note that the text is read, so that its row is tried."""
         assert self.reading is not None
-        [self.trial] = self.reading.rows
+        [self.solo] = self.reading.rows
         self.reading = None
 
-    def end_trial(self) -> Row | None:
+    def end_solo(self) -> Row | None:
         """The row on trial, if it has passed."""
-        row = self.trial
+        row = self.solo
         if row is None or len(row.drawn) < self._passed:
             return None
-        self.trial = None
+        self.solo = None
         return row
 
     def drop(self, row: Row) -> Tokens | None:
         """Forget a row. Returns what is read anew of its text."""
-        if row is self.trial:
-            self.trial = None
+        if row is self.solo:
+            self.solo = None
         elif (reading := self.reading) is not None and row in reading.rows:
             self.reading = None
-            return reading.read
+            return reading.tokens_read
         elif row in self._lost:
             self._lost.remove(row)
         return None
@@ -165,7 +165,7 @@ class Recovery:
 
 def choose_room(row: Row) -> RowGroup:
     """The room of the arrays in which a row is tried. The first step gives no token."""
-    return alone(row, _TRIAL + 1)
+    return alone(row, _SOLO_TOKENS + 1)
 
 
 def blame(row: Row) -> Failed:

@@ -22,7 +22,7 @@ class RoundTimes:
         self.widest = 0
         """Proposals of the longest of these rounds; 0: none is known."""
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         self._seen.clear()
         self.widest = 0
 

@@ -146,10 +146,10 @@ class Row:
         "number",
         "prompt",
         "read",
+        "reported",
         "source",
         "source_version",
         "state",
-        "told",
         "uses",
     )
 
@@ -167,7 +167,7 @@ class Row:
         self.incidents: list[Incident] = []
         self.alone = False
         self.read = False
-        self.told = 0
+        self.reported = 0
         self.uses: tuple[int, ...] = ()
         self.lookup: PromptLookup | None = None
         self.source = Source()

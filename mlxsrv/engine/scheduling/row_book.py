@@ -14,7 +14,7 @@ from mlxsrv.engine.events import Activations, Event, Failed, Finished, Shortage,
 from mlxsrv.engine.faults import NOT_A_NUMBER
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Kept, KeptPrompt, Outcome
-from mlxsrv.engine.plans import Admit, Forget, Keep, Leave, Release, Rewind, Work
+from mlxsrv.engine.plans import Admit, Forget, FreedRow, Keep, Release, Rewind, WorkItem
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.prompt_index import PromptIndex, Tokens, as_tokens
@@ -25,7 +25,7 @@ from mlxsrv.engine.scheduling.store_schedule import StoreSchedule
 from mlxsrv.generation.parameters import Steering
 
 
-class _Leaving(msgspec.Struct, frozen=True):
+class _EndedRow(msgspec.Struct, frozen=True):
     """A row that has ended, and the text that its KV cache is of use for: the prompt, so many
     tokens of it `asked`, and the answer."""
 
@@ -82,11 +82,11 @@ class RowBook:
         self._events = events
         # For the next plan.
         self._coming: list[Job] = []
-        self._leaving: list[_Leaving] = []
+        self._ended_rows: list[_EndedRow] = []
         self._rewound: list[Row] = []
 
     @property
-    def idle(self) -> bool:
+    def settled(self) -> bool:
         """Whether there is nothing that the runner is to take or to forget, and no row that has a
         KV cache."""
         # First what is seen at once, for this is asked several times a round.
@@ -95,11 +95,11 @@ class RowBook:
             or self.recovery.reading
             or (self._store is not None and not self._store.idle)
             or self._coming
-            or self._leaving
+            or self._ended_rows
             or self._rewound
             or self.short_of_memory
             or self.index.dropped
-            or (self.drafts is not None and self.drafts.leaving)
+            or (self.drafts is not None and self.drafts.evicted)
         ):
             return False
         fetching = sum(row.state is RowState.FETCHING for row in self.rows.values())
@@ -114,7 +114,7 @@ class RowBook:
     @property
     def decoding(self) -> int:
         """The number of rows that are decoded."""
-        return self.groups.count + (self.recovery.trial is not None)
+        return self.groups.count + (self.recovery.solo is not None)
 
     @property
     def free(self) -> int:
@@ -126,7 +126,7 @@ class RowBook:
         """None if the row has ended."""
         return self.rows.get(job_id)
 
-    def add(self, job: Job) -> None:
+    def admit(self, job: Job) -> None:
         """Take a job: its row waits for its prompt to be read.
 
         Raises:
@@ -157,7 +157,7 @@ class RowBook:
         """Take a row's KV cache. It stays, and waits again in its old place."""
         recovery = self.recovery
         reading = [] if recovery.reading is None else recovery.reading.rows
-        recovering = row is recovery.trial or row in reading
+        recovering = row is recovery.solo or row in reading
         self._withdraw(row)
         self._rewound.append(row)
         if recovering:
@@ -173,7 +173,9 @@ class RowBook:
         row.enter(state)
         del self.rows[row.id]
         asked, steering = row.prompt.size, row.job.steering
-        self._leaving.append(_Leaving(row.id, text if kept else None, asked, row.uses, steering))
+        self._ended_rows.append(
+            _EndedRow(row.id, text if kept else None, asked, row.uses, steering)
+        )
 
     def fail(self, row: Row, reason: str, clear: str | None = None, *, kept: bool = True) -> None:
         """End a row that cannot go on; `clear` is what a client may be told of the reason."""
@@ -191,7 +193,7 @@ class RowBook:
 
     def fail_broken(self, row: Row) -> None:
         """End a row for which the model computed NaN."""
-        self.index.forget(row.text, row.job.steering)
+        self.index.drop_prefixes(row.text, row.job.steering)
         self._events.append(Failed(row.id, NOT_A_NUMBER, clear=NOT_A_NUMBER))
         self.end(row, RowState.BROKEN, kept=False)
 
@@ -207,7 +209,7 @@ class RowBook:
             if (row := self.rows.get(job_id)) is not None:
                 self.end(row)
 
-    def end_all(self, reason: str) -> list[Work]:
+    def end_all(self, reason: str) -> list[WorkItem]:
         """End all rows, since the model goes. Where prompts are stored, all that is kept is, and
         what these rows have read. Returns the last works of the model."""
         if self._store is None:
@@ -215,10 +217,10 @@ class RowBook:
             return []
         self._events += [Failed(job_id, reason) for job_id in self.rows]
         self.cancel(list(self.rows))
-        works = self._plan_rows()
-        leaves = [leave for work in works if isinstance(work, Release) for leave in work.rows]
-        promised = [leave.keep.entry for leave in leaves if leave.keep is not None]
-        return [*works, *self._store.plan_all(promised)]
+        items = self._plan_rows()
+        freed_rows = [freed for work in items if isinstance(work, Release) for freed in work.rows]
+        promised = [freed.keep.entry for freed in freed_rows if freed.keep is not None]
+        return [*items, *self._store.plan_all(promised)]
 
     def fail_all(self, reason: str) -> list[Failed]:
         """Forget all rows, since the model goes. Nothing is planned for them any more."""
@@ -244,48 +246,48 @@ class RowBook:
 
     # Works.
 
-    def plan(self) -> list[Work]:
+    def plan_changes(self) -> list[WorkItem]:
         """Rows come and go, and kept prompts go; and what is stored and fetched."""
-        works = self._plan_rows()
+        items = self._plan_rows()
         if self._store is not None:
             streaming = self.decoding > 0
             busy = streaming or bool(self.queue) or bool(self.recovery.rows)
-            works += self._store.plan(streaming=streaming, busy=busy)
-        return works
+            items += self._store.plan(streaming=streaming, busy=busy)
+        return items
 
-    def _plan_rows(self) -> list[Work]:
-        works: list[Work] = []
+    def _plan_rows(self) -> list[WorkItem]:
+        items: list[WorkItem] = []
         if self._coming:
-            works.append(Admit(model=self._model, client=self._client, jobs=tuple(self._coming)))
+            items.append(Admit(model=self._model, client=self._client, jobs=tuple(self._coming)))
             self._coming = []
         spare, self.short_of_memory = self.short_of_memory, False
         if spare:
             self.index.clear()
             if self.drafts is not None:
-                self.drafts.drop()
+                self.drafts.evict()
             self._rewound += self.queue.shrink()
         if rows := tuple([row.id for row in self._rewound if not row.ended]):
-            works.append(Rewind(model=self._model, rows=rows))
+            items.append(Rewind(model=self._model, rows=rows))
         self._rewound = []
-        leaves = tuple(map(self._plan_leave, self._leaving))
+        freed_rows = tuple(map(self._plan_release, self._ended_rows))
         # First what goes: kept prompts may give way to those that are kept now.
         dropped = self.index.take_dropped()
-        draft = self.drafts is not None and self.drafts.take_leaving()
+        draft = self.drafts is not None and self.drafts.take_evicted()
         if dropped or draft or spare:
-            works.append(Forget(model=self._model, entries=dropped, draft=draft, spare=spare))
-        if leaves:
-            works.append(Release(model=self._model, rows=leaves))
-            self._leaving = []
-        return works
+            items.append(Forget(model=self._model, entries=dropped, draft=draft, spare=spare))
+        if freed_rows:
+            items.append(Release(model=self._model, rows=freed_rows))
+            self._ended_rows = []
+        return items
 
-    def _plan_leave(self, leaving: _Leaving) -> Leave:
-        text = leaving.text
-        if text is None or self.index.holds(text, leaving.steering):
-            return Leave(leaving.row)
+    def _plan_release(self, ended: _EndedRow) -> FreedRow:
+        text = ended.text
+        if text is None or self.index.holds(text, ended.steering):
+            return FreedRow(ended.row)
         if not self.index.wants(text.size):
-            return Leave(leaving.row)
-        entry = self.index.promise(text, leaving.steering, asked=leaving.asked, uses=leaving.uses)
-        return Leave(leaving.row, Keep(entry, text.size))
+            return FreedRow(ended.row)
+        entry = self.index.promise(text, ended.steering, asked=ended.asked, uses=ended.uses)
+        return FreedRow(ended.row, Keep(entry, text.size))
 
     def settle_admission(self, work: Admit, outcome: Outcome) -> None:
         """Tell which jobs are taken."""
@@ -307,7 +309,7 @@ class RowBook:
 
     def settle_release(self, work: Release, outcome: Outcome) -> None:
         kept = outcome.done.prompts if isinstance(outcome.done, Kept) else ()
-        self.confirm([leave.keep for leave in work.rows], kept)
+        self.confirm([freed.keep for freed in work.rows], kept)
 
     def confirm(self, keeps: Iterable[Keep | None], kept: Sequence[KeptPrompt]) -> None:
         """Note which KV caches the runner has kept, of those that it was to keep."""
@@ -315,9 +317,9 @@ class RowBook:
         if self._store is not None:
             self._store.note_kept(kept)
 
-    def find_untold(self, activations: Iterable[Activations]) -> Iterator[Activations]:
+    def find_unreported(self, activations: Iterable[Activations]) -> Iterator[Activations]:
         """The activations of tokens of which nothing was told before a fault had them read anew."""
         for each in activations:
             row = self.rows.get(each.job)
-            if row is not None and not row.read and each.position >= row.told:
+            if row is not None and not row.read and each.position >= row.reported:
                 yield each

@@ -48,18 +48,18 @@ class Forecast(msgspec.Struct, frozen=True):
     joined: GroupArrays
     beside: int = 0
     least: int = 0
-    trial: int = 0
-    tried: int = 0
+    solo: int = 0
+    solo_joining: int = 0
     granted: tuple[Row, ...] = ()
 
-    def bytes(self, growth: Growth, *, settled: bool = False) -> int:
+    def bytes_after(self, growth: Growth, *, settled: bool = False) -> int:
         """The most bytes that are taken until rows have grown; `settled`: when what goes with the
         next steps is gone."""
-        taken = self.arrays.bytes(growth) + self.trial
+        taken = self.arrays.bytes_after(growth) + self.solo
         if self.joined is not self.arrays:
             # A layer's arrays take the rows that were read, whose own caches of the layer then go.
             # Of several texts it is not known which is read first.
-            taken = max(taken, self.joined.bytes(growth) + self.tried - self.least)
+            taken = max(taken, self.joined.bytes_after(growth) + self.solo_joining - self.least)
         return (taken if settled else max(self.now, taken)) + self.beside
 
 
@@ -94,9 +94,9 @@ class RowMemory:
     @property
     def rows(self) -> list[Row]:
         """Rows that have a KV cache, or are getting one."""
-        trial = self._recovery.trial
+        solo = self._recovery.solo
         reading = [row for each in self._readings for row in each.rows]
-        return [*self.groups.rows, *reading, *([] if trial is None else [trial])]
+        return [*self.groups.rows, *reading, *([] if solo is None else [solo])]
 
     @property
     def candidates(self) -> list[Row]:
@@ -146,14 +146,14 @@ class RowMemory:
     def spare_bytes(self) -> int:
         """Bytes that can be had at once: of kept prompts, and of what the draft has read."""
         drafts = self.book.drafts
-        return self.index.bytes + (0 if drafts is None else drafts.bytes)
+        return self.index.bytes + (0 if drafts is None else drafts.cache_bytes)
 
     def give_way(self, bytes: int) -> int:
         """Have what is spare go, until so many bytes are free: the draft's last, since it is in
         use where rows are. Returns the bytes that are free then."""
         freed = self.index.give_way(bytes)
         if freed < bytes and self.book.drafts is not None:
-            freed += self.book.drafts.drop()
+            freed += self.book.drafts.evict()
         return freed
 
     @property
@@ -164,20 +164,20 @@ class RowMemory:
 
     def forecast(self) -> Forecast:
         """Foresee the bytes that rows take, and prompts that the runner has yet to keep."""
-        groups, trial = self.groups, self._recovery.trial
+        groups, solo = self.groups, self._recovery.solo
         arrays = joined = groups.arrays
-        trying = tried = 0
-        if trial is not None:
-            joined = arrays.join([trial])
-            trying = self._measure_trial(trial)
-            tried = trying if groups.count else 0
+        solo_bytes = solo_joining = 0
+        if solo is not None:
+            joined = arrays.join([solo])
+            solo_bytes = self._measure_solo(solo)
+            solo_joining = solo_bytes if groups.count else 0
         found = Forecast(
-            now=groups.bytes + self._joining_bytes + self._count_trial(),
+            now=groups.bytes + self._joining_bytes + self._count_solo(),
             arrays=arrays,
             joined=joined,
             beside=sum(map(self.measure, self.index.promised)),
-            trial=trying,
-            tried=tried,
+            solo=solo_bytes,
+            solo_joining=solo_joining,
         )
         for reading in self._readings:
             found = self._foresee_texts(found, reading.rows, [self._measure(reading)])
@@ -209,8 +209,8 @@ class RowMemory:
             joined=found.joined.join(joining) if joining else found.joined,
             beside=found.beside + sum(own),
             least=min([found.least or max(own), *own]) if joining and own else found.least,
-            trial=found.trial,
-            tried=max(map(self._measure_trial, lost)) if lost else found.tried,
+            solo=found.solo,
+            solo_joining=max(map(self._measure_solo, lost)) if lost else found.solo_joining,
             granted=granted,
         )
 
@@ -219,16 +219,16 @@ class RowMemory:
         own = self.measure(row.length)
         if row.job.max_tokens == 0 or not self._facts.batched:
             return own
-        return max(own, GroupArrays(self.groups, [], 0, True).join([row]).bytes(growth))
+        return max(own, GroupArrays(self.groups, [], 0, True).join([row]).bytes_after(growth))
 
     def measure(self, tokens: int) -> int:
         """Bytes of the KV cache of one row with so many tokens, at most."""
         return measure_cache(self._facts.kv_costs, tokens, self._slice)
 
-    def statistics(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         """In numbers, as `/health` lists them."""
         return {
-            "row_bytes": self.groups.bytes + self._count_trial(),
+            "row_bytes": self.groups.bytes + self._count_solo(),
             "reading_bytes": self.reading_bytes,
             "preemptions": self.preemptions,
         }
@@ -242,7 +242,7 @@ class RowMemory:
     @property
     def growth(self) -> int:
         """Bytes by which the arrays of the groups grow with the next step."""
-        return self.groups.arrays.bytes(Growth(1, self.groups.fit)) - self.groups.bytes
+        return self.groups.arrays.bytes_after(Growth(1, self.groups.fit)) - self.groups.bytes
 
     def limit_padding(self, bytes: int) -> None:
         """Keep groups apart for which so many bytes would be padding."""
@@ -255,8 +255,8 @@ class RowMemory:
         """Bytes of the KV cache of a row's text when it is read, or of the arrays in which the row
         is then tried. One that was cut back is as large as it was."""
         own = max(self.measure(row.length), source_bytes)
-        if row is self._recovery.trial or row.recovering:
-            return max(own, self._measure_trial(row))
+        if row is self._recovery.solo or row.recovering:
+            return max(own, self._measure_solo(row))
         return own
 
     @property
@@ -264,15 +264,15 @@ class RowMemory:
         recovering = self._recovery.reading
         return [*self.queue.begun, *([] if recovering is None else [recovering])]
 
-    def _count_trial(self) -> int:
+    def _count_solo(self) -> int:
         """Bytes of the arrays in which a row is tried, once they are there, and not only the text
         that was read."""
-        row = self._recovery.trial
-        return 0 if row is None or row.fresh else self._measure_trial(row)
+        row = self._recovery.solo
+        return 0 if row is None or row.fresh else self._measure_solo(row)
 
-    def _measure_trial(self, row: Row) -> int:
+    def _measure_solo(self, row: Row) -> int:
         room = self._recovery.room
-        if room is None or row is not self._recovery.trial:
+        if room is None or row is not self._recovery.solo:
             room = choose_room(row)
         return self._facts.kv_bytes(room.columns)
 

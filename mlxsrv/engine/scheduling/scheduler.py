@@ -53,7 +53,7 @@ from mlxsrv.engine.plans import (
     RoundPlan,
     UnloadModel,
     WatchFeatures,
-    Work,
+    WorkItem,
 )
 from mlxsrv.engine.scheduling.load_schedule import FinishedTask, LoadSchedule
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
@@ -115,7 +115,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether the next plan is empty unless orders come."""
-        return self._loads.idle and all(model.idle for model in self._models.values())
+        return self._loads.empty and all(model.idle for model in self._models.values())
 
     def name(self, model: int) -> str:
         """Its client's name of a model, for the log; empty for a number that no model has."""
@@ -136,9 +136,9 @@ class Scheduler:
 
     def plan(self, orders: Sequence[Received] = ()) -> RoundPlan:
         """The works of the next round."""
-        works: list[Work] = []
+        items: list[WorkItem] = []
         for received in orders:
-            works += self._obey(received.client, received.order)
+            items += self._obey(received.client, received.order)
         if orders:
             self._cancel()
         quiet = self._quiet and not orders
@@ -146,27 +146,27 @@ class Scheduler:
         # What goes, goes first, so that there is room for what others of the plan take.
         for model in self._models.values():
             try:
-                works += model.plan_changes()
+                items += model.plan_changes()
             except Exception as error:
                 model.contain(error)
-                works += model.plan_reset()
+                items += model.plan_reset()
         if not any(exceeded):
-            works += self._loads.plan()
+            items += self._loads.plan()
         streaming = {model.number for model in self._models.values() if model.streaming}
         for model in self._sort_by_growth():
             try:
-                works += model.plan(beside=bool(streaming - {model.number}))
+                items += model.plan(beside=bool(streaming - {model.number}))
             except Exception as error:
                 model.contain(error)
-                works += model.plan_reset()
-        self._quiet = all(isinstance(work, Decode) and work.plain for work in works)
-        return RoundPlan(tuple(works))
+                items += model.plan_reset()
+        self._quiet = all(isinstance(work, Decode) and work.plain for work in items)
+        return RoundPlan(tuple(items))
 
     def _arrange(self, client: _Client, *, quiet: bool) -> bool:
         """Keep the KV caches of a client's models within its budget. Returns whether they take more
         until the steps of this plan are done."""
         try:
-            client.budget.arrange(quiet=quiet)
+            client.budget.begin_round(quiet=quiet)
         except Exception as error:  # nobody knows for which model
             fault = note(error, "deciding about memory failed: all jobs of the client end")
             for number in client.models.values():
@@ -180,7 +180,7 @@ class Scheduler:
             models.sort(key=lambda model: model.growth)
         return models
 
-    def _obey(self, number: int, order: Order) -> Sequence[Work]:
+    def _obey(self, number: int, order: Order) -> Sequence[WorkItem]:
         """Do what the order says; the works that it takes at once."""
         if isinstance(order, Open):
             self._clients[number] = _Client()
@@ -188,7 +188,7 @@ class Scheduler:
         if isinstance(order, (Written, Fetched)):
             if order.model in self._models:
                 try:
-                    self._models[order.model].text.take(order)
+                    self._models[order.model].text_schedule.note_report(order)
                 except Exception as error:
                     self._models[order.model].contain(error)
             return ()
@@ -235,7 +235,9 @@ class Scheduler:
             if not isinstance(error, (ServeError, ValueError, OverflowError)):
                 model.contain(error)
 
-    def _ask(self, client: int, number: int, question: Question | Load | Attach) -> Sequence[Work]:
+    def _ask(
+        self, client: int, number: int, question: Question | Load | Attach
+    ) -> Sequence[WorkItem]:
         try:
             match question:
                 case Load():
@@ -269,27 +271,27 @@ class Scheduler:
             raise SAEIncompatible("this model does not generate text")
         self._loads.start(order, model.number, number)
 
-    def _unload(self, client: _Client, name: str) -> Sequence[Work]:
+    def _unload(self, client: _Client, name: str) -> Sequence[WorkItem]:
         number = client.loading.pop(name, 0) or client.models.pop(name, 0)
         return self._drop(number, "its model was unloaded") if number else ()
 
-    def _drop(self, number: int, reason: str) -> Sequence[Work]:
+    def _drop(self, number: int, reason: str) -> Sequence[WorkItem]:
         """Forget a model, loaded or not, with its jobs and what is under way of it. What is to be
         written to disk is handed over before."""
         for task in self._loads.abandon(number):
             self._finish(task)
         self._owners.pop(number, None)
-        works: list[Work] = []
+        items: list[WorkItem] = []
         if (model := self._models.get(number)) is not None:
             try:
-                works = model.end_all(reason)
+                items = model.end_all(reason)
             except Exception as error:
                 model.contain(error)
             model.fail(reason)  # if that was an error, it has begun anew, without jobs
             del self._models[number]
-        return [*works, UnloadModel(model=number)]
+        return [*items, UnloadModel(model=number)]
 
-    def _steer(self, client: _Client, order: Detach | Watch) -> Sequence[Work]:
+    def _steer(self, client: _Client, order: Detach | Watch) -> Sequence[WorkItem]:
         if order.model not in client.models:
             _log.debug("an order for a model that is not there")
             return ()
@@ -297,27 +299,27 @@ class Scheduler:
         if not model.generates:
             return ()
         # Rows that came before the order are steered as it was when they came.
-        works: list[Work] = []
+        items: list[WorkItem] = []
         try:
-            works += model.plan_rows()
+            items += model.plan_rows()
         except Exception as error:
             model.contain(error)
         if isinstance(order, Detach):
-            return [*works, DetachSAE(model=model.number)]
+            return [*items, DetachSAE(model=model.number)]
         # This plan's own slice and step are watched already.
         model.watch(active=bool(order.features or order.top))
         return [
-            *works,
+            *items,
             WatchFeatures(model=model.number, features=order.features, top=order.top),
         ]
 
-    def _close(self, number: int) -> Sequence[Work]:
+    def _close(self, number: int) -> Sequence[WorkItem]:
         """Forget the client, its models and its loads."""
         client = self._clients[number]
         gone = [*client.models.values(), *client.loading.values()]
-        works = [work for model in gone for work in self._drop(model, "its client is gone")]
+        items = [work for model in gone for work in self._drop(model, "its client is gone")]
         del self._clients[number]
-        return works
+        return items
 
     def _cancel(self) -> None:
         """Free the rows of all jobs that were cancelled."""
@@ -332,10 +334,10 @@ class Scheduler:
 
     # What came of it.
 
-    def settle(self, work: Work, outcome: Outcome) -> None:
+    def settle(self, work: WorkItem, outcome: Outcome) -> None:
         """Learn what came of one work of the last plan; all are settled in their order."""
         if isinstance(work, (LoadSlice, AttachSlice)):
-            if (task := self._loads.settle(work, outcome)) is not None:
+            if (task := self._loads.note_outcome(work, outcome)) is not None:
                 self._finish(task)
         elif isinstance(work, AnswerQuestion):
             self._settle_question(work, outcome)

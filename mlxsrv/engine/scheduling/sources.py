@@ -51,7 +51,7 @@ class Sources:
             row.source_version, row.source = version, self._look_up(row, begun)
         return row.source
 
-    def lend(self, source: Source, others: Iterable[Row]) -> tuple[int, ...] | None:
+    def move_out(self, source: Source, others: Iterable[Row]) -> tuple[int, ...] | None:
         """Lend a kept prompt to the row that goes on from it, if it may be.
 
         It may be if all of it that a client has asked stays there to go on from, and none of the
@@ -64,7 +64,7 @@ class Sources:
             return None
         if any(row.source.entry == source.entry for row in others):
             return None
-        return self._index.lend(source.entry, source.tokens)
+        return self._index.move_out(source.entry, source.tokens)
 
     def _version(self, begun: Sequence[Reading]) -> tuple[int, ...]:
         """Changes with what there is to go on from."""
@@ -78,16 +78,16 @@ class Sources:
         best = Source(entry=entry, tokens=most)
         if tokens.size < LEAST or not self._facts.cuts:
             return best
-        for lender, held in self._find_lenders(find_beginning(tokens, steering), begun):
+        for from_row, held in self._find_row_sources(find_beginning(tokens, steering), begun):
             # One that shares more has the same token behind what the best one shares.
             if min(held.size, tokens.size) <= most or held[most] != tokens[most]:
                 continue
             shared = common_prefix(held, tokens)
             if shared >= LEAST and shared > most:
-                best, most = Source(row=lender, tokens=shared), shared
+                best, most = Source(row=from_row, tokens=shared), shared
         return best
 
-    def _find_lenders(
+    def _find_row_sources(
         self, beginning: Beginning, begun: Sequence[Reading]
     ) -> Iterator[tuple[int, Tokens]]:
         """The rows whose texts begin so, and the tokens of these that their KV caches hold."""

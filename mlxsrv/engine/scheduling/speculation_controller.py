@@ -119,7 +119,7 @@ class SpeculationController:
         self._declined += best == 0
         if self._declined == _STALE:
             self._declined = 0
-            self._rounds.forget()
+            self._rounds.clear()
         return best
 
     def saw_step(self, seconds: float) -> None:

@@ -18,7 +18,7 @@ from enum import Enum
 
 import numpy as np
 
-from mlxsrv.engine.orders import Fetched, StorageTold, Written
+from mlxsrv.engine.orders import Fetched, StorageReport, Written
 from mlxsrv.engine.outcomes import (
     Admitted,
     HandedOver,
@@ -27,7 +27,7 @@ from mlxsrv.engine.outcomes import (
     Restored,
     TextFacts,
 )
-from mlxsrv.engine.plans import FetchPrompt, RestorePrompt, StorePrompts, Work
+from mlxsrv.engine.plans import FetchPrompt, RestorePrompt, StorePrompts, WorkItem
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.engine.scheduling.prompt_index import LEAST, PromptIndex
 from mlxsrv.engine.scheduling.prompt_queue import PromptQueue
@@ -137,7 +137,7 @@ class StoreSchedule:
         """Rows that wait for a fetch."""
         return sum(not row.ended for fetch in self._fetches for row in fetch.rows)
 
-    def statistics(self) -> dict[str, int]:
+    def counters(self) -> dict[str, int]:
         counts = {f"prompt_cache_disk_{name}": number for name, number in self._counts.items()}
         return {"fetching": self.waiting, **counts}
 
@@ -159,7 +159,7 @@ class StoreSchedule:
             else:
                 self._fetches.append(Fetch(row, stored))
 
-    def take(self, order: StorageTold) -> None:
+    def note_report(self, order: StorageReport) -> None:
         """Take in what the storage thread tells."""
         match order:
             case Written():
@@ -186,7 +186,7 @@ class StoreSchedule:
 
     # Planning.
 
-    def plan(self, *, streaming: bool, busy: bool) -> list[Work]:
+    def plan(self, *, streaming: bool, busy: bool) -> list[WorkItem]:
         """Plan the writes, fetches and restores of this round.
 
         Args:
@@ -195,14 +195,14 @@ class StoreSchedule:
         """
         return [*self._plan_fetch(streaming=streaming), *self._plan_write(busy=busy)]
 
-    def plan_all(self, promised: Iterable[int]) -> list[Work]:
+    def plan_all(self, promised: Iterable[int]) -> list[WorkItem]:
         """Write all that is not written, and what is promised, since the model goes."""
         entries = (*self._unwritten, *self._missed, *promised)
         self._unwritten.clear()
         self._missed.clear()
         return [StorePrompts(model=self._model, entries=entries)] if entries else []
 
-    def _plan_fetch(self, *, streaming: bool) -> list[Work]:
+    def _plan_fetch(self, *, streaming: bool) -> list[WorkItem]:
         while self._fetches:
             fetch = self._fetches[0]
             if fetch.state is FetchState.READING:
@@ -217,21 +217,21 @@ class StoreSchedule:
             self._end_fetch()
         return []
 
-    def _begin(self, fetch: Fetch) -> Work:
+    def _begin(self, fetch: Fetch) -> WorkItem:
         row = fetch.rows[0]
         fetch.enter(FetchState.READING)
         fetch.entry = self._index.reserve(fetch.text.size)
-        known = self._queue.find(row).tokens
+        known = self._queue.find_source(row).tokens
         estimate = self._pace.estimate(fetch.tokens - known)
         seconds = _LONGEST_FETCH if estimate is None else max(estimate, _LEAST_FETCH)
         return FetchPrompt(model=self._model, entry=fetch.entry, row=row.id, seconds=seconds)
 
-    def _restore(self, fetch: Fetch, *, streaming: bool) -> Work:
+    def _restore(self, fetch: Fetch, *, streaming: bool) -> WorkItem:
         assert fetch.entry is not None, "it has begun"
         limit = _SLICE_BESIDE_STEPS if streaming else _SLICE
         return RestorePrompt(model=self._model, entry=fetch.entry, limit=limit)
 
-    def _plan_write(self, *, busy: bool) -> list[Work]:
+    def _plan_write(self, *, busy: bool) -> list[WorkItem]:
         while self._unwritten and not self._index.has(self._unwritten[0]):
             self._unwritten.popleft()
         if not self._unwritten or self._writing is not None:
@@ -246,7 +246,7 @@ class StoreSchedule:
 
     # What came of it.
 
-    def settle(self, work: Work, outcome: Outcome) -> None:
+    def settle(self, work: WorkItem, outcome: Outcome) -> None:
         """Learn what came of a work."""
         match work:
             case StorePrompts():
@@ -265,7 +265,7 @@ class StoreSchedule:
             return
         fetch = self._fetches[0]
         if done.prompt is not None:
-            self._index.add(fetch.text[: fetch.read], done.prompt)
+            self._index.put_fetched(fetch.text[: fetch.read], done.prompt)
             self._counts["hits"] += 1
             self._counts["hit_tokens"] += fetch.read
         self._end_fetch()
@@ -291,4 +291,4 @@ class StoreSchedule:
 
     def _saves(self, row: Row, tokens: int) -> bool:
         """Whether so many tokens are many more than memory has of a row's prompt."""
-        return tokens - self._queue.find(row).tokens >= LEAST
+        return tokens - self._queue.find_source(row).tokens >= LEAST

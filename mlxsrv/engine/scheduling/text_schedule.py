@@ -18,9 +18,9 @@ import logging
 from collections.abc import Collection, Sequence
 
 from mlxsrv.engine.events import Failed, Finished, Progress, PromptRead, Token
-from mlxsrv.engine.orders import Job, StorageTold
+from mlxsrv.engine.orders import Job, StorageReport
 from mlxsrv.engine.outcomes import Decoded, DraftRead, Fault, Outcome, PromptsRead, TextFacts
-from mlxsrv.engine.plans import Admit, Decode, Read, ReadDraft, Release, Work
+from mlxsrv.engine.plans import Admit, Decode, Read, ReadDraft, Release, WorkItem
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.groups import Groups
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
@@ -93,7 +93,7 @@ class TextSchedule:
             DraftPolicy(facts.draft_costs) if facts.drafts else None,
         )
         self.memory = RowMemory(facts, pace.most, self._book)
-        self._budget.add(self.memory)
+        self._budget.register(self.memory)
         # Of the plan under way.
         self._slice: list[Reading] = []
         self._slice_beside_steps = False
@@ -114,18 +114,18 @@ class TextSchedule:
     @property
     def idle(self) -> bool:
         """Whether a plan would be empty: there are no rows, or all wait for memory."""
-        return self._book.idle and not (self._book.waits and self._budget.admits_more)
+        return self._book.settled and not (self._book.waits and self._budget.admits_more)
 
     def statistics(self) -> dict[str, int]:
         return {
             "rows": self._book.decoding,
-            "lanes": len(self._groups) + (self._recovery.trial is not None),
+            "lanes": len(self._groups) + (self._recovery.solo is not None),
             "reading": self._queue.rows,
             "waiting": len(self._queue.waiting) + len(self._recovery.rows),
-            **({} if self._book.drafts is None else self._book.drafts.statistics()),
-            **({} if self._lookups is None else self._lookups.statistics()),
-            **self.memory.statistics(),
-            **({} if self._store is None else self._store.statistics()),
+            **({} if self._book.drafts is None else self._book.drafts.counters()),
+            **({} if self._lookups is None else self._lookups.counters()),
+            **self.memory.counters(),
+            **({} if self._store is None else self._store.counters()),
             "prompt_cache_bytes": self._index.bytes,
             "prompt_cache_entries": len(self._index),
             "tokens": self._tokens,
@@ -135,26 +135,26 @@ class TextSchedule:
 
     def submit(self, job: Job) -> None:
         """Take a job. Raises ValueError or OverflowError if it cannot be."""
-        self._book.add(job)
+        self._book.admit(job)
 
     def cancel(self, job_ids: Collection[int]) -> None:
         """Free the rows of these jobs, at whatever stage they are."""
         self._book.cancel(job_ids)
 
-    def end_all(self, reason: str) -> list[Work]:
+    def end_all(self, reason: str) -> list[WorkItem]:
         """End every job, since the model goes, and have what is kept written to disk, if it is.
         Returns the last works of the model."""
-        self._budget.remove(self.memory)
+        self._budget.unregister(self.memory)
         return self._book.end_all(reason)
 
-    def take(self, order: StorageTold) -> None:
+    def note_report(self, order: StorageReport) -> None:
         """Take in what the storage thread tells."""
         if self._store is not None:
-            self._store.take(order)
+            self._store.note_report(order)
 
     def fail(self, reason: str) -> list[Failed]:
         """End every job, since the model goes. Nothing is planned for them any more."""
-        self._budget.remove(self.memory)
+        self._budget.unregister(self.memory)
         return self._book.fail_all(reason)
 
     def watch(self, *, active: bool) -> None:
@@ -163,29 +163,29 @@ class TextSchedule:
 
     # Planning.
 
-    def plan_rows(self) -> list[Work]:
+    def plan_rows(self) -> list[WorkItem]:
         """Rows come and go, and kept prompts go. This comes first in a round, and before whatever
         changes the steering that rows ask for."""
-        return self._book.plan()
+        return self._book.plan_changes()
 
-    def plan_steps(self) -> list[Work]:
+    def plan_steps(self) -> list[WorkItem]:
         """One step of all rows, and one of the row on trial."""
-        works: list[Work] = []
+        items: list[WorkItem] = []
         if self._groups.count:
             proposals, guesses = self._count_proposals(), self._guess()
             groups = self._groups.take_changed(max(1, 1 + sum(proposals), *map(len, guesses)))
             if groups is not None:
                 self._forget_time()
-            works.append(
+            items.append(
                 Decode(model=self._model, groups=groups, proposals=proposals, guesses=guesses)
             )
-        if (trial := self._recovery.trial) is not None:
+        if (solo := self._recovery.solo) is not None:
             room = self._recovery.room
-            groups = (room,) if trial.fresh and room is not None else None
-            works.append(Decode(model=self._model, trial=True, groups=groups))
-        return works
+            groups = (room,) if solo.fresh and room is not None else None
+            items.append(Decode(model=self._model, solo=True, groups=groups))
+        return items
 
-    def plan_slice(self, *, beside: bool) -> Work | None:
+    def plan_slice(self, *, beside: bool) -> WorkItem | None:
         """One slice of prompts, a shorter one if other models have streams, which `beside` tells;
         or of the text that a draft model lacks."""
         if not self._choose_readings(beside):
@@ -200,7 +200,7 @@ class TextSchedule:
         queue, recovery = self._queue, self._recovery
         lost = recovery.next_lost if recovery.granted else None
         if lost is not None:
-            recovery.begin(queue.open(lost))
+            recovery.begin_reading(queue.open(lost))
         if recovery.reading is not None:
             self._slice = [recovery.reading]
         elif queue and (free := self._book.free) + queue.rows > 0:
@@ -218,7 +218,7 @@ class TextSchedule:
 
     def _may_propose(self) -> bool:
         waited = self._max_rows > 1 and self.pending
-        needed = waited or self._queue.watched or self._recovery.trial is not None
+        needed = waited or self._queue.watched or self._recovery.solo is not None
         return self.memory.proposals_fit and not needed
 
     def _guess(self) -> tuple[tuple[int, ...], ...]:
@@ -235,7 +235,7 @@ class TextSchedule:
         proposals = self._book.drafts.propose(row)
         return (proposals,) if proposals else ()
 
-    def _plan_draft(self) -> Work | None:
+    def _plan_draft(self) -> WorkItem | None:
         """Have the draft read a slice of the only row's text, if it lacks much of it."""
         if self._book.drafts is None or (row := self._lone_row()) is None:
             return None
@@ -247,7 +247,7 @@ class TextSchedule:
 
     # What came of it.
 
-    def settle(self, work: Work, outcome: Outcome) -> None:
+    def settle(self, work: WorkItem, outcome: Outcome) -> None:
         """Learn what came of a work of this model's."""
         match work:
             case Decode():
@@ -266,8 +266,8 @@ class TextSchedule:
     def _settle_release(self, work: Release, outcome: Outcome) -> None:
         self._book.settle_release(work, outcome)
         if outcome.fault is not None:  # KV caches may be half changed
-            self._lose(outcome.fault, trial=False, stepping=False)
-            self._lose(outcome.fault, trial=True, stepping=False)
+            self._lose(outcome.fault, solo=False, stepping=False)
+            self._lose(outcome.fault, solo=True, stepping=False)
 
     def _settle_draft(self, work: ReadDraft, outcome: Outcome) -> None:
         self._stepped = None  # the next step waits for the draft: its time tells nothing
@@ -301,7 +301,7 @@ class TextSchedule:
             reading.began = reading.began if reading.opened else outcome.began
             reading.done, reading.opened = span.end, True
         self._pace.saw_slice(tokens, outcome.seconds, decoding=self._slice_beside_steps)
-        self._events += self._book.find_untold(done.activations)
+        self._events += self._book.find_unreported(done.activations)
         if done.broken:
             self._book.fail_all_broken(done.broken)
             for reading in readings:
@@ -316,7 +316,7 @@ class TextSchedule:
         """Have the rows of these prompts decoded from the next step on."""
         group: list[Row] = []
         for reading in readings:
-            self._queue.end(reading)
+            self._queue.finish_reading(reading)
             seconds = ended - reading.began
             for row in reading.rows:
                 if not row.read:
@@ -332,9 +332,9 @@ class TextSchedule:
                 self._events.append(Finished(row.id))
                 self._book.end(row)
         if self._recovery.reading in readings:
-            self._recovery.begin_trial()
+            self._recovery.begin_solo()
         elif group:
-            self._groups.add(group)
+            self._groups.join(group)
 
     def _read_again(self, work: Read, readings: Sequence[Reading], fault: Fault) -> None:
         incident = self._note(fault)
@@ -355,7 +355,7 @@ class TextSchedule:
     def _settle_step(self, work: Decode, outcome: Outcome) -> None:
         # A work that failed in another way than a step can has told nothing.
         done = outcome.done if isinstance(outcome.done, Decoded) else Decoded()
-        lone = None if work.trial else self._lone_row()
+        lone = None if work.solo else self._lone_row()
         length = 0 if lone is None else lone.length
         # Those of the step before, in which there were rows that have ended since.
         find = self._book.find
@@ -375,10 +375,10 @@ class TextSchedule:
             self._book.drafts.saw_round(lone, length, work.proposals[0], outcome)
         elif work.guesses and self._lookups is not None:
             self._lookups.saw_round(outcome)
-        elif not (work.trial or work.proposals):
+        elif not (work.solo or work.proposals):
             self._time_step(outcome, lone, before)
-        if (row := self._recovery.end_trial()) is not None:
-            self._groups.add([row], self._recovery.room)
+        if (row := self._recovery.end_solo()) is not None:
+            self._groups.join([row], self._recovery.room)
         if self._recovery.fitting < self._max_rows:
             self._recovery.widen(ended, busy=self.streaming or self.pending)
 
@@ -405,7 +405,7 @@ class TextSchedule:
         if work.groups is None:
             return
         fresh = RowState.FRESH
-        for row in self._decoded(trial=work.trial):
+        for row in self._decoded(solo=work.solo):
             if row.state is fresh:
                 row.enter(RowState.DECODING)
 
@@ -433,22 +433,22 @@ class TextSchedule:
             stepping = False
         elif self._book.drafts is not None:
             self._book.drafts.forget()
-        if self._lookups is not None and not work.trial:
+        if self._lookups is not None and not work.solo:
             self._lookups.saw_fault(guessed=bool(work.guesses))
             stepping = not work.guesses
-        self._lose(fault, trial=work.trial, stepping=stepping)
+        self._lose(fault, solo=work.solo, stepping=stepping)
 
-    def _decoded(self, *, trial: bool) -> Sequence[Row]:
+    def _decoded(self, *, solo: bool) -> Sequence[Row]:
         """The rows of one of the two decoders."""
-        tried = self._recovery.trial
-        return self._groups.rows if not trial else () if tried is None else (tried,)
+        solo_joining = self._recovery.solo
+        return self._groups.rows if not solo else () if solo_joining is None else (solo_joining,)
 
-    def _lose(self, fault: Fault, *, trial: bool, stepping: bool) -> None:
+    def _lose(self, fault: Fault, *, solo: bool, stepping: bool) -> None:
         """Note that all rows of a decoder have lost their KV caches."""
-        rows, incident = self._decoded(trial=trial), self._note(fault)
+        rows, incident = self._decoded(solo=solo), self._note(fault)
         if not rows:
             return
-        if trial:
+        if solo:
             self._recovery.drop(rows[0])
             fitting = self._groups.count
         else:

@@ -63,17 +63,17 @@ class PassActivations:
         if watched.top:
             self.arrays += _find_highest(watched.sae, hidden, watched.top)
 
-    def read(self, places: Sequence[Place]) -> list[Activations]:
+    def to_events(self, places: Sequence[Place]) -> list[Activations]:
         """The activations at these places, row by row. Waits for the pass."""
         chosen, top, values = self._columns()
         events: list[Activations] = []
         for row, place in enumerate(places):
             for i in range(place.tokens):
-                told = dict(zip(self._features, chosen[row][i], strict=True)) if chosen else {}
+                found = dict(zip(self._features, chosen[row][i], strict=True)) if chosen else {}
                 if top:
-                    found = zip(top[row][i], values[row][i], strict=True)
-                    told |= {feature: value for feature, value in found if value > 0}
-                pairs = tuple(sorted(told.items()))
+                    highest = zip(top[row][i], values[row][i], strict=True)
+                    found |= {feature: value for feature, value in highest if value > 0}
+                pairs = tuple(sorted(found.items()))
                 events += [Activations(job, place.position + i, pairs) for job in place.jobs]
         return events
 

@@ -91,7 +91,7 @@ class Steerer:
             self._prepared[asked] = self._make(asked)
         return self._prepared[asked]
 
-    def plan(self, steerings: Sequence[RowSteering | None]) -> SteeringPlan | None:
+    def make_plan(self, steerings: Sequence[RowSteering | None]) -> SteeringPlan | None:
         """The plan of passes of rows with these steerings; None if there is nothing to do."""
         if self._watched is None and not any(steerings):
             return None

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 
 from mlxsrv.engine.storage.storage_thread import Task
-from mlxsrv.engine.storage.store_folder import Shelf, StoreFolder
+from mlxsrv.engine.storage.store_folder import StoredFiles, StoreFolder
 from mlxsrv.engine.storage.stored_file import (
     CARRIERS,
     VERSION,
@@ -134,14 +134,14 @@ class PromptStore:
     def __init__(
         self,
         folder: StoreFolder,
-        shelf: Shelf,
+        held: StoredFiles,
         fingerprint: str,
         *,
         cuts: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.folder = folder
-        self.shelf = shelf
+        self.held = held
         self._fingerprint = fingerprint
         self._cuts = cuts
         self._clock = clock
@@ -149,7 +149,7 @@ class PromptStore:
 
     # On the device thread.
 
-    def find(self, text: Text) -> int:
+    def count_stored(self, text: Text) -> int:
         """Return how many of the first tokens of `text` are stored."""
         names = self._chain(text)
         return names[-1].end if names else 0
@@ -159,7 +159,7 @@ class PromptStore:
         text: Text,
         cache: HandedCache,
         abandoned: Abandoned,
-        told: Callable[[StoreCounts], None],
+        report: Callable[[StoreCounts], None],
     ) -> Task:
         """Make the task that stores a KV cache.
 
@@ -169,10 +169,10 @@ class PromptStore:
             abandoned: the task ends early once the memory is wanted.
             told: called by the storage thread at the end, whatever came of it.
         """
-        return self._write(text, [cache], abandoned, told)
+        return self._write(text, [cache], abandoned, report)
 
     def fetch(
-        self, text: Text, abandoned: Abandoned, told: Callable[[FetchedCache | None], None]
+        self, text: Text, abandoned: Abandoned, report: Callable[[FetchedCache | None], None]
     ) -> Task:
         """Make the task that reads as much as is stored of the KV cache of `text`.
 
@@ -181,19 +181,19 @@ class PromptStore:
             abandoned: the task ends early once nobody waits.
             told: called by the storage thread at the end, with what was read.
         """
-        return self._fetch(text, abandoned, told)
+        return self._fetch(text, abandoned, report)
 
     # On both threads.
 
     def _chain(self, text: Text) -> list[StoredName]:
         """The files that together hold the longest beginning of `text`."""
-        if not self.shelf.files:
+        if not self.held.files:
             return []
         if not self._cuts:
-            ends = sorted(end for end in list(self.shelf.ends) if end <= text.size)
+            ends = sorted(end for end in list(self.held.ends) if end <= text.size)
             found = zip(digests(text, ends), ends, strict=True)
             names = [StoredName(digest, b"", 0, end) for digest, end in found]
-            return [name for name in names if self.shelf.holds(name)][-1:]
+            return [name for name in names if self.held.holds(name)][-1:]
         chain = self._follow(text)
         tails = [name for name in self._children(chain) if name.end <= text.size]
         ends = sorted({name.end for name in tails})
@@ -203,7 +203,7 @@ class PromptStore:
 
     def _children(self, chain: Sequence[StoredName]) -> tuple[StoredName, ...]:
         """The files that go on from a chain."""
-        return self.shelf.children.get(chain[-1].digest if chain else b"", ())
+        return self.held.children.get(chain[-1].digest if chain else b"", ())
 
     def _follow(self, text: Text) -> list[StoredName]:
         """The chunks that are there, from the first on."""
@@ -212,7 +212,7 @@ class PromptStore:
         for digest, end in zip(digests(text, ends), ends, strict=True):
             parent = chain[-1].digest if chain else b""
             name = StoredName(digest, parent, end - CHUNK, end)
-            if not self.shelf.holds(name):
+            if not self.held.holds(name):
                 break
             chain.append(name)
         return chain
@@ -224,15 +224,15 @@ class PromptStore:
         text: Text,
         caches: list[HandedCache],
         abandoned: Abandoned,
-        told: Callable[[StoreCounts], None],
+        report: Callable[[StoreCounts], None],
     ) -> Iterator[None]:
         counts = StoreCounts()
         try:
             self.folder.refresh()
             names = split(text) if self._cuts else [whole(text)]
             for name in names:
-                if self.shelf.holds(name):
-                    self.folder.touch(self.shelf, name)
+                if self.held.holds(name):
+                    self.folder.touch(self.held, name)
                 elif not self._may_write:
                     counts.full = True
                     break
@@ -250,7 +250,7 @@ class PromptStore:
         finally:
             # Before it is told: the device thread then drops the arrays, and must be the last.
             caches.clear()
-            told(counts)
+            report(counts)
 
     def _write_file(
         self, name: StoredName, text: Text, cache: HandedCache, counts: StoreCounts
@@ -276,7 +276,7 @@ class PromptStore:
         tokens = text[name.begin : name.end]
         room = _HEADER_ROOM + tokens.nbytes + sum(kind.bytes for kind in kinds)
         pieces = encode(header, tokens, arrays)
-        written = yield from self.folder.write(self.shelf, name, room, pieces)
+        written = yield from self.folder.write(self.held, name, room, pieces)
         counts.files += written > 0
         counts.bytes += written
         if written and self._full is not None:
@@ -304,7 +304,7 @@ class PromptStore:
     # On the storage thread: reading.
 
     def _fetch(
-        self, text: Text, abandoned: Abandoned, told: Callable[[FetchedCache | None], None]
+        self, text: Text, abandoned: Abandoned, report: Callable[[FetchedCache | None], None]
     ) -> Iterator[None]:
         found: FetchedCache | None = None
         try:
@@ -327,7 +327,7 @@ class PromptStore:
             if found is not None and self._cuts:
                 pairs = zip(found.arrays, found.columns, strict=True)
                 found.arrays = [array[..., : own.count(found.tokens), :] for array, own in pairs]
-            told(found if found is not None and found.tokens else None)
+            report(found if found is not None and found.tokens else None)
 
     def _find_partial(self, chain: Sequence[StoredName], text: Text) -> list[StoredName]:
         """The file that goes on from a chain, and shares most with what follows in `text`, if not
@@ -336,7 +336,7 @@ class PromptStore:
             return []
         best, most = [], LEAST_TAIL - 1
         for name in self._children(chain)[-_MOST_LOOKS:]:
-            head = self.folder.read(self.shelf, name, _HEADER_ROOM + 4 * CHUNK)
+            head = self.folder.read(self.held, name, _HEADER_ROOM + 4 * CHUNK)
             shared = 0 if head is None else _match(peek(head), text[name.begin :])
             if shared > most:
                 best, most = [name], shared
@@ -344,7 +344,7 @@ class PromptStore:
 
     def _read(self, name: StoredName, text: Text) -> Stored | None:
         """A file, if it is sound and holds tokens of `text`. One that is not sound is removed."""
-        data = self.folder.read(self.shelf, name)
+        data = self.folder.read(self.held, name)
         if data is None:
             return None
         try:
@@ -357,7 +357,7 @@ class PromptStore:
         except DamagedFile as error:
             reason, file = str(error), name.file
             log(_log, logging.WARNING, "a stored prompt is removed", file=file, reason=reason)
-            self.folder.remove(self.shelf, name)
+            self.folder.remove_damaged(self.held, name)
             return None
         same = (header.fingerprint, header.parent) == (self._fingerprint, name.parent.hex())
         shared = _count_shared(stored, text)

@@ -114,20 +114,20 @@ class Storage:
         abandoned = Abandoned()
         self._handed.setdefault(key, []).append(_Handed(arrays, abandoned))
 
-        def told(counts: StoreCounts) -> None:
-            shelf = store.shelf
+        def report(counts: StoreCounts) -> None:
+            held = store.held
             self._post(
                 Written(
                     *key,
                     files=counts.files,
                     bytes=counts.bytes,
                     full=counts.full,
-                    held_files=len(shelf.files),
-                    held_bytes=shelf.bytes,
+                    held_files=len(held.files),
+                    held_bytes=held.bytes,
                 )
             )
 
-        self._thread.add_write(store.write(text, cache, abandoned, told))
+        self._thread.add_write(store.write(text, cache, abandoned, report))
 
     # Reading.
 
@@ -146,13 +146,13 @@ class Storage:
             return
         read = self._reads[key] = _Read(now + seconds)
 
-        def told(cache: FetchedCache | None) -> None:
+        def report(cache: FetchedCache | None) -> None:
             read.cache, read.over = cache, True
             self._post(Fetched(*key, tokens=0 if cache is None else cache.tokens))
 
-        self._thread.add_read(store.fetch(text, read.abandoned, told))
+        self._thread.add_read(store.fetch(text, read.abandoned, report))
 
-    def take(self, key: PromptKey) -> FetchedCache | None:
+    def pop_fetched(self, key: PromptKey) -> FetchedCache | None:
         """Take what was read."""
         return self._fetched.pop(key, None)
 
@@ -216,7 +216,7 @@ class Storage:
         for key in [key for key in self._fetched if key[0] == model]:
             del self._fetched[key]
 
-    def close(self) -> None:
+    def finish_writes(self) -> None:
         """Wait until all is written, but not for long."""
         if not self._thread.flush(_FLUSH_SECONDS):
             log(_log, logging.WARNING, "not all prompts were stored", seconds=_FLUSH_SECONDS)
@@ -229,8 +229,8 @@ def _open(
         fingerprint = make_fingerprint(
             order.path, order.adapter, kind, code=order.trust_remote_code
         )
-        shelf = folder.open(fingerprint)
-        opening.store = PromptStore(folder, shelf, fingerprint, cuts=cuts)
+        held = folder.open(fingerprint)
+        opening.store = PromptStore(folder, held, fingerprint, cuts=cuts)
         yield
     except OSError as error:
         log(

@@ -35,7 +35,7 @@ import msgspec
 from mlxsrv.engine.storage.stored_names import SUFFIX, StoredName, parse_name
 
 _PREFIX = "kv-"
-_SHELF = re.compile(r"kv-[0-9a-f]{32}")
+_FOLDER = re.compile(r"kv-[0-9a-f]{32}")
 _UNFINISHED = f"{SUFFIX}-unfinished"
 _RESCAN_SECONDS = 10.0  # how late a change may be seen that came in the same tick as one of ours
 _SPARE = 50  # of the bound, one part goes beside what has to, so that not every write removes files
@@ -48,7 +48,7 @@ class _File(msgspec.Struct):
     used: int
 
 
-class Shelf:
+class StoredFiles:
     """The files of one fingerprint.
 
     Attributes:
@@ -107,42 +107,42 @@ class StoreFolder:
     def __init__(self, path: Path, most_bytes: int) -> None:
         self.path = path
         self.most_bytes = most_bytes
-        self._shelves: dict[str, Shelf] = {}
+        self._stored: dict[str, StoredFiles] = {}
         self._numbers = count(1)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all files that are known."""
-        return sum(shelf.bytes for shelf in self._shelves.values())
+        return sum(held.bytes for held in self._stored.values())
 
-    def open(self, fingerprint: str) -> Shelf:
+    def open(self, fingerprint: str) -> StoredFiles:
         """The files of a fingerprint. What is there beyond the bound goes.
 
         Raises:
             OSError: the folder cannot be made or read, or belongs to somebody else.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        shelf = self._shelf(f"{_PREFIX}{fingerprint}")
-        self._make(shelf)
+        held = self._find_files(f"{_PREFIX}{fingerprint}")
+        self._make(held)
         self.refresh(all_of_them=True)
         self._make_room(0)
-        return shelf
+        return held
 
-    def _shelf(self, name: str) -> Shelf:
-        if name not in self._shelves:
-            self._shelves[name] = Shelf(self.path / name)
-        return self._shelves[name]
+    def _find_files(self, name: str) -> StoredFiles:
+        if name not in self._stored:
+            self._stored[name] = StoredFiles(self.path / name)
+        return self._stored[name]
 
-    def _make(self, shelf: Shelf) -> None:
+    def _make(self, held: StoredFiles) -> None:
         """Make the folder of a shelf, for this user alone: a KV cache tells the text. The directory
         is made as well if somebody has removed it, but none above it: that may be a disk."""
         self.path.mkdir(mode=0o700, exist_ok=True)
-        shelf.path.mkdir(mode=0o700, exist_ok=True)
-        found = os.lstat(shelf.path)
+        held.path.mkdir(mode=0o700, exist_ok=True)
+        found = os.lstat(held.path)
         if not _is_own_folder(found):
-            raise OSError(f"{shelf.path} belongs to somebody else")
+            raise OSError(f"{held.path} belongs to somebody else")
         if stat.S_IMODE(found.st_mode) != 0o700:
-            os.chmod(shelf.path, 0o700)
+            os.chmod(held.path, 0o700)
 
     # What there is.
 
@@ -153,47 +153,49 @@ class StoreFolder:
         """
         names: set[str] = set()
         with suppress(FileNotFoundError), os.scandir(self.path) as entries:
-            found = [entry for entry in entries if _SHELF.fullmatch(entry.name)]
+            found = [entry for entry in entries if _FOLDER.fullmatch(entry.name)]
             names = {entry.name for entry in found if _is_own(entry)}
-        for gone in self._shelves.keys() - names:
-            for name in list(self._shelves[gone].files):
-                self._shelves[gone].take(name)
+        for gone in self._stored.keys() - names:
+            for name in list(self._stored[gone].files):
+                self._stored[gone].take(name)
         now = time.monotonic()
         for name in names:
-            shelf = self._shelf(name)
-            late = now - shelf.scanned > _RESCAN_SECONDS
-            if all_of_them or late or _changed(shelf.path) != shelf.changed:
-                shelf.scanned = now
-                self._scan(shelf)
+            held = self._find_files(name)
+            late = now - held.scanned > _RESCAN_SECONDS
+            if all_of_them or late or _changed(held.path) != held.changed:
+                held.scanned = now
+                self._scan(held)
 
-    def _scan(self, shelf: Shelf) -> None:
-        shelf.changed = _changed(shelf.path)
+    def _scan(self, held: StoredFiles) -> None:
+        held.changed = _changed(held.path)
         there: set[str] = set()
-        for name, status in _list(shelf.path):
+        for name, status in _list(held.path):
             if name.endswith(_UNFINISHED):
-                _remove_abandoned(shelf.path / name)
+                _remove_abandoned(held.path / name)
                 continue
             there.add(name)
-            known = shelf.files.get(name)
+            known = held.files.get(name)
             if known is None or known.size != status.st_size:
-                shelf.put(name, status.st_size, status.st_mtime_ns)
+                held.put(name, status.st_size, status.st_mtime_ns)
             else:
                 known.used = max(known.used, status.st_mtime_ns)
-        for name in shelf.files.keys() - there:
-            shelf.take(name)
+        for name in held.files.keys() - there:
+            held.take(name)
 
     # Reading.
 
-    def read(self, shelf: Shelf, name: StoredName, most: int | None = None) -> bytearray | None:
+    def read(
+        self, held: StoredFiles, name: StoredName, most: int | None = None
+    ) -> bytearray | None:
         """All bytes of a file, which counts as used now, or the first `most`; None if it is gone.
 
         Raises OSError.
         """
-        path = shelf.path / name.file
+        path = held.path / name.file
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError:
-            shelf.take(name.file)
+            held.take(name.file)
             return None
         try:
             status = os.fstat(descriptor)
@@ -209,29 +211,33 @@ class StoreFolder:
         finally:
             os.close(descriptor)
         if most is None:
-            self.touch(shelf, name)
+            self.touch(held, name)
         return data
 
-    def touch(self, shelf: Shelf, name: StoredName) -> None:
+    def touch(self, held: StoredFiles, name: StoredName) -> None:
         """Note that a file was of use just now."""
         now = time.time_ns()
-        known = shelf.files.get(name.file)
+        known = held.files.get(name.file)
         if known is not None:
             known.used = now
         with suppress(OSError):
-            os.utime(shelf.path / name.file, ns=(now, now))
+            os.utime(held.path / name.file, ns=(now, now))
 
-    def remove(self, shelf: Shelf, name: StoredName) -> None:
+    def remove_damaged(self, held: StoredFiles, name: StoredName) -> None:
         """Remove a file that is damaged."""
-        shelf.take(name.file)
+        held.take(name.file)
         with suppress(OSError):
-            os.unlink(shelf.path / name.file)
-        shelf.changed = _changed(shelf.path)
+            os.unlink(held.path / name.file)
+        held.changed = _changed(held.path)
 
     # Writing.
 
     def write(
-        self, shelf: Shelf, name: StoredName, room: int, pieces: Iterable[bytes | memoryview]
+        self,
+        held: StoredFiles,
+        name: StoredName,
+        room: int,
+        pieces: Iterable[bytes | memoryview],
     ) -> Generator[None, None, int]:
         """Write a file, yielding between pieces.
 
@@ -253,8 +259,8 @@ class StoreFolder:
             return 0
         self.refresh()
         self._make_room(room)
-        self._make(shelf)
-        path = shelf.path / f"{os.getpid()}-{next(self._numbers)}-{name.digest.hex()}{_UNFINISHED}"
+        self._make(held)
+        path = held.path / f"{os.getpid()}-{next(self._numbers)}-{name.digest.hex()}{_UNFINISHED}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor, size = os.open(path, flags, 0o600), 0
         try:
@@ -265,15 +271,15 @@ class StoreFolder:
                 _write(descriptor, piece)
                 size += len(piece)
                 yield
-            os.rename(path, shelf.path / name.file)
+            os.rename(path, held.path / name.file)
         except BaseException:
             with suppress(OSError):
                 os.unlink(path)
             raise
         finally:
             os.close(descriptor)
-            shelf.changed = _changed(shelf.path)
-        shelf.put(name.file, size, time.time_ns())
+            held.changed = _changed(held.path)
+        held.put(name.file, size, time.time_ns())
         return size
 
     def _make_room(self, size: int) -> None:
@@ -284,33 +290,33 @@ class StoreFolder:
         wanted -= self.most_bytes // _SPARE
         for _ in range(2):  # files that others have used meanwhile stay, the first time
             files = [
-                (file.used, name, shelf)
-                for shelf in self._shelves.values()
-                for name, file in shelf.files.items()
+                (file.used, name, held)
+                for held in self._stored.values()
+                for name, file in held.files.items()
             ]
-            for used, name, shelf in sorted(files, key=lambda each: each[:2]):
+            for used, name, held in sorted(files, key=lambda each: each[:2]):
                 if self.nbytes <= wanted:
                     return
-                self._evict(shelf, name, used)
+                self._evict(held, name, used)
 
-    def _evict(self, shelf: Shelf, name: str, used: int) -> None:
+    def _evict(self, held: StoredFiles, name: str, used: int) -> None:
         """Remove a file, unless another process has used it since."""
-        path = shelf.path / name
+        path = held.path / name
         try:
             changed = os.lstat(path).st_mtime_ns
             if changed > used:
-                shelf.files[name].used = changed
+                held.files[name].used = changed
                 return
             os.unlink(path)
         except FileNotFoundError:
             pass
         except OSError:
             return
-        shelf.take(name)
-        shelf.changed = _changed(shelf.path)
-        if not shelf.files:
+        held.take(name)
+        held.changed = _changed(held.path)
+        if not held.files:
             with suppress(OSError):
-                os.rmdir(shelf.path)
+                os.rmdir(held.path)
 
 
 def _write(descriptor: int, piece: bytes | memoryview) -> None:

@@ -99,7 +99,7 @@ class Pool:
         """
         self._require_open()
         if self._engine is None:
-            recording = Recording.find(self._settings)
+            recording = Recording.from_settings(self._settings)
             self._engine = EngineClient.open(self._settings.step_timeout, recording)
             self._engine.memory_short = self._make_room
         return self._engine

@@ -161,8 +161,8 @@ class Texts:
         """A row that is taken out of a slot is a KV cache of mlx-lm's, and goes on as such."""
         assert self.caches.lengths == [len(text) for text in self.texts]
         for number, text in enumerate(self.texts):
-            row = self.caches.lend(number)
-            row.settle()
+            row = self.caches.view_row(number)
+            row.materialize()
             assert row.tokens == len(text)
             for layer in flat(row.layers):
                 if isinstance(layer, ArraysCache):
@@ -190,7 +190,7 @@ def drive(data: st.DataObject, texts: Texts, *, cuts: bool) -> None:
                 texts.cut(data.draw(st.tuples(*[st.integers(0, tokens)] * len(rows))))
             case "leave":
                 gone = data.draw(st.sets(st.sampled_from(rows), max_size=len(rows) - 1))
-                texts.caches.drop(gone)
+                texts.caches.drop_rows(gone)
                 texts.texts = [texts.texts[row] for row in rows if row not in gone]
                 order = data.draw(st.permutations(range(len(texts.texts))))
                 same = data.draw(st.booleans())
@@ -233,7 +233,7 @@ def test_rows_join_and_leave_without_a_copy_of_the_others(dtype: mx.Dtype) -> No
     kept = [address_of(part) for part in (layer.keys, layer.values)]
     texts.arrange([0, 1, 2], [6], (0, 29))
     texts.feed()
-    texts.caches.drop([1])
+    texts.caches.drop_rows([1])
     del texts.texts[1]
     texts.arrange([0, 2, 1], [], (1, texts.room[1] - max(map(len, texts.texts))))
     texts.feed(3)
@@ -247,7 +247,7 @@ def test_a_window_of_another_type_is_refilled_alike() -> None:
     texts = Texts(windowed, mx.bfloat16)
     texts.arrange([], [3, 9, 25], (0, 20))
     texts.feed()
-    texts.caches.drop([0])
+    texts.caches.drop_rows([0])
     del texts.texts[0]
     texts.arrange([1, 0], [12], (0, 19))
     texts.check()
@@ -262,7 +262,7 @@ def test_a_row_that_takes_the_place_of_the_only_one_leaves_a_kept_prompt_as_it_i
     other, _ = texts.row(9)
     texts.caches.arrange([kept.copy()], 1, 256)
     assert texts.caches.layers[0].keys is not None
-    texts.caches.drop([0])
+    texts.caches.drop_rows([0])
     texts.caches.arrange([other], 1, 256)
     assert numbers(kept.layers[0].keys_and_values()[0]) == text
 
@@ -281,7 +281,7 @@ def test_numbers_that_are_none_stay_with_their_row() -> None:
     layer.update_and_fetch(mx.full((2, 1, 1, 4), mx.nan), mx.full((2, 1, 1, 4), mx.nan))
     caches.advance(1)
     caches.cut([1, 0])
-    caches.drop([1])
+    caches.drop_rows([1])
     caches.arrange([0, other], 2, 20)
     keys, values = layer.update_and_fetch(mx.ones((2, 1, 1, 4)), mx.ones((2, 1, 1, 4)))
     assert not mx.isnan(keys).any().item()
@@ -327,9 +327,9 @@ def test_the_only_row_needs_no_copy() -> None:
 def test_a_taken_row_does_not_change_with_its_slot() -> None:
     texts = Texts(cuttable)
     texts.arrange([], [6, 4], (0, 20))
-    row = texts.caches.lend(0)
+    row = texts.caches.view_row(0)
     row.cut(4)
-    row.settle()
+    row.materialize()
     text = texts.texts[0][:4]
     texts.cut([3, 0])
     texts.feed()

@@ -126,7 +126,7 @@ def test_a_row_that_has_lent_its_beginning_is_written_in_place(models: Any) -> N
     start(driver)
     kept = addresses(driver)
     driver.admit(3, (*driver.prompts[0], *prompt(3, 9)))
-    driver.read(3, lender=0, begin=15)
+    driver.read(3, from_row=0, begin=15)
     assert_steps_write_in_place(driver, kept)
 
 

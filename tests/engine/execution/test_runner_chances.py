@@ -102,7 +102,7 @@ class Chances:
             sources = [{"source": entry} for entry in self._kept]
             if self.driver.runner.facts.cuts:
                 rows = (*self._ready, *self._decoded)
-                sources += [{"lender": row} for row in rows if self._held(row) >= LEAST]
+                sources += [{"from_row": row} for row in rows if self._held(row) >= LEAST]
             self._read_alone(None, self._random.choice([{}, {}, *sources]))
 
     def _read_alone(self, row: int | None, more: dict[str, Any] | None = None) -> None:
@@ -132,8 +132,8 @@ class Chances:
 
     def _find_beginning(self, more: dict[str, Any]) -> tuple[tuple[int, ...], int]:
         """A text, and how much of it a new one begins with."""
-        if "lender" in more:
-            row = more["lender"]
+        if "from_row" in more:
+            row = more["from_row"]
             return self._text(row), self._random.randint(LEAST, self._held(row))
         tokens, cuts = self._kept[more["source"]]
         begin = self._random.randint(LEAST, len(tokens)) if cuts else len(tokens)

@@ -40,10 +40,10 @@ def test_a_step_that_fails_drops_the_caches_of_its_decoder(models: Any, family: 
         driver.admit(row, prompt(row))
         driver.read(row)
     driver.must((0, 1))
-    driver.must((2,), trial=True)
+    driver.must((2,), solo=True)
     for _ in range(3):
         driver.must()
-        driver.must(trial=True)
+        driver.must(solo=True)
     before = {row: list(drawn) for row, drawn in driver.drawn.items()}
     model.when = lambda tokens: tokens.shape[0] == 3
     done, fault = driver.step((0, 1, 3))
@@ -51,7 +51,7 @@ def test_a_step_that_fails_drops_the_caches_of_its_decoder(models: Any, family: 
     assert fault.memory
     assert not done.tokens
     assert driver.drawn == before
-    assert [row.id for row in driver.runner._trial.rows] == [2]
+    assert [row.id for row in driver.runner._solo.rows] == [2]
     model.when = lambda _: False
     for row in (0, 1, 3):
         driver.read(row)

@@ -99,14 +99,14 @@ def test_a_row_on_trial_joins_the_others(models: Any) -> None:
     for row in range(2):
         driver.admit(row, prompt(row), logprobs=2)
         driver.read(row)
-        driver.must((row,), trial=row == 1)
+        driver.must((row,), solo=row == 1)
     for _ in range(3):
-        driver.must(trial=True)
+        driver.must(solo=True)
         driver.must()
     done = driver.must((0, 1))
     assert [row for row, _ in done.tokens] == [0, 1]
     assert [*done.likelihoods] == [0, 1]
-    assert not driver.runner._trial.rows
+    assert not driver.runner._solo.rows
     driver.run(rows=[0, 1])
     driver.check(0, 1)
 

@@ -85,7 +85,7 @@ def test_a_limit_may_change_from_slice_to_slice(model_folder: ModelFolder) -> No
     slices = reader.read(mapped)
     read = []
     for limit in (1, 1, 65536, 1, 200_000, 10**9):
-        budget.begin(limit)
+        budget.begin_slice(limit)
         next(slices)
         read.append(budget.read)
     assert read[0] == 0, "before it reads, a slice ends"

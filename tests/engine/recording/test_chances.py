@@ -149,7 +149,7 @@ def test_what_is_done_where_memory_is_short_is_replayed(tmp_path: Path) -> None:
             answered = len(bench.shortages)
             bench.send(Budget(4 * row))
         bench.round()
-    assert bench.works(Rewind)
+    assert bench.items(Rewind)
     assert bench.job(6).failed is not None
     summary = replay(tmp_path / "record")
     assert summary.difference is None

@@ -46,7 +46,7 @@ from mlxsrv.engine.plans import (
     EmbedSlice,
     Read,
     RoundPlan,
-    Work,
+    WorkItem,
 )
 from mlxsrv.engine.recording.record_file import RecordReader
 from mlxsrv.engine.recording.recorder import Recorder, Recording
@@ -137,7 +137,7 @@ def test_a_round_is_in_the_file_before_its_works_are_done(tmp_path: Path) -> Non
     seen: list[str | None] = []
 
     class Looking(FakeDevice):
-        def fail(self, work: Work) -> Fault | None:
+        def fail(self, work: WorkItem) -> Fault | None:
             seen.append(replay(tmp_path / "r").ended)
             assert seen[-1] == type(work).__name__
             return None
@@ -150,7 +150,7 @@ def test_what_clients_alone_are_told_is_not_recorded(tmp_path: Path) -> None:
     recorder = Recorder(Recording(path=str(tmp_path / "r"), most_bytes=10**6))
     told = Likelihood(-1.25, ((77, -1.25),))
     activations = (Activations(1, 0, ((88, 1.5),)),)
-    outcomes: dict[Work, Done] = {
+    outcomes: dict[WorkItem, Done] = {
         Decode(model=1): Decoded(((1, 5),), likelihoods={1: told}, activations=activations),
         Read(model=1, spans=()): PromptsRead((), PromptScored(1, (told,)), (), activations),
         EmbedSlice(model=1, texts=()): TextsRead(3, {1: np.full((2, 3), 99.0, np.float32)}),
@@ -210,8 +210,8 @@ def test_a_record_costs_little(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_numbers_are_recorded() -> None:
-    assert Recording.find(Settings()) is None
-    recording = Recording.find(
+    assert Recording.from_settings(Settings()) is None
+    recording = Recording.from_settings(
         Settings(record="~/r", max_gap=0.5, metrics=True, api_key=("secret",), data_dir="/x/y")
     )
     assert recording is not None

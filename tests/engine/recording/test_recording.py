@@ -11,7 +11,7 @@ import pytest
 
 from mlxsrv.engine.orders import Embed, Job
 from mlxsrv.engine.outcomes import Fault
-from mlxsrv.engine.plans import Decode, EmbedSlice, Work
+from mlxsrv.engine.plans import Decode, EmbedSlice, WorkItem
 from mlxsrv.engine.recording.record_file import RecordError, RecordReader
 from mlxsrv.engine.recording.replay import replay_record
 from mlxsrv.engine.scheduling.groups import Groups
@@ -60,7 +60,7 @@ def test_works_that_fail_are_counted_by_their_reasons(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Failing(Writer):
-        def fail(self, work: Work) -> Fault | None:
+        def fail(self, work: WorkItem) -> Fault | None:
             return Fault("by order") if isinstance(work, EmbedSlice) else None
 
     with recorded(tmp_path / "r"):
@@ -72,7 +72,7 @@ def test_works_that_fail_are_counted_by_their_reasons(
     replay_record(str(tmp_path / "r"))
     told = capsys.readouterr().out
     assert "2 jobs (2 texts to embed), 5 tokens" in told
-    assert "works that failed: 1 times: by order" in told
+    assert "work items that failed: 1 times: by order" in told
 
 
 def test_a_work_has_no_tokens_that_its_order_has(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_tokens_that_were_looked_up_are_found_again(tmp_path: Path) -> None:
     facts = msgspec.structs.replace(FACTS, lookup=True)
     asked = job(1, tuple(range(FIRST + 10, FIRST + 20)), max_tokens=60)
     bench = write_record(tmp_path / "r", asked, device=Repeating(facts))
-    assert any(work.guesses for work in bench.works(Decode))
+    assert any(work.guesses for work in bench.items(Decode))
     assert replay(tmp_path / "r").difference is None
 
 
@@ -141,7 +141,7 @@ def test_a_file_that_is_no_record_is_refused(tmp_path: Path) -> None:
         "": "is no record",
         "hello\n": "is no record",
         '{"type":"orders","orders":[]}\n': "is no record",
-        lines[0].decode().replace('"format":4', '"format":99'): "has format 99",
+        lines[0].decode().replace('"format":5', '"format":99'): "has format 99",
         lines[0].decode() + "hello\n": "line 2",
     }
     for text, told in wrong.items():

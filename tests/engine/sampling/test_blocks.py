@@ -80,4 +80,4 @@ def test_rows_can_be_taken() -> None:
     logits = mx.array(make_logits("ties", 5000))
     wanted = Blocks(logits).top(7)[0][mx.array([3, 1])]
     for blocks in (Blocks(logits), Blocks(logits[:4])):
-        assert mx.array_equal(blocks.take(mx.array([3, 1])).top(7)[0], wanted)
+        assert mx.array_equal(blocks.select_rows(mx.array([3, 1])).top(7)[0], wanted)

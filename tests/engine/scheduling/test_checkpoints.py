@@ -178,7 +178,7 @@ def marked(size: int, *checkpoints: int, number: int = 1, tail: int = 0, tokens:
 
 
 def keeps(bench: Bench) -> list[Keep]:
-    return [span.keep for work in bench.works(Read) for span in work.spans if span.keep is not None]
+    return [span.keep for work in bench.items(Read) for span in work.spans if span.keep is not None]
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -203,7 +203,7 @@ def test_short_prompts_share_a_pass_unless_a_checkpoint_is_worth_more() -> None:
     for number in range(1, 4):
         bench.submit(marked(150, 140, number=number, tail=number))
     bench.finish()
-    [read] = bench.works(Read)
+    [read] = bench.items(Read)
     assert [span.keep.tokens for span in read.spans if span.keep] == [149] * 3
     bench = make(FakeDevice(RECURRENT), prefill_chunk=1024)
     for number in range(1, 4):

@@ -131,7 +131,7 @@ def test_an_error_anywhere_in_a_models_part_is_contained(
         bench.cancel(number)
         reports.append(bench.ask(MakeReport()))
     bench.finish()
-    assert bench.works(Reset) == [Reset(model=MODEL)]
+    assert bench.items(Reset) == [Reset(model=MODEL)]
     for number in reports:
         assert isinstance(bench.answers[1, number], Report)
     check_others(bench)
@@ -164,7 +164,7 @@ def test_nothing_that_was_planned_before_counts_for_jobs_that_come_after(
     plan = bench.plans[-1]
     bench.submit(job(9, 10, 12))
     bench.finish()
-    assert [work.model for work in plan.works if isinstance(work, Decode)] == [MODEL, OTHER]
+    assert [work.model for work in plan.items if isinstance(work, Decode)] == [MODEL, OTHER]
     assert bench.job(9).tokens == expected(bench, 9, 12)
     check_others(bench)
 
@@ -190,7 +190,7 @@ def test_a_schedule_that_fails_at_every_plan_fails_its_jobs_and_rests(
         failed = bench.job(number).failed
         assert failed is not None
         assert not any(isinstance(event, Started) for event in bench.job(number).events)
-    assert len(bench.works(Reset)) == 2
+    assert len(bench.items(Reset)) == 2
     assert bench.job(3).tokens == expected(bench, 3, 30)
 
 
@@ -217,7 +217,7 @@ def test_an_error_about_texts_is_contained(monkeypatch: pytest.MonkeyPatch, name
         bench.embed(Embed(number, "m", ((5,) * 70, (6,) * 80)))
         bench.rounds(2)
     bench.finish()
-    assert len(bench.works(Reset)) == 1
+    assert len(bench.items(Reset)) == 1
     check_others(bench)
 
 

@@ -38,12 +38,12 @@ def run_checked(bench: Bench) -> None:
 
 def rounds(bench: Bench) -> int:
     """Rounds in which tokens were proposed."""
-    return sum(bool(work.proposals) for work in bench.works(Decode))
+    return sum(bool(work.proposals) for work in bench.items(Decode))
 
 
 def drops(bench: Bench) -> int:
     """The number of times that the draft's KV cache went."""
-    return sum(work.draft for work in bench.works(Forget))
+    return sum(work.draft for work in bench.items(Forget))
 
 
 def test_a_draft_follows_a_row_as_far_as_there_is_room() -> None:
@@ -53,7 +53,7 @@ def test_a_draft_follows_a_row_as_far_as_there_is_room() -> None:
         bench.submit(job(1, 20, 500))
         run_checked(bench)
         assert bench.job(1).tokens == expected(bench, 1, 500), slots
-        assert not bench.works(Rewind), slots
+        assert not bench.items(Rewind), slots
         found.append((rounds(bench), drops(bench)))
     assert [each for each, _ in found] == sorted(each for each, _ in found)
     assert found[0][0] < found[-1][0], "where there is no room the row goes on without"
@@ -66,13 +66,13 @@ def test_a_draft_gives_way_to_a_prompt() -> None:
     bench = bounded(6)
     bench.submit(job(1, 20, 300))
     bench.rounds(40)
-    assert bench.works(ReadDraft)
+    assert bench.items(ReadDraft)
     assert not drops(bench)
     bench.submit(job(2, 300, 20))
     bench.rounds(8)
     assert drops(bench) == 1
     run_checked(bench)
-    assert not bench.works(Rewind), "no row has to go for it"
+    assert not bench.items(Rewind), "no row has to go for it"
     assert bench.job(2).tokens == expected(bench, 2, 20)
 
 
@@ -93,10 +93,10 @@ def test_kept_prompts_give_way_to_a_draft() -> None:
         bench.submit(job(2, 20, 400))
         run_checked(bench)
         assert bench.job(2).tokens == expected(bench, 2, 400)
-        gone.append([work.entries for work in bench.works(Forget)])
+        gone.append([work.entries for work in bench.items(Forget)])
     assert gone == [[], [(1,)]]
-    [plan] = [plan for plan in bench.plans if any(isinstance(work, Forget) for work in plan.works)]
-    [step] = [work for work in plan.works if isinstance(work, Decode)]
+    [plan] = [plan for plan in bench.plans if any(isinstance(work, Forget) for work in plan.items)]
+    [step] = [work for work in plan.items if isinstance(work, Decode)]
     assert step.proposals, "what they free is the draft's in the same round"
     assert rounds(bench) > 40, "it follows the row to its end"
     assert not drops(bench)

@@ -34,7 +34,7 @@ def bounded(
     for name in models[1:]:
         order = msgspec.structs.replace(ORDER, model=name, path=f"/{name}", max_gap=max_gap)
         bench.load(order)
-    bench.runner.works.clear()
+    bench.runner.items.clear()
     bench.send(Budget(int(slots * SLOT)))
     return bench
 
@@ -45,7 +45,7 @@ def texts(number: int, *lengths: int, model: str = "m") -> Embed:
 
 def read(bench: Bench, number: int) -> list[tuple[int, int]]:
     """The parts of a job's texts that were read, in their order."""
-    spans = [text for work in bench.works(EmbedSlice) for text in work.texts]
+    spans = [text for work in bench.items(EmbedSlice) for text in work.texts]
     return [(text.begin, text.end) for text in spans if text.job == number]
 
 
@@ -67,7 +67,7 @@ def test_a_large_text_waits_for_memory_and_small_ones_do_not(embed: EmbedFacts) 
     bench.finish()
     assert bench.job(1).tokens == expected(bench, 1, 100)
     assert embedded(bench, 2)
-    assert not bench.works(Rewind)
+    assert not bench.items(Rewind)
 
 
 def test_an_encoder_reads_a_large_text_in_one_slice() -> None:
@@ -99,7 +99,7 @@ def test_kept_prompts_give_way_to_a_large_text() -> None:
     bench.embed(texts(2, LARGE))
     bench.finish()
     assert embedded(bench, 2)
-    assert bench.works(Forget)
+    assert bench.items(Forget)
     assert not bench.shortages
 
 
@@ -142,7 +142,7 @@ def test_a_text_that_has_begun_keeps_its_memory_and_the_only_row_waits_for_its_e
     bench.rounds(8)
     bench.embed(texts(2, tokens))
     bench.finish()
-    assert bench.works(Rewind)
+    assert bench.items(Rewind)
     assert embedded(bench, 2)
     assert bench.job(1).tokens == expected(bench, 1, 1000)
 
@@ -155,8 +155,8 @@ def test_a_load_waits_until_a_text_that_has_begun_fits_into_a_smaller_budget() -
     bench.send(Budget(SLOT))
     bench.ask(msgspec.structs.replace(ORDER, model="n", path="/n"))
     bench.finish()
-    works = [work for work in bench.runner.works if isinstance(work, (EmbedSlice, LoadSlice))]
-    assert [type(work) for work in works] == [EmbedSlice] * (len(works) - 1) + [LoadSlice]
+    items = [work for work in bench.runner.items if isinstance(work, (EmbedSlice, LoadSlice))]
+    assert [type(work) for work in items] == [EmbedSlice] * (len(items) - 1) + [LoadSlice]
     assert read(bench, 1)[-1][1] == LARGE
 
 
@@ -190,7 +190,7 @@ def test_small_texts_share_a_pass_as_large_as_there_is_room_for(slots: float, mo
     bench.finish()
     bench.embed(texts(2, *[20] * 20))
     bench.finish()
-    sizes = [20 * len(work.texts) for work in bench.works(EmbedSlice)]
+    sizes = [20 * len(work.texts) for work in bench.items(EmbedSlice)]
     assert max(sizes) == most
 
 

@@ -69,7 +69,7 @@ class FakeRunner:
         return self.schedule.idle
 
     def plan(self, *, decoding: bool = False, beside: bool = False) -> EmbedSlice:
-        self.schedule.budget.arrange()
+        self.schedule.budget.begin_round()
         self.change()
         slice = self.schedule.plan(decoding=decoding, beside=beside)
         assert slice is not None
@@ -325,7 +325,7 @@ def test_every_job_ends_once_in_slices_within_their_limit(
             schedule.cancel([gone])
             over.append(gone)
         number += 1
-        schedule.budget.arrange()
+        schedule.budget.begin_round()
         runner.change()
         if not schedule.pending:
             continue

@@ -43,7 +43,7 @@ def shapes(groups: Groups, tokens: int = 1) -> list[tuple[tuple[int, ...], int, 
 def test_the_last_row_takes_the_slot_of_one_that_leaves() -> None:
     groups = Groups(facts(), 32)
     rows = [make(number, 5) for number in range(5)]
-    groups.add(rows)
+    groups.join(rows)
     assert shapes(groups) == [((0, 1, 2, 3, 4), 8, STEP)]
     assert groups.take_changed() is None
     groups.remove(rows[1])
@@ -55,14 +55,14 @@ def test_the_last_row_takes_the_slot_of_one_that_leaves() -> None:
 def test_a_row_that_comes_takes_the_slot_of_one_that_leaves() -> None:
     groups = Groups(facts(), 32)
     rows = [make(number, 5) for number in range(6)]
-    groups.add(rows[:4])
+    groups.join(rows[:4])
     shapes(groups)
     groups.remove(rows[0])
     groups.remove(rows[2])
-    groups.add(rows[4:5])
+    groups.join(rows[4:5])
     assert [ids for ids, _, _ in shapes(groups)] == [(4, 1, 3)]
     groups.remove(rows[1])
-    groups.add(rows[5:])
+    groups.join(rows[5:])
     assert [ids for ids, _, _ in shapes(groups)] == [(4, 5, 3)]
 
 
@@ -74,7 +74,7 @@ def test_groups_are_apart_if_padding_all_shorter_rows_takes_much(
     for first, second in (((300, short), (600, long)), ((600, long), (300, short))):
         groups = Groups(facts(padding=5000), 32)
         for length, number in (first, second):
-            groups.add([make(length + each, length) for each in range(number)])
+            groups.join([make(length + each, length) for each in range(number)])
         assert len(groups) == count
 
 
@@ -83,7 +83,7 @@ def test_groups_are_apart_if_padding_all_shorter_rows_takes_much(
 )
 def test_slots_grow_in_steps(rows: int, most: int, slots: int) -> None:
     groups = Groups(facts(), most)
-    groups.add([make(number, 5) for number in range(rows)])
+    groups.join([make(number, 5) for number in range(rows)])
     [(_, found, _)] = shapes(groups)
     assert found == slots
 
@@ -91,7 +91,7 @@ def test_slots_grow_in_steps(rows: int, most: int, slots: int) -> None:
 def test_columns_grow_by_an_eighth_before_they_are_written() -> None:
     groups = Groups(facts(), 4)
     row = make(0, 4000)
-    groups.add([row])
+    groups.join([row])
     [(_, _, columns)] = shapes(groups)
     assert columns == 4096
     while len(row.drawn) < 95:
@@ -109,7 +109,7 @@ def test_columns_grow_by_an_eighth_before_they_are_written() -> None:
 def test_arrays_shrink_when_rows_change_and_half_is_unused() -> None:
     groups = Groups(facts(), 32)
     rows = [make(0, 2000), *(make(number, 5) for number in range(1, 9))]
-    groups.add(rows)
+    groups.join(rows)
     assert shapes(groups) == [((*range(9),), 12, 2048)]
     groups.remove(rows[8])
     assert shapes(groups)[0][1:] == (12, 2048)
@@ -122,8 +122,8 @@ def test_arrays_shrink_when_rows_change_and_half_is_unused() -> None:
 
 def test_bytes_are_those_of_all_slots_and_columns() -> None:
     groups = Groups(facts(padding=-1), 32)
-    groups.add([make(number, 5) for number in range(3)])
-    groups.add([make(3, 1000)])
+    groups.join([make(number, 5) for number in range(3)])
+    groups.join([make(3, 1000)])
     shapes(groups)
     assert groups.bytes == 4 * (256 * 10 + 300 + 7) + 1 * (1024 * 10 + 300 + 7)
 
@@ -131,12 +131,12 @@ def test_bytes_are_those_of_all_slots_and_columns() -> None:
 def test_arrays_count_until_their_rows_have_gone_over_to_those_of_a_row_that_joins() -> None:
     """Two groups are apart until a row comes whose length is between theirs."""
     groups = Groups(facts(padding=5000), 32)
-    groups.add([make(0, 300), make(1, 300)])
-    groups.add([make(2, 600)])
+    groups.join([make(0, 300), make(1, 300)])
+    groups.join([make(2, 600)])
     assert len(shapes(groups)) == 2
     middle, before = make(3, 450), groups.bytes
-    foreseen = groups.arrays.join([middle]).bytes(Growth(1))
-    groups.add([middle])
+    foreseen = groups.arrays.join([middle]).bytes_after(Growth(1))
+    groups.join([middle])
     assert groups.bytes == before, "nothing has gone over yet"
     [(rows, slots, columns)] = shapes(groups)
     assert sorted(rows) == [0, 1, 2, 3]
@@ -163,15 +163,15 @@ def test_bytes_are_known_before_they_are_taken(
         if leaves and groups.rows:
             groups.remove(groups.rows[length % len(groups.rows)])
         else:
-            groups.add([make(number, length)])
+            groups.join([make(number, length)])
         assert groups.count == len(groups.rows)
         if length % 2:
             groups.take_changed()
-    foreseen = groups.arrays.join([make(100 + each, each) for each in joining]).bytes(
+    foreseen = groups.arrays.join([make(100 + each, each) for each in joining]).bytes_after(
         Growth(tokens, beyond_limits=True)
     )
     for number, length in enumerate(joining):
-        groups.add([make(100 + number, length)])
+        groups.join([make(100 + number, length)])
     absorbed = groups._absorbed  # arrays that go when their rows have gone over to others
     taken = groups.take_changed(tokens)
     assert groups.bytes + absorbed == foreseen

@@ -10,7 +10,7 @@ import pytest
 from mlxsrv.engine.events import KVCost
 from mlxsrv.engine.orders import Budget
 from mlxsrv.engine.outcomes import TextFacts
-from mlxsrv.engine.plans import Decode, Read, Rewind, Span, Work
+from mlxsrv.engine.plans import Decode, Read, Rewind, Span, WorkItem
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.generation.parameters import Sampling
 from tests.support.fake_device import FACTS, FakeDevice
@@ -50,7 +50,7 @@ def rounds_until(bench: Bench, holds: Callable[[], bool]) -> None:
 
 
 def spans_of(bench: Bench, number: int) -> list[Span]:
-    return [span for work in bench.works(Read) for span in work.spans if number in span.rows]
+    return [span for work in bench.items(Read) for span in work.spans if number in span.rows]
 
 
 def is_read(bench: Bench, *, joins: bool) -> bool:
@@ -119,7 +119,7 @@ def fresh_of_a_padded_group(facts: TextFacts) -> Situation:
     bench = make(FakeDevice(facts), prefill_chunk=400)
     bench.submit(job(LEAVES, 100), job(2, 90))
     bench.round()
-    [work] = bench.works(Read)
+    [work] = bench.items(Read)
     assert len(work.spans) == (2 if facts.batched else 1)
     if not facts.batched:  # the shorter one came first
         bench.cancel(2)
@@ -139,7 +139,7 @@ def fail_a_step(facts: TextFacts) -> Bench:
     """Its fifth step has failed for want of memory, so all of it is to be read again."""
     steps: list[Decode] = []
 
-    def is_fifth(work: Work) -> bool:
+    def is_fifth(work: WorkItem) -> bool:
         steps.extend([work] if isinstance(work, Decode) else [])
         return isinstance(work, Decode) and len(steps) == 5
 
@@ -161,7 +161,7 @@ def on_trial_after_a_fault(facts: TextFacts) -> Situation:
     bench = fail_a_step(facts)
     drawn = len(bench.job(LEAVES).tokens)
     rounds_until(bench, lambda: len(bench.job(LEAVES).tokens) == drawn + 1)
-    assert bench.works(Decode)[-1].trial
+    assert bench.items(Decode)[-1].solo
     text = (*prompt(SIZE), *bench.job(LEAVES).tokens)
     return Situation(bench, len(text), (*text, 7, 8, 9))
 
@@ -239,7 +239,7 @@ def test_what_was_read_again_after_a_preemption_stays() -> None:
     bench = make()
     bench.send(Budget(FACTS.kv_bytes(4 * STEP + 30)))
     bench.submit(job(2, 100, 700), job(LEAVES, 100, 700))
-    rounds_until(bench, lambda: any(LEAVES in work.rows for work in bench.works(Rewind)))
+    rounds_until(bench, lambda: any(LEAVES in work.rows for work in bench.items(Rewind)))
     text = (*prompt(100), *bench.job(LEAVES).tokens)
     bench.cancel(2)  # so that there is room again
     begun = len(spans_of(bench, LEAVES))
@@ -260,5 +260,5 @@ def test_what_is_kept_already_is_not_kept_again() -> None:
     for number in range(1, 5):
         bench.submit(job(number, SIZE, 0, family=LEAVES))
         bench.finish()
-    keeps = [span.keep for work in bench.works(Read) for span in work.spans if span.keep]
+    keeps = [span.keep for work in bench.items(Read) for span in work.spans if span.keep]
     assert [keep.tokens for keep in keeps if keep.tokens == SIZE - 1] == [SIZE - 1]

@@ -42,7 +42,7 @@ def models(schedule: LoadSchedule) -> list[int]:
 def next_limit(schedule: LoadSchedule, read: int, seconds: float) -> int:
     """The bytes of a load's next slice, after one that has read so many in this time."""
     [work] = schedule.plan()
-    assert schedule.settle(work, outcome(LoadStep(bytes=read), seconds)) is None
+    assert schedule.note_outcome(work, outcome(LoadStep(bytes=read), seconds)) is None
     [work] = schedule.plan()
     assert isinstance(work, LoadSlice)
     return work.limit
@@ -78,9 +78,9 @@ def test_each_load_learns_for_itself() -> None:
     schedule = LoadSchedule()
     schedule.start(load("/a"), 1, 10)
     schedule.start(load("/b"), 2, 11)
-    works = schedule.plan()
-    for work, seconds in zip(works, (0.1, 0.4), strict=True):
-        schedule.settle(work, outcome(LoadStep(bytes=16 * MIB), seconds))
+    items = schedule.plan()
+    for work, seconds in zip(items, (0.1, 0.4), strict=True):
+        schedule.note_outcome(work, outcome(LoadStep(bytes=16 * MIB), seconds))
     limits = [work.limit for work in schedule.plan() if isinstance(work, LoadSlice)]
     assert limits == pytest.approx([16 * MIB, 4 * MIB], rel=1e-6)
 
@@ -101,17 +101,17 @@ def test_attachments_to_which_two_clients_gave_one_number_end_both() -> None:
     schedule = LoadSchedule()
     schedule.start(attach(7), 1, 10)
     schedule.start(attach(7), 2, 11)
-    works = schedule.plan()
-    assert [work.model for work in works] == [1, 2]
-    settled = [schedule.settle(work, outcome(ATTACHED)) for work in works]
+    items = schedule.plan()
+    assert [work.model for work in items] == [1, 2]
+    settled = [schedule.note_outcome(work, outcome(ATTACHED)) for work in items]
     assert settled == [(10, 1, attach(7), ATTACHED), (11, 2, attach(7), ATTACHED)]
-    assert schedule.idle
+    assert schedule.empty
 
 
 def test_a_model_has_its_name_from_the_start() -> None:
     scheduler = Scheduler()
     scheduler.plan([Received(1, Open())])
-    [work] = scheduler.plan([Received(1, Ask(10, load()))]).works
+    [work] = scheduler.plan([Received(1, Ask(10, load()))]).items
     assert scheduler.name(work.model) == "m"
     scheduler.settle(work, outcome(LOADED))
     assert scheduler.name(work.model) == "m"
@@ -124,7 +124,7 @@ def test_loads_of_one_folder_come_one_after_the_other() -> None:
         schedule.start(load(path), model, model)
     assert models(schedule) == [1, 2]
     one, _ = schedule.plan()
-    assert schedule.settle(one, outcome(LOADED)) is not None
+    assert schedule.note_outcome(one, outcome(LOADED)) is not None
     assert models(schedule) == [2, 3]
     schedule.abandon(3)
     assert models(schedule) == [2, 4]
@@ -135,11 +135,11 @@ def test_what_is_over_answers_its_question() -> None:
     schedule.start(load(), 1, 10)
     schedule.start(attach(), 2, 11)
     loading, attaching = schedule.plan()
-    assert schedule.settle(loading, outcome(LoadStep(bytes=5))) is None
-    assert schedule.settle(attaching, outcome(AttachStep())) is None
-    assert schedule.settle(loading, outcome(LOADED)) == (10, 1, load(), LOADED)
-    assert not schedule.idle
-    assert schedule.settle(attaching, outcome(ATTACHED)) == (11, 2, attach(), ATTACHED)
+    assert schedule.note_outcome(loading, outcome(LoadStep(bytes=5))) is None
+    assert schedule.note_outcome(attaching, outcome(AttachStep())) is None
+    assert schedule.note_outcome(loading, outcome(LOADED)) == (10, 1, load(), LOADED)
+    assert not schedule.empty
+    assert schedule.note_outcome(attaching, outcome(ATTACHED)) == (11, 2, attach(), ATTACHED)
     assert schedule.plan() == []
 
 
@@ -153,13 +153,13 @@ def test_what_fails_is_over(kind: str) -> None:
         refusal = Refusal("model not loaded", "damaged")
         step = LoadStep(refusal=refusal) if work.model == 1 else AttachStep(refusal=refusal)
         failed = outcome(step) if kind == "refusal" else outcome(None, fault="damaged")
-        finished = schedule.settle(work, failed)
+        finished = schedule.note_outcome(work, failed)
         assert finished is not None
         assert finished.step.refusal is not None
         reasons.append((finished.step.refusal.kind, finished.step.refusal.reason))
     attachment = "model not loaded" if kind == "refusal" else "engine failed"
     assert reasons == [("model not loaded", "damaged"), (attachment, "damaged")]
-    assert schedule.idle
+    assert schedule.empty
 
 
 def test_what_is_under_way_of_a_model_that_goes_is_given_up() -> None:
@@ -182,12 +182,12 @@ def test_what_is_under_way_of_a_model_that_goes_is_given_up() -> None:
     }
     # What they were doing in this round says nothing any more.
     settled = [
-        schedule.settle(work, outcome(LOADED if isinstance(work, LoadSlice) else ATTACHED))
+        schedule.note_outcome(work, outcome(LOADED if isinstance(work, LoadSlice) else ATTACHED))
         for work in planned
     ]
     assert settled[:3] == [None] * 3
     assert settled[3] == (13, 3, attach(9), ATTACHED)
-    assert schedule.idle
+    assert schedule.empty
 
 
 TASKS = st.lists(
@@ -218,18 +218,20 @@ def test_every_task_is_over_once_and_none_waits_but_for_its_folder(
     }
     over: dict[int, int] = {}  # rounds, by question
     for round in range(1, 1 + sum(left.values())):
-        works = schedule.plan()
-        folders = [tasks[work.model][0] for work in works if isinstance(work, LoadSlice)]
+        items = schedule.plan()
+        folders = [tasks[work.model][0] for work in items if isinstance(work, LoadSlice)]
         assert len(folders) == len(set(folders))
-        for work in works:
+        for work in items:
             left[work.model] -= 1
             ended = not left[work.model]
-            finished = schedule.settle(work, outcome(_step(work, ended, tasks[work.model][2])))
+            finished = schedule.note_outcome(
+                work, outcome(_step(work, ended, tasks[work.model][2]))
+            )
             assert ended == (finished is not None)
             if finished is not None:
                 assert finished.question not in over
                 over[finished.question] = round
-        if schedule.idle:
+        if schedule.empty:
             break
     assert over == bounds
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import Decoded, Fault, Outcome, RowFailure
-from mlxsrv.engine.plans import Decode, Work
+from mlxsrv.engine.plans import Decode, WorkItem
 from mlxsrv.engine.scheduling.lookup_policy import LookupPolicy
 from mlxsrv.engine.scheduling.prompt_index import as_tokens
 from mlxsrv.engine.scheduling.prompt_lookup import AT_ONCE
@@ -130,7 +130,7 @@ def test_what_a_round_has_won_is_counted_for_all_rows() -> None:
         ],
         [("inputs", 1, 1), ([3], [1], 1, 2.0)],
     ]
-    assert policy.statistics() == {"speculating": 0, "drafted": 9, "accepted": 4}
+    assert policy.counters() == {"speculating": 0, "drafted": 9, "accepted": 4}
 
 
 def test_a_round_behind_a_round_takes_all_the_time_since() -> None:
@@ -220,14 +220,14 @@ class Repeating(FakeDevice):
     def _happens(self, rate: float, *what: object) -> bool:
         return Random(repr((self._seed, *what))).random() < rate
 
-    def time(self, work: Work, passes: Sequence[Pass]) -> float:
+    def time(self, work: WorkItem, passes: Sequence[Pass]) -> float:
         return 0.001 * self._random.uniform(0.9, 1.1) if passes else 0.0
 
     def draw(self, job: Job, place: int) -> int:
         slips = self._happens(self._slips, job.id, place)
         return super().draw(job, place if slips else place % (4 + job.id % 5))
 
-    def fail(self, work: Work) -> Fault | None:
+    def fail(self, work: WorkItem) -> Fault | None:
         if isinstance(work, Decode) and work.guesses and self._random.random() < self.faults:
             return Fault("by chance")
         return None
@@ -286,11 +286,11 @@ def test_lookup_goes_on_behind_a_fault() -> None:
 
     def answer(*numbers: int) -> int:
         """Return how many guesses were planned for these jobs."""
-        before = len([work for work in bench.works(Decode) if work.guesses])
+        before = len([work for work in bench.items(Decode) if work.guesses])
         bench.submit(*(Job(n, "m", FILE, 200, frozenset(), Sampling()) for n in numbers))
         bench.finish()
         assert all(len(bench.job(number).tokens) == 200 for number in numbers)
-        return len([work for work in bench.works(Decode) if work.guesses]) - before
+        return len([work for work in bench.items(Decode) if work.guesses]) - before
 
     assert answer(1, 2) == 1, "rows that were in a fault are decoded plainly"
     device.faults = 0.0

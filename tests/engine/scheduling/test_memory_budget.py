@@ -10,7 +10,7 @@ import pytest
 
 from mlxsrv.engine.events import Finished, KVCost, Progress, Shortage, Token
 from mlxsrv.engine.orders import Budget, Job, MakeReport
-from mlxsrv.engine.plans import Decode, Forget, LoadSlice, Read, Rewind, Work
+from mlxsrv.engine.plans import Decode, Forget, LoadSlice, Read, Rewind, WorkItem
 from mlxsrv.engine.scheduling.groups import STEP
 from mlxsrv.engine.scheduling.row import Row
 from mlxsrv.engine.scheduling.row_memory import Forecast, RowMemory
@@ -71,7 +71,7 @@ def test_without_a_budget_nothing_is_bounded() -> None:
     bench.submit(*jobs)
     bench.finish()
     check_answers(bench, *jobs)
-    assert not bench.works(Rewind)
+    assert not bench.items(Rewind)
     assert not bench.shortages
 
 
@@ -83,8 +83,8 @@ def test_a_prompt_waits_until_there_is_room_for_it() -> None:
     bench.finish()
     check_answers(bench, *jobs)
     assert read_order(bench) == [1, 2, 3]
-    assert not bench.works(Rewind), "nobody is read whose memory is not there"
-    spans = [work for work in bench.works(Read) if work.spans[0].joins]
+    assert not bench.items(Rewind), "nobody is read whose memory is not there"
+    spans = [work for work in bench.items(Read) if work.spans[0].joins]
     assert len(spans) == 3, "one at a time"
 
 
@@ -97,7 +97,7 @@ def test_nobody_overtakes_a_prompt_that_waits_for_memory() -> None:
     bench.finish()
     check_answers(bench, first, large, small)
     assert read_order(bench) == [1, 2, 3]
-    assert not bench.works(Rewind), "nor is it begun before there is room"
+    assert not bench.items(Rewind), "nor is it begun before there is room"
 
 
 def test_what_fits_is_read_in_any_order() -> None:
@@ -114,7 +114,7 @@ def test_the_youngest_row_gives_its_memory_to_older_ones() -> None:
     bench.submit(*jobs)
     bench.finish()
     check_answers(bench, *jobs)
-    rewound = [row for work in bench.works(Rewind) for row in work.rows]
+    rewound = [row for work in bench.items(Rewind) for row in work.rows]
     assert rewound
     assert {*rewound} == {2}
     assert len(rewound) <= 2, "it comes back when the older row has gone, or for a growth step"
@@ -125,7 +125,7 @@ def test_the_youngest_row_gives_its_memory_to_older_ones() -> None:
 def test_a_preempted_row_is_heard_of() -> None:
     bench = bounded(4.1)
     bench.submit(job(1, 100, 600), job(2, 100, 600))
-    while not bench.works(Rewind):
+    while not bench.items(Rewind):
         bench.round()
     told = len(bench.job(2).events)
     while not bench.job(1).ended:
@@ -142,10 +142,10 @@ def test_a_prompt_that_is_half_read_goes_before_an_older_row(watched: bool) -> N
     bench.rounds(10)
     bench.submit(younger)
     bench.rounds(2)
-    assert [work for work in bench.works(Read) if work.spans[0].rows == (2,)]
+    assert [work for work in bench.items(Read) if work.spans[0].rows == (2,)]
     bench.send(Budget(int(4 * SLOT)))
     bench.rounds(1)
-    assert [work.rows for work in bench.works(Rewind)] == [(2,)]
+    assert [work.rows for work in bench.items(Rewind)] == [(2,)]
     bench.send(Budget(int(9 * SLOT)))
     bench.finish()
     check_answers(bench, older, younger)
@@ -159,8 +159,8 @@ def test_kept_prompts_give_way_first() -> None:
     bench.submit(job(2, 500, 4))
     bench.finish()
     check_answers(bench, job(2, 500, 4))
-    assert bench.works(Forget)
-    assert not bench.works(Rewind)
+    assert bench.items(Forget)
+    assert not bench.items(Rewind)
     assert not bench.shortages
 
 
@@ -172,10 +172,10 @@ def test_prompts_of_a_model_without_rows_give_way_first_and_no_more_than_are_nee
     assert bench.runner.text(1).kept_bytes == bench.runner.text(2).kept_bytes > 0
     bench.submit(job(3, 20, 200))
     bench.rounds(10)
-    assert not bench.works(Forget)
+    assert not bench.items(Forget)
     bench.submit(job(4, 500))
     bench.rounds(10)
-    assert [work.model for work in bench.works(Forget)] == [2]
+    assert [work.model for work in bench.items(Forget)] == [2]
     assert bench.runner.text(1).kept_bytes
     bench.finish()
     check_answers(bench, job(3, 20, 200), job(4, 500))
@@ -215,7 +215,7 @@ def test_prompts_are_kept_within_the_budget_where_they_cannot_be_cut_back() -> N
         bench.submit(job(number, 300, 4), job(10 + number, 200, 20))
         bench.finish()
     assert bench.runner.text(1).kept_bytes
-    assert bench.works(Forget)
+    assert bench.items(Forget)
 
 
 def test_a_larger_budget_is_an_answer() -> None:
@@ -259,10 +259,10 @@ def test_memory_is_asked_for_before_a_row_goes() -> None:
     bench.submit(job(1, 100, 400), job(2, 100, 400))
     while not bench.shortages:
         bench.round()
-    assert not bench.works(Rewind)
+    assert not bench.items(Rewind)
     bench.send(Budget(20 * SLOT))
     bench.finish()
-    assert not bench.works(Rewind)
+    assert not bench.items(Rewind)
     assert len(bench.shortages) == 1
 
 
@@ -283,7 +283,7 @@ def test_a_load_begins_when_rows_have_made_room_for_it() -> None:
     found: list[int] = []
 
     class Watching(FakeDevice):
-        def time(self, work: Work, passes: Sequence[Pass]) -> float:
+        def time(self, work: WorkItem, passes: Sequence[Pass]) -> float:
             if isinstance(work, LoadSlice) and work.model == 2:
                 found.append(bench.runner.text(1).bytes)
             return super().time(work, passes)
@@ -297,7 +297,7 @@ def test_a_load_begins_when_rows_have_made_room_for_it() -> None:
     bench.ask(msgspec.structs.replace(ORDER, model="n", path="/b"))
     bench.finish()
     check_answers(bench, *jobs)
-    assert bench.works(Rewind)
+    assert bench.items(Rewind)
     assert found
     assert max(found) <= taken - SLOT
 
@@ -320,7 +320,7 @@ def test_choices_of_one_prompt_are_read_once() -> None:
     bench.submit(*jobs)
     bench.finish()
     check_answers(bench, *jobs)
-    [rows] = {span.rows for work in bench.works(Read) for span in work.spans}
+    [rows] = {span.rows for work in bench.items(Read) for span in work.spans}
     assert rows == (1, 2, 3, 4)
 
 
@@ -329,7 +329,7 @@ def test_arrays_grow_by_less_where_memory_is_short() -> None:
         bench = bounded(budget)
         bench.submit(*(job(number, 100, 40) for number in range(1, 6)))
         bench.finish()
-        rooms = [group for work in bench.works(Decode) for group in work.groups or ()]
+        rooms = [group for work in bench.items(Decode) for group in work.groups or ()]
         return max(room.slots for room in rooms)
 
     assert slots(40) == 8
@@ -339,7 +339,7 @@ def test_arrays_grow_by_less_where_memory_is_short() -> None:
 def test_the_statistics_have_preemptions_and_bytes() -> None:
     bench = bounded(4.1)
     bench.submit(job(1, 100, 600), job(2, 100, 600), job(3, 100, 4))
-    while not bench.works(Rewind):
+    while not bench.items(Rewind):
         bench.round()
     number = bench.ask(MakeReport())
     bench.round()
@@ -363,7 +363,7 @@ def test_where_the_budget_shrinks_as_many_of_the_oldest_rows_stay_as_fit(
     bench.rounds(20)
     bench.send(Budget(int(part * bench.runner.text(1).bytes)))
     bench.round()
-    [rewound] = bench.works(Rewind)
+    [rewound] = bench.items(Rewind)
     assert sorted(rewound.rows) == list(range(left + 1, 6))
     bench.finish()
     check_answers(bench, *jobs)
@@ -376,7 +376,7 @@ def test_a_row_that_was_lost_is_tried_where_nothing_else_fits() -> None:
     bench.submit(job(1, 100, 100))
     bench.finish()
     check_answers(bench, job(1, 100, 100))
-    assert len(bench.works(Rewind)) == 1, "it does not have to go for its own trial"
+    assert len(bench.items(Rewind)) == 1, "it does not have to go for its own trial"
 
 
 @pytest.mark.parametrize("slots", [4.1, 4.6, 5.1, 6.1])
@@ -391,7 +391,7 @@ def test_rows_on_trial_join_the_others_within_the_budget(slots: float) -> None:
     bench.submit(*jobs)
     bench.finish()
     check_answers(bench, *jobs)
-    assert len(bench.works(Rewind)) == 1, "only the fault has taken KV caches"
+    assert len(bench.items(Rewind)) == 1, "only the fault has taken KV caches"
 
 
 @pytest.mark.parametrize("slots", [4, 40, 400])

@@ -101,7 +101,7 @@ class Crowd:
 
 def check(crowd: Crowd, device: ChanceDevice) -> None:
     bench = crowd.bench
-    rewound = Counter(row for work in bench.works(Rewind) for row in work.rows)
+    rewound = Counter(row for work in bench.items(Rewind) for row in work.rows)
     logs = [bench.job(number) for number in range(1, len(bench.jobs) + 1)]
     texts = sum(len(log.order.texts) for log in logs if isinstance(log.order, Embed))
     for place, log in enumerate(logs):
@@ -187,7 +187,7 @@ def test_kv_caches_stay_within_the_budget(
         if len(bench.plans) % patience == 0:
             crowd.answer()
     check(crowd, device)
-    rewound = sum(len(work.rows) for work in bench.works(Rewind))
+    rewound = sum(len(work.rows) for work in bench.items(Rewind))
     most = most_rounds_with_budget(list(bench.jobs.values()), device.faults, rewound)
     assert len(bench.plans) <= most + 200 * len(script)
     assert bench.runner.empty, "rows are left"

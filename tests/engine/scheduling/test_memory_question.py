@@ -25,9 +25,9 @@ def test_a_state_follows_another_only_by_the_table() -> None:
         for following in QuestionState:
             question, refused = make()[0], False
             for each in PATHS[state]:
-                question.enter(each)
+                question._enter(each)
             try:
-                question.enter(following)
+                question._enter(following)
             except RuntimeError:
                 refused = True
             case = f"{state.value}, then {following.value}"

@@ -44,9 +44,9 @@ class Bench:
 
     def round(self, *, beside: bool = False) -> list[Event]:
         schedule = self.schedule
-        self.budget.arrange()
-        works = [*schedule.plan_changes(), *schedule.plan(beside=beside)]
-        for work in works:
+        self.budget.begin_round()
+        items = [*schedule.plan_changes(), *schedule.plan(beside=beside)]
+        for work in items:
             schedule.settle(work, self.runner.run(work))
         events = [*self.budget.events]
         self.budget.events.clear()

@@ -158,12 +158,12 @@ def test_what_an_entry_can_be_cut_back_to_is_not_kept_beside_it() -> None:
 
 def test_what_a_row_was_lent_comes_back_with_its_uses() -> None:
     index = PromptIndex(300)
-    lent = keep(index, prompt(100))
+    views = keep(index, prompt(100))
     for _ in range(2):
-        index.use(lent, 100)
-    uses = index.lend(lent, 100)
+        index.use(views, 100)
+    uses = index.move_out(views, 100)
     assert uses == (100, 100)
-    assert index.lend(lent, 100) is None, "it is there no more"
+    assert index.move_out(views, 100) is None, "it is there no more"
     grown = index.promise(prompt(150), asked=100, uses=uses)
     index.confirm([grown], [KeptPrompt(grown, 100, True)])
     index.take_dropped()
@@ -174,7 +174,7 @@ def test_what_a_row_was_lent_comes_back_with_its_uses() -> None:
 
 def test_no_row_is_lent_what_cannot_be_cut_back() -> None:
     index = PromptIndex(BYTES)
-    assert index.lend(keep(index, prompt(100), cuts=False), 100) is None
+    assert index.move_out(keep(index, prompt(100), cuts=False), 100) is None
     assert len(index) == 1
 
 
@@ -219,7 +219,7 @@ def test_what_is_promised_is_of_use_unless_it_could_not_be_kept(kept: bool) -> N
 def test_what_a_broken_row_began_from_is_dropped() -> None:
     index = PromptIndex(BYTES)
     begun, other = keep(index, prompt(100), cuts=False), keep(index, prompt(100, 5000))
-    index.forget(prompt(150))
+    index.drop_prefixes(prompt(150))
     assert index.take_dropped() == (begun,)
     assert index.find(prompt(100, 5000)) == (other, 100)
 

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from benchmarks.kept_prompts import KINDS, POLICIES, Kind, Lru, Simulation, simulate
-from mlxsrv.engine.scheduling.prompt_index import Eviction, PromptIndex
-from mlxsrv.engine.scheduling.prompt_worth import PromptWorth
+from mlxsrv.engine.scheduling.prompt_index import PromptIndex
+from mlxsrv.engine.scheduling.prompt_worth import Eviction, PromptWorth
 from tests.support.traffic import Piece, Request, Text, make_traffic, size
 
 EACH_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

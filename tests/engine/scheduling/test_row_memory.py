@@ -21,7 +21,7 @@ NOTHING_KEPT = msgspec.structs.replace(FACTS, prompt_cache_bytes=0)
 
 
 def memory(bench: Bench) -> RowMemory:
-    return bench.scheduler._models[MODEL].text.memory
+    return bench.scheduler._models[MODEL].text_schedule.memory
 
 
 def failing_step(number: int, facts: TextFacts = NOTHING_KEPT) -> FaultyDevice:
@@ -40,35 +40,35 @@ def test_what_is_counted_is_there(batched: bool) -> None:
     """When texts are read, when rows go over to arrays, and when rows are tried one by one."""
     bench = make(failing_step(20, msgspec.structs.replace(NOTHING_KEPT, batched=batched)))
     bench.submit(*(job(number, 5 * number, 200) for number in range(1, 4)))
-    read = tried = 0
+    read = solo_joining = 0
     for _ in range(60):
         plan = bench.round()
         taken = bench.runner.text(MODEL).bytes
         assert taken <= memory(bench).held < taken + SLOT / 2, plan
-        read += any(isinstance(work, Read) for work in plan.works)
-        tried += any(isinstance(work, Decode) and work.trial for work in plan.works)
+        read += any(isinstance(work, Read) for work in plan.items)
+        solo_joining += any(isinstance(work, Decode) and work.solo for work in plan.items)
     rows = 3 if batched else 1
     assert read == 1 + rows, "each row was read again"
-    assert tried >= 2 * rows, "and tried"
+    assert solo_joining >= 2 * rows, "and tried"
 
 
 def test_nothing_is_counted_of_rows_that_have_ended() -> None:
     bench = make(FakeDevice(NOTHING_KEPT))
     for number, tokens in ((1, 0), (2, 5)):
         bench.submit(job(number, 30, tokens))
-        while not bench.works(Read):
+        while not bench.items(Read):
             bench.round()
         assert bool(memory(bench).held) == bool(bench.runner.text(MODEL).bytes) == bool(tokens)
         bench.cancel(number)
         bench.finish()
         assert not memory(bench).held
-        bench.runner.works.clear()
+        bench.runner.items.clear()
 
 
-def arranged(bench: Bench, *, trial: bool = False) -> list[list[tuple[int, ...]]]:
+def arranged(bench: Bench, *, solo: bool = False) -> list[list[tuple[int, ...]]]:
     """The rows of each group, of each step before which they changed."""
-    works = [work for work in bench.works(Decode) if work.trial == trial and work.groups]
-    return [[group.rows for group in work.groups or ()] for work in works]
+    items = [work for work in bench.items(Decode) if work.solo == solo and work.groups]
+    return [[group.rows for group in work.groups or ()] for work in items]
 
 
 def lose_two(slots: float) -> Bench:
@@ -80,7 +80,7 @@ def lose_two(slots: float) -> Bench:
     bench = make(device)
     bench.send(Budget(int(slots * SLOT)))
     bench.submit(job(1, 990, 60), job(2, 990, 60))
-    while not bench.works(Rewind):
+    while not bench.items(Rewind):
         bench.round()
     return bench
 
@@ -88,7 +88,7 @@ def lose_two(slots: float) -> Bench:
 def check_end(bench: Bench) -> None:
     bench.finish()
     assert all(len(log.tokens) == 60 for log in bench.jobs.values())
-    rewound = [work.rows for work in bench.works(Rewind)]
+    rewound = [work.rows for work in bench.items(Rewind)]
     assert rewound == [(1, 2)], "only the fault has taken KV caches"
 
 
@@ -99,7 +99,7 @@ def test_a_lost_row_waits_until_its_arrays_fit_beside_those_that_it_joins(slots:
 
 def test_a_row_that_comes_waits_until_the_arrays_of_a_trial_fit_beside_all() -> None:
     bench = lose_two(14.5)
-    while [(2,)] not in arranged(bench, trial=True):
+    while [(2,)] not in arranged(bench, solo=True):
         bench.round()
     bench.submit(job(3, 20, 60))
     check_end(bench)

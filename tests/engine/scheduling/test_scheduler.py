@@ -37,7 +37,7 @@ from tests.support.situations import (
 
 def heads(bench: Bench) -> list[int]:
     """The job of each slice's first prompt."""
-    return [work.spans[0].rows[0] for work in bench.works(Read)]
+    return [work.spans[0].rows[0] for work in bench.items(Read)]
 
 
 # Which prompt is read.
@@ -90,10 +90,10 @@ def test_short_prompts_share_a_slice_while_they_fit() -> None:
     bench = make()
     bench.submit(*(job(number, 16) for number in range(1, 7)))
     bench.round()
-    [first] = bench.works(Read)
+    [first] = bench.items(Read)
     assert [span.rows for span in first.spans] == [(1,), (2,), (3,), (4,)]
     bench.finish()
-    assert len(bench.works(Read)) == 2
+    assert len(bench.items(Read)) == 2
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_prompts_share_a_slice_only_if_the_model_can(
     bench = make(FakeDevice(msgspec.structs.replace(FACTS, **facts)))
     bench.submit(job(1, 10), job(2, 12), job(3, 10), job(4, 12))
     bench.finish()
-    slices = [[row for span in work.spans for row in span.rows] for work in bench.works(Read)]
+    slices = [[row for span in work.spans for row in span.rows] for work in bench.items(Read)]
     assert slices == expected
 
 
@@ -114,8 +114,8 @@ def test_twins_share_one_reading() -> None:
     bench = make()
     bench.submit(*(job(number, 100, family=5) for number in range(1, 5)))
     bench.finish()
-    assert all(span.rows == (1, 2, 3, 4) for work in bench.works(Read) for span in work.spans)
-    assert sum(span.end - span.begin for w in bench.works(Read) for span in w.spans) == 99
+    assert all(span.rows == (1, 2, 3, 4) for work in bench.items(Read) for span in work.spans)
+    assert sum(span.end - span.begin for w in bench.items(Read) for span in w.spans) == 99
     assert all(len(bench.job(number).tokens) == 4 for number in range(1, 5))
 
 
@@ -123,7 +123,7 @@ def test_twins_beyond_the_free_rows_wait() -> None:
     bench = make(max_rows=3)
     bench.submit(*(job(number, 40, number, family=5) for number in range(1, 6)))
     bench.finish()
-    assert [work.spans[0].rows for work in bench.works(Read)] == [(1, 2, 3), (4,), (5,)]
+    assert [work.spans[0].rows for work in bench.items(Read)] == [(1, 2, 3), (4,), (5,)]
 
 
 def test_twins_do_not_take_the_place_of_an_older_prompt() -> None:
@@ -193,7 +193,7 @@ def test_kept_prompts_are_forgotten_beyond_their_bytes() -> None:
         bench.submit(job(number, 200, 1))
         bench.finish()
     assert bench.runner.text(MODEL).kept_bytes <= 64 * 500
-    assert bench.works(Forget)
+    assert bench.items(Forget)
 
 
 # Rows that leave.
@@ -204,10 +204,10 @@ def test_rows_are_free_before_the_next_step() -> None:
     bench.submit(job(1, 5, 2), job(2, 5, 9))
     bench.finish()
     for plan in bench.plans:
-        kinds = [type(work) for work in plan.works]
+        kinds = [type(work) for work in plan.items]
         if Release in kinds and Decode in kinds:
             assert kinds.index(Release) < kinds.index(Decode)
-    [first, second] = bench.works(Release)
+    [first, second] = bench.items(Release)
     assert [leave.row for leave in first.rows] == [1]
     assert [leave.row for leave in second.rows] == [2]
 
@@ -218,7 +218,7 @@ def test_rows_that_are_cancelled_together_leave_together() -> None:
     bench.rounds(4)
     bench.cancel(1, 3, 5)
     bench.finish()
-    assert {leave.row for leave in bench.works(Release)[0].rows} == {1, 3, 5}
+    assert {leave.row for leave in bench.items(Release)[0].rows} == {1, 3, 5}
     assert len(bench.job(2).tokens) == len(bench.job(4).tokens) == 50
 
 

@@ -196,4 +196,4 @@ def test_every_job_ends_once_and_nothing_is_left(
     for (client, number), log in bench.jobs.items():
         assert log.ended, f"job {number} of {client} does not end"
     assert bench.runner.empty, "rows are left"
-    assert bench.scheduler.plan().works == ()
+    assert bench.scheduler.plan().items == ()

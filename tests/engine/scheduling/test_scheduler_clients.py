@@ -47,7 +47,7 @@ def test_two_clients_may_give_their_jobs_the_same_ids() -> None:
     bench.finish()
     assert len(bench.job(7).tokens) == 3
     assert len(bench.job(7, 2).tokens) == 4
-    assert {work.client for work in bench.works(Admit)} == {1, 2}
+    assert {work.client for work in bench.items(Admit)} == {1, 2}
 
 
 def test_one_client_cancels_its_own_job_only() -> None:
@@ -70,7 +70,7 @@ def test_what_a_client_has_goes_with_it() -> None:
     bench.send(Close(), client=2)
     bench.send(Submit(job(2, 5)), client=2)  # it came too late
     bench.round()
-    assert len(bench.works(UnloadModel)) == 2
+    assert len(bench.items(UnloadModel)) == 2
     assert not bench.runner.models
     assert bench.done
 
@@ -81,7 +81,7 @@ def test_of_two_loads_of_one_folder_one_has_slices() -> None:
     second = bench.ask(msgspec.structs.replace(ORDER, model="n"))
     third = bench.ask(msgspec.structs.replace(ORDER, model="o", path="/b"))
     bench.rounds(3)
-    assert [work.model for work in bench.works(LoadSlice)] == [1, 3] * 3
+    assert [work.model for work in bench.items(LoadSlice)] == [1, 3] * 3
     bench.finish()
     assert all(isinstance(bench.answers[1, each], Loaded) for each in (first, second, third))
 
@@ -149,7 +149,7 @@ def test_a_job_that_came_before_a_detachment_is_taken_before_it() -> None:
     bench.submit(job(2, 5))
     bench.send(Watch("m", (1,)))
     plan = bench.round()
-    kinds = [type(work) for work in plan.works]
+    kinds = [type(work) for work in plan.items]
     assert kinds[:4] == [Admit, DetachSAE, Admit, WatchFeatures]
 
 
@@ -193,5 +193,5 @@ def test_text_and_texts_have_slices_by_turns_beside_streams() -> None:
     bench.embed(Embed(3, "m", tuple((1,) * 60 for _ in range(10))))
     bench.finish()
     for plan in bench.plans:
-        names = [type(work).__name__ for work in plan.works]
+        names = [type(work).__name__ for work in plan.items]
         assert not {"Read", "EmbedSlice"} <= {*names} or "Decode" not in names

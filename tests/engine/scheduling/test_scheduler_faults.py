@@ -18,7 +18,7 @@ from mlxsrv.engine.plans import (
     Read,
     ReadDraft,
     RoundPlan,
-    Work,
+    WorkItem,
 )
 from tests.support.fake_device import FakeDevice
 from tests.support.scheduling import Bench
@@ -34,7 +34,7 @@ from tests.support.situations import (
 # Faults.
 
 
-def last_round_with(bench: Bench, count: int) -> Callable[[Work], bool]:
+def last_round_with(bench: Bench, count: int) -> Callable[[WorkItem], bool]:
     """Chooses a step of so many rows."""
     return lambda work: isinstance(work, Decode) and rows_of(bench, work) == count
 
@@ -43,11 +43,11 @@ def rows_of(bench: Bench, work: Decode) -> int:
     return len(bench.runner.text(work.model).decoded(work))
 
 
-def step(number: int) -> Callable[[Work], bool]:
+def step(number: int) -> Callable[[WorkItem], bool]:
     """Chooses the step of this number, and those behind it."""
     seen = [0]
 
-    def choose(work: Work) -> bool:
+    def choose(work: WorkItem) -> bool:
         seen[0] += isinstance(work, Decode)
         return isinstance(work, Decode) and seen[0] >= number
 
@@ -70,14 +70,14 @@ def test_after_a_fault_all_rows_go_on_with_the_same_tokens() -> None:
     bench.finish()
     for number in range(1, 9):
         assert bench.job(number).tokens == expected(bench, number, 20)
-    assert sum(work.trial for work in bench.works(Decode)) >= 8 * 3
+    assert sum(work.solo for work in bench.items(Decode)) >= 8 * 3
 
 
 def test_after_a_fault_rows_are_tried_beside_the_others() -> None:
     bench = make(FaultyDevice(step(4)), max_rows=8)
     bench.submit(*(job(number, 5, 30) for number in range(1, 5)))
     bench.rounds(4 + 12)
-    steps = [[w.trial for w in plan.works if isinstance(w, Decode)] for plan in bench.plans]
+    steps = [[w.solo for w in plan.items if isinstance(w, Decode)] for plan in bench.plans]
     assert [False, True] in steps
     bench.finish()
 
@@ -86,7 +86,7 @@ def test_the_row_that_is_to_blame_ends_and_the_others_go_on() -> None:
     device = FaultyDevice(lambda work: False)
     bench = make(device)
 
-    def choose(work: Work) -> bool:
+    def choose(work: WorkItem) -> bool:
         """Row 3 breaks each step in which it draws its fifth token."""
         if not isinstance(work, Decode):
             return False
@@ -112,11 +112,11 @@ def test_where_memory_is_short_fewer_rows_are_decoded_together() -> None:
     bench.finish()
     assert max(sizes[2:8]) <= 4
     assert all(bench.job(n).tokens == expected(bench, n, 12) for n in range(1, 9))
-    assert any(work.spare for work in bench.works(Forget))
+    assert any(work.spare for work in bench.items(Forget))
 
 
 def count_rows(bench: Bench, plan: RoundPlan) -> int:
-    return sum(rows_of(bench, work) for work in plan.works if isinstance(work, Decode))
+    return sum(rows_of(bench, work) for work in plan.items if isinstance(work, Decode))
 
 
 def test_a_row_for_which_memory_never_suffices_ends() -> None:
@@ -134,11 +134,11 @@ def test_prompts_of_a_slice_that_failed_are_read_alone(times: int, ended: list[i
     bench.submit(*(job(number, 12, 3) for number in range(1, 5)))
     bench.finish()
     assert [n for n in range(1, 5) if bench.job(n).failed is not None] == ended
-    assert all(len(work.spans) == 1 for work in bench.works(Read)[1:])
+    assert all(len(work.spans) == 1 for work in bench.items(Read)[1:])
 
 
 def test_a_long_prompt_whose_slice_fails_for_memory_is_read_anew() -> None:
-    def choose(work: Work) -> bool:
+    def choose(work: WorkItem) -> bool:
         return isinstance(work, Read) and work.spans[0].begin > 100
 
     bench = make(FaultyDevice(choose, 1, memory=True))
@@ -195,9 +195,9 @@ def test_a_draft_is_used_while_it_helps(share: float, least: int, most: int) -> 
     bench = make(DraftDevice(share))
     bench.submit(job(1, 20, 500))
     bench.finish()
-    rounds = sum(bool(work.proposals) for work in bench.works(Decode))
+    rounds = sum(bool(work.proposals) for work in bench.items(Decode))
     assert least <= rounds <= most
-    assert bench.works(ReadDraft)
+    assert bench.items(ReadDraft)
     assert bench.job(1).tokens == expected(bench, 1, 500)
 
 
@@ -205,14 +205,14 @@ def test_a_draft_proposes_to_a_row_that_is_alone() -> None:
     bench = make(DraftDevice(1.0))
     bench.submit(job(1, 20, 500))
     bench.rounds(20)
-    assert bench.works(Decode)[-1].proposals
+    assert bench.items(Decode)[-1].proposals
     bench.submit(job(2, 20, 20))
-    bench.runner.works.clear()
+    bench.runner.items.clear()
     while not bench.job(2).ended:
         bench.round()
-    assert not any(work.proposals for work in bench.works(Decode))
+    assert not any(work.proposals for work in bench.items(Decode))
     bench.finish()
-    assert bench.works(Decode)[-1].proposals
+    assert bench.items(Decode)[-1].proposals
 
 
 def test_a_draft_whose_round_fails_is_given_up() -> None:
@@ -221,7 +221,7 @@ def test_a_draft_whose_round_fails_is_given_up() -> None:
     bench.runner.device.fail = faulty.fail  # type: ignore[method-assign]
     bench.submit(job(1, 20, 200))
     bench.finish()
-    assert sum(bool(work.proposals) for work in bench.works(Decode)) == 1
+    assert sum(bool(work.proposals) for work in bench.items(Decode)) == 1
     assert bench.job(1).tokens == expected(bench, 1, 200)
 
 
@@ -281,10 +281,10 @@ def test_a_draft_is_known_to_have_read_the_text_of_a_row_that_is_left(
     ends = frozenset([first] if way == "stop" else [])
     bench.submit(job(2, 200, 1 if way == "length" else 8, end_tokens=ends))
     bench.finish()
-    assert [work.row for work in bench.works(ReadDraft)][-1] == 2
+    assert [work.row for work in bench.items(ReadDraft)][-1] == 2
     assert (len(bench.job(2).tokens) > 1) == (way == "goes on")
-    bench.runner.works.clear()
+    bench.runner.items.clear()
     bench.submit(job(3, 200, 100, family=third))
     bench.finish()
-    assert (bench.works(ReadDraft)[0].begin > 0) == known
+    assert (bench.items(ReadDraft)[0].begin > 0) == known
     assert bench.job(3).tokens == expected(bench, 3, 100)

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from mlxsrv.engine.events import KVCost, PromptRead
-from mlxsrv.engine.plans import Decode, Forget, Read, Span, Work
+from mlxsrv.engine.plans import Decode, Forget, Read, Span, WorkItem
 from tests.support.fake_device import FACTS, FakeDevice
 from tests.support.scheduling import Bench
 from tests.support.situations import MODEL, STEERED, FaultyDevice, job, make, prompt
@@ -16,7 +16,7 @@ HEAD = prompt(200)
 
 def opened(bench: Bench, number: int) -> Span:
     """The first span of a job's prompt."""
-    spans = [span for work in bench.works(Read) for span in work.spans]
+    spans = [span for work in bench.items(Read) for span in work.spans]
     return next(span for span in spans if number in span.rows and span.opens)
 
 
@@ -92,8 +92,8 @@ def test_a_row_that_runs_lends_its_prompt() -> None:
     bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3)))
     bench.submit(job(3, 0, prompt=HEAD + prompt(30, 4), steering=STEERED))
     bench.finish()
-    assert (opened(bench, 2).lender, opened(bench, 2).begin) == (1, 200)
-    assert (opened(bench, 3).lender, opened(bench, 3).begin) == (None, 0), "steered"
+    assert (opened(bench, 2).from_row, opened(bench, 2).begin) == (1, 200)
+    assert (opened(bench, 3).from_row, opened(bench, 3).begin) == (None, 0), "steered"
 
 
 def test_a_text_that_is_half_read_lends_what_is_read() -> None:
@@ -104,9 +104,9 @@ def test_a_text_that_is_half_read_lends_what_is_read() -> None:
     bench.submit(job(3, 0, prompt=HEAD[:150] + prompt(9, 4), steering=STEERED))
     bench.finish()
     first = opened(bench, 2)
-    assert first.lender == 1
+    assert first.from_row == 1
     assert 64 <= first.begin <= 150
-    assert opened(bench, 3).lender is None, "steered"
+    assert opened(bench, 3).from_row is None, "steered"
 
 
 def test_no_row_lends_what_cannot_be_cut_back() -> None:
@@ -116,16 +116,16 @@ def test_no_row_lends_what_cannot_be_cut_back() -> None:
         bench.rounds(6)
         bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3)))
         bench.finish()
-        assert opened(bench, 2).lender is None
-        assert not any(span.moves for work in bench.works(Read) for span in work.spans)
+        assert opened(bench, 2).from_row is None
+        assert not any(span.moves for work in bench.items(Read) for span in work.spans)
         assert opened(bench, 2).source is not None
 
 
 def test_a_lender_that_is_lost_in_the_same_round_costs_a_second_reading() -> None:
     """Its step fails after the round was planned. Both rows end well."""
 
-    def fails(work: Work) -> bool:
-        return isinstance(work, Decode) and not work.trial and armed
+    def fails(work: WorkItem) -> bool:
+        return isinstance(work, Decode) and not work.solo and armed
 
     armed = False
     bench = make(FaultyDevice(fails))
@@ -134,7 +134,7 @@ def test_a_lender_that_is_lost_in_the_same_round_costs_a_second_reading() -> Non
     armed = True
     bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3), max_tokens=5))
     bench.finish()
-    assert opened(bench, 2).lender == 1, "the first attempt"
+    assert opened(bench, 2).from_row == 1, "the first attempt"
     assert bench.job(1).failed is None
     assert bench.job(2).failed is None
     assert len(bench.job(1).tokens) == 40
@@ -142,7 +142,7 @@ def test_a_lender_that_is_lost_in_the_same_round_costs_a_second_reading() -> Non
 
 
 def test_a_slice_that_fails_loses_what_was_lent_to_it_and_nothing_else() -> None:
-    def fails(work: Work) -> bool:
+    def fails(work: WorkItem) -> bool:
         return isinstance(work, Read) and any(span.moves for span in work.spans)
 
     bench = make(FaultyDevice(fails))
@@ -152,7 +152,7 @@ def test_a_slice_that_fails_loses_what_was_lent_to_it_and_nothing_else() -> None
     bench.finish()
     assert bench.job(2).failed is None
     assert len(bench.job(2).tokens) == 4
-    assert bench.works(Forget), "the runner has nothing of it"
+    assert bench.items(Forget), "the runner has nothing of it"
     assert entries(bench) == 1
 
 
@@ -179,7 +179,7 @@ def test_prompts_that_draw_nothing_are_kept() -> None:
 def test_bytes_that_are_lent_count_once() -> None:
     """Either as a kept prompt's or as the row's."""
     bench = make()
-    schedule = bench.scheduler._models[MODEL].text
+    schedule = bench.scheduler._models[MODEL].text_schedule
     assert schedule is not None
 
     def check(plan: object) -> None:
@@ -198,15 +198,15 @@ def test_bytes_that_are_lent_count_once() -> None:
 
 
 def test_faults_of_memory_leave_nothing_lent_behind() -> None:
-    def fails(work: Work) -> bool:
-        return isinstance(work, Read) and any(span.lender is not None for span in work.spans)
+    def fails(work: WorkItem) -> bool:
+        return isinstance(work, Read) and any(span.from_row is not None for span in work.spans)
 
     bench = make(FaultyDevice(fails, memory=True))
     bench.submit(job(1, 0, prompt=HEAD, max_tokens=60))
     bench.rounds(10)
     bench.submit(job(2, 0, prompt=HEAD + prompt(30, 3)))
     bench.finish()
-    assert opened(bench, 2).lender == 1, "the first attempt"
+    assert opened(bench, 2).from_row == 1, "the first attempt"
     assert {len(bench.job(number).tokens) for number in (1, 2)} == {60, 4}
     assert bench.runner.empty
 

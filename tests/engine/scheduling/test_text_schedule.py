@@ -10,7 +10,7 @@ import pytest
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.outcomes import Admitted, Decoded, Done, Outcome, PromptsRead, RowFailure
-from mlxsrv.engine.plans import Admit, Decode, Read, Span, Work
+from mlxsrv.engine.plans import Admit, Decode, Read, Span, WorkItem
 from mlxsrv.engine.scheduling.draft_policy import DraftPolicy
 from mlxsrv.engine.scheduling.memory_budget import MemoryBudget
 from mlxsrv.engine.scheduling.pace import LEAST_SLICE, Pace
@@ -39,10 +39,10 @@ def make_schedule(
     )
 
 
-def plan(schedule: TextSchedule) -> list[Work]:
-    works = [*schedule.plan_rows(), *schedule.plan_steps()]
+def plan(schedule: TextSchedule) -> list[WorkItem]:
+    items = [*schedule.plan_rows(), *schedule.plan_steps()]
     slice = schedule.plan_slice(beside=False)
-    return works if slice is None else [*works, slice]
+    return items if slice is None else [*items, slice]
 
 
 def outcome(done: Done | None, seconds: float = 0.1) -> Outcome:
@@ -143,10 +143,10 @@ def test_guesses_are_those_of_the_rows_also_when_one_has_left() -> None:
     bench.rounds(60)
     bench.submit(job(5, 30, 5000))
     bench.rounds(60)
-    bench.runner.works.clear()
+    bench.runner.items.clear()
     bench.cancel(4)  # the last row takes its place
     bench.rounds(3)
-    [first, *_] = bench.works(Decode)
+    [first, *_] = bench.items(Decode)
     assert first.groups is not None
     [group] = first.groups
     assert [*group.rows] != sorted(group.rows), "rows change their places"

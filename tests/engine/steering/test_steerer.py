@@ -251,7 +251,7 @@ def test_a_clamped_feature_gets_its_activation(
     chosen = [int(i) for i in np.argsort(-active.sum(axis=0))[:2]]
     targets = [7.0, 0.0]
     steering = clamp(*sorted(zip(chosen, targets, strict=True)))
-    plan = steerer.plan([None, steerer.prepare(steering)])
+    plan = steerer.make_plan([None, steerer.prepare(steering)])
     assert plan is not None
     seen: list[mx.array] = []
 
@@ -393,7 +393,7 @@ def test_what_watches_is_free_at_once(models: Models, sae: Path) -> None:
     model = models("qwen3")
     steerer = attach(Steerer(model), sae)
     steerer.watch(Watch("m", (3,), 2))
-    plan = steerer.plan([None])
+    plan = steerer.make_plan([None])
     assert plan is not None
     gc.disable()
     try:

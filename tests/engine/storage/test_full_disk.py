@@ -34,9 +34,9 @@ class Disk:
     def __init__(self, path: Path) -> None:
         self.now = 0.0
         self.folder = StoreFolder(path, 1 << 40)
-        self.shelf = self.folder.open(FINGERPRINT)
+        self.held = self.folder.open(FINGERPRINT)
         self.store = PromptStore(
-            self.folder, self.shelf, FINGERPRINT, cuts=True, clock=lambda: self.now
+            self.folder, self.held, FINGERPRINT, cuts=True, clock=lambda: self.now
         )
 
     def write(self, seed: int) -> StoreCounts:
@@ -59,11 +59,11 @@ def test_a_full_disk_ends_the_writing_with_one_warning(
 ) -> None:
     disk = Disk(tmp_path)
     disk.write(1)
-    kept = sorted(disk.shelf.path.iterdir())
+    kept = sorted(disk.held.path.iterdir())
     with full():
         assert disk.write(2) == FULL
     assert disk.write(3) == FULL, "it is not asked"
-    assert sorted(disk.shelf.path.iterdir()) == kept
+    assert sorted(disk.held.path.iterdir()) == kept
     assert disk.finds(1), "what is there is of use still"
     assert [(each.levelname, each.getMessage()) for each in caplog.records] == [("WARNING", STOPS)]
 
@@ -97,7 +97,7 @@ def test_a_full_disk_is_tried_again_when_a_file_was_removed(tmp_path: Path, remo
     assert disk.write(2) == FULL
     [name] = split(text(1))
     if remover == "this process":
-        disk.folder.remove(disk.shelf, name)
+        disk.folder.remove_damaged(disk.held, name)
     else:
-        (disk.shelf.path / name.file).unlink()
+        (disk.held.path / name.file).unlink()
     assert disk.write(2).files == 1

@@ -91,8 +91,8 @@ class Place:
         self.kind = kind
         self.caches = factory(kind)
         self.folder = StoreFolder(path, most_bytes)
-        self.shelf = self.folder.open(fingerprint)
-        self.store = PromptStore(self.folder, self.shelf, fingerprint, cuts=self.caches.cuts)
+        self.held = self.folder.open(fingerprint)
+        self.store = PromptStore(self.folder, self.held, fingerprint, cuts=self.caches.cuts)
 
     def write(self, tokens: Text, cache: RowCache | None = None) -> StoreCounts:
         shared = share(cache or read(self.kind, tokens), cuts=self.caches.cuts)
@@ -112,11 +112,11 @@ class Place:
         builder = CacheBuilder(self.caches, fetched, cuts=self.caches.cuts)
         while not builder.done:
             builder.go_on(1)
-        return builder.finish()
+        return builder.build()
 
     @property
     def files(self) -> list[Path]:
-        return sorted(self.shelf.path.glob("*.mlxkv"))
+        return sorted(self.held.path.glob("*.mlxkv"))
 
 
 KINDS = [
@@ -139,7 +139,7 @@ def test_a_prompt_goes_on_as_if_it_had_been_read(tmp_path: Path, kind: str) -> N
     Place(tmp_path, kind).write(tokens, cache)
     again = Place(tmp_path, kind)  # as another process finds the folder
     asked = np.concatenate([tokens, text(40, seed=2)])
-    assert again.store.find(asked) == TOKENS
+    assert again.store.count_stored(asked) == TOKENS
     found = again.fetch(asked)
     assert found is not None
     assert found.tokens == TOKENS
@@ -180,9 +180,9 @@ def test_texts_share_the_chunks_that_they_begin_with(tmp_path: Path) -> None:
     assert place.write(one).files == 3
     assert place.write(one).files == 0
     assert place.write(other).files == 2  # its second chunk and its tail
-    assert place.store.find(other) == other.size
-    assert place.store.find(one[: CHUNK + 100]) == CHUNK
-    assert place.store.find(text(seed=9)) == 0
+    assert place.store.count_stored(other) == other.size
+    assert place.store.count_stored(one[: CHUNK + 100]) == CHUNK
+    assert place.store.count_stored(text(seed=9)) == 0
 
 
 def test_another_answer_goes_on_from_the_middle_of_a_file(tmp_path: Path) -> None:
@@ -204,9 +204,9 @@ def test_a_state_that_cannot_be_cut_serves_texts_that_begin_with_all_of_it(tmp_p
     tokens = text()
     place.write(tokens[:300])
     place.write(tokens[:500])
-    assert place.store.find(tokens) == 500
-    assert place.store.find(tokens[:499]) == 300
-    assert place.store.find(tokens[:299]) == 0
+    assert place.store.count_stored(tokens) == 500
+    assert place.store.count_stored(tokens[:499]) == 300
+    assert place.store.count_stored(tokens[:299]) == 0
 
 
 def test_what_is_handed_over_stays_as_it_is(tmp_path: Path) -> None:
@@ -241,11 +241,11 @@ def test_another_fingerprint_is_a_miss(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.write(tokens)
     other = Place(tmp_path, fingerprint="1" * 32)
-    assert other.store.find(tokens) == 0
+    assert other.store.count_stored(tokens) == 0
     for file in place.files:  # even where somebody has copied them
-        os.link(file, other.shelf.path / file.name)
+        os.link(file, other.held.path / file.name)
     other.folder.refresh(all_of_them=True)
-    assert other.store.find(tokens) == tokens.size
+    assert other.store.count_stored(tokens) == tokens.size
     assert other.fetch(tokens) is None
 
 
@@ -293,18 +293,18 @@ def test_a_damaged_file_is_a_miss_and_goes(tmp_path: Path, kind: str, damage: st
     assert found is None or found.tokens < tokens.size
     assert not chosen.exists()
     place.write(tokens)  # which sees that the file has gone
-    assert Place(tmp_path, kind).store.find(tokens) == tokens.size
+    assert Place(tmp_path, kind).store.count_stored(tokens) == tokens.size
 
 
 def test_a_file_that_has_vanished_is_a_miss(tmp_path: Path) -> None:
     place = Place(tmp_path)
     tokens = text()
     place.write(tokens)
-    assert place.store.find(tokens) == tokens.size
+    assert place.store.count_stored(tokens) == tokens.size
     for file in place.files:
         file.unlink()
     assert place.fetch(tokens) is None
-    assert place.store.find(tokens) == 0
+    assert place.store.count_stored(tokens) == 0
 
 
 def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
     shutil.rmtree(place.folder.path)
     assert place.fetch(text()) is None
     assert place.write(text(CHUNK, seed=2)).files == 1
-    assert place.store.find(text()) == 0, "what was there is forgotten"
+    assert place.store.count_stored(text()) == 0, "what was there is forgotten"
     assert place.fetch(text(CHUNK, seed=2)) is not None
     assert place.folder.nbytes == size(tmp_path)
     assert place.folder.path.stat().st_mode & 0o777 == 0o700
@@ -322,7 +322,7 @@ def test_a_folder_that_was_removed_is_made_again(tmp_path: Path) -> None:
 def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     others = [tmp_path / "notes.mlxkv", tmp_path / "photos" / "a.jpg"]
     place = Place(tmp_path)
-    others.append(place.shelf.path / "README")
+    others.append(place.held.path / "README")
     for path in others:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"0" * 100_000)
@@ -365,7 +365,7 @@ def test_nan_is_not_stored(tmp_path: Path, dtype: mx.Dtype) -> None:
     cache.layers[1].values[0, 1, CHUNK + 7, 3] = float("nan")
     place = Place(tmp_path)
     assert place.write(tokens, cache).files == 1
-    assert place.store.find(tokens) == CHUNK
+    assert place.store.count_stored(tokens) == CHUNK
 
 
 # The bound.
@@ -378,17 +378,17 @@ def test_the_bound_holds_at_the_start_and_while_it_runs(tmp_path: Path) -> None:
     for age, tokens in enumerate(texts):
         place.write(tokens)
         [name] = split(tokens)
-        os.utime(place.shelf.path / name.file, ns=(long_ago + age, long_ago + age))
+        os.utime(place.held.path / name.file, ns=(long_ago + age, long_ago + age))
     each = place.files[0].stat().st_size
     assert place.fetch(texts[0]) is not None  # used now, so it stays
     small = Place(tmp_path, most_bytes=5 * each)
     assert size(tmp_path) <= 5 * each
-    assert small.store.find(texts[0]) == CHUNK
-    assert small.store.find(texts[1]) == 0
+    assert small.store.count_stored(texts[0]) == CHUNK
+    assert small.store.count_stored(texts[1]) == 0
     for seed in range(20, 30):
         small.write(text(CHUNK, seed=seed))
         assert size(tmp_path) <= 5 * each
-    assert small.store.find(text(CHUNK, seed=29)) == CHUNK
+    assert small.store.count_stored(text(CHUNK, seed=29)) == CHUNK
 
 
 def test_the_bound_is_for_all_fingerprints(tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ def test_the_bound_is_for_all_fingerprints(tmp_path: Path) -> None:
     for seed in range(8):
         new.write(text(CHUNK, seed=seed))
         assert size(tmp_path) <= 4 * each + each // 2
-    assert not old.shelf.path.exists()
+    assert not old.held.path.exists()
 
 
 def test_a_prompt_larger_than_the_bound_is_not_written(tmp_path: Path) -> None:
@@ -435,7 +435,7 @@ def test_what_a_dead_writer_has_left_goes(tmp_path: Path) -> None:
     shared = share(read("qwen3", tokens), cuts=True)
     writing = place.store.write(tokens, shared.cache, Abandoned(), lambda counts: None)
     next(writing)
-    [unfinished] = place.shelf.path.iterdir()
+    [unfinished] = place.held.path.iterdir()
     Place(tmp_path)
     assert unfinished.exists(), "its writer lives"
     for _ in writing:
@@ -443,7 +443,7 @@ def test_what_a_dead_writer_has_left_goes(tmp_path: Path) -> None:
     unfinished.write_bytes(b"half")  # and now there is none
     Place(tmp_path)
     assert not unfinished.exists()
-    assert place.store.find(tokens) == tokens.size
+    assert place.store.count_stored(tokens) == tokens.size
 
 
 def test_a_writer_with_the_same_process_id_does_not_end_the_writing(
@@ -452,7 +452,7 @@ def test_a_writer_with_the_same_process_id_does_not_end_the_writing(
     place = Place(tmp_path)
     tokens = text(CHUNK)
     [name] = split(tokens)
-    other = place.shelf.path / f"{os.getpid()}-1-{name.digest.hex()}.mlxkv-unfinished"
+    other = place.held.path / f"{os.getpid()}-1-{name.digest.hex()}.mlxkv-unfinished"
     with other.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert place.write(tokens) == StoreCounts()
@@ -469,5 +469,5 @@ def test_only_the_owner_may_read(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert place.folder.path.stat().st_mode & 0o777 == 0o700
-    assert place.shelf.path.stat().st_mode & 0o777 == 0o700
+    assert place.held.path.stat().st_mode & 0o777 == 0o700
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in place.files)

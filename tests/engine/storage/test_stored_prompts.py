@@ -156,7 +156,7 @@ def test_what_a_row_that_runs_holds_is_not_fetched(
         engine.round([])
     spans = {row: span for work in engine.find(Read) for span in work.spans for row in span.rows}
     assert spans[2].moves, "nothing is kept in memory meanwhile"
-    assert (spans[3].lender, spans[3].begin) == (2, READ)
+    assert (spans[3].from_row, spans[3].begin) == (2, READ)
     assert not engine.find(FetchPrompt)
     engine.end()
 
@@ -315,7 +315,7 @@ def test_prompts_do_not_wait_in_turn_for_a_disk_that_hangs(
         engine.round([Received(0, order) for order in storage.give_up()])
     assert len(engine.find(FetchPrompt)) == 2
     hangs.set()
-    storage.close()
+    storage.finish_writes()
     engine.send()
     assert not storage._given_up, "what was read too late is dropped"
     assert engine.ask(make_job(5, prompts[2]))[1] == len(prompts[2]) - 1, "it hangs no more"

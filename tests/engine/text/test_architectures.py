@@ -17,7 +17,7 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.events import Answered, Loaded, Token
 from mlxsrv.engine.orders import Submit
 from mlxsrv.engine.outcomes import Fault, Outcome
-from mlxsrv.engine.plans import Decode, Work
+from mlxsrv.engine.plans import Decode, WorkItem
 from mlxsrv.engine.scheduling.scheduler import Received
 from tests.support.architectures import list_architectures, write_architecture
 from tests.support.effort import often
@@ -65,7 +65,7 @@ def test_text_is_mlx_lms_whatever_happens(name: str, tmp_path: Path) -> None:
 
     faults: list[Fault] = []
 
-    def watch(_: Work, outcome: Outcome) -> Outcome:
+    def watch(_: WorkItem, outcome: Outcome) -> Outcome:
         faults.extend([outcome.fault] if outcome.fault is not None else [])
         return outcome
 

@@ -458,6 +458,6 @@ def test_a_draft_that_reads_a_slice_copies_no_more_than_that(models: Any) -> Non
 
     draft._feed = note  # type: ignore[method-assign]
     for tokens in (16, 182, 3, 16):  # across the end of the prompt, and beyond that of the text
-        draft.read(tokens)
+        draft.read_on(tokens)
     assert fed == [*range(5, 205), 7, 8, 9]
     assert Sliced.most <= 182

@@ -59,7 +59,7 @@ def test_a_row_lends_what_it_holds_wherever_it_is(models: Any, place: str, begin
         driver.run((2,), (0,), rows=[0, 2], count=COUNT // 2)
         driver.run((2, 0), rows=[0, 2])
     driver.admit(1, (*prompt(0, SIZE)[:begin], *prompt(1, 9)))
-    driver.read(1, lender=0, begin=begin)
+    driver.read(1, from_row=0, begin=begin)
     if place == "half read":
         assert last is not None
         driver.runner.read([last])
@@ -75,7 +75,7 @@ def test_a_row_that_has_lost_its_kv_cache_lends_nothing(models: Any) -> None:
     driver.runner.rewind([0])
     driver.admit(1, (*prompt(0, SIZE), *prompt(1, 9)))
     with pytest.raises(RuntimeError, match="row 0 has lost"):
-        driver.read(1, lender=0, begin=100)
+        driver.read(1, from_row=0, begin=100)
     assert not driver.runner._texts
     driver.read(1)
     driver.run((1,), rows=[1])

@@ -80,7 +80,7 @@ class _Alone(NamedTuple):
     decoded: _Arrays
 
 
-def try_rows(
+def check_batching(
     model: Any, caches: KVCacheFactory, ranks: RankGroup | None = None
 ) -> Generator[None, None, None]:
     """Find out whether rows of the model can be decoded together, and read together with padding.
@@ -107,7 +107,7 @@ def try_rows(
         rows: list[_Alone] = []
         for text in _make_texts(first, vocabulary):
             rows.append((yield from _run_alone(model, caches, text)))
-        limit, off = yield from _try_decoding(model, caches, rows)
+        limit, off = yield from _check_decoding(model, caches, rows)
         if _all_say(ranks, off <= limit):
             break
         if not caches.group_masks:  # with such masks, most models raise errors
@@ -123,7 +123,7 @@ def try_rows(
     yield
 
 
-def _try_decoding(
+def _check_decoding(
     model: Any, caches: KVCacheFactory, rows: Sequence[_Alone]
 ) -> Generator[None, None, tuple[float, float]]:
     """The most that rows may be off beside others, and what they are."""
@@ -175,8 +175,8 @@ def _run_alone(model: Any, caches: KVCacheFactory, text: _Text) -> Generator[Non
 def _read(model: Any, cache: RowCache, tokens: tuple[int, ...]) -> RowCache:
     """Read these tokens. What comes back has room for no more."""
     model(mx.array([tokens]), cache=cache.layers)
-    read = RowCache(cache.layers, cache.tokens + len(tokens), lent=True)
-    read.settle()
+    read = RowCache(cache.layers, cache.tokens + len(tokens), views=True)
+    read.materialize()
     return read
 
 
@@ -187,14 +187,15 @@ def _decode(model: Any, caches: KVCacheFactory, rows: Sequence[_Alone]) -> list[
     logits = model(mx.array([[row.text.last] for row in rows]), cache=together.layers)
     together.advance(1)
     return [
-        [each[-1], *_list_states(together.lend(number), 1)] for number, each in enumerate(logits)
+        [each[-1], *_list_states(together.view_row(number), 1)]
+        for number, each in enumerate(logits)
     ]
 
 
 def _read_padded(model: Any, caches: KVCacheFactory, rows: Sequence[_Alone]) -> list[_Arrays]:
     parts = [row.text.part for row in rows]
     together = read_together(model, caches, [row.begun.copy() for row in rows], parts)
-    return [_list_states(together.lend(number), len(part)) for number, part in enumerate(parts)]
+    return [_list_states(together.view_row(number), len(part)) for number, part in enumerate(parts)]
 
 
 def _attempt(run: Callable[[], list[_Arrays]]) -> list[_Arrays]:

@@ -12,13 +12,13 @@ from mlx_lm.models.switch_layers import SwitchLinear
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.kv_costs import find_costs
-from mlxsrv.engine.execution.trial import try_rows
+from mlxsrv.engine.execution.batch_check import check_batching
 from tests.support.architectures import make_model
 
 
 def find(model: Any) -> KVCacheFactory:
     caches = KVCacheFactory(model)
-    for _ in try_rows(model, caches):
+    for _ in check_batching(model, caches):
         pass
     return caches
 
@@ -65,7 +65,7 @@ def test_a_trial_stops_between_passes_and_takes_little_memory_beside_the_weights
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    passes = [model.count for _ in try_rows(model, caches)]
+    passes = [model.count for _ in check_batching(model, caches)]
     assert all(later == earlier + 1 for earlier, later in pairwise(passes)), passes
     # Less than two of the steps by which mlx-lm's KV caches grow, whatever the number of texts.
     step = sum(cost.bytes(256) for cost in find_costs(model))

@@ -14,7 +14,7 @@ from mlxsrv.engine.outcomes import Decoded, RowFailure
 from mlxsrv.engine.sampling.processors import Masks
 
 
-class Told:
+class StepResults:
     """The results that a step has told so far. If it fails then, this counts nevertheless."""
 
     __slots__ = (
@@ -44,7 +44,7 @@ class Told:
         """Note that the row cannot go on. The first cause counts."""
         self.failures.setdefault(row.id, RowFailure(row.id, reason, clear))
 
-    def finish(self) -> Decoded:
+    def to_decoded(self) -> Decoded:
         return Decoded(
             tuple(self.tokens),
             self.likelihoods,
@@ -58,14 +58,14 @@ class Told:
         )
 
 
-def tell_tokens(row: LiveRow, tokens: Sequence[int], told: Told) -> int:
+def deliver_tokens(row: LiveRow, tokens: Sequence[int], results: StepResults) -> int:
     """Tell the tokens of a round, up to the one after which the row's constraint binds the next,
     or fails. Returns how many it was."""
     for taken, token in enumerate(tokens, start=1):
         row.drawn.append(token)
-        told.tokens.append((row.id, token))
-        accept(row, told)
-        if row.id in told.failures or binds(row, told):
+        results.tokens.append((row.id, token))
+        accept(row, results)
+        if row.id in results.failures or binds(row, results):
             return taken
     return len(tokens)
 
@@ -73,7 +73,7 @@ def tell_tokens(row: LiveRow, tokens: Sequence[int], told: Told) -> int:
 # What concerns the constraint of one row. An error of it, or a panic, is that row's failure only.
 
 
-def accept(row: LiveRow, told: Told) -> None:
+def accept(row: LiveRow, results: StepResults) -> None:
     """Tell the row's constraint the tokens that it has not seen."""
     if row.constraint is None or row.accepted_tokens == len(row.drawn):
         return
@@ -84,30 +84,30 @@ def accept(row: LiveRow, told: Told) -> None:
     except BaseException as error:
         if not survivable(error):
             raise
-        told.fail(row, describe_error(error))
+        results.fail(row, describe_error(error))
 
 
-def binds(row: LiveRow, told: Told) -> bool:
+def binds(row: LiveRow, results: StepResults) -> bool:
     """Whether the row's constraint binds its next token."""
-    if row.constraint is None or row.id in told.failures or row.id in told.broken:
+    if row.constraint is None or row.id in results.failures or row.id in results.broken:
         return False
     try:
         return not row.constraint.dormant
     except BaseException as error:
         if not survivable(error):
             raise
-        told.fail(row, describe_error(error))
+        results.fail(row, describe_error(error))
         return False
 
 
-def tell_constraints(rows: Sequence[LiveRow], masks: Masks, told: Told) -> None:
+def report_constraints(rows: Sequence[LiveRow], masks: Masks, results: StepResults) -> None:
     """Tell which constraints bind the token that was just drawn, and which cannot go on."""
-    told.bound += [rows[i].id for i in masks.bound]
+    results.bound += [rows[i].id for i in masks.bound]
     for i, reason in masks.faults.items():
-        told.fail(rows[i], reason)
+        results.fail(rows[i], reason)
     for row in rows:
         if row.constraint is not None and (failure := _find_failure(row)) is not None:
-            told.fail(row, *failure)
+            results.fail(row, *failure)
 
 
 def _find_failure(row: LiveRow) -> tuple[str, str | None] | None:
