@@ -3,7 +3,7 @@
 MLX binds arrays and streams to threads, and its GPU back ends do not support concurrent use. So
 every load, prefill and decode step of every model of every app in the process happens here. A round
 of this thread: take all orders that are there, have the scheduler plan, have the runner do each
-work, and deliver what came of it.
+work item, and deliver the events that follow from it.
 
 What crosses the thread's boundary, and who owns it:
 
@@ -12,8 +12,8 @@ What crosses the thread's boundary, and who owns it:
 - With the order of a load comes what makes constraints of its jobs' grammars. Both sides use it:
   the client's threads compile grammars, and this thread finds them compiled. What it makes of them
   belongs to this thread.
-- Events go up through the mailbox: of each client once after the plan and once after each work, if
-  there are any, each time with one `call_soon_threadsafe`.
+- Events go up through the mailbox: of each client once after the plan and once after each work
+  item, if there are any, each time with one `call_soon_threadsafe`.
 - A client belongs to its event loop, the scheduler and the runner to this thread. Neither touches
   the other's state.
 """
@@ -143,8 +143,8 @@ class DeviceThread:
         self._inbox.put(_Parcel(mailbox, order, make_constraint))
 
     def _send_report(self, order: StorageReport) -> None:
-        """Queue what the storage thread tells. Called on that thread, which has let go of all that
-        the order is about."""
+        """Queue a report of the storage thread. Called on that thread, which no longer uses
+        anything that the report is about."""
         self._inbox.put(_Parcel(None, order))
 
     def _park(self) -> None:
@@ -186,8 +186,8 @@ class DeviceThread:
             self._work(orders)
 
     def _join(self) -> bool:
-        """Wait for all ranks, if there are to be several. False: they have not come, as `joined`
-        tells."""
+        """Wait for all ranks, if there are to be several. False: they have not come; `joined` has
+        the error."""
         if self._join_ranks is None:
             self.joined.set_result(0)
             return True

@@ -117,7 +117,7 @@ class Shortage(msgspec.Struct, frozen=True):
 
 class Failed(msgspec.Struct, frozen=True):
     """The job ended because the engine could not go on with it. `reason` is for the log; `clear`
-    is what a client may be told of it, if anything. `shortage`: it can never fit into memory."""
+    is what a client may read of it, if anything. `shortage`: it can never fit into memory."""
 
     job: int
     reason: str

@@ -1,4 +1,4 @@
-"""Errors of a work: how they are told apart, logged and described."""
+"""Errors of a work item: how they are classified, logged and described."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     question: Question | Load | Attach
 
 
-# What the storage thread tells. A model is named by its number, a kept prompt by its entry.
+# Reports of the storage thread. A model is named by its number, a cached prompt by its entry.
 
 
 class Written(msgspec.Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""Outcomes: what came of each work of a plan. The scheduler learns from nothing else.
+"""Outcomes: the result of each work item of a plan. The scheduler learns from nothing else.
 
 All are frozen, and hold no exception and no array of MLX's.
 """
@@ -14,26 +14,26 @@ from mlxsrv.generation.outputs import Vectors
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """The work failed: the error in one line. `memory`: for want of it, so less work at once may
-    do."""
+    """Why a work item failed: the error in one line. `memory`: there was too little memory, so
+    fewer rows at once may succeed."""
 
     reason: str
     memory: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The answer to a client whose work cannot be done: the kind of error, and its message."""
+    """Why a client's order is refused: the kind of error, and its message."""
 
     kind: Literal["model not loaded", "sae incompatible", "backend missing", "engine failed"]
     reason: str
 
 
-# What is done of a work, by its kind.
+# The results, by the kind of the work item.
 
 
 class RowFailure(msgspec.Struct, frozen=True):
     """A row that cannot go on, for a cause of its own. `reason` is for the log; `clear` is what a
-    client may be told of it, if anything."""
+    client may read of it, if anything."""
 
     row: int
     reason: str
@@ -41,15 +41,15 @@ class RowFailure(msgspec.Struct, frozen=True):
 
 
 class StoredBeginning(msgspec.Struct, frozen=True):
-    """So many of the first tokens of a row's prompt are on disk, or more."""
+    """The KV cache of at least the first `tokens` of a row's prompt is on disk."""
 
     row: int
     tokens: int
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True):
-    """Rows that could not be taken. Other works of the same plan may name them all the same: those
-    pass over them. And rows of whose prompts something is stored."""
+    """Rows that could not be admitted, which later work items of the same plan skip; and rows whose
+    prompts have a prefix on disk."""
 
     failures: tuple[RowFailure, ...] = ()
     stored: tuple[StoredBeginning, ...] = ()
@@ -64,7 +64,7 @@ class KeptPrompt(msgspec.Struct, frozen=True):
 
 
 class Kept(msgspec.Struct, frozen=True, tag=True):
-    """KV caches of rows that left. One that was to be kept and is not here could not be."""
+    """The KV caches of freed rows that were kept. One that is missing here could not be kept."""
 
     prompts: tuple[KeptPrompt, ...] = ()
 
@@ -88,7 +88,7 @@ class PromptsRead(msgspec.Struct, frozen=True, tag=True):
 class Decoded(msgspec.Struct, frozen=True, tag=True):
     """The tokens of the step before, or several of each row where tokens were proposed.
 
-    If the work failed, these tokens count nevertheless.
+    These tokens count even if the step has failed.
 
     Attributes:
         tokens: (row, token) in the order of the rows; none of a row that is in its first step.
@@ -115,7 +115,7 @@ class Decoded(msgspec.Struct, frozen=True, tag=True):
 
 
 class HandedOver(msgspec.Struct, frozen=True, tag=True):
-    """Kept prompts that the storage thread writes: the order Written tells of each."""
+    """Cached prompts that the storage thread now writes. An order Written follows for each."""
 
     entries: tuple[int, ...] = ()
 
@@ -204,7 +204,7 @@ class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):
         slices: a text may be read in several slices.
         labels: logits for a pair of texts; 0: the model makes vectors and judges no pairs.
         longest: tokens that it has positions for; None: no bound of its own.
-        token_bytes: that a pass works with for each token, but for attention's scores.
+        token_bytes: that a pass needs for each token, without attention's scores.
         score_bytes: the same for each pair of tokens of a text: attention's scores.
         hidden_bytes: of the last hidden state of a token.
         kv_costs: of a text that is read in several slices.
@@ -219,7 +219,7 @@ class EmbedFacts(msgspec.Struct, frozen=True, kw_only=True):
     kv_costs: tuple[KVCost, ...] = ()
 
     def pass_bytes(self, tokens: int, longest: int) -> int:
-        """The bytes that a pass works with, estimated from above.
+        """Estimate the bytes that a pass needs at most.
 
         Args:
             tokens: of the pass, padding included.
@@ -285,13 +285,13 @@ Done = (
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The result of one work.
+    """The result of one work item.
 
     Attributes:
         began, ended: seconds, by a clock that never goes back.
-        done: by the kind of the work; of a work that failed, as much as was done.
-        fault: the work failed. KV caches that it touched are dropped: those of all rows of the
-            decoder, those of all spans that were read, that of the draft model.
+        done: the result, by the kind of the work item; of a failed one, as much as was done.
+        fault: why it failed; None if it did not. The KV caches that it touched are dropped: those
+            of all rows of the decoder, of all spans that were read, or of the draft model.
     """
 
     began: float
@@ -305,7 +305,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> str | None:
-        """The reason why the work failed, or was refused; None if neither."""
+        """Why it failed or was refused; None if neither."""
         if self.fault is not None:
             return self.fault.reason
         refusal: Refusal | None = getattr(self.done, "refusal", None)

@@ -1,8 +1,9 @@
-"""Plans: the works of one round, which the scheduler chooses and the runner does in their order.
+"""Plans: the work items of one round, chosen by the scheduler and done by the runner in their
+order.
 
-A work is a frozen Struct of numbers and names: it can be recorded, replayed, and sent to another
-process. It names a row by the id of its job, a model by the number that its load was given, and a
-kept prompt by the number of its entry.
+A work item is a frozen Struct of numbers and names: it can be recorded, replayed, and sent to
+another process. It names a row by the id of its job, a model by the number that its load was given,
+and a kept prompt by the number of its entry.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from mlxsrv.engine.orders import Attach, Embed, Job, Load, Question
 
 
 class _Item(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """One piece of work. What comes of it is its Outcome; see `outcomes`.
+    """One work item. The runner returns an Outcome for it; see `outcomes`.
 
     Attributes:
         title: what the watchdog calls it.
@@ -50,7 +51,7 @@ class Keep(msgspec.Struct, frozen=True):
 
 
 class FreedRow(msgspec.Struct, frozen=True):
-    """A row that leaves, wherever it is. Its KV cache is dropped, unless it is to be kept."""
+    """A row to free, at whatever stage it is. Its KV cache is dropped unless `keep` is given."""
 
     row: int
     keep: Keep | None = None
@@ -89,10 +90,12 @@ class Span(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         rows: the rows whose text it is. Those after the first share the reading.
         begin, end: the first token to read, and the one behind the last.
-        source, lender: the kept prompt, or the row, with a copy of whose KV cache the reading
-            begins, cut to `begin` tokens. None of both: it begins with an empty one.
-        moves: the kept prompt itself is taken, and is kept no more.
-        opens: the reading begins with this span.
+        source: the number of the cached prompt with a copy of whose KV cache the reading begins,
+            cut to `begin` tokens.
+        from_row: the id of the row with a copy of whose KV cache it begins instead, cut alike. If
+            neither is given, it begins with an empty KV cache.
+        moves: the cached prompt is moved, not copied: it leaves the prompt cache.
+        opens: this span is the first of the text.
         keep: a copy of the KV cache is kept after the span.
         joins: the text is read to its end but for the last token, so these rows may be decoded.
             None: there is more to read. Rows that draw no token are not among them.
@@ -139,7 +142,8 @@ class Decode(_Item, frozen=True):
     """One step for all rows of a decoder. Done: Decoded.
 
     Attributes:
-        trial: the decoder is that of a row which was in a step that failed.
+        solo: the step is that of the solo decoder, in which one row decodes alone after a step in
+            which it was has failed.
         groups: the rows by the KV cache that they share; None: as in the step before. Each has the
             rows of one or several of the groups that there are, or that were read.
         proposals: how many tokens the draft model proposes to each row, in their order; empty: it
@@ -186,8 +190,8 @@ class StorePrompts(_Item, frozen=True):
 
 class FetchPrompt(_Item, frozen=True):
     """Have the storage thread read what is stored of a row's prompt, to be the kept prompt
-    `entry`. Done: None; the order Fetched tells what was read, after so many
-    seconds at the latest."""
+    `entry`. Done: None. The order Fetched says what was read, after so many `seconds` at the
+    latest."""
 
     title = "fetching prompts"
 
@@ -336,12 +340,13 @@ PlainItem = (
     | UnloadModel
     | AnswerQuestion
 )
-"""Works that tell nothing if they fail; a step may tell the tokens of the step before."""
+"""Work items that return nothing if they fail. A failed step may return the tokens of the step
+before."""
 
 WorkItem = Decode | PlainItem
 
 
 class RoundPlan(msgspec.Struct, frozen=True):
-    """The works of one round, in order."""
+    """The work items of one round, in order."""
 
     items: tuple[WorkItem, ...] = ()

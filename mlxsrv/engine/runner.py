@@ -1,8 +1,8 @@
-"""The runner: does the works of a plan, in their order, and tells what came of each.
+"""The runner: does the work items of a plan in their order, and returns the outcome of each.
 
 It touches MLX and decides nothing. Its clock measures, and chooses nothing. MLX is imported by the
-first work that needs it: the device thread must be the first to import it, and an app that is only
-imported, or asked for `--help`, does not pay for it.
+first work item that needs it: the device thread must be the first to import it, and an app that is
+only imported, or asked for `--help`, does not pay for it.
 
 Used on the device thread only.
 """
@@ -75,12 +75,12 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Does works for all models of the process.
+    """Does the work items of all models of the process.
 
     Args:
         post: puts an order of the storage thread into the queue of orders.
-        clock: tells when works begin and end, in seconds, and never goes back.
-        ranks: those that do the same works; None: this process is alone.
+        clock: seconds; it never goes back. Read when a work item begins and when it ends.
+        ranks: those that do the same work items; None: this process is alone.
 
     Attributes:
         storage: prompts on disk.
@@ -101,7 +101,7 @@ class Runner:
         self._loader: Loader | None = None
 
     def run(self, work: WorkItem) -> Outcome:
-        """Do one work. An error that does not end the thread is its outcome's fault."""
+        """Do one work item. An error that does not end the thread is its outcome's fault."""
         began = self._clock()
         done: Done | None = None
         fault: Fault | None = None

@@ -53,8 +53,8 @@ class Watchdog:
         clock: the device thread's.
         loop: the event loop.
         timeout: seconds; None reports nothing.
-        waiting: tells whether the loop waits for the device thread.
-        others: tells what the other ranks are in; "" where there are none.
+        waiting: returns whether the loop waits for the device thread.
+        others: describes what the other ranks do; returns "" where there are none.
     """
 
     def __init__(

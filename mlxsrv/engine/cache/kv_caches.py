@@ -48,8 +48,8 @@ class KVCacheFactory:
         pads: texts can be read together with padding.
         group_masks: masks have a dimension more, for queries in groups of heads.
 
-    The last three are what the kinds of layers promise, until a trial has told (see
-    `execution.trial`).
+    The three follow from the kinds of layers first, and then from the batch check
+    (`execution.batch_check`).
     """
 
     def __init__(
@@ -158,8 +158,8 @@ def choose_kv_caches(
 def _try_quantized(
     model: Any, bits: int, whole: bool
 ) -> Generator[None, None, tuple[int | None, str]]:
-    """The numbers that have one scale, if the model can work with quantized KV caches; else why it
-    cannot."""
+    """The elements that share a scale, if the model can use quantized KV caches; else the reason
+    why it cannot."""
     layers: Layers = make_prompt_cache(model)
     model(mx.array([[0]]), cache=layers)  # not evaluated: only shapes are looked at
     yield

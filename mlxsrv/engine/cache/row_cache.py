@@ -56,7 +56,7 @@ class RowCache:
     Args:
         layers: mlx-lm's object of each layer.
         tokens: how many tokens they have seen.
-        lent: their arrays may be views of larger ones.
+        views: their arrays may be views of larger ones.
 
     Attributes:
         tokens: how many tokens of a text it holds. Who feeds it to a model counts them here.
@@ -98,8 +98,8 @@ class RowCache:
         return other
 
     def materialize(self) -> None:
-        """Have arrays of its own, and wait until they are computed. So it holds no memory but its
-        own, and is in nobody's way."""
+        """Copy arrays that are views, and wait until all are computed. Then it holds no memory but
+        its own, and larger arrays can be written in place again."""
         if self._views:
             for layer in list_layers(self.layers):
                 _own(layer)

@@ -197,7 +197,7 @@ class RowCaches:
         return [self._rows.lengths[slot] for slot in self._slots]
 
     def arrange(self, sources: Sequence[int | RowCache], slots: int, columns: int) -> None:
-        """Have these rows, in this order.
+        """Set the rows, in this order.
 
         Args:
             sources: each is the number of a row that there is, or one that joins. That one is
@@ -245,7 +245,7 @@ class RowCaches:
             kind.view.prepare(lengths=tokens, right_padding=padding)
 
     def finish(self, tokens: Sequence[int]) -> None:
-        """Note that the pass is done: forget the padding, and wait for the rest."""
+        """Forget the padding of the pass, and wait until it is computed."""
         padding = [max(tokens) - own for own in tokens]
         for kind in self._merged if any(padding) else ():
             kind.view.finalize()
@@ -254,7 +254,6 @@ class RowCaches:
         mx.eval([kind.view.state for kind in self._kinds])
 
     def view_row(self, number: int) -> RowCache:
-        """The KV cache of one row. Its arrays are views, and in the way of writes while they are
-        there."""
+        """The KV cache of one row, of views. While they live, MLX does not write in place."""
         slot, tokens = self._slots[number], self._rows.lengths[self._slots[number]]
         return RowCache([kind.view_row(slot, tokens) for kind in self._kinds], tokens, views=True)

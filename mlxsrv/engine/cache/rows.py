@@ -47,7 +47,7 @@ class Rows:
         return min(self.lengths)
 
     def replace(self, lengths: Sequence[int]) -> None:
-        """Have other rows."""
+        """Set the lengths of other rows, in the order of their slots."""
         self.reached = list(lengths)
         self._change(lengths)
 

@@ -6,8 +6,8 @@ column i, or in a ring of columns where a layer has a window. So a row joins by 
 slot, it leaves without a copy of the others, rows may be cut by different numbers of tokens, and a
 slot's contents are a KV cache of mlx-lm's. A mask says which columns a row has.
 
-A write is in place only if nobody else holds the array's buffer: no view of it, and no work that
-the device has yet to do. So who takes a part of it out copies it, and waits for the copy.
+MLX writes in place only if nothing else holds the array's buffer: no view of it, and no operation
+that the device has yet to run. So whoever takes a part out copies it, and waits for the copy.
 
 Used on the device thread only.
 """
@@ -105,22 +105,17 @@ class Slots(LayerCache, BatchLayer):
         return self
 
     def arrange(self, sources: Sequence[Any], lengths: Sequence[int], room: Room) -> None:
-        """Have the slots be those of these rows. One array is done after the other, so that no more
-        than one is there twice.
+        """Set the rows: see `BatchLayer.arrange`. A KV cache of a row that joins loses its arrays.
 
-        Args:
-            sources: for each row, the slot that it has had, or mlx-lm's KV cache of the row, which
-                loses its arrays.
-            lengths: how many tokens each has seen.
-            room: of the arrays from now on.
+        Arrays change one after the other, so no more than one of them is in memory twice.
         """
         room = self._make_room(room)
         held = list(map(self._held, lengths))
         joining = self._take_over(sources, lengths)
         stay = {slot: source for slot, source in enumerate(sources) if isinstance(source, int)}
         moves = {slot: source for slot, source in stay.items() if slot != source}
-        # The array of an only row may be that of a kept prompt, too: it was taken over as it was
-        # (see `_rebuild`), and nothing may have been written since. So others never write into it.
+        # The array of an only row may also be a cached prompt's: `_rebuild` takes it over as it is.
+        # So it must be copied before it is written.
         taken_over = room.slots == 1 and bool(joining)
         crossed = not moves.keys().isdisjoint(stay.values())
         fresh = self.empty() or room != self._room or crossed or taken_over
@@ -150,7 +145,6 @@ class Slots(LayerCache, BatchLayer):
             ]
 
     def view_row(self, slot: int, tokens: int) -> Any:
-        """mlx-lm's KV cache of a row that has seen so many tokens. Its arrays are views."""
         row = copy.deepcopy(self._empty)
         held = self._held(tokens)
         if held and self.keys is not None:
@@ -188,7 +182,7 @@ class Slots(LayerCache, BatchLayer):
     def _take_over(
         self, sources: Sequence[Any], lengths: Sequence[int]
     ) -> dict[int, list[_Pieces]]:
-        """The parts of the joining rows, for each array; by slot."""
+        """Pieces of each array of the joining rows, by slot. Their KV caches lose the arrays."""
         joining = {
             slot: self._split(source, lengths[slot])
             for slot, source in enumerate(sources)
@@ -199,7 +193,7 @@ class Slots(LayerCache, BatchLayer):
                 source.keys = source.values = None
         return joining
 
-    # Other kinds do these otherwise.
+    # Subclasses override these.
 
     def _held(self, tokens: int) -> int:
         """The columns of a row that has seen so many tokens."""
@@ -248,12 +242,12 @@ class Slots(LayerCache, BatchLayer):
         return self._rows.columns(tokens, free)
 
     def _split(self, row: Any, tokens: int) -> list[_Pieces]:
-        """The parts of mlx-lm's KV cache of a row, for each array."""
+        """Pieces of each array of mlx-lm's KV cache of a row."""
         held = self._held(tokens)
         return [[(0, held, part)] for part in (*_flatten(row.keys), *_flatten(row.values))]
 
     def _set_length(self, row: Any, tokens: int) -> None:
-        """Tell mlx-lm's KV cache of a row how many tokens it has seen."""
+        """Set how many tokens mlx-lm's KV cache of a row has seen."""
         row.offset = self._held(tokens)
 
 
@@ -329,7 +323,15 @@ def _rebuild(
     joining: Mapping[int, _Pieces],
     held: Sequence[int],
 ) -> mx.array:
-    """A new array of this room."""
+    """Return a new array `(slots, heads, columns, size)` of this room.
+
+    Args:
+        old: the array before; None if no row had tokens.
+        room: of the new one.
+        stay: for each slot of a row that stays, the slot that it had.
+        joining: the pieces of rows that join, by slot.
+        held: columns that each slot's row has.
+    """
     like = old if old is not None else next(iter(joining.values()))[0][2]
     if old is None and room.slots == 1 and like.shape[2] == room.columns:
         return like  # of the only row: it needs no copy
@@ -353,8 +355,16 @@ def _refill(
     reach: Sequence[int],
     come: Sequence[int],
 ) -> None:
-    """Change some slots of an array, in place; `come`: those of rows that join, which may hold
-    nothing here."""
+    """Change some slots of an array, in place.
+
+    Args:
+        array: `(slots, heads, columns, size)`.
+        moves: slots whose row comes from another slot, which is the value.
+        joining: the pieces of rows that join, by slot.
+        held: columns that each slot's row has.
+        reach: columns of each slot that may hold something now; those behind `held` are cleared.
+        come: slots of rows that join, those without tokens included.
+    """
     # Copies, for a view would hold the array's buffer.
     moved = {
         slot: array[source : source + 1, :, : held[slot]] * 1 for slot, source in moves.items()

@@ -74,7 +74,7 @@ class EmbeddingDecoder(EmbeddingModel):
         costs = find_costs(self._model)
         try:
             hidden = self.compute_hidden(mx.array([[0, 0]]), None)
-        except Exception:  # it generates text all the same; who has it embed is told so
+        except Exception:  # it generates text all the same; an order to embed is refused
             return EmbedFacts(slices=True, kv_costs=costs)
         recurrent = any(cost.fixed for cost in costs)
         token, score = find_pass_costs(self._model, hidden.dtype, recurrent=recurrent)

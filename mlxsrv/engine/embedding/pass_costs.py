@@ -1,7 +1,7 @@
-"""The bytes that a pass over texts works with, estimated from the sizes of a model's layers.
+"""The bytes that a pass over texts needs, estimated from the sizes of a model's layers.
 
-MLX computes layer after layer, and frees what no later array needs. So what a pass works with is
-what one layer works with: arrays as wide as the outputs of its linear layers, and the scores of its
+MLX computes layer after layer, and frees what no later array needs. So a pass needs
+what one layer needs: arrays as wide as the outputs of its linear layers, and the scores of its
 attention, which counts every pair of a text's tokens. A GPU may compute attention without holding
 its scores; they are counted all the same.
 
@@ -29,7 +29,7 @@ _HEADS = ("heads", "n_heads", "num_heads", "num_attention_heads", "n_head")
 
 
 def find_pass_costs(model: Any, type: mx.Dtype, *, recurrent: bool) -> tuple[int, int]:
-    """Estimate what a pass of `model` works with.
+    """Estimate the bytes that a pass of `model` needs.
 
     Args:
         model: an MLX module with layers.

@@ -1,17 +1,17 @@
-"""The trial of a model at its load: does a row beside others get what it would get alone?
+"""The batch check of a model at its load: does a row in a batch get what it would get alone?
 
 mlx-lm's models are called with rows of different lengths, and not all of them can be: some make a
 mask that fits one row only, some place all rows where the longest is, some read padding as text.
-Their answers would be wrong, mostly without an error. So a few tokens of three texts are decoded
-and read alone and together, and the logits and the states of all layers are compared.
+Their answers would be wrong, mostly without an error. So a few tokens of three texts are prefilled
+and decoded alone and in a batch, and the logits and the states of all layers are compared.
 
 Kernels round differently for different numbers of rows, and most where weights have few bits. So
 copies of each row are decoded together as well: these differ from the row alone by rounding only.
 Rows of different lengths go through the kernels of the copies, and may differ from these by some
 times as much.
 
-Rows are decoded apart only where a second trial with other tokens says so, too: rounding may send
-a token to another expert. A trial takes twelve passes over 48 tokens in all, so about a second for
+Rows are decoded apart only where a second check with other tokens fails, too: rounding may send a
+token to another expert. A check takes twelve passes over 48 tokens in all, so about a second for
 the largest models.
 
 Used on the device thread only.
@@ -83,8 +83,8 @@ class _Alone(NamedTuple):
 def check_batching(
     model: Any, caches: KVCacheFactory, ranks: RankGroup | None = None
 ) -> Generator[None, None, None]:
-    """Find out whether rows of the model can be decoded together, and read together with padding.
-    Notes it with `caches`. Yields between passes.
+    """Find out whether rows of the model can be decoded in a batch, and prefilled in a padded
+    batch. Sets `batched`, `pads` and `group_masks` of `caches`. Yields between passes.
 
     Args:
         model: a model of mlx-lm's.
@@ -145,7 +145,7 @@ def _check_decoding(
 
 def _has_block_index(model: Any) -> bool:
     """Whether layers choose blocks of columns to attend to, as MiniMax M3's do. Those near the end
-    are chosen in any case, for all rows by the end of the longest. A short trial does not show
+    are chosen in any case, for all rows by the end of the longest. A short check does not show
     it: it matters in a text of more blocks than are chosen."""
     return any(getattr(module, "index_topk_blocks", None) for module in model.modules())
 

@@ -172,7 +172,7 @@ class Decoder:
     # Plain steps.
 
     def run_step(self, results: StepResults) -> None:
-        """Launch a step for all rows, and tell the tokens of the step before."""
+        """Launch a step for all rows, and deliver the tokens of the step before."""
         assert self._inputs is not None
         inputs, last, rows = self._inputs, self._launched, self.rows
         logits = self._forward(inputs)
@@ -182,7 +182,7 @@ class Decoder:
             self._launched = Launched(proofs, scores, self._look())
             self._deliver(inputs, last, results)
         else:
-            # A constraint must see the token before it can tell what may follow. So the model runs
+            # A constraint must see the token before it knows what may follow. So the model runs
             # while the constraints look at the tokens.
             launch(logits)
             activations = self._look()
@@ -238,7 +238,7 @@ class Decoder:
         return activations
 
     def _deliver(self, inputs: mx.array, last: Launched, results: StepResults) -> None:
-        """Tell the tokens that the rows are being fed, but for those of fresh rows."""
+        """Deliver the tokens that the rows are being fed, but for those of fresh rows."""
         tokens = cast(list[int], inputs.tolist())  # waits for the step that draws them
         broken = last.broken()
         likelihoods = last.likelihoods()
@@ -278,12 +278,12 @@ class Decoder:
     # Speculative rounds.
 
     def run_round(self, proposals: Sequence[int], results: StepResults) -> None:
-        """Tell several tokens of the only row: its input, and the proposals of the draft model that
-        hold.
+        """Run a speculative round of the only row: deliver its input, and the draft model's
+        proposals that are accepted.
 
         Args:
             proposals: how many tokens are proposed to each row.
-            told: what is told.
+            results: filled in.
         """
         if self._draft is None or len(self.rows) != 1 or self.rows[0].fresh:
             raise RuntimeError("tokens are proposed to a row that is alone, after its first step")
@@ -297,12 +297,13 @@ class Decoder:
         self._draft.cut_to_text()
 
     def run_guesses(self, guesses: Sequence[Sequence[int]], results: StepResults) -> None:
-        """Tell each row's input, and the proposals behind it that hold.
+        """Run a speculative round of all rows: deliver each row's input, and the proposals behind
+        it that are accepted.
 
         Args:
             guesses: a guess of each row's input, and the tokens proposed behind it. If no input was
                 guessed rightly, this is a plain step.
-            told: what is told.
+            results: filled in.
         """
         self._plan_passes()
         if len(self._passes) != 1 or self._fresh or len(guesses) != len(self.rows):
@@ -366,15 +367,15 @@ class Decoder:
     # Rows come and go.
 
     def take_rows(self, other: Decoder) -> None:
-        """Take the rows of another decoder, for the next `arrange`. It keeps them, too, and is to
-        be abandoned."""
+        """Take over the rows of another decoder, for the next `arrange`. The caller then abandons
+        the other one."""
         if other._inputs is not None:
             launched = self._launched.beside(other._launched)
             self._feed([*self.sub_batches, *other.sub_batches], other._inputs)
             self._launched = launched
 
     def arrange(self, groups: Sequence[RowGroup], ready: Mapping[int, ReadyRow]) -> None:
-        """Have the groups be these, of the rows that there are and of those that are ready, by id.
+        """Set the groups: of the rows of this decoder, and of those that are ready to join, by id.
 
         Raises:
             RuntimeError: that cannot be done, or leaves rows out.
@@ -419,7 +420,7 @@ class Decoder:
         joining |= {
             row_id: row for part in parts[1:] for row_id, row in part.view_rows(ids).items()
         }
-        # From here on only what is lent of their arrays is held, each layer's until it has joined.
+        # From here on only the views of their arrays are held, each layer's until it has joined.
         del parts
         formed.arrange(group, joining)
         for row_id in ids & joining.keys():

@@ -53,7 +53,7 @@ class PartialText:
         return self.cache.tokens
 
     def rows_among(self, row_ids: Sequence[int]) -> list[LiveRow]:
-        """The rows of these that it has, in this order."""
+        """Those of these rows that it has, in this order."""
         rows = {row.id: row for row in self.rows}
         return [rows[row_id] for row_id in row_ids if row_id in rows]
 
@@ -116,7 +116,7 @@ def _ranked(scores: Sequence[Likelihood], logits: mx.array, tokens: mx.array) ->
 
 
 class SpansRead(msgspec.Struct):
-    """The result of reading spans, beside the texts that were brought on.
+    """The results of prefilling spans.
 
     Attributes:
         ready: the rows that may be decoded now.

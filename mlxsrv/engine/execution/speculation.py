@@ -60,7 +60,7 @@ class Draft:
         self.forget()
 
     def forget(self) -> None:
-        """Forget what was read, which may be half of a pass on after an error."""
+        """Drop the KV cache; after an error it may hold half of a pass."""
         self._cache: Layers = make_prompt_cache(self._model)
         self._row: LiveRow | None = None
         self._read = 0  # tokens of the row's text that the cache holds
@@ -85,7 +85,7 @@ class Draft:
         """Launch the drawing of `(count,)` tokens to follow the row's text and `inputs` `(1,)`.
 
         What is not read of the text is read on the way. The KV cache then holds all tokens but the
-        last one; `settle` cuts it back to the row's text.
+        last one; `cut_to_text` cuts it back to the row's text.
         """
         if row is not self._row:
             self.follow(row, 0)
@@ -102,7 +102,7 @@ class Draft:
         return mx.concatenate(proposals)
 
     def cut_to_text(self) -> None:
-        """Go back to the row's text, which has grown by the tokens that held."""
+        """Cut the KV cache back to the row's text, which has grown by the accepted tokens."""
         assert self._row is not None
         self._cut(self._read - self._row.length)
 

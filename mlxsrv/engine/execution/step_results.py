@@ -1,4 +1,4 @@
-"""The results that a step tells, and what the rows' constraints say to it.
+"""The results of a decode step, and the calls of its rows' constraints.
 
 Used on the device thread only.
 """
@@ -15,7 +15,10 @@ from mlxsrv.engine.sampling.processors import Masks
 
 
 class StepResults:
-    """The results that a step has told so far. If it fails then, this counts nevertheless."""
+    """The results of a decode step so far. They count even if the step fails later.
+
+    The attributes are those of `Decoded`.
+    """
 
     __slots__ = (
         "accepted",
@@ -59,8 +62,8 @@ class StepResults:
 
 
 def deliver_tokens(row: LiveRow, tokens: Sequence[int], results: StepResults) -> int:
-    """Tell the tokens of a round, up to the one after which the row's constraint binds the next,
-    or fails. Returns how many it was."""
+    """Deliver the tokens of a speculative round to a row, up to the one after which the row's
+    constraint binds the next token, or fails. Returns how many these are."""
     for taken, token in enumerate(tokens, start=1):
         row.drawn.append(token)
         results.tokens.append((row.id, token))
@@ -74,7 +77,7 @@ def deliver_tokens(row: LiveRow, tokens: Sequence[int], results: StepResults) ->
 
 
 def accept(row: LiveRow, results: StepResults) -> None:
-    """Tell the row's constraint the tokens that it has not seen."""
+    """Feed the row's constraint the tokens that it has not seen."""
     if row.constraint is None or row.accepted_tokens == len(row.drawn):
         return
     try:
@@ -101,7 +104,7 @@ def binds(row: LiveRow, results: StepResults) -> bool:
 
 
 def report_constraints(rows: Sequence[LiveRow], masks: Masks, results: StepResults) -> None:
-    """Tell which constraints bind the token that was just drawn, and which cannot go on."""
+    """Report which constraints bind the token that was just drawn, and which cannot go on."""
     results.bound += [rows[i].id for i in masks.bound]
     for i, reason in masks.faults.items():
         results.fail(rows[i], reason)

@@ -1,4 +1,5 @@
-"""The stored prompts of one model, as its runner sees them: KV caches go to files and come back.
+"""The stored prompts of one model on the runner's side: KV caches are handed to the storage thread,
+and made of what it has read.
 
 Used on the device thread only.
 """
@@ -53,19 +54,19 @@ class StoredPrompts:
         held = self._store.held
         return StoreFacts(len(held.files), held.bytes)
 
-    # There.
+    # To disk.
 
     def note(self, entry: int, row: LiveRow | None, tokens: int) -> None:
-        """Note that the KV cache of the first `tokens` of a row's text is to be kept."""
+        """Note that the KV cache of the first `tokens` of a row's text is cached as `entry`."""
         if row is not None and row.job.steering is None:
             self._texts[entry] = np.array(row.seen[:tokens], dtype=np.uint32)
 
     def drop_text(self, entry: int) -> None:
-        """Note that a prompt is not kept any more."""
+        """Note that the prompt `entry` has left the prompt cache."""
         self._texts.pop(entry, None)
 
     def hand_over(self, entry: int, cache: RowCache) -> bool:
-        """Have a kept prompt written. Returns whether it is: it may be one that cannot be."""
+        """Have a cached prompt written. Returns False if it cannot be, or is of a steered row."""
         text = self._texts.get(entry)
         if text is None:
             return False
@@ -77,7 +78,7 @@ class StoredPrompts:
         self._storage.write(self._store, (self._model, entry), text, handed, arrays)
         return True
 
-    # And back.
+    # From disk.
 
     def count_stored(self, job: Job) -> int:
         """Return how many of the first tokens of a job's prompt are stored.

@@ -37,7 +37,7 @@ class SubBatch:
         self.caches = caches
 
     def arrange(self, group: RowGroup, joining: Mapping[int, ReadyRow]) -> None:
-        """Have the rows be those of the group: rows that it has, and some that join, by id."""
+        """Set the rows to those of the group: rows that it has, and `joining` ones, by id."""
         numbers = {row.id: number for number, row in enumerate(self.rows)}
         rows = [
             self.rows[numbers[row_id]] if row_id in numbers else joining[row_id].row
@@ -50,7 +50,7 @@ class SubBatch:
         self.rows = rows
 
     def view_rows(self, row_ids: Collection[int]) -> dict[int, ReadyRow]:
-        """The rows of these that it has, by id, with their parts of its arrays."""
+        """Those of these rows that it has, by id, with KV caches that are views of its arrays."""
         return {
             row.id: ReadyRow(row, self.caches.view_row(number))
             for number, row in enumerate(self.rows)

@@ -1,14 +1,14 @@
-"""The text runner: does the works of one model that generates text, and decides nothing.
+"""The text runner: does the work items of one model that generates text, and decides nothing.
 
 A row is in one place at a time:
 
 - admitted: nothing is read of its text, or its KV cache was dropped;
 - in a text that is being read, perhaps with other rows;
 - ready: its text is read but for the last token, and it waits for a decoder;
-- in a decoder: the main one, or that of a row on trial.
+- in a decoder: the main one, or the solo decoder, in which one row decodes alone after a fault.
 
-If a work fails, the KV caches that it touched are dropped, and their rows are admitted only. All
-else stays as it was, so work can go on.
+If a work item fails, the KV caches that it touched are dropped, and their rows are back in the
+first place. All else stays as it was, so other work items can go on.
 
 Used on the device thread only.
 """
@@ -130,7 +130,7 @@ class TextRunner:
         self._kept: dict[int, KeptCache] = {}
 
     def replan(self) -> None:
-        """Have the next steps look at other features: what is watched has changed."""
+        """Make the next steps anew, since other features are watched."""
         self._main.replan()
         self._solo.replan()
 
@@ -203,9 +203,8 @@ class TextRunner:
             self._stored.reset()
 
     def _take_out(self, row_ids: set[int], keeps: Mapping[int, Keep]) -> list[KeptCache]:
-        """Take rows out of the places that they are in. Returns the KV caches that are to be kept.
-
-        All places are seen to, also if one fails.
+        """Take rows out of texts, of those ready, and of decoders. Returns the KV caches that are
+        to be kept. If one place fails, the others are done all the same.
         """
         kept = self._take_out_of_texts(row_ids, keeps)
         errors: list[Exception] = []
@@ -299,7 +298,7 @@ class TextRunner:
         return Restored(over=over, prompt=prompt)
 
     def _note_text(self, keep: Keep | None, row: int) -> None:
-        """Note what a KV cache is of that is to be kept."""
+        """Note the text of a KV cache that is to be kept."""
         if self._stored is not None and keep is not None:
             self._stored.note(keep.entry, self._rows.get(row), keep.tokens)
 
@@ -389,8 +388,8 @@ class TextRunner:
         """Run one step for all rows of a decoder, or a speculative round.
 
         Returns:
-            The tokens of the step before, or of the round; and why it failed, if it did. Then what
-            was told before counts, and the KV caches of all rows of the decoder are dropped.
+            The tokens of the step before, or of the round; and why it failed, if it did. Then the
+            results up to the fault count, and the KV caches of all rows of the decoder are dropped.
         """
         decoder = self._solo if work.solo else self._main
         results = StepResults()

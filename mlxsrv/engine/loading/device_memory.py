@@ -32,7 +32,7 @@ def find_working_memory(device: Mapping[str, str | int], *, held: int, ram: int)
     other processes leave as much; else most of the machine's memory.
 
     Args:
-        device: what MLX's `device_info` tells.
+        device: what MLX's `device_info` returns.
         held: bytes that MLX has taken, in use and free.
         ram: bytes of the machine.
     """

@@ -1,6 +1,6 @@
 """Loading a model with its adapter and draft model, in slices between the steps of others.
 
-A model is warmed up before its client is told that it is there.
+A model is warmed up before its client gets the event Loaded.
 
 Used on the device thread only.
 """
@@ -175,6 +175,6 @@ def _check_lookup(order: Load, caches: KVCacheFactory) -> tuple[bool, tuple[str,
 
 
 def _prompt_cache_bytes(order: Load) -> int:
-    """As ordered, else an eighth of the memory that the device works in."""
+    """As ordered, else an eighth of the memory of the device."""
     ordered = order.prompt_cache_bytes
     return working_memory() // 8 if ordered is None else ordered

@@ -157,7 +157,7 @@ class WeightReader:
 
     def read(self, mapped: MappedModel) -> Generator[None, None, None]:
         """Read the arrays that no other model has read, yielding before, between and after slices.
-        So a slice that reads does nothing else, and its time tells how fast it was."""
+        So a slice that reads does nothing else, and its time is that of the reading."""
         arrays = {id(array): array for array in weights(mapped.model)}
         self.files.append(mapped.files)
         self.bytes += sum(array.nbytes for array in arrays.values())

@@ -1,6 +1,6 @@
-"""The side of a rank that is not 0: it does the works of rank 0's plans, and decides nothing.
+"""The side of a rank that is not 0: it does the work items of rank 0's plans, and decides nothing.
 
-Threads, and who owns what: the device thread does the works, and puts what it is in into the
+Threads, and who owns what: the device thread does the work items, and notes each in the
 clock. A second thread receives; what it receives goes through a queue. A third sends a beat every
 second, from the clock, and the wish for a shutdown. If rank 0 is lost, the second thread ends the
 process: the device thread may wait for ever in a collective.
@@ -40,11 +40,11 @@ _FAILURE = 3  # the exit status of `--exit-on-failure`
 
 
 class RankFollower:
-    """Does the works of rank 0's plans.
+    """Does the work items of rank 0's plans.
 
     Args:
         connection: with rank 0.
-        clock: is told what the device thread is in.
+        clock: of the device thread, which notes here what it does.
     """
 
     def __init__(self, connection: RankConnection, clock: Clock) -> None:
@@ -59,7 +59,7 @@ class RankFollower:
             threading.Thread(target=run, name="mlxsrv-rank-0", daemon=True).start()
 
     def follow(self, run: Callable[[WorkItem], Outcome]) -> None:
-        """Do all works until rank 0 stops. On the device thread."""
+        """Do all work items until rank 0 stops. On the device thread."""
         worked = False
         while True:
             try:

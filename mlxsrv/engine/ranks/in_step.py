@@ -33,7 +33,7 @@ class _State(Enum):
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """A rank tells the others this after a slice."""
+    """What a rank reports to the others after a slice."""
 
     state: _State
     reason: str = ""
@@ -48,7 +48,7 @@ def in_step(slices: Generator[Meet | None, None, T], ranks: RankGroup) -> Genera
     own = _Report(_State.GOING)
     result: list[T] = []
     error: Exception | None = None
-    met = False  # passes of the model run: a rank that fails cannot tell in a collective
+    met = False  # passes of the model run: a rank that fails cannot report it in a collective
     while True:
         if own.state is _State.GOING:
             try:

@@ -102,7 +102,7 @@ def _open_reception() -> Reception | None:
 
 
 def own_address(environ: Mapping[str, str]) -> str:
-    """The address at which the others reach rank 0, as the launcher of each back end tells it; else
+    """The address at which the others reach rank 0, as the launcher of each back end says; else
     that of this host's name."""
     if path := environ.get("MLX_HOSTFILE"):
         with open(path, encoding="utf-8") as file:

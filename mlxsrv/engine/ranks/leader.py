@@ -82,12 +82,14 @@ class RankLeader:
         self._wished = wished
         self._lost = lost
         self._round = 0
-        self._over = threading.Event()  # a rank is lost, or all were told to stop
+        self._over = threading.Event()  # a rank is lost, or all are to stop
         self._losing = threading.Lock()
         self._beats: dict[int, tuple[float, Beat]] = {}  # when it came, by rank
-        self._faults: dict[tuple[int, int], set[int]] = {}  # ranks, by round and work
+        self._faults: dict[
+            tuple[int, int], set[int]
+        ] = {}  # ranks, by round and index of the work item
         self._changed = threading.Condition()
-        self._done = (0, -1)  # the last work that ended well here
+        self._done = (0, -1)  # the last work item that succeeded here
         self._reason: str | None = None  # why a rank is lost
         for rank, connection in enumerate(connections, start=1):
             name = f"mlxsrv-rank-{rank}"
@@ -97,14 +99,14 @@ class RankLeader:
     # The device thread's.
 
     def send(self, plan: RoundPlan) -> None:
-        """Have all ranks do the works of a plan. Raises RankLost."""
+        """Have all ranks do the work items of a plan. Raises RankLost."""
         if self._reason is not None:  # a send to a closed connection may succeed
             raise RankLost(self._reason)
         self._round += 1
         self._send(Round(self._round, plan))
 
     def note_outcome(self, work: int, outcome: Outcome) -> None:
-        """Note how a work of the round has ended here.
+        """Compare how a work item of the round has ended here with the other ranks.
 
         Raises:
             RankLost: it failed on some ranks and not on others. These have not taken part in the
@@ -133,7 +135,7 @@ class RankLeader:
                 try:
                     connection.send(Stop())
                 except OSError:
-                    _log.debug("a rank ended before it was told to", exc_info=True)
+                    _log.debug("a rank ended before it was asked to", exc_info=True)
 
     def _send(self, message: RankMessage) -> None:
         encoded = encode_message(message)
@@ -211,8 +213,8 @@ class RankLeader:
                 check.start()
 
     def _check(self, key: tuple[int, int]) -> None:
-        """Notice a failure that rank 0 does not have. The work has ended well here, or rank 0 waits
-        in a collective that the other rank has left."""
+        """Notice a failure that rank 0 does not have. The work item has succeeded here, or rank 0
+        waits in a collective that the other rank has left."""
         with self._changed:
             ranks = self._faults.get(key)
         if ranks:

@@ -28,7 +28,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
 
 
 class Round(msgspec.Struct, frozen=True, tag=True):
-    """Do the works of this plan. The first round has number 1."""
+    """Do the work items of this plan. The first round has number 1."""
 
     number: int
     plan: RoundPlan
@@ -43,8 +43,8 @@ WAITING = "waiting"
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """The rank has been in a work of a round for so many seconds. Sent about every second, while
-    it has work, and once when it has none: with WAITING."""
+    """The rank has been at `what`, a work item of a round, for so many seconds. Sent about every
+    second while it has work, and once when it has none: with WAITING."""
 
     round: int
     what: str
@@ -52,7 +52,7 @@ class Beat(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkFailed(msgspec.Struct, frozen=True, tag=True):
-    """The work of a round with this index failed."""
+    """The work item of a round with this index failed."""
 
     round: int
     work: int

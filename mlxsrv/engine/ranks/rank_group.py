@@ -1,7 +1,7 @@
 """The ranks as MLX connects them, and the collectives that keep them in step.
 
-All ranks do the same works in the same order, so they take part in the same collectives. Only rank
-0 decides: its tokens are every rank's tokens.
+All ranks do the same work items in the same order, so they take part in the same collectives. Only
+rank 0 decides: its tokens are every rank's tokens.
 
 Used on the device thread only.
 """

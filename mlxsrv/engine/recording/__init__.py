@@ -1,1 +1,1 @@
-"""Write what the device thread is told, plans and does to a file, and plan again from one."""
+"""Record the device thread's orders, plans and outcomes in a file, and plan again from one."""

@@ -1,8 +1,8 @@
 """The file of a record: JSON lines, of which the first says what the file is.
 
 Then come, for each round of the device thread: its orders, if there were any; its plan, which is
-written before its works are done; and the outcome of each work. So a file that breaks off tells
-what was to be done next.
+written before it is done; and the outcome of each work item. So a file that breaks off shows what
+was to be done next.
 
 Results that decide nothing are left out: log-probabilities, activations, vectors. So is what a plan
 repeats of the orders: token ids.
@@ -59,13 +59,13 @@ class OrdersLine(msgspec.Struct, frozen=True, tag="orders"):
 
 
 class PlanLine(msgspec.Struct, frozen=True, tag="plan"):
-    """The works of a round, as `shorten` has them."""
+    """The work items of a round, as `shorten` returns them."""
 
     items: tuple[WorkItem, ...]
 
 
 class OutcomeLine(msgspec.Struct, frozen=True, tag="outcome"):
-    """The outcome of the next work of the plan."""
+    """The outcome of the next work item of the plan."""
 
     outcome: Outcome
 
@@ -78,7 +78,7 @@ class RecordError(ValueError):
 
 
 def shorten(items: tuple[WorkItem, ...]) -> tuple[WorkItem, ...]:
-    """Return works without the token ids of their jobs, which their orders have."""
+    """Return the work items without the token ids of their jobs, which their orders have."""
     return tuple(map(_shorten, items))
 
 
@@ -118,7 +118,7 @@ class RecordedRound(msgspec.Struct):
 
     Attributes:
         number: counts from 1.
-        works: None if the record ends before there was a plan.
+        items: work items; None if the record ends before there was a plan.
     """
 
     number: int

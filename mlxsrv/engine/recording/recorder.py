@@ -83,17 +83,17 @@ class Recorder:
         self._written = 0
 
     def note_orders(self, orders: Sequence[Received]) -> None:
-        """Write the orders of a round. The first are written when MLX is imported, which is when
-        the file is made."""
+        """Write the orders of a round. The file is made with the first orders, when MLX is
+        imported."""
         if orders:
             self._note(lambda: OrdersLine(tuple(orders)))
 
     def note_plan(self, plan: RoundPlan) -> None:
-        """Write the plan of a round, before its works are done."""
+        """Write the plan of a round, before it is done."""
         self._note(lambda: PlanLine(shorten(plan.items)))
 
     def note_outcome(self, outcome: Outcome) -> None:
-        """Write what came of the next work of the plan."""
+        """Write the outcome of the next work item of the plan."""
         self._note(lambda: OutcomeLine(_reduce(outcome)))
 
     def _note(self, make: Callable[[], Line]) -> None:
@@ -127,7 +127,7 @@ class Recorder:
 
 
 def _reduce(outcome: Outcome) -> Outcome:
-    """Return the outcome of a work without the results that decide nothing."""
+    """Return an outcome without the results that decide nothing."""
     replace = msgspec.structs.replace
     done = outcome.done
     match done:

@@ -37,8 +37,9 @@ class ReplaySummary(msgspec.Struct):
 
     Attributes:
         failures: how often jobs have failed, by reason.
-        faults: how often works have failed, by reason.
-        ended: the last plan was not done when the record ended; the work that is next.
+        items: work items done.
+        faults: how often work items have failed, by reason.
+        ended: the work item that was next when the record ended; None if the last plan was done.
     """
 
     rounds: int = 0

@@ -149,7 +149,7 @@ def _touched(row: LiveRow, vocabulary: int) -> dict[int, _Touch]:
 
 
 class Proof(NamedTuple):
-    """Each row's highest logit in a step, which tells whether its token means anything: see
+    """Each row's highest logit in a step, which shows whether its token means anything: see
     `Sampler.draw`."""
 
     rows: tuple[LiveRow, ...]

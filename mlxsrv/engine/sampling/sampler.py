@@ -15,7 +15,7 @@ There are three methods. All draw from the exact distribution, and none sorts th
 - Greedy (temperature 0): the highest logit.
 - Top-k: `blocks` selects the k candidates. Their weights are computed, and a token is drawn from
   these by inverse transform sampling. It is accepted if it is within top-p, which one comparison
-  with all candidates tells. Several draws are made at once, and the first accepted one is taken: so
+  with all candidates shows. Several draws are made at once, and the first accepted one is taken: so
   candidates need no order (FlashInfer's method for GPUs: flashinfer.ai/2025/03/10/sampling.html). A
   small vocabulary without top-k is drawn from in the same way; all tokens are candidates.
 - No top-k, large vocabulary: the same, but a token is drawn in two steps, first a block of tokens

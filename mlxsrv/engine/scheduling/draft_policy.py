@@ -30,7 +30,7 @@ class DraftPolicy:
 
     Attributes:
         fits: there is memory for the KV cache to follow the only row in this round.
-        leaving: the runner is to drop the KV cache.
+        evicted: the runner is to drop the KV cache.
     """
 
     def __init__(self, costs: Sequence[KVCost] = ()) -> None:
@@ -67,7 +67,7 @@ class DraftPolicy:
         return self._measure(max(self._room, row.length + MOST + 1)) - self.cache_bytes
 
     def evict(self) -> int:
-        """Have the KV cache go with the next plan. Returns its bytes."""
+        """Drop the KV cache with the next plan. Returns its bytes."""
         bytes = self.cache_bytes
         self.evicted |= bytes > 0
         self._room = 0
@@ -110,7 +110,7 @@ class DraftPolicy:
         if row is not self._followed:
             begin = 0
             if self._followed is not None:
-                # At least one token is left, for a reading of none tells nothing.
+                # At least one token is left, for a reading of none has no time to learn from.
                 begin = common_prefix(self._followed.text[: self._read], row.text[:-1])
         unread = row.length - begin
         if row is self._followed and unread <= MOST_UNREAD:

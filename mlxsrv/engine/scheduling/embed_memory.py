@@ -1,7 +1,7 @@
 """The memory that one model's texts to embed take of the budget.
 
-A pass over as many tokens as a slice of a prompt may have works with what any step may. That is not
-counted. What goes beyond it is:
+A pass over as many tokens as a slice of a prompt may have needs no more than a slice of a prompt
+may. That is not counted here. What is counted is the memory beyond it:
 
 - **A large text**, of more tokens than that, waits until there is room, in the order in which its
   job and rows came. One of each model is read at a time. A decoder reads it in several slices, into

@@ -30,8 +30,8 @@ _LEAST = 16  # tokens; a slice of fewer would cost a whole pass for next to noth
 class EmbedSchedule:
     """The texts that one model has to embed.
 
-    Two steps bring a round's texts to the runner: the works of `take_changes`, and then the slice
-    of `plan`. Each work's outcome comes back through `settle` before the next slice is planned.
+    In each round come first the work items of `take_changes`, and then the slice of `plan`. Each
+    outcome comes back through `settle` before the next slice is planned.
 
     Args:
         model: its number.
@@ -58,8 +58,8 @@ class EmbedSchedule:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to plan: no texts that can be read now, and nothing to tell the
-        runner."""
+        """Whether there is nothing to plan: no texts that can be read now, and nothing for the
+        runner to admit or to free."""
         if self._queue.ready or self._admissions or self._releases:
             return False
         return not (self._queue.jobs and self._memory.waits and self.budget.admits_more)
@@ -124,10 +124,11 @@ class EmbedSchedule:
                 self._releases.append(job)
         return dropped
 
-    # Works.
+    # Planning.
 
     def take_changes(self) -> list[AdmitTexts | ReleaseTexts]:
-        """The jobs that came and went since the last call: works to do before the next slice."""
+        """The work items that admit and free the jobs that came and ended since the last call. They
+        come before the next slice."""
         releases, self._releases = self._releases, []
         admissions, self._admissions = self._admissions, {}
         items: list[AdmitTexts | ReleaseTexts] = []
@@ -183,7 +184,7 @@ class EmbedSchedule:
 
     def _fit_part(self, limit: int) -> int:
         """The tokens of the next part of the long text: so many, as far as there is room. They
-        attend to all before them, so a later part works with more."""
+        attend to all before them, so a later part needs more."""
         end = min(self._queue.long_done + limit, self._queue.begun[0].length)
         return self._memory.fit_pass(limit, end, self.budget.free)
 

@@ -109,7 +109,7 @@ class LoadSchedule:
         return finished
 
     def plan(self) -> list[LoadSlice | AttachSlice]:
-        """The works of the next round: one slice of each that need not wait."""
+        """The work items of the next round: one slice of each that need not wait."""
         items: list[LoadSlice | AttachSlice] = []
         folders: set[str] = set()
         for task in self._tasks.values():

@@ -20,8 +20,8 @@ What is to be done is decided at the beginning of each round, before a plan take
 - **The oldest row** goes on until the budget is full of it alone. Then it ends, as at its limit.
   A text that does not fit even alone is refused.
 
-Before rows go, or wait, the client is told that memory is short, since it may have models that
-nobody uses. It answers with another budget, or with the same. Nothing waits for the answer but
+Before rows are preempted, or wait, the client gets the event MemoryShort, since it may have models
+that nobody uses. It answers with another budget, or with the same. Nothing waits for the answer but
 texts that do not fit alone: it is asked for while rows still have room for some tokens.
 """
 
@@ -55,7 +55,7 @@ _AMPLE_WITH_MORE = Growth(STEP + _NEXT, beyond_limits=True)
 _FITS = tuple(Fit)
 _UNBOUNDED = 1 << 62  # bytes
 _PADDING = 8  # a group's padding may take this part of the budget
-_SIGN_OF_LIFE = 32  # rounds after which the client is told that a preempted row goes on
+_SIGN_OF_LIFE = 32  # rounds between two Progress events of a preempted row
 
 
 Holder = tuple[RowMemory, Row]
@@ -103,7 +103,7 @@ class MemoryBudget:
         bytes: that there are; None: as many as are wanted.
         numbers: of rows and of texts' jobs, in the order in which they come, over all models.
         free: bytes that nothing has taken or reserved in this round.
-        events: what the client is to be told, by the budget and by all who share it.
+        events: those to send to the client; the schedules of its models append theirs, too.
     """
 
     def __init__(self) -> None:
@@ -253,7 +253,7 @@ class MemoryBudget:
             self._lasting = _FORESIGHT
         return True
 
-    # What goes.
+    # Eviction and preemption.
 
     def _keep_within(self, found: _Forecasts, most: int) -> _Forecasts:
         """Have kept prompts and rows go until there is room for the next steps. Returns what is
@@ -283,7 +283,7 @@ class MemoryBudget:
             if bytes > 0:
                 bytes -= model.give_way(bytes)
 
-    # Whose text is read.
+    # Admission: whose text is read.
 
     def _find_candidates(self) -> list[Waiting]:
         """The rows and large texts that may be given memory, those of each model in their order."""
@@ -350,10 +350,11 @@ class MemoryBudget:
             if (drafts := model.book.drafts) is not None:
                 drafts.fits = self._find_room(model, model.draft_growth)
 
-    # What the client is told.
+    # Events.
 
     def _send_progress(self) -> None:
-        """Tell now and then that preempted rows are not forgotten."""
+        """Send Progress now and then for rows that are preempted, so that they do not look
+        stalled."""
         self._rounds += 1
         if self._rounds % _SIGN_OF_LIFE == 0:
             state = RowState.PREEMPTED

@@ -22,7 +22,7 @@ class QuestionState(Enum):
     ENOUGH = "not to be asked"
     """Nobody was short of memory since the last answer."""
     ASKED = "asked"
-    """The client was told how much is missing. It is told nothing more until it answers."""
+    """The client got the event MemoryShort. It gets no other until it answers."""
     ANSWERED = "answered"
     """The client has said how much there is, and somebody may be short of memory still."""
 
@@ -40,7 +40,7 @@ class MemoryQuestion:
     Rows and jobs of texts have numbers in one order of arrival.
 
     Args:
-        tell: takes the event that asks it.
+        send: takes the event MemoryShort.
 
     Attributes:
         state: changed by `enter` only.

@@ -1,4 +1,4 @@
-"""The works of a round for one model: its rows, and its texts to embed."""
+"""The work items of a round for one model: its rows, and its texts to embed."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class ModelSchedule:
         return [*(() if self._text is None else self._text.fail(reason)), *texts]
 
     def end_all(self, reason: str) -> list[WorkItem]:
-        """End all jobs, since the model goes. Returns the last works."""
+        """End all jobs, since the model goes. Returns the last work items."""
         if self._text is None or self._reset:  # what the runner has is of no use any more
             self._events += self.fail(reason)
             return []
@@ -146,8 +146,8 @@ class ModelSchedule:
     def begin_anew(self, reason: str) -> None:
         """End all jobs and forget all that was decided, after an error in deciding.
 
-        The runner's part goes with the next plan. What comes of works that were planned before is
-        of no use any more.
+        With the next plan the runner forgets its part. Outcomes of work items that were planned
+        before are ignored.
         """
         ended = {
             event.job
@@ -174,11 +174,12 @@ class ModelSchedule:
         return [Reset(model=self.number)]
 
     def plan_rows(self) -> list[WorkItem]:
-        """Rows come and go, before the steering that they ask for changes."""
+        """The work items that admit and free rows: before the steering changes that rows ask
+        for."""
         return [*self.plan_reset(), *self.text_schedule.plan_rows()]
 
     def plan_changes(self) -> list[WorkItem]:
-        """The works of a round with which rows, texts and kept prompts come and go."""
+        """The work items that admit and free rows and texts, and drop cached prompts."""
         items = self.plan_reset()
         # Where all is idle nothing is decided, so nothing can go wrong again and again.
         if not self._embed.idle:
@@ -188,7 +189,7 @@ class ModelSchedule:
         return items
 
     def plan(self, *, beside: bool) -> list[WorkItem]:
-        """The other works of a round; `beside`: other models have streams."""
+        """The other work items of a round. `beside`: other models have streams."""
         items: list[WorkItem] = []
         if self.idle:
             return items
@@ -215,7 +216,7 @@ class ModelSchedule:
         return not self._texts_are_next, self._texts_are_next
 
     def settle(self, work: WorkItem, outcome: Outcome) -> None:
-        """Learn what came of a work."""
+        """Take the outcome of a work item."""
         if isinstance(work, (WatchFeatures, DetachSAE)):
             self.watch(active=isinstance(outcome.done, Watched) and outcome.done.active)
             return

@@ -91,7 +91,7 @@ class Pace:
             self._learn(read, seconds, passes=2)
 
     def saw_slice(self, tokens: int, seconds: float, *, decoding: bool) -> None:
-        """Learn from a slice. While the model has streams, the gap around it tells more."""
+        """Learn from a slice. While the model has streams, the gap around it says more."""
         self._read += tokens
         if not decoding:
             self._learn(tokens, seconds, passes=1)

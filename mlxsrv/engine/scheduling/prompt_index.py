@@ -49,7 +49,8 @@ class _Entry:
         lasting: it ends at a checkpoint, and not where a prompt or an answer ended.
 
     Attributes:
-        uses: of the entry that was lent to its row: the tokens that each of them saved.
+        uses: those that it inherits from the prompt that was moved to its row: how many tokens each
+            of them has saved.
     """
 
     __slots__ = ("asked", "beginning", "bytes", "cuts", "lasting", "number", "tokens", "uses")
@@ -81,14 +82,20 @@ class _Entry:
         size = other.tokens.size
         if size > self.tokens.size:
             return False
-        # The last token first: it tells most pairs apart.
+        # The last token first: it differs in most pairs.
         same = self.tokens[size - 1] == other.tokens[-1]
         return bool(same) and common_prefix(self.tokens, other.tokens) == size
 
     def outdates(self, other: _Entry, checkpoints: Collection[int]) -> bool:
-        """Whether a client has gone on from what it asked in `other` with another answer than the
-        one kept there: its tokens are others, or its thoughts are left out. Where one of the
-        `checkpoints` is right before these, a prompt that only opens them is outdated as well."""
+        """Whether this entry makes `other` useless: both begin with the same question, and a client
+        has continued it here with another answer than the one cached in `other`. (Clients often
+        send an answer back in other tokens, or without its thoughts.)
+
+        Args:
+            other: a cached prompt that this one does not begin with.
+            checkpoints: lengths of cached checkpoints. If one is right at the end of the question,
+                `other` is also useless where it is the question and only opens the thoughts.
+        """
         size = other.tokens.size
         if other.lasting or (
             other.asked == size and not any(size - _OPENING <= at <= size for at in checkpoints)
@@ -174,11 +181,11 @@ class PromptIndex:
             self._worth.use(number, tokens)
 
     def move_out(self, number: int, tokens: int) -> tuple[int, ...] | None:
-        """Drop an entry that a row goes on from, if all that it holds behind the first `tokens` is
-        an answer. Then the row may have its KV cache.
+        """Take an entry out of the prompt cache for a row that begins with its first `tokens`, if
+        all behind these is an answer. The runner then moves its KV cache to the row.
 
         Returns:
-            Its uses, which the row's own text takes over when it is kept; None if it stays.
+            Its uses, which the row's own text inherits when it is cached; None if the entry stays.
         """
         entry = self._entries.get(number)
         if entry is None or not entry.cuts or not entry.answers_behind(tokens):
@@ -264,7 +271,7 @@ class PromptIndex:
         return number in self._entries
 
     def drop_prefixes(self, tokens: Tokens, steering: Steering | None = None) -> None:
-        """Drop the entries that a row with these tokens may have left, or begun from."""
+        """Drop the entries that are prefixes of these tokens."""
         if tokens.size < LEAST or not self._entries:
             return
         for entry in [*self._alike.get(find_beginning(tokens, steering), ())]:

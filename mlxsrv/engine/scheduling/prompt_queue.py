@@ -236,8 +236,8 @@ class PromptQueue:
         return row.length - 1 - self.find_source(row).tokens
 
     def reads_anew(self, row: Row) -> bool:
-        """Whether kept prompts are of no use, since something is told of each of the prompt's
-        tokens: scores, or activations."""
+        """Whether cached prompts are of no use, since each of the prompt's tokens is reported: with
+        scores, or activations."""
         return not row.read and (row.job.scores is not None or self.watched)
 
     def _fits(self, row: Row, limit: int) -> bool:

@@ -13,8 +13,8 @@ class Reading:
 
     Args:
         rows: these rows. Those after the first are not scored.
-        source: what is gone on from.
-        lent: the source is a kept prompt that is kept no more.
+        source: the KV cache that the reading begins with.
+        moved: the source is a cached prompt that is moved, and so leaves the prompt cache.
         source_bytes: of the KV cache that it begins with, if that was a kept prompt's.
 
     Attributes:
@@ -69,6 +69,6 @@ class Reading:
         return not self.rows
 
     def restart(self) -> None:
-        """Note that the text is to be read anew; what was told of its tokens is not told again."""
+        """Note that the text is to be read anew. Activations that were sent are not sent again."""
         for row in self.rows:
             row.reported = max(row.reported, self.done)

@@ -6,11 +6,11 @@ An exception does not tell which row caused it, for a step is one pass for all r
   began with what a kept prompt or another row holds. That may be to blame, or may have been lost,
   so the text is read anew, and the kept prompt is dropped.
 - Rows of a step that failed lose their KV caches, since these may already contain part of the
-  failed step. Their texts are read anew, one row at a time. Each row is then tried in a decoder of
-  its own, beside the others, until it is past the token at which the step failed. A row that fails
-  alone ends. The others join again and go on with the same tokens as if nothing had been: the token
-  that was drawn and not delivered is drawn again, with the same key.
-- A row that was in several failed works for which no cause was found ends as well.
+  failed step. Their texts are read anew, one row at a time. Each row is then decoded alone, in the
+  solo decoder, beside the others, until it is past the token at which the step failed. A row that
+  fails alone ends. The others join again and go on with the same tokens as if nothing had been: the
+  token that was drawn and not delivered is drawn again, with the same key.
+- A row that was in several failed work items for which no cause was found ends as well.
 - Where memory was short, there were just too many rows. So fewer are decoded together, until some
   have ended, and a row that fails alone has more attempts.
 """
@@ -34,7 +34,7 @@ _SOLO_TOKENS = 2
 
 
 class Recovery:
-    """The rows of one model that have lost their KV caches, and the one on trial.
+    """The rows of one model that have lost their KV caches, and the one in the solo decoder.
 
     Args:
         max_rows: rows that are decoded together while memory suffices.
@@ -42,9 +42,9 @@ class Recovery:
 
     Attributes:
         fitting: rows whose KV caches fit into memory, as far as known.
-        reading: the text of the row that is tried next.
-        trial: the row that is tried.
-        room: of the arrays in which it is tried, or the one that is being read will be.
+        reading: the text of the row that is next in the solo decoder.
+        solo: the row in the solo decoder.
+        room: of that decoder's arrays, for this row, or for the one that is being read.
         granted: there is memory for the next row.
     """
 
@@ -56,8 +56,8 @@ class Recovery:
         self.granted = True
         self._max_rows = max_rows
         self._groups = groups
-        self._lost: deque[Row] = deque()  # rows to be read anew and tried, in turn
-        # Tokens that the row must have drawn, counted from its beginning, before its trial ends.
+        self._lost: deque[Row] = deque()  # rows to be read anew and decoded alone, in turn
+        # Tokens that the row must have drawn in all before it leaves the solo decoder.
         self._passed = 0
 
     @property
@@ -73,7 +73,7 @@ class Recovery:
         return self._lost[0] if self._groups.count < self.fitting else None
 
     def put_back(self, row: Row) -> None:
-        """Have a row that was being read, or tried, be read anew: its KV cache has gone."""
+        """Queue a row that was being read, or was in the solo decoder: its KV cache has gone."""
         if not row.recovering:
             row.enter(RowState.RECOVERING)
         self._lost.appendleft(row)
@@ -86,13 +86,14 @@ class Recovery:
         self.room = choose_room(row)
 
     def begin_solo(self) -> None:
-        """Note that the text is read, so that its row is tried."""
+        """Note that the text is read: its row is in the solo decoder from now on."""
         assert self.reading is not None
         [self.solo] = self.reading.rows
         self.reading = None
 
     def end_solo(self) -> Row | None:
-        """The row on trial, if it has passed."""
+        """Take the row out of the solo decoder, if it is past the place of the fault. Returns
+        it."""
         row = self.solo
         if row is None or len(row.drawn) < self._passed:
             return None
@@ -113,12 +114,12 @@ class Recovery:
     # After a fault.
 
     def lose(self, rows: Sequence[Row], incident: Incident, *, stepping: bool) -> list[Row]:
-        """Have these rows read anew and tried. Returns those that end: the only row of a step, and
-        rows that were in too many.
+        """Queue these rows to be read anew and decoded alone. Returns those that end: the only row
+        of a step, and rows that were in too many.
 
         Args:
             rows: all rows of a decoder; they have lost their KV caches.
-            incident: the work that failed.
+            incident: the work item that failed.
             stepping: it was a step, so a row that was alone in it is the cause.
         """
         guilty: list[Row] = []
@@ -164,13 +165,13 @@ class Recovery:
 
 
 def choose_room(row: Row) -> RowGroup:
-    """The room of the arrays in which a row is tried. The first step gives no token."""
+    """The room of the solo decoder's arrays for a row. The first step gives no token."""
     return alone(row, _SOLO_TOKENS + 1)
 
 
 def blame(row: Row) -> Failed:
-    """Tell that the row caused its last incident. None of its incidents count against other rows
-    any more."""
+    """Return the event of a row that caused its last incident. Its incidents do not count against
+    other rows any more."""
     last = row.incidents[-1]
     for each in row.incidents:
         each.explained = True
@@ -180,7 +181,7 @@ def blame(row: Row) -> Failed:
 
 
 def _exhausted(row: Row) -> bool:
-    """Whether too many works have failed for causes that were not found with the row in them."""
+    """Whether the row was in too many work items that failed for causes that were not found."""
     return sum(not each.explained for each in row.incidents) >= _MOST_INCIDENTS
 
 

@@ -41,8 +41,8 @@ class RowState(Enum):
     RECOVERING = "recovering"
     """Its KV cache was lost in a fault. Its text is to be read anew."""
     PREEMPTED = "preempted"
-    """Its KV cache went since memory was short. It is in the queue again, and its text, with the
-    tokens that are drawn, is to be read anew."""
+    """Its KV cache was dropped, since memory was short. It is in the queue again, and its text,
+    with the tokens that are drawn, is to be read anew."""
     ENDED = "ended"
     """It has finished or failed, or was cancelled."""
     BROKEN = "broken"
@@ -93,7 +93,7 @@ class Source(msgspec.Struct, frozen=True):
 
 
 class Incident:
-    """A work that failed, as the rows remember it that were in it.
+    """A work item that failed, shared by the rows that were in it.
 
     Attributes:
         explained: its cause is known, so it does not count against these rows. Where memory was
@@ -122,11 +122,12 @@ class Row:
         most_length: the same when its job allows no more, or memory does not.
         beginning: of its prompt.
         checksum: of its prompt.
-        incidents: works that failed while the row was in them.
+        incidents: work items that failed while the row was in them.
         alone: it shares no slice with other prompts: it was in one that failed.
-        read: its prompt was read, and that was told.
-        uses: of the kept prompt that it was lent, which the row's own text takes over.
-        told: the first token whose activations nobody was told.
+        read: its prompt was read, and the event PromptRead was sent.
+        uses: of the cached prompt that was moved to it: how many tokens each use has saved. The
+            row's own text inherits them when it is cached.
+        reported: how many of its first tokens' activations were sent.
         lookup: finds proposals in its text; None until it was asked for some.
         source: of most use to it, when that was last looked up.
         source_version: what there was to go on from then; see `Sources`.

@@ -1,7 +1,7 @@
-"""The rows of one model that have not ended: how they come, and how they leave.
+"""The rows of one model that have not ended: they are admitted, preempted and freed here.
 
-A row that ends leaves with the next plan. What its KV cache holds is kept, where later prompts may
-begin with it.
+A row that has ended is freed by the next plan. Its KV cache goes to the prompt cache, where later
+prompts may begin with its text.
 """
 
 from __future__ import annotations
@@ -26,8 +26,15 @@ from mlxsrv.generation.parameters import Steering
 
 
 class _EndedRow(msgspec.Struct, frozen=True):
-    """A row that has ended, and the text that its KV cache is of use for: the prompt, so many
-    tokens of it `asked`, and the answer."""
+    """A row that has ended and is yet to be freed.
+
+    Attributes:
+        row: its id.
+        text: the tokens that its KV cache holds, prompt and answer; None: it is not to be cached.
+        asked: how many of these tokens are the prompt.
+        uses: see `Row.uses`.
+        steering: of the row.
+    """
 
     row: int
     text: Tokens | None
@@ -45,13 +52,13 @@ class RowBook:
         index: prompts that are kept.
         queue, groups, recovery: where a row may be.
         numbers: for rows that come.
-        events: what the client is to be told; more is added here.
+        events: those that are to be sent to the client; more are appended here.
         store: prompts on disk; None: there are none.
         drafts: proposals of a draft model; None: there is none.
 
     Attributes:
         rows: by the ids of their jobs.
-        short_of_memory: what is not needed goes with the next plan.
+        short_of_memory: the next plan drops whatever is not needed.
         index, queue, groups, recovery, drafts: as above.
     """
 
@@ -87,8 +94,8 @@ class RowBook:
 
     @property
     def settled(self) -> bool:
-        """Whether there is nothing that the runner is to take or to forget, and no row that has a
-        KV cache."""
+        """Whether the runner has nothing to admit, to free or to drop, and no row has a KV
+        cache."""
         # First what is seen at once, for this is asked several times a round.
         if (
             self.groups.count
@@ -118,7 +125,8 @@ class RowBook:
 
     @property
     def free(self) -> int:
-        """Rows for which there is a place beside those that are read, decoded or lost."""
+        """How many rows more may be read or decoded: those that may run, less those that are read,
+        are decoded, or are to be recovered."""
         recovery = self.recovery
         return recovery.fitting - self.decoding - len(recovery.rows) - self.queue.rows
 
@@ -154,7 +162,7 @@ class RowBook:
         self._rewound += rows
 
     def preempt(self, row: Row) -> None:
-        """Take a row's KV cache. It stays, and waits again in its old place."""
+        """Drop a row's KV cache. The row stays, and waits again in its old place."""
         recovery = self.recovery
         reading = [] if recovery.reading is None else recovery.reading.rows
         recovering = row is recovery.solo or row in reading
@@ -178,7 +186,7 @@ class RowBook:
         )
 
     def fail(self, row: Row, reason: str, clear: str | None = None, *, kept: bool = True) -> None:
-        """End a row that cannot go on; `clear` is what a client may be told of the reason."""
+        """End a row that cannot go on; `clear` is what a client may read of the reason."""
         self._events.append(Failed(row.id, reason, clear=clear))
         self.end(row, kept=kept)
 
@@ -210,8 +218,8 @@ class RowBook:
                 self.end(row)
 
     def end_all(self, reason: str) -> list[WorkItem]:
-        """End all rows, since the model goes. Where prompts are stored, all that is kept is, and
-        what these rows have read. Returns the last works of the model."""
+        """End all rows, since the model is unloaded. Where prompts are stored on disk, all cached
+        prompts are written, and what these rows have read. Returns the last work items."""
         if self._store is None:
             self._events += self.fail_all(reason)
             return []
@@ -244,10 +252,11 @@ class RowBook:
                 return self.recovery.drop(row)
         return None
 
-    # Works.
+    # Planning.
 
     def plan_changes(self) -> list[WorkItem]:
-        """Rows come and go, and kept prompts go; and what is stored and fetched."""
+        """The work items that admit and free rows, drop cached prompts, and write and fetch
+        prompts."""
         items = self._plan_rows()
         if self._store is not None:
             streaming = self.decoding > 0
@@ -270,7 +279,7 @@ class RowBook:
             items.append(Rewind(model=self._model, rows=rows))
         self._rewound = []
         freed_rows = tuple(map(self._plan_release, self._ended_rows))
-        # First what goes: kept prompts may give way to those that are kept now.
+        # First drop cached prompts: others that are cached now may need their memory.
         dropped = self.index.take_dropped()
         draft = self.drafts is not None and self.drafts.take_evicted()
         if dropped or draft or spare:
@@ -290,7 +299,7 @@ class RowBook:
         return FreedRow(ended.row, Keep(entry, text.size))
 
     def settle_admission(self, work: Admit, outcome: Outcome) -> None:
-        """Tell which jobs are taken."""
+        """Send events of the jobs that are admitted, and of those that are not."""
         done = outcome.done if isinstance(outcome.done, Admitted) else Admitted()
         failed = {failure.row: failure for failure in done.failures}
         for job in work.jobs:
@@ -318,7 +327,8 @@ class RowBook:
             self._store.note_kept(kept)
 
     def find_unreported(self, activations: Iterable[Activations]) -> Iterator[Activations]:
-        """The activations of tokens of which nothing was told before a fault had them read anew."""
+        """Those activations that were not sent yet: after a fault or a preemption, tokens are read
+        again, and their activations come a second time."""
         for each in activations:
             row = self.rows.get(each.job)
             if row is not None and not row.read and each.position >= row.reported:

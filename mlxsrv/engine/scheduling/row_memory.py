@@ -3,13 +3,13 @@
 It counts by the facts of the model, before anything is taken:
 
 - the arrays of the groups that are decoded, as large as the next steps need them;
-- of each text that is being read, from its first slice on, the KV cache that it has at its end, and
-  then the places in a group that its rows take instead;
-- what can go at any time: kept prompts, also those that the runner has yet to keep, and what the
-  draft model has read.
+- of each text that is being read, from its first slice on, the KV cache that it has at its end, or
+  the slots that its rows take in a group, whichever is larger;
+- what can be dropped at any time: cached prompts, also those that the runner is about to cache, and
+  the KV cache of the draft model.
 
-Arrays change, and rows go over to them, one array of a layer after the other. So what is there
-twice for a moment is one of these, and counts as what a step needs for itself.
+Arrays grow, and rows are copied into them, one array of one layer at a time. So at most one array
+is in memory twice. It is not counted here, but as memory that a step needs for itself.
 """
 
 from __future__ import annotations
@@ -29,18 +29,20 @@ from mlxsrv.engine.scheduling.row_book import RowBook
 
 
 class Forecast(msgspec.Struct, frozen=True):
-    """The bytes that the KV caches of one model take, if certain texts are read. One forecast
-    answers several questions: how far rows grow, and how arrays do, is asked last.
+    """The bytes that the KV caches of one model will take, if certain texts are read.
+
+    How far rows and arrays grow is an argument of `bytes_after`, so one forecast answers several
+    questions.
 
     Attributes:
-        now: bytes of arrays until the next steps are done.
-        arrays: those of the groups, before any row joins.
-        joined: the same with the rows of the texts.
-        beside: bytes of the texts, and of prompts that are kept soon.
-        least: bytes of the text that takes the least; 0: there is none whose rows join.
-        trial: bytes of the arrays in which a row is tried.
-        tried: the same, of one that goes over to the arrays of others.
-        granted: rows that wait and whose texts are read.
+        now: bytes of all arrays before the next steps change them.
+        arrays: the arrays of the groups, before any row joins.
+        joined: the same once the rows of the texts have joined.
+        beside: bytes of the texts' own KV caches, and of prompts that are about to be cached.
+        least: bytes of the smallest of these texts; 0: none has rows that join.
+        solo: bytes of the solo decoder's arrays.
+        solo_joining: bytes of those of its rows that join the groups, which then go.
+        granted: waiting rows that are given memory in this forecast.
     """
 
     now: int
@@ -53,12 +55,17 @@ class Forecast(msgspec.Struct, frozen=True):
     granted: tuple[Row, ...] = ()
 
     def bytes_after(self, growth: Growth, *, settled: bool = False) -> int:
-        """The most bytes that are taken until rows have grown; `settled`: when what goes with the
-        next steps is gone."""
+        """The most bytes that are taken at any moment until rows have grown.
+
+        Args:
+            growth: of each row.
+            settled: count the state after the next steps only, without what they free.
+        """
         taken = self.arrays.bytes_after(growth) + self.solo
         if self.joined is not self.arrays:
-            # A layer's arrays take the rows that were read, whose own caches of the layer then go.
-            # Of several texts it is not known which is read first.
+            # When a text has been read, its rows are copied into the groups' arrays and its own KV
+            # cache, counted in `beside`, goes. Which text is first is not known: the smallest
+            # frees the least.
             taken = max(taken, self.joined.bytes_after(growth) + self.solo_joining - self.least)
         return (taken if settled else max(self.now, taken)) + self.beside
 
@@ -116,7 +123,7 @@ class RowMemory:
         self.queue.granted, self._recovery.granted = len(rows) - lost, lost > 0
 
     def preempt(self, row: Row) -> None:
-        """Take a row's KV cache. It waits again in its old place, and its text is read anew."""
+        """Drop a row's KV cache. It waits again in its old place, and its text is read anew."""
         self.preemptions += 1
         self.book.preempt(row)
 
@@ -144,13 +151,13 @@ class RowMemory:
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that can be had at once: of kept prompts, and of what the draft has read."""
+        """Bytes that can be freed at once: of cached prompts, and of the draft's KV cache."""
         drafts = self.book.drafts
         return self.index.bytes + (0 if drafts is None else drafts.cache_bytes)
 
     def give_way(self, bytes: int) -> int:
-        """Have what is spare go, until so many bytes are free: the draft's last, since it is in
-        use where rows are. Returns the bytes that are free then."""
+        """Drop cached prompts until so many bytes are free, and then the draft's KV cache, which is
+        in use while a row decodes. Returns the bytes that are free then."""
         freed = self.index.give_way(bytes)
         if freed < bytes and self.book.drafts is not None:
             freed += self.book.drafts.evict()
@@ -253,7 +260,7 @@ class RowMemory:
 
     def _measure_text(self, row: Row, source_bytes: int) -> int:
         """Bytes of the KV cache of a row's text when it is read, or of the arrays in which the row
-        is then tried. One that was cut back is as large as it was."""
+        then decodes alone. A KV cache that was cut back is as large as it was before."""
         own = max(self.measure(row.length), source_bytes)
         if row is self._recovery.solo or row.recovering:
             return max(own, self._measure_solo(row))
@@ -265,7 +272,7 @@ class RowMemory:
         return [*self.queue.begun, *([] if recovering is None else [recovering])]
 
     def _count_solo(self) -> int:
-        """Bytes of the arrays in which a row is tried, once they are there, and not only the text
+        """Bytes of the solo decoder's arrays, once they are there, and not only the text
         that was read."""
         row = self._recovery.solo
         return 0 if row is None or row.fresh else self._measure_solo(row)

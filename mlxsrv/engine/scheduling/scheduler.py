@@ -1,4 +1,4 @@
-"""The scheduler: from orders and outcomes to the works of the next round.
+"""The scheduler: from orders and outcomes to the work items of the next round.
 
 It is host code, without MLX, clock, queue or thread. What it decides follows from the orders and
 the outcomes that it was given, in their order; so a record of these gives the same plans again.
@@ -89,8 +89,8 @@ class _Client:
     Attributes:
         models: the numbers of its models, by their names.
         loading: the same of those on their way.
-        cancelled: jobs to cancel. All at once, since each row that leaves costs copies of others'
-            KV caches.
+        cancelled: jobs to cancel in the next plan, all at once: each row that is freed costs copies
+            of other rows' KV caches.
         budget: of the KV caches of its models; has the events that are to be delivered.
     """
 
@@ -135,7 +135,7 @@ class Scheduler:
     # Planning.
 
     def plan(self, orders: Sequence[Received] = ()) -> RoundPlan:
-        """The works of the next round."""
+        """The work items of the next round."""
         items: list[WorkItem] = []
         for received in orders:
             items += self._obey(received.client, received.order)
@@ -181,7 +181,7 @@ class Scheduler:
         return models
 
     def _obey(self, number: int, order: Order) -> Sequence[WorkItem]:
-        """Do what the order says; the works that it takes at once."""
+        """Do what the order says. Returns the work items that it needs at once."""
         if isinstance(order, Open):
             self._clients[number] = _Client()
             return ()
@@ -332,10 +332,10 @@ class Scheduler:
                         model.contain(error)
                 client.cancelled = set()
 
-    # What came of it.
+    # Outcomes.
 
     def settle(self, work: WorkItem, outcome: Outcome) -> None:
-        """Learn what came of one work of the last plan; all are settled in their order."""
+        """Take the outcome of one work item of the last plan. All come in their order."""
         if isinstance(work, (LoadSlice, AttachSlice)):
             if (task := self._loads.note_outcome(work, outcome)) is not None:
                 self._finish(task)

@@ -1,9 +1,10 @@
-"""Sources: what the reading of a prompt goes on from, so that its beginning is not read again.
+"""Sources: the KV cache that the reading of a prompt begins with, so that a prefix is not read
+again.
 
-A source is a kept prompt, or a row that runs. Where KV caches can be cut back to any length, each
-row that runs holds its prompt for others as well. So such prompts are not kept beside their rows: a
-kept prompt is *lent* to the row that goes on from it, if that is its only user. It is moved there
-and not copied, and it is no kept prompt any more. When the row ends, its longer text is kept.
+A source is a cached prompt, or a running row. Where KV caches can be cut back to any length, other
+prompts may begin with a copy of what a running row holds. So its prompt need not be in the prompt
+cache as well: a cached prompt with only one user is *moved* to the row that begins with it, without
+a copy, and leaves the prompt cache. When the row ends, its longer text is cached.
 """
 
 from __future__ import annotations
@@ -52,13 +53,12 @@ class Sources:
         return row.source
 
     def move_out(self, source: Source, others: Iterable[Row]) -> tuple[int, ...] | None:
-        """Lend a kept prompt to the row that goes on from it, if it may be.
-
-        It may be if all of it that a client has asked stays there to go on from, and none of the
-        `others` that wait goes on from it, too.
+        """Move a cached prompt to the row that begins with it, if it may be moved: the row begins
+        with all of it that a client has asked, and none of the `others` that wait begins with it,
+        too.
 
         Returns:
-            Its uses, which the row's own text takes over when it is kept; None if it is not lent.
+            Its uses, which the row's own text inherits when it is cached; None if it is not moved.
         """
         if source.entry is None or not self._facts.cuts:
             return None

@@ -1,4 +1,4 @@
-"""Spans: how far a slice reads each prompt that it has, and what is kept of it."""
+"""Spans: how far a slice reads each of its prompts, and whether the KV cache is cached there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SpanMaker:
     Args:
         facts: of the model.
         pace: decides how many tokens a slice reads.
-        queue: tells which prompts take several slices.
+        queue: knows which prompts take several slices.
         index: promises entries for what is kept.
     """
 
@@ -63,8 +63,9 @@ class SpanMaker:
         end = min(reading.done + limit, last)
         checkpoint = next((each for each in reading.checkpoints if each > reading.done), last)
         end = min(end, checkpoint)
-        # A row that joins has KV caches copied in the next step, its own and the others'. So it
-        # does not join in a gap that reading has filled already.
+        # When a row joins, the next step copies KV caches, its own and those of other rows. If the
+        # slice has already filled the gap between two tokens, that would make the gap longer. So
+        # the row joins with an empty span in the next round.
         later = decoding and begun and end > reading.done
         joins = end == last and not later
         lasting = end in reading.checkpoints and end > reading.done

@@ -6,8 +6,8 @@ beginning is on disk, and not in memory, waits at its place until that is fetche
 What is fetched is a kept prompt like others. It is given up where reading the prompt would have
 been faster.
 
-What there is on disk is not known here: the runner tells it with each row that it admits. So a row
-is not in the queue before that.
+The scheduler does not know the disk: the outcome of `Admit` says what is there of each row's
+prompt. So a row is not in the queue before that.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class FetchState(Enum):
     QUEUED = "queued"
     """It is behind others, or the next to begin."""
     READING = "reading"
-    """The storage thread reads files, and will tell how many tokens it has read."""
+    """The storage thread reads files; its report says how many tokens it has read."""
     RESTORING = "restoring"
     """Its KV cache is brought into the device's memory, a slice in each round."""
     OVER = "over"
     """Its rows go on from what there is."""
 
 
-# A fetch may end at any time: its rows may leave, a work may fail, and files may be gone.
+# A fetch may end at any time: its rows may end, a work item may fail, and files may be gone.
 _NEXT = {
     FetchState.QUEUED: {FetchState.READING, FetchState.OVER},
     FetchState.READING: {FetchState.RESTORING, FetchState.OVER},
@@ -104,7 +104,7 @@ class StoreSchedule:
     Args:
         model: the model's number.
         facts: of the model.
-        pace: tells how fast prompts are read.
+        pace: knows how fast prompts are read.
         index: prompts that are kept.
         queue: prompts that wait.
     """
@@ -128,7 +128,7 @@ class StoreSchedule:
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to plan until the storage thread tells something."""
+        """Whether there is nothing to plan until the storage thread reports."""
         fetches = bool(self._fetches) and self._fetches[0].state is not FetchState.READING
         return not fetches and (self._writing is not None or not self._unwritten)
 
@@ -141,7 +141,7 @@ class StoreSchedule:
         counts = {f"prompt_cache_disk_{name}": number for name, number in self._counts.items()}
         return {"fetching": self.waiting, **counts}
 
-    # What happens.
+    # Reports.
 
     def note_kept(self, prompts: Iterable[KeptPrompt]) -> None:
         """Note that these prompts are kept from now on, unless the index did not take them."""
@@ -160,7 +160,7 @@ class StoreSchedule:
                 self._fetches.append(Fetch(row, stored))
 
     def note_report(self, order: StorageReport) -> None:
-        """Take in what the storage thread tells."""
+        """Take a report of the storage thread."""
         match order:
             case Written():
                 self._writing = None
@@ -244,10 +244,10 @@ class StoreSchedule:
         self._writing = self._unwritten.popleft()
         return [StorePrompts(model=self._model, entries=(self._writing,))]
 
-    # What came of it.
+    # Outcomes.
 
     def settle(self, work: WorkItem, outcome: Outcome) -> None:
-        """Learn what came of a work."""
+        """Take the outcome of a work item."""
         match work:
             case StorePrompts():
                 done = outcome.done if isinstance(outcome.done, HandedOver) else HandedOver()

@@ -1,13 +1,13 @@
-"""The works of a round for the rows of one model that generates text.
+"""The work items of a round for the rows of one model that generates text.
 
-A round of a model is, in this order: rows come and go; one step of all rows, and one of the row on
-trial; at most one slice of prompts. Tokens are delivered before the slice, so that no stream waits
-for the prompt of another job longer than it must.
+A round of a model is, in this order: rows are admitted and freed; one step of all rows, and one of
+the row in the solo decoder; at most one slice of prompts. Tokens are delivered before the slice, so
+that no stream waits for the prompt of another job longer than it must.
 
 - Which prompt is read next: `prompt_queue`; how much of it: `pace`.
 - Rows whose lengths differ much have KV caches of their own: see `groups`.
 - After a fault rows are read anew: see `recovery`.
-- What KV caches may take, and which rows go where that is too much: see `memory_budget`.
+- What KV caches may take, and which rows are preempted where that is too much: see `memory_budget`.
 - How many tokens a draft model proposes to a row: see `draft_policy`. Which tokens of their own
   texts are proposed to rows: see `lookup_policy`.
 """
@@ -143,12 +143,12 @@ class TextSchedule:
 
     def end_all(self, reason: str) -> list[WorkItem]:
         """End every job, since the model goes, and have what is kept written to disk, if it is.
-        Returns the last works of the model."""
+        Returns the last work items of the model."""
         self._budget.unregister(self.memory)
         return self._book.end_all(reason)
 
     def note_report(self, order: StorageReport) -> None:
-        """Take in what the storage thread tells."""
+        """Take a report of the storage thread."""
         if self._store is not None:
             self._store.note_report(order)
 
@@ -164,12 +164,12 @@ class TextSchedule:
     # Planning.
 
     def plan_rows(self) -> list[WorkItem]:
-        """Rows come and go, and kept prompts go. This comes first in a round, and before whatever
-        changes the steering that rows ask for."""
+        """The work items that admit and free rows, and drop cached prompts. They come first in a
+        round, and before whatever changes the steering that rows ask for."""
         return self._book.plan_changes()
 
     def plan_steps(self) -> list[WorkItem]:
-        """One step of all rows, and one of the row on trial."""
+        """One step of all rows, and one of the row in the solo decoder."""
         items: list[WorkItem] = []
         if self._groups.count:
             proposals, guesses = self._count_proposals(), self._guess()
@@ -186,7 +186,7 @@ class TextSchedule:
         return items
 
     def plan_slice(self, *, beside: bool) -> WorkItem | None:
-        """One slice of prompts, a shorter one if other models have streams, which `beside` tells;
+        """One slice of prompts, a shorter one if `beside` (other models have streams);
         or of the text that a draft model lacks."""
         if not self._choose_readings(beside):
             return self._plan_draft()
@@ -209,8 +209,8 @@ class TextSchedule:
         return bool(self._slice)
 
     def _lone_row(self) -> Row | None:
-        """The only row, if a draft may be used: nobody waits for the row to leave, or watches the
-        activations of each token."""
+        """The only row, if a draft may be used: no prompt waits for the row to end, and no
+        activations are watched."""
         if self._book.drafts is None or not (self._book.drafts.fits and self._may_propose()):
             return None
         rows = self._groups.rows
@@ -245,10 +245,10 @@ class TextSchedule:
         begin, tokens = part
         return ReadDraft(model=self._model, row=row.id, begin=begin, tokens=tokens)
 
-    # What came of it.
+    # Outcomes.
 
     def settle(self, work: WorkItem, outcome: Outcome) -> None:
-        """Learn what came of a work of this model's."""
+        """Take the outcome of a work item of this model."""
         match work:
             case Decode():
                 self._settle_step(work, outcome)
@@ -270,7 +270,9 @@ class TextSchedule:
             self._lose(outcome.fault, solo=True, stepping=False)
 
     def _settle_draft(self, work: ReadDraft, outcome: Outcome) -> None:
-        self._stepped = None  # the next step waits for the draft: its time tells nothing
+        self._stepped = (
+            None  # the next step waits for the draft, so its time is not that of a plain step
+        )
         drafts, row = self._book.drafts, self._book.find(work.row)
         if outcome.fault is not None:
             self._give_up_drafts()
@@ -353,7 +355,7 @@ class TextSchedule:
     # A step.
 
     def _settle_step(self, work: Decode, outcome: Outcome) -> None:
-        # A work that failed in another way than a step can has told nothing.
+        # A step that failed outside of the decoder has no results.
         done = outcome.done if isinstance(outcome.done, Decoded) else Decoded()
         lone = None if work.solo else self._lone_row()
         length = 0 if lone is None else lone.length
@@ -410,7 +412,7 @@ class TextSchedule:
                 row.enter(RowState.DECODING)
 
     def _forget_time(self) -> None:
-        """Note that other work comes between the last step and the next."""
+        """Note that the time to the next step is not that of a plain step."""
         self._stepped = None
         if self._lookups is not None:
             self._lookups.skip()

@@ -5,9 +5,9 @@ here. Who owns what:
 
 - `find` reads names that the storage thread puts in and takes out one at a time. What it finds may
   be gone when it is read: that is a miss.
-- A HandedCache belongs to the storage thread until its task calls `told`. Its arrays are views of
+- A HandedCache belongs to the storage thread until its task calls `report`. Its arrays are views of
   memory that MLX has computed and does not change, since the device thread holds them meanwhile.
-- A FetchedCache belongs to the storage thread until its task calls `told`, then to the device
+- A FetchedCache belongs to the storage thread until its task calls `report`, then to the device
   thread.
 """
 
@@ -125,7 +125,7 @@ class PromptStore:
 
     Args:
         folder: where they are.
-        shelf: the files of the fingerprint.
+        held: the files of the fingerprint.
         fingerprint: of the model.
         cuts: KV caches can be cut anywhere, so they are stored in chunks.
         clock: seconds, from any time on.
@@ -167,7 +167,7 @@ class PromptStore:
             text: the tokens that it has seen.
             cache: belongs to the task from now on.
             abandoned: the task ends early once the memory is wanted.
-            told: called by the storage thread at the end, whatever came of it.
+            report: called by the storage thread at the end, whatever came of it.
         """
         return self._write(text, [cache], abandoned, report)
 
@@ -179,7 +179,7 @@ class PromptStore:
         Args:
             text: tokens.
             abandoned: the task ends early once nobody waits.
-            told: called by the storage thread at the end, with what was read.
+            report: called by the storage thread at the end, with what was read.
         """
         return self._fetch(text, abandoned, report)
 
@@ -248,7 +248,8 @@ class PromptStore:
             counts.full = True
             self._note_full(error)
         finally:
-            # Before it is told: the device thread then drops the arrays, and must be the last.
+            # Before the report: after it the device thread drops the arrays, and must be the last
+            # to.
             caches.clear()
             report(counts)
 

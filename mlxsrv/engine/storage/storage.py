@@ -102,7 +102,7 @@ class Storage:
     def write(
         self, store: PromptStore, key: PromptKey, text: Text, cache: HandedCache, arrays: object
     ) -> None:
-        """Have a KV cache stored; the order Written tells that it is over.
+        """Have a KV cache stored; the order Written reports the end.
 
         Args:
             store: the model's.
@@ -132,8 +132,8 @@ class Storage:
     # Reading.
 
     def fetch(self, store: PromptStore, key: PromptKey, text: Text, seconds: float) -> None:
-        """Have the KV cache of `text` read, as far as it is stored; the order Fetched tells that it
-        is over, after so many seconds at the latest.
+        """Have the KV cache of `text` read, as far as it is stored; the order Fetched reports the
+        end, after so many seconds at the latest.
 
         It is over at once while the storage thread is at a read that was given up: the disk may
         hang, and prompts are not to wait for it in turn.
@@ -158,7 +158,7 @@ class Storage:
 
     @property
     def busy(self) -> bool:
-        """Whether the storage thread is yet to tell something."""
+        """Whether the storage thread has yet to report something."""
         return bool(self._reads or self._handed)
 
     @property
@@ -169,7 +169,7 @@ class Storage:
         return min(read.deadline for read in self._reads.values()) - time.monotonic()
 
     def give_up(self) -> list[Fetched]:
-        """Give up reads that have taken too long. Returns the orders that tell of it."""
+        """Give up reads that have taken too long. Returns the orders that report it."""
         now = time.monotonic()
         late = [key for key, read in self._reads.items() if read.deadline <= now]
         for key in late:
@@ -186,7 +186,7 @@ class Storage:
         self._given_up = [each for each in self._given_up if not each.over]
 
     def accept(self, order: Fetched | Written) -> bool:
-        """Take in what the storage thread tells. Returns whether anybody waits for it."""
+        """Take a report of the storage thread. Returns whether anybody waits for it."""
         key = order.model, order.entry
         if isinstance(order, Written):
             self._handed[key].pop(0)

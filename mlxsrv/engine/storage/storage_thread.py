@@ -1,7 +1,7 @@
 """The storage thread: reads and writes stored prompts, beside the device thread.
 
 It never calls MLX. What it reads of memory are arrays that the device thread has computed and holds
-until it is told that they are written. Reads go before writes, and interrupt them between two
+until the write is reported. Reads go before writes, and interrupt them between two
 pieces: a client waits for a read, and nobody for a write. Between the pieces of a write the thread
 rests for nine times as long as the piece took, so that streams have the processor. It has the
 priority of all others: with a lower one it would be interrupted while it holds Python's lock, and

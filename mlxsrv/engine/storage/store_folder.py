@@ -134,8 +134,9 @@ class StoreFolder:
         return self._stored[name]
 
     def _make(self, held: StoredFiles) -> None:
-        """Make the folder of a shelf, for this user alone: a KV cache tells the text. The directory
-        is made as well if somebody has removed it, but none above it: that may be a disk."""
+        """Make the folder of a fingerprint, for this user alone: a KV cache reveals the text. The
+        directory is made as well if somebody has removed it, but none above it: that may be a disk.
+        """
         self.path.mkdir(mode=0o700, exist_ok=True)
         held.path.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(held.path)
@@ -242,7 +243,7 @@ class StoreFolder:
         """Write a file, yielding between pieces.
 
         Args:
-            shelf: where.
+            held: the files of the fingerprint.
             name: its name.
             room: bytes that it takes, at most.
             pieces: its bytes.
