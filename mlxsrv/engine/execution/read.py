@@ -53,7 +53,7 @@ class PartialText:
         return self.cache.tokens
 
     def rows_among(self, row_ids: Sequence[int]) -> list[LiveRow]:
-        """Those of these rows that it has, in this order."""
+        """Return those of these rows that it has, in this order."""
         rows = {row.id: row for row in self.rows}
         return [rows[row_id] for row_id in row_ids if row_id in rows]
 

@@ -50,7 +50,8 @@ class SubBatch:
         self.rows = rows
 
     def view_rows(self, row_ids: Collection[int]) -> dict[int, ReadyRow]:
-        """Those of these rows that it has, by id, with KV caches that are views of its arrays."""
+        """Return those of these rows that it has, by id, with KV caches that are views of its
+        arrays."""
         return {
             row.id: ReadyRow(row, self.caches.view_row(number))
             for number, row in enumerate(self.rows)

@@ -33,7 +33,7 @@ class _State(Enum):
 
 
 class _Report(msgspec.Struct, frozen=True):
-    """What a rank reports to the others after a slice."""
+    """The report of a rank to the others after a slice."""
 
     state: _State
     reason: str = ""

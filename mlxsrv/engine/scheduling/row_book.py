@@ -125,8 +125,8 @@ class RowBook:
 
     @property
     def free(self) -> int:
-        """How many rows more may be read or decoded: those that may run, less those that are read,
-        are decoded, or are to be recovered."""
+        """The number of rows that may be read or decoded beside the others: those that may run,
+        less those that are read, decoded, or to be recovered."""
         recovery = self.recovery
         return recovery.fitting - self.decoding - len(recovery.rows) - self.queue.rows
 
@@ -327,8 +327,8 @@ class RowBook:
             self._store.note_kept(kept)
 
     def find_unreported(self, activations: Iterable[Activations]) -> Iterator[Activations]:
-        """Those activations that were not sent yet: after a fault or a preemption, tokens are read
-        again, and their activations come a second time."""
+        """Return the activations that were not sent yet: after a fault or a preemption, tokens are
+        read again, and their activations come a second time."""
         for each in activations:
             row = self.rows.get(each.job)
             if row is not None and not row.read and each.position >= row.reported:
