@@ -97,7 +97,7 @@ def test_a_release_that_fails_frees_its_rows_and_drops_what_it_touched(
     driver.must((0, 1), (2,))
     driver.must()
     with monkeypatch.context() as patched:
-        patched.setattr(RowCache, "settle", _fail)
+        patched.setattr(RowCache, "materialize", _fail)
         with pytest.raises(RuntimeError):
             driver.release(0, keep=Keep(1, 41))
     assert not driver.runner._kept
