@@ -17,6 +17,7 @@ from mlxsrv.errors import (
     StoreFailed,
 )
 from mlxsrv.options import SettingsError
+from mlxsrv.replicas import response_files
 from mlxsrv.replicas.response_files import ResponseFiles, responses_folder
 from mlxsrv.service.response_store import StoredItem, StoredReference, StoredResponse
 from mlxsrv.settings import Settings
@@ -108,6 +109,21 @@ def test_files_outlive_their_replica_for_a_day(tmp_path: Path) -> None:
             one.note_alive()
             seen = (tmp_path / "responses" / "one").stat().st_mtime
             assert seen > then + 60
+
+
+def test_of_many_that_are_gone_the_last_ones_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_files, "_MOST_GONE", 2)
+    for number in range(4):
+        replica(tmp_path, f"gone {number}")
+    for number in range(4):
+        then = time.time() - 1000 * (number + 1)
+        os.utime(tmp_path / "responses" / f"gone {number}", (then, then))
+    for name in ("one", "two", "three"):
+        replica(tmp_path, name)
+    names = {each.name for each in (tmp_path / "responses").iterdir()}
+    assert names == {"one", "two", "three", "gone 0", "gone 1"}
 
 
 def test_an_id_of_a_client_is_no_path(tmp_path: Path) -> None:
