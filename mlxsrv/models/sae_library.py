@@ -188,7 +188,7 @@ class SAELibrary:
         if found := self._found.pop(id, None):
             self._forgotten.add(found.place)
 
-    async def close(self) -> None:
+    async def stop_downloads(self) -> None:
         """Stop all downloads. Each continues where it stopped when it is registered again."""
         self._closed = True
         downloads = list(self._downloads.values())
@@ -320,7 +320,7 @@ class SAELibrary:
         return entry
 
     async def _receive(self, entry: SAEEntry, fetch: Callable[[], tuple[Path, SAEFile]]) -> None:
-        """Download a registered SAE. Cancelled by `forget` and `close`."""
+        """Download a registered SAE. Cancelled by `forget` and `stop_downloads`."""
         log(_log, logging.INFO, "SAE download", sae=entry.id, origin=entry.origin)
         begun = asyncio.get_running_loop().time()
         try:

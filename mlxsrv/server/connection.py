@@ -66,7 +66,7 @@ class Connection(H11Protocol):
         self._unset_keepalive_if_required()
         self._end_head_timer()
         self._end_stall_timer()
-        self._end.forget()
+        self._end.stop_waiting()
 
     def _may_send(self) -> bool:
         """Whether the client may be in the middle of a request. Nobody waits for its rest where
@@ -80,7 +80,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         after_last = self.conn.their_state is h11.MUST_CLOSE
-        if self._end.drop(data) or self._refused or after_last:
+        if self._end.discards(data) or self._refused or after_last:
             return
         super().data_received(data)
         self._watch_head()

@@ -55,7 +55,7 @@ class LingeringTransport:
         self._transport.resume_reading()  # which may be paused because the body was not read
         self._look(-1, asyncio.get_running_loop().time() + self._seconds)
 
-    def drop(self, data: bytes) -> bool:
+    def discards(self, data: bytes) -> bool:
         """Whether what the client sends is dropped."""
         if self._lingers:
             self._dropped += len(data)
@@ -72,7 +72,7 @@ class LingeringTransport:
         wait = min(_QUIET_SECONDS, until - loop.time())
         self._timer = loop.call_later(wait, self._look, self._dropped, until)
 
-    def forget(self) -> None:
+    def stop_waiting(self) -> None:
         """The connection is lost."""
         if self._timer is not None:
             self._timer.cancel()

@@ -428,10 +428,10 @@ class Service:
         self._draining = True
         self._end_all()
         await self.saes.cancel()
-        await self.pool.close()
+        await self.pool.shut_down()
 
     def _end_all(self) -> None:
-        self._pulls.close()
+        self._pulls.stop_all()
         for reply in list(self._replies):
             reply.fail(ShuttingDown("the server is shutting down"))
         for work in self._work:

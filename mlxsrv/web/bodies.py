@@ -12,7 +12,7 @@ from starlette.types import Scope
 
 from mlxsrv.errors import Overloaded, RequestTooLarge
 from mlxsrv.logs import log
-from mlxsrv.models.pool.turnover import Turnover
+from mlxsrv.models.pool.clients import Turnover
 
 _log = logging.getLogger("mlxsrv.web")
 

@@ -58,7 +58,7 @@ def fetched(saes: SAELibrary, **asked: str) -> SAEEntry:
         try:
             return await settled(saes, known.id)
         finally:
-            await saes.close()
+            await saes.stop_downloads()
 
     return run(work())
 
@@ -175,7 +175,7 @@ def test_what_failed_can_be_tried_again_and_goes_on(remote: Hub, repository: Pat
             await saes.register(repository="org/saes", file_path=HOOK)
         with pytest.raises(SAEExists, match=SAE_ID):
             await saes.register(repository="org/other", id=SAE_ID)
-        await saes.close()
+        await saes.stop_downloads()
         return ended
 
     failed, ready = run(work())
@@ -221,7 +221,7 @@ def test_a_download_stops(
         if how == "forget":
             saes.forget(known.id)
             assert not list(saes)
-        await saes.close()
+        await saes.stop_downloads()
         await until(lambda: ended)
         with pytest.raises(ShuttingDown):
             await saes.register(repository="org/saes", file_path=HOOK)
@@ -251,7 +251,7 @@ def test_a_few_downloads_run_at_once_and_a_waiting_one_can_be_forgotten(
         for path in weights:
             remote.hurry(path)
         await asyncio.gather(*(settled(saes, known.id) for known in list(saes)))
-        await saes.close()
+        await saes.stop_downloads()
 
     run(work())
     assert [known.state for known in saes] == ["ready"] * 3

@@ -177,7 +177,7 @@ class World:
         if self.settings.idle_timeout is not None:
             await asyncio.sleep(2 * self.settings.idle_timeout)
             assert self.engine.loaded <= {*self.settings.pin}
-        await self.pool.close()
+        await self.pool.shut_down()
 
     @property
     def outcomes(self) -> Counter[str]:

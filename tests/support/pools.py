@@ -32,7 +32,7 @@ async def opened(folder: Path, **options: Any) -> AsyncIterator[Pool]:
         yield pool
         check_idle(pool)
     finally:
-        await pool.close()
+        await pool.shut_down()
 
 
 def check_idle(pool: Pool) -> None:

@@ -125,7 +125,7 @@ def test_who_has_reset_the_connection_is_not_waited_for(
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             protocol.end.close()
             await lost.wait()
-        protocol.end.forget()
+        protocol.end.stop_waiting()
         server.close()
 
     with asyncio.Runner(loop_factory=kind) as runner:
@@ -163,7 +163,7 @@ def test_who_is_quiet_is_not_waited_for_long() -> None:
         while not transport.is_closing():
             if bytes_sent:
                 bytes_sent -= 1
-                assert lingering.drop(b"x")
+                assert lingering.discards(b"x")
             await asyncio.sleep(1)
         return loop.time()
 
@@ -178,11 +178,11 @@ def test_a_second_close_ends_at_once_and_so_does_one_without_more_to_come() -> N
         for may_send, closes in answers:
             transport = Transport()
             lingering = LingeringTransport(transport, may_send, 30)
-            assert not lingering.drop(b"x")
+            assert not lingering.discards(b"x")
             for _ in range(closes):
                 assert not transport.is_closing()
                 lingering.close()
             assert transport.done[-1] == "close"
-            lingering.forget()
+            lingering.stop_waiting()
 
     run(test)

@@ -40,7 +40,7 @@ class _Pull:
         self.error: ServeError | None = None  # read by the thread, which then stops
         self.changed = asyncio.Event()  # a new one after each change
 
-    def end(self, error: ServeError | None) -> None:
+    def finish_with(self, error: ServeError | None) -> None:
         """Note that it is over. Only the first call counts."""
         if not self.over:
             self.over, self.error = True, error
@@ -162,21 +162,21 @@ class Pulls:
         except Exception:
             error = ModelNotLoaded(f"{name!r} could not be downloaded; the server's log says why")
             log(_log, logging.ERROR, "pull failed", traceback=True, model=name)
-        pull.end(error)
+        pull.finish_with(error)
         self._forget(pull)
 
     def _leave(self, pull: _Pull) -> None:
         if pull.watchers == 0:
-            pull.end(ModelNotLoaded("nobody waits for the download any more"))
+            pull.finish_with(ModelNotLoaded("nobody waits for the download any more"))
             self._forget(pull)
 
     def _forget(self, pull: _Pull) -> None:
         if self._running.get(pull.repository, (None,))[0] is pull:
             del self._running[pull.repository]
 
-    def close(self) -> None:
+    def stop_all(self) -> None:
         """End all downloads."""
         self._closed = True
         for pull, task in list(self._running.values()):
-            pull.end(ShuttingDown("the server is shutting down"))
+            pull.finish_with(ShuttingDown("the server is shutting down"))
             task.cancel()

@@ -13,9 +13,8 @@ from mlxsrv.errors import InsufficientMemory, SAEAttached, SAENotAttached
 from mlxsrv.formats.sae_files import SAEFile
 from mlxsrv.models.catalogue.catalogue import ModelEntry
 from mlxsrv.models.pool.lease import Lease
-from mlxsrv.models.pool.model import Attachment
+from mlxsrv.models.pool.model import Attachment, start_task
 from mlxsrv.models.pool.pool import Pool
-from mlxsrv.models.pool.tasks import start_task
 
 
 class Attachments:
@@ -82,7 +81,7 @@ class Attachments:
         attachment = self._pool.attachments.get(name)
         if model is None or attachment is None:
             raise SAENotAttached(f"{name} has no SAE attached")
-        model.set_attachment(None)
+        model.attachment = None
         self._pool.engine.detach(name)
         self._pool.allow_eviction(model)
         return attachment

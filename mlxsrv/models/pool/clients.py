@@ -6,14 +6,17 @@ entry, because nothing that was accepted is dropped later. It knows no event loo
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import msgspec
 
 from mlxsrv.errors import Overloaded
-from mlxsrv.models.pool.turnover import Turnover
+
+_LATEST = 16  # returns that the pace is measured by
+_LONGEST = 60  # seconds; OpenAI's and Anthropic's SDKs take no longer advice
 
 
 class Client(msgspec.Struct, frozen=True):
@@ -100,3 +103,41 @@ def fair_share(rows: int, queue: int, others: int) -> int:
     free_rows = max(rows - others, 0)
     free_queue = rows + queue - others - free_rows
     return free_rows + max(free_queue * 3 // 4, min(free_queue, 1))
+
+
+class Turnover:
+    """The pace at which what is bounded (places at a model, bytes of bodies) comes back, so that a
+    client that is refused hears when to try again.
+
+    Args:
+        clock: seconds; tests have their own.
+
+    Attributes:
+        held: how much is taken and was not given back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.held = 0
+        self._clock = clock
+        self._begun = 0.0
+        self._returns: deque[tuple[float, int]] = deque(maxlen=_LATEST)  # when, and how much
+
+    def take(self, amount: int) -> None:
+        if not self.held:  # what came back before tells nothing of those who come now
+            self._begun = self._clock()
+            self._returns.clear()
+        self.held += amount
+
+    def give_back(self, amount: int) -> None:
+        self.held -= amount
+        if len(self._returns) == _LATEST:
+            self._begun = self._returns[0][0]
+        self._returns.append((self._clock(), amount))
+
+    def seconds(self, amount: int) -> int:
+        """Return in about how many seconds so much has come back, at the pace of the latest
+        returns. The time since the last of them counts too; where there was none, it takes as long
+        again."""
+        passed = self._clock() - self._begun
+        returned = sum(back for _, back in self._returns) or amount
+        return min(max(math.ceil(passed * amount / returned), 1), _LONGEST)

@@ -4,8 +4,8 @@ Rules:
 
 - `LoadState` says how far the model is on its way into memory. `FOLLOWING` is the table of what may
   follow what; `Model.enter` is the only place that changes the state, and checks it.
-- Only the pool calls the methods that change a model. Others read its properties, and borrow from
-  `row_queue`, `tokenizer_lock` and `compiling`.
+- Only the pool, and what it calls to prepare a load, changes a model. Others read its attributes,
+  and borrow from `row_queue`, `tokenizer_lock` and `compiling`.
 - Everything here runs on the event loop.
 """
 
@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import anyio
 import msgspec
@@ -138,6 +138,16 @@ class Model:
     once. `row_queue` lends them, to clients in turn.
     `tokenizer_lock` lends the tokenizer to one thread at a time.
     `compiling` bounds the threads, each with a process of its own, that compile grammars.
+
+    Attributes:
+        files: known together with the tokenizer.
+        tokenizer: may be there before the model is loaded.
+        loaded: the device thread's answer, while the model is loaded.
+        users: leases that have entered.
+        last_entry: when a user entered last, by the loop's clock.
+        keep_alive: seconds that it stays loaded without a user; None: as the settings say. It is
+            forgotten when the model is unloaded.
+        download: the last download of its files, or of its draft model's.
     """
 
     def __init__(self, entry: ModelEntry, settings: Settings) -> None:
@@ -146,22 +156,19 @@ class Model:
         self.row_queue = RowQueue(self.rows)
         self.tokenizer_lock = TokenizerLock()
         self.compiling = anyio.CapacityLimiter(_COMPILERS)
+        self.files: ModelFiles | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.loaded: Loaded | None = None
+        self.attachment: Attachment | None = None
+        self.users = 0
+        self.last_entry = 0.0
+        self.keep_alive: float | None = None
+        self.download: DownloadProgress | None = None
         self._state = LoadState.UNUSED
-        self._files: ModelFiles | None = None
-        self._tokenizer: Tokenizer | None = None
-        self._loaded: Loaded | None = None
-        self._attachment: Attachment | None = None
         self._places = Places(settings.max_concurrency, settings.max_queue)
-        self._users = 0
         self._tickets: deque[Ticket] = deque()
-        self._last_entry = 0.0
         self._last_exit = 0.0
         self._idle_timer: asyncio.TimerHandle | None = None
-        self.keep_alive: float | None = None
-        """Seconds that it stays loaded without a user; None: as the settings say. It is forgotten
-        when the model is unloaded."""
-        self.download: DownloadProgress | None = None
-        """The last download of its files, or of its draft model's."""
         self.prepare_task: asyncio.Task[Tokenizer] | None = None
         self.load_task: asyncio.Task[None] | None = None
 
@@ -176,25 +183,6 @@ class Model:
         return self._state
 
     @property
-    def files(self) -> ModelFiles | None:
-        """Known together with the tokenizer."""
-        return self._files
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """May be there before the model is loaded."""
-        return self._tokenizer
-
-    @property
-    def loaded(self) -> Loaded | None:
-        """The device thread's answer, while the model is loaded."""
-        return self._loaded
-
-    @property
-    def attachment(self) -> Attachment | None:
-        return self._attachment
-
-    @property
     def leases(self) -> int:
         return self._places.taken
 
@@ -202,16 +190,6 @@ class Model:
     def turn(self) -> int:
         """The seconds until a request that comes now may have a row."""
         return self._places.turn
-
-    @property
-    def users(self) -> int:
-        """Leases that have entered."""
-        return self._users
-
-    @property
-    def last_entry(self) -> float:
-        """When a user entered last, by the loop's clock."""
-        return self._last_entry
 
     @property
     def wanted(self) -> bool:
@@ -222,24 +200,24 @@ class Model:
     def own_bytes(self) -> int:
         """Bytes of what it shares with no model: adapter, draft model, SAE, and what its weights
         take in memory beyond their files."""
-        own = 0 if self._attachment is None else self._attachment.bytes
-        if self._files is None:
+        own = 0 if self.attachment is None else self.attachment.bytes
+        if self.files is None:
             return own
-        files = self._files.base + self._files.own
-        beyond = 0 if self._loaded is None else max(self._loaded.bytes - files, 0)
-        return own + self._files.own + beyond
+        files = self.files.base + self.files.own
+        beyond = 0 if self.loaded is None else max(self.loaded.bytes - files, 0)
+        return own + self.files.own + beyond
 
     @property
     def short_row(self) -> int:
         """Bytes that a short row takes, which has its own KV cache until it has joined others; an
         estimate until the model is loaded."""
-        if self._loaded is not None:
-            return 2 * self._loaded.kv_bytes(2 * SHORT_ROW)  # it has room to grow
-        return 0 if self._files is None else self._files.short_row
+        if self.loaded is not None:
+            return 2 * self.loaded.kv_bytes(2 * SHORT_ROW)  # it has room to grow
+        return 0 if self.files is None else self.files.short_row
 
     def most_bytes(self, tokens: int) -> int:
         """Bytes that a row with so many tokens takes at most while it joins others."""
-        costs = () if self._loaded is None else self._loaded.kv_costs
+        costs = () if self.loaded is None else self.loaded.kv_costs
         return 2 * sum(cost.fixed + cost.per_token * (tokens + 2 * SHORT_ROW) for cost in costs)
 
     @property
@@ -255,7 +233,7 @@ class Model:
     @property
     def busy(self) -> bool:
         """It cannot go now."""
-        return self._users > 0 or self._state is LoadState.LOADING
+        return self.users > 0 or self._state is LoadState.LOADING
 
     @property
     def progressing(self) -> bool:
@@ -287,12 +265,12 @@ class Model:
         """Neither loaded nor claimed, and no work on it is left that the next lease would have to
         begin again."""
         working = self.prepare_task is not None or self.load_task is not None
-        return not working and self._loaded is None and self.leases == 0
+        return not working and self.loaded is None and self.leases == 0
 
     @property
     def idle_seconds(self) -> float | None:
         """The time it has been loaded without a user; None if it is not loaded or has one."""
-        idle = self._loaded is not None and self._users == 0
+        idle = self.loaded is not None and self.users == 0
         return _now() - self._last_exit if idle else None
 
     def statistics(self, *, pinned: bool) -> ModelStatistics:
@@ -303,15 +281,15 @@ class Model:
             arrived=self.arrived,
             pinned=pinned,
             leases=self.leases,
-            users=self._users,
+            users=self.users,
             waiting=len(self._tickets),
             rows=self.rows.borrowed_tokens,
             max_rows=int(self.rows.total_tokens),
             waiting_for_row=len(self.row_queue),
             waiting_clients=self.row_queue.clients,
-            bytes=None if self._loaded is None else self._loaded.bytes,
-            kv_costs=None if self._loaded is None else self._loaded.kv_costs,
-            draft_costs=() if self._loaded is None else self._loaded.draft_costs,
+            bytes=None if self.loaded is None else self.loaded.bytes,
+            kv_costs=None if self.loaded is None else self.loaded.kv_costs,
+            draft_costs=() if self.loaded is None else self.loaded.draft_costs,
             idle_seconds=self.idle_seconds,
         )
 
@@ -321,22 +299,16 @@ class Model:
         """Change the state. Raises RuntimeError if the table does not allow it."""
         self._state = follow(self.name, self._state, state, FOLLOWING)
 
-    def finish_preparing(self, files: ModelFiles, tokenizer: Tokenizer) -> None:
-        self._files, self._tokenizer = files, tokenizer
-
     def finish_loading(self, loaded: Loaded, max_rows: int) -> None:
         self.enter(LoadState.LOADED)
-        self._loaded = loaded
+        self.loaded = loaded
         self.row_queue.resize(max_rows if loaded.batched else 1)
 
     def finish_unloading(self, state: LoadState) -> None:
         self.stop_idle_timer()
         self.enter(state)
-        self._loaded = None
+        self.loaded = None
         self.keep_alive = None
-
-    def set_attachment(self, attachment: Attachment | None) -> None:
-        self._attachment = attachment
 
     # For the pool: leases. A lease waits for its ticket. A ticket that is done without an error has
     # entered; its lease may learn that only later, since its task has yet to run.
@@ -360,8 +332,8 @@ class Model:
         while self._tickets:
             ticket = self._tickets.popleft()
             if not ticket.done():
-                self._users += 1
-                self._last_entry = _now()
+                self.users += 1
+                self.last_entry = _now()
                 self.stop_idle_timer()
                 ticket.set_result(None)
 
@@ -383,7 +355,7 @@ class Model:
 
     def leave(self, keep_alive: float | None) -> None:
         """Count out one that has entered, and take over its `keep_alive`, if it gives one."""
-        self._users -= 1
+        self.users -= 1
         if keep_alive is not None:
             self.keep_alive = keep_alive
 
@@ -402,3 +374,13 @@ class Model:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+def start_task(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a task that several may wait for, so that one who leaves does not end it for others.
+
+    Nobody may be left to hear of its error; so the work logs why it failed, and asyncio does not.
+    """
+    task = asyncio.create_task(work)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())
+    return task

@@ -39,14 +39,19 @@ from mlxsrv.errors import (
 from mlxsrv.models.catalogue.catalogue import Catalogue, ModelEntry
 from mlxsrv.models.control_vectors import control_vectors
 from mlxsrv.models.pool.clients import THE_SERVER, Client
-from mlxsrv.models.pool.eviction import PoolLimits, used_bytes, weight_bytes
 from mlxsrv.models.pool.lease import Lease, Withdrawn
-from mlxsrv.models.pool.memory_queue import MemoryQueue, Unwanted
-from mlxsrv.models.pool.model import Attachment, LoadState, Model, ModelStatistics, Ticket
+from mlxsrv.models.pool.memory import MemoryQueue, PoolLimits, Unwanted, used_bytes, weight_bytes
+from mlxsrv.models.pool.model import (
+    Attachment,
+    LoadState,
+    Model,
+    ModelStatistics,
+    Ticket,
+    start_task,
+)
 from mlxsrv.models.pool.model_files import load_order
 from mlxsrv.models.pool.observing import ModelObserver, PoolLog
 from mlxsrv.models.pool.preparing import prepare_model
-from mlxsrv.models.pool.tasks import start_task
 from mlxsrv.settings import Settings
 
 if TYPE_CHECKING:
@@ -95,7 +100,7 @@ class Pool:
     def engine(self) -> EngineClient:
         """This app's client of the device thread, opened on first use in the running loop.
 
-        Raises ShuttingDown after `close`.
+        Raises ShuttingDown after `shut_down`.
         """
         self._require_open()
         if self._engine is None:
@@ -172,7 +177,7 @@ class Pool:
             lease.release()
 
     def _enter(self, model: Model) -> Ticket:
-        self._require_open()  # or the ticket might wait for a load that `close` has cancelled
+        self._require_open()  # or the ticket might wait for a load that `shut_down` has cancelled
         ticket = model.queue()
         if model.state is LoadState.LOADED:
             model.admit_waiting()
@@ -201,7 +206,7 @@ class Pool:
 
     def reserve(self, model: Model, attachment: Attachment | None) -> None:
         """Count the memory of a model's SAE, which it has or is to have; None: no longer."""
-        model.set_attachment(attachment)
+        model.attachment = attachment
         self._divide()
 
     def allow_eviction(self, model: Model) -> None:
@@ -293,7 +298,7 @@ class Pool:
         """Unload idle models, as the device thread lacks so many bytes for rows."""
         if self._closed:
             return
-        for model in self._limits.idle(bytes, self._with_memory()):
+        for model in self._limits.idle_models(bytes, self._with_memory()):
             self._evict(model, "room for requests")
         # Nobody waits for an idle model, and for one in use there is no more room than before.
         self._divide(answer=True)
@@ -482,7 +487,7 @@ class Pool:
             if model.loaded is not None:
                 self._log.dropped(model.name)
 
-    async def close(self) -> None:
+    async def shut_down(self) -> None:
         """Drop all models and leave the device thread. Who still waits gets ShuttingDown."""
         self._closed = True
         tasks = [task for model in self for task in (model.load_task, model.prepare_task) if task]

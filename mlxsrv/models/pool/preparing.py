@@ -70,7 +70,7 @@ async def prepare_model(
     if settings.tool_grammar and tokenizer.calls_in_json is False:
         reason = "this model does not call tools in JSON, so its calls cannot be enforced"
         log(_log, logging.WARNING, "tool grammar has no effect", model=model.name, reason=reason)
-    model.finish_preparing(files, tokenizer)
+    model.files, model.tokenizer = files, tokenizer
     return tokenizer
 
 

@@ -254,7 +254,7 @@ class SAEs:
         if self._beginning is not None:
             self._beginning.cancel()
             await asyncio.gather(self._beginning, return_exceptions=True)
-        await self._library.close()
+        await self._library.stop_downloads()
 
 
 def _compare(known: SAEEntry, entry: ModelEntry, layer: int | None) -> Compatibility:

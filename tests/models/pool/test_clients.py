@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlxsrv.errors import Overloaded
-from mlxsrv.models.pool.clients import Client, Places, fair_share
-from mlxsrv.models.pool.turnover import Turnover
+from mlxsrv.models.pool.clients import Client, Places, Turnover, fair_share
 
 
 @pytest.mark.parametrize(

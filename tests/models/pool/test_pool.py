@@ -386,7 +386,7 @@ def test_after_its_end_a_pool_refuses_and_those_who_waited_do_not_wait_on(folder
     async def test() -> None:
         async with opened(folder, max_models=1) as pool:
             await use(pool, "a")
-            await pool.close()
+            await pool.shut_down()
             lease = pool.lease(entry(pool, "b"))
             with pytest.raises(ShuttingDown):
                 await lease.tokenizer()
@@ -402,7 +402,7 @@ def test_who_leaves_after_the_end_of_a_pool_starts_no_idle_time(folder: Path, lo
         wrong: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
         async with opened(folder, idle_timeout=0.01) as pool, using(pool, "a"):
-            await pool.close()
+            await pool.shut_down()
         await asyncio.sleep(0.1)
         assert wrong == []
         assert [line["reason"] for line in log.of("model unloaded")] == ["shutdown"]

@@ -91,7 +91,7 @@ def test_attaching_ends_with_the_pool(folder: Path, sae: Path, log: Log) -> None
                 attaching = asyncio.create_task(attach(saes, pool, "a", sae))
                 for _ in range(steps):
                     await asyncio.sleep(0.002)
-                await pool.close()
+                await pool.shut_down()
                 async with asyncio.timeout(PATIENCE):
                     [outcome] = await asyncio.gather(attaching, return_exceptions=True)
                 assert isinstance(outcome, ShuttingDown | Attachment)

@@ -140,7 +140,7 @@ def test_a_model_that_leaves_no_room_for_a_row_is_unloaded_again(folder: Path, l
             assert files is not None
             assert lease.model.tokenizer is not None
             untold = msgspec.structs.replace(files, short_row=0)
-            lease.model.finish_preparing(untold, lease.model.tokenizer)
+            lease.model.files = untold
             with pytest.raises(InsufficientMemory, match=f"a needs {row} bytes for a row of 256"):
                 await lease.enter()
             lease.release()

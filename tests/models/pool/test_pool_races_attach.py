@@ -138,7 +138,7 @@ def test_a_pool_may_end_at_any_moment(folder: Path, options: dict[str, Any], see
         world = SAEWorld(folder, dice, calm=dice.random() < 0.3, **options)
         await world.play()
         await turns(dice.randrange(10))
-        await world.pool.close()
+        await world.pool.shut_down()
         await settle()
         await asyncio.sleep(10)  # no timer is left
         for model in world.pool.statistics().models:
@@ -161,7 +161,7 @@ def test_a_request_that_is_let_in_just_before_the_end_does_not_begin(folder: Pat
         while lease.model.users == 0:
             await turns(1)
         assert not waits.done()
-        await pool.close()
+        await pool.shut_down()
         with pytest.raises(ShuttingDown):
             await waits
         lease.release()

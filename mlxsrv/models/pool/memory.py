@@ -1,4 +1,4 @@
-"""The choice of loaded models to evict: so that another fits, or so that requests have more room.
+"""The memory of a pool: the models that wait for it, and those that are evicted for it.
 
 A model needs its weights, and room for one short row. So all models that are loaded together can
 run, one row after the other; for more or longer rows, idle models go.
@@ -6,14 +6,17 @@ run, one row after the other; for more or longer rows, idle models go.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import asyncio
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from mlxsrv.errors import InsufficientMemory
-from mlxsrv.models.pool.model import Model
+from mlxsrv.models.pool.model import LoadState, Model
 from mlxsrv.models.pool.model_files import SHORT_ROW
+
+_Wait = asyncio.Future[list[Model]]
 
 
 class PoolLimits(msgspec.Struct, frozen=True):
@@ -47,7 +50,7 @@ class PoolLimits(msgspec.Struct, frozen=True):
             victims.append(model)
         return _spare(victims, lambda rest: self._fit([*_without(placed, rest), head]))
 
-    def idle(self, bytes: int, models: Collection[Model]) -> list[Model]:
+    def idle_models(self, bytes: int, models: Collection[Model]) -> list[Model]:
         """The idle models to unload so that `bytes` become free, the least recently used first; all
         that may go, if they are not enough.
 
@@ -129,3 +132,55 @@ def weight_bytes(models: Collection[Model]) -> int:
         if model.files is not None:
             bases[model.files.folder] = model.files.base
     return own + sum(bases.values())
+
+
+class Unwanted(Exception):
+    """Nobody waits any more for the memory that a model has queued for."""
+
+
+class MemoryQueue:
+    """The models that wait for memory, in order.
+
+    Where `--max-models` is set, they wait for a place among those models as well. A loaded model
+    may be in the queue, too: one that closes has new requests, which wait for its next load.
+    Its state describes the old weights. It becomes WAITING when they are unloaded.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[Model, _Wait] = {}
+
+    def __iter__(self) -> Iterator[Model]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __contains__(self, model: Model) -> bool:
+        return model in self._waiting
+
+    @property
+    def head(self) -> Model | None:
+        """The model whose turn it is."""
+        return next(iter(self), None)
+
+    def join(self, model: Model) -> _Wait:
+        """The end of this wait: the models that were evicted for this one, or an error."""
+        wait = self._waiting[model] = asyncio.get_running_loop().create_future()
+        if model.loaded is None:
+            model.enter(LoadState.WAITING)
+        return wait
+
+    def give(self, model: Model, victims: list[Model]) -> None:
+        """End a model's wait: it has its memory."""
+        model.enter(LoadState.LOADING)
+        wait = self._waiting.pop(model)
+        if not wait.done():  # done if its load was cancelled
+            wait.set_result(victims)
+
+    def refuse(self, model: Model, error: Exception) -> None:
+        """End a model's wait: it gets none."""
+        if model.state is LoadState.WAITING:
+            model.enter(LoadState.UNUSED)
+        wait = self._waiting.pop(model)
+        if not wait.done():
+            wait.set_exception(error)

@@ -9,7 +9,7 @@ import pytest
 from mlxsrv.errors import InsufficientMemory
 from mlxsrv.models.catalogue.catalogue import ModelEntry, ModelSource
 from mlxsrv.models.pool.clients import THE_SERVER
-from mlxsrv.models.pool.eviction import PoolLimits
+from mlxsrv.models.pool.memory import PoolLimits
 from mlxsrv.models.pool.model import LoadState, Model
 from mlxsrv.models.pool.model_files import ModelFiles
 from mlxsrv.settings import Settings
@@ -22,7 +22,7 @@ def model(
     of it takes `row` bytes."""
     folder = Path("/" + (base or name))
     made = Model(ModelEntry(name, ModelSource(folder), 0), Settings())
-    made._files = ModelFiles(
+    made.files = ModelFiles(
         folder,
         None,
         None,
@@ -34,7 +34,7 @@ def model(
         pooling_config="",
         cross_encoder_config="",
     )
-    made._users, made._last_entry = users, used
+    made.users, made.last_entry = users, used
     made._state = LoadState.LOADED
     for _ in range(users):
         made.add_lease(THE_SERVER)
@@ -112,24 +112,24 @@ def test_for_rows_idle_models_go_and_no_more_than_need_to() -> None:
     busy, pinned = model("busy", 10, users=1, used=1), model("pinned", 10, used=2)
     idle = [model("small", 1, used=3), model("old", 10, used=4), model("new", 10, used=5)]
     some, placed = limits(pinned=("pinned",)), [busy, pinned, *idle]
-    assert some.idle(0, placed) == []
-    assert names(some.idle(1, placed)) == ["small"]
-    assert names(some.idle(2, placed)) == ["old"], "the small one alone would not do"
-    assert names(some.idle(11, placed)) == ["small", "old"]
-    assert names(some.idle(10**6, placed)) == ["small", "old", "new"], "all that may go"
+    assert some.idle_models(0, placed) == []
+    assert names(some.idle_models(1, placed)) == ["small"]
+    assert names(some.idle_models(2, placed)) == ["old"], "the small one alone would not do"
+    assert names(some.idle_models(11, placed)) == ["small", "old"]
+    assert names(some.idle_models(10**6, placed)) == ["small", "old", "new"], "all that may go"
 
 
 def test_a_model_that_loads_or_is_asked_for_does_not_go_for_rows() -> None:
     loading, asked = model("loading", 10), model("asked", 10)
     loading._state = LoadState.LOADING
     asked.add_lease(THE_SERVER)
-    assert limits().idle(10, [loading, asked]) == []
+    assert limits().idle_models(10, [loading, asked]) == []
 
 
 def test_of_models_with_the_same_base_both_must_go_to_free_it() -> None:
     loaded = [model("a", 10, used=1, base="base"), model("b", 10, used=2, base="base")]
-    assert names(limits().idle(10, loaded)) == ["a"]
-    assert names(limits().idle(11, loaded)) == ["a", "b"]
+    assert names(limits().idle_models(10, loaded)) == ["a"]
+    assert names(limits().idle_models(11, loaded)) == ["a", "b"]
 
 
 def test_a_row_that_has_no_room_beside_what_stays_is_refused_with_the_numbers() -> None:
