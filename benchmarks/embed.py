@@ -49,7 +49,7 @@ from mlxsrv.engine.outcomes import EmbedFacts
 from mlxsrv.engine.scheduling.embed_schedule import EmbedSchedule
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.formats.encoders import is_encoder
-from mlxsrv.formats.json_files import read_object
+from mlxsrv.formats.files import read_object
 from mlxsrv.formats.pooling import read_pooling_config
 from tests.support.embedding import run_slice
 from tests.support.tiny import write_model

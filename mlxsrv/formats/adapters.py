@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from mlxsrv.formats.files import UnusableFile, reading
-from mlxsrv.formats.json_files import JSONObject, read_object
+from mlxsrv.formats.files import JSONObject, UnusableFile, read_object, reading
 from mlxsrv.formats.safetensors import Tensor, read_header
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from mlxsrv.formats.encoders import check_encoder, is_encoder
-from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.json_files import JSONObject, architecture_names
+from mlxsrv.formats.files import JSONObject, UnusableFile, architecture_names
 
 
 class _Architecture(msgspec.Struct, frozen=True):

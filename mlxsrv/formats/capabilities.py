@@ -7,10 +7,14 @@ it knows for sure.
 from __future__ import annotations
 
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterable
+from pathlib import Path
+from typing import Any
 
+import msgspec
+
+from mlxsrv.formats.files import LONGEST_TEXT, JSONObject, read_start
 from mlxsrv.formats.infill import find_family
-from mlxsrv.formats.json_files import JSONObject
 
 OF_TOKENIZERS = ("tools", "thinking", "insert")
 """The capabilities that a loaded tokenizer knows better than its files: reading calls of tools,
@@ -80,3 +84,47 @@ def reads_calls(template: str, tokens: Container[str], settings: JSONObject) -> 
 
 def _any_whole(groups: tuple[tuple[str, ...], ...], tokens: Container[str]) -> bool:
     return any(all(token in tokens for token in group) for group in groups)
+
+
+class _Added(msgspec.Struct):
+    content: Any = None
+
+
+class _File(msgspec.Struct):
+    """The part of a `tokenizer.json` that is read. Megabytes of vocabulary are skipped."""
+
+    added_tokens: list[_Added] = []
+
+
+_decode = msgspec.json.Decoder(_File).decode
+
+
+def added_tokens(folder: Path, files: Iterable[str], settings: JSONObject) -> set[str]:
+    """Return the tokens that the tokenizer's files list beside its vocabulary.
+
+    Where `tokenizer_config.json` lists them, it lists all: transformers writes them there too. Only
+    elsewhere is a `tokenizer.json` read, which may have 30 MB.
+
+    Args:
+        files: the names in `folder`.
+        settings: `tokenizer_config.json`.
+    """
+    return _listed(settings) or _added(folder, files)
+
+
+def _listed(settings: JSONObject) -> set[str]:
+    listed = settings.get("added_tokens_decoder")
+    tokens = listed.values() if isinstance(listed, dict) else ()
+    return {_text(token.get("content")) for token in tokens if isinstance(token, dict)}
+
+
+def _added(folder: Path, files: Iterable[str]) -> set[str]:
+    text = read_start(folder / "tokenizer.json", files, LONGEST_TEXT)
+    try:
+        return {_text(token.content) for token in _decode(text or "{}").added_tokens}
+    except (msgspec.DecodeError, RecursionError):
+        return set()  # loading the tokenizer will tell what is wrong
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

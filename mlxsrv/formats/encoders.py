@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.json_files import (
+from mlxsrv.formats.files import (
     JSONObject,
+    UnusableFile,
     architecture_names,
     read_object,
     read_optional_object,

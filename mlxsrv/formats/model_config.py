@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable
 
 from mlxsrv.formats.encoders import ROBERTA
-from mlxsrv.formats.json_files import JSONObject, merged_config, positive_int, text_config
+from mlxsrv.formats.files import JSONObject, merged_config, positive_int, text_config
 
 _CONTEXT_KEYS = (
     "max_position_embeddings",

@@ -20,26 +20,33 @@ from typing import Literal, TypeAlias
 import msgspec
 
 from mlxsrv.formats.architectures import check_architecture, template_code
-from mlxsrv.formats.capabilities import decoder_capabilities
-from mlxsrv.formats.embedders import is_embedder
+from mlxsrv.formats.capabilities import added_tokens, decoder_capabilities
 from mlxsrv.formats.encoders import (
     check_no_adapter,
     is_classifier,
     is_encoder,
     read_cross_encoder_config,
 )
-from mlxsrv.formats.files import LONGEST_TEXT, UnusableFile, check_content, read_start, reading
-from mlxsrv.formats.json_files import JSONObject, read_object, read_optional_object
+from mlxsrv.formats.files import (
+    LONGEST_TEXT,
+    JSONObject,
+    UnusableFile,
+    check_content,
+    read_object,
+    read_optional_object,
+    read_start,
+    reading,
+)
 from mlxsrv.formats.model_config import (
     context_length,
     hidden_size,
     kv_block_bytes,
     layer_count,
 )
-from mlxsrv.formats.shape import check_shape
-from mlxsrv.formats.vocabulary import added_tokens
+from mlxsrv.formats.pooling import is_embedder
 from mlxsrv.formats.weights import (
     abbreviate_count,
+    check_shape,
     count_parameters,
     quantization_config,
     quantization_level,

@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.json_files import JSONObject, read_object, text_config
+from mlxsrv.formats.files import JSONObject, UnusableFile, read_object, text_config
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):

@@ -12,8 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from mlxsrv.formats.adapters import adapter_bytes
-from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.json_files import JSONObject
+from mlxsrv.formats.files import JSONObject, UnusableFile
 from tests.support.model_folders import change, original
 
 __all__ = ["original"]

@@ -12,7 +12,7 @@ import mlx_lm.utils
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxsrv.formats.json_files import JSONObject
+from mlxsrv.formats.files import JSONObject
 from mlxsrv.formats.model_config import kv_block_bytes
 from mlxsrv.formats.model_folder import ModelDescription, describe_model
 from mlxsrv.formats.weights import abbreviate_count

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mlxsrv.formats.files import UnusableFile
-from mlxsrv.formats.json_files import positive_int, read_json, read_object, read_optional_object
+from mlxsrv.formats.files import (
+    UnusableFile,
+    positive_int,
+    read_json,
+    read_object,
+    read_optional_object,
+)
 
 
 def write(folder: Path, text: str) -> Path:

@@ -34,7 +34,7 @@ from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.engine.storage.storage import Storage
 from mlxsrv.formats.encoders import is_encoder
-from mlxsrv.formats.json_files import read_object
+from mlxsrv.formats.files import read_object
 
 Residents = Callable[[], Iterable[ResidentModel]]
 """Gives the models that are in memory at the moment."""

@@ -18,8 +18,7 @@ import mlx.core as mx
 import numpy as np
 
 from mlxsrv.formats.arrays import PIECE_BYTES, read_array
-from mlxsrv.formats.sae_files import SAEFile
-from mlxsrv.formats.sae_tensors import SAETensor, SAETensorRole, list_sae_tensors, sizes
+from mlxsrv.formats.sae_files import SAEFile, SAETensor, SAETensorRole, list_sae_tensors, sizes
 
 _LEAST_LENGTH = 1e-8  # of a decoder's row, where activations are in units of it
 

@@ -15,7 +15,7 @@ from mlxsrv.engine.embedding.encoders.bert import Bert
 from mlxsrv.engine.embedding.encoders.layers import Dense, Encoder, fill, map_weights
 from mlxsrv.engine.embedding.encoders.modernbert import ModernBert
 from mlxsrv.formats.encoders import check_encoder, check_no_adapter, is_encoder
-from mlxsrv.formats.json_files import read_object
+from mlxsrv.formats.files import read_object
 from mlxsrv.formats.pooling import read_dense_config
 
 __all__ = ["Dense", "Encoder", "load_dense", "load_encoder"]
