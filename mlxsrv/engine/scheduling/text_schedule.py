@@ -119,7 +119,7 @@ class TextSchedule:
     def statistics(self) -> dict[str, int]:
         return {
             "rows": self._book.decoding,
-            "lanes": len(self._groups) + (self._recovery.solo is not None),
+            "groups": len(self._groups) + (self._recovery.solo is not None),
             "reading": self._queue.rows,
             "waiting": len(self._queue.waiting) + len(self._recovery.rows),
             **({} if self._book.drafts is None else self._book.drafts.counters()),

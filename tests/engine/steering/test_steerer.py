@@ -102,7 +102,7 @@ def test_rows_steered_differently_say_what_each_says_alone(
 
 
 @pytest.mark.parametrize("family", often(["qwen3", "gemma3_text"], ["qwen3"]))
-def test_rows_in_lanes_of_their_own_are_steered(models: Models, family: str, sae: Path) -> None:
+def test_rows_in_groups_of_their_own_are_steered(models: Models, family: str, sae: Path) -> None:
     model = models(family)
     steerer = attach(Steerer(model), sae)
     wanted = [additive((i, STRONG)) if i % 2 else None for i in range(6)]

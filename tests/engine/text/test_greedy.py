@@ -131,11 +131,11 @@ def test_a_row_much_longer_than_the_others_has_a_sub_batch_while_that_pays(model
         engine.submit(job(i, prompt, 40))
     while 4 not in drawn:
         step()
-    assert engine.statistics()["lanes"] == 2
+    assert engine.statistics()["groups"] == 2
     for _ in range(5):
         step()
     engine.cancel([1, 2, 3])  # what is left of the padding costs less than a pass
-    assert engine.statistics()["lanes"] == 1
+    assert engine.statistics()["groups"] == 1
     while not engine.idle:
         step()
     assert_greedy(model, short[0], drawn[0], 40)
@@ -205,7 +205,7 @@ def test_a_model_whose_caches_cannot_be_merged_runs_one_row_at_a_time(models: An
         engine.prefill()
         assert (
             engine.statistics().items()
-            >= {"rows": 1, "lanes": 1, "reading": 0, "waiting": 2}.items()
+            >= {"rows": 1, "groups": 1, "reading": 0, "waiting": 2}.items()
         )
         assert len(run(engine)) == 3
 
@@ -238,11 +238,11 @@ def test_cancel_frees_a_row_at_every_stage(models: Any) -> None:
         drawn += [e.id for e in engine.decode() if isinstance(e, Token) and e.job == 0]
         engine.prefill()
     assert (
-        engine.statistics().items() >= {"rows": 2, "lanes": 1, "reading": 1, "waiting": 1}.items()
+        engine.statistics().items() >= {"rows": 2, "groups": 1, "reading": 1, "waiting": 1}.items()
     )
     engine.cancel([1, 2, 3])
     assert (
-        engine.statistics().items() >= {"rows": 1, "lanes": 1, "reading": 0, "waiting": 0}.items()
+        engine.statistics().items() >= {"rows": 1, "groups": 1, "reading": 0, "waiting": 0}.items()
     )
     assert_greedy(model, kept, drawn + run(engine)[0], 30)
 

@@ -233,7 +233,7 @@ def test_one_pass_checks_what_is_proposed_to_several_groups(
     while not engine.idle:
         for event in tokens_of(step(engine)):
             drawn[event.job].append(event.id)
-        if engine.statistics()["lanes"] > 1:
+        if engine.statistics()["groups"] > 1:
             accepted.add(engine.statistics()["accepted"])
     assert drawn == answers
     assert len(accepted) > 3, "tokens were accepted while there were several groups"

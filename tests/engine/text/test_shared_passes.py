@@ -53,7 +53,7 @@ def make(model: Any, max_rows: int = 6, **more: Any) -> TextEngine:
 def run(engine: TextEngine, later: Iterable[Job] = ()) -> tuple[dict[int, list[int]], int]:
     """Every job's tokens, and the most groups that there were; one more of `later` comes at each
     round."""
-    late, lanes = list(later), 0
+    late, groups = list(later), 0
     drawn: dict[int, list[int]] = {}
     while late or not engine.idle:
         if late:
@@ -62,8 +62,8 @@ def run(engine: TextEngine, later: Iterable[Job] = ()) -> tuple[dict[int, list[i
             assert not isinstance(event, Failed), event
             if isinstance(event, Token):
                 drawn.setdefault(event.job, []).append(event.id)
-        lanes = max(lanes, engine.statistics()["lanes"])
-    return drawn, lanes
+        groups = max(groups, engine.statistics()["groups"])
+    return drawn, groups
 
 
 @pytest.mark.parametrize("family", per_cache(GROUPED))
@@ -78,8 +78,8 @@ def test_a_long_row_beside_short_ones_equals_mlx_lm(models: Any, family: str) ->
     jobs = [job(n, text, count) for n, (text, count) in enumerate(zip(asked, counts, strict=True))]
     for early in jobs[:3]:
         engine.submit(early)
-    drawn, lanes = run(engine, jobs[3:])
-    assert lanes > 2
+    drawn, groups = run(engine, jobs[3:])
+    assert groups > 2
     for n, text in enumerate(asked):
         assert_greedy(model, text, drawn[n], counts[n])
 
@@ -126,8 +126,8 @@ def test_quantized_rows_equal_mlx_lm(tmp_path: Path) -> None:
     engine = make(model, caches=caches)
     assert engine.runner.facts.shares
     asked = [prompt(n, length) for n, length in enumerate((700, 20, 90, 21))]
-    drawn, lanes = run(engine, [job(n, text, 15 + n) for n, text in enumerate(asked)])
-    assert lanes > 1
+    drawn, groups = run(engine, [job(n, text, 15 + n) for n, text in enumerate(asked)])
+    assert groups > 1
     for n, text in enumerate(asked):
         steps = generate_step(
             mx.array(text), model, max_tokens=15 + n, prompt_cache=caches.make().layers
@@ -189,8 +189,8 @@ def test_a_model_that_computes_with_keys_has_a_pass_for_each_group(kind: str) ->
     engine = make(model)
     model.fed.clear()  # whether passes can be shared is tried with two rows
     asked = [prompt(n, length) for n, length in enumerate((80, 20))]
-    drawn, lanes = run(engine, [job(n, text, 6) for n, text in enumerate(asked)])
-    assert lanes == 2
+    drawn, groups = run(engine, [job(n, text, 6) for n, text in enumerate(asked)])
+    assert groups == 2
     assert {rows for rows, tokens in model.fed if tokens == 1} == {1}
     for n, text in enumerate(asked):
         assert_greedy(model, text, drawn[n], 6)
