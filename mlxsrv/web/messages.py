@@ -14,9 +14,15 @@ from mlxsrv.web.paths import Endpoint
 from mlxsrv.web.reading import read_aside, read_request, service_of
 from mlxsrv.web.responses import JSONResponse, unless_gone
 from mlxsrv.web.security.clients import client_of
-from mlxsrv.wire.anthropic.answers import MESSAGES, AnthropicMessage, MessageEvent, TokenCount
+from mlxsrv.wire.anthropic.answers import (
+    MESSAGES,
+    AnthropicMessage,
+    MessageEvent,
+    TokenCount,
+    anthropic_model,
+    anthropic_models,
+)
 from mlxsrv.wire.anthropic.errors import ERRORS, REQUEST_ID
-from mlxsrv.wire.anthropic.models import anthropic_model, anthropic_models
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
 
 

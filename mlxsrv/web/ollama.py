@@ -50,17 +50,19 @@ from mlxsrv.wire.ollama.answers import (
     ollama_error,
     ollama_time,
 )
-from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.ollama.models import (
+    PULL_BEGINS,
+    PULL_ENDS,
     OllamaModels,
+    OllamaProgress,
     OllamaRunning,
     OllamaShown,
     OllamaVersion,
+    file_progress,
     ollama_model,
     running_model,
     shown_model,
 )
-from mlxsrv.wire.ollama.pulls import PULL_BEGINS, PULL_ENDS, OllamaProgress, file_progress
 from mlxsrv.wire.ollama.requests import (
     OLLAMA_COPIES,
     OLLAMA_CREATES,
@@ -71,6 +73,7 @@ from mlxsrv.wire.ollama.requests import (
     OLLAMA_SHOWS,
     OllamaChatRequest,
     OllamaGenerateRequest,
+    read_keep_alive,
 )
 
 R = TypeVar("R", OllamaChatRequest, OllamaGenerateRequest)

@@ -13,7 +13,7 @@ from mlxsrv.web.observability.totals import Totals
 from mlxsrv.web.paths import Endpoint, is_verbose, speaks_anthropic
 from mlxsrv.web.reading import service_of
 from mlxsrv.web.responses import JSONResponse
-from mlxsrv.wire.anthropic.models import AnthropicModel, AnthropicModelList
+from mlxsrv.wire.anthropic.answers import AnthropicModel, AnthropicModelList
 from mlxsrv.wire.openai.answers import ModelList
 
 

@@ -183,6 +183,11 @@ _LONGEST_KEY = 64
 _MOST_KEYS = 10_000
 
 
+def missing(path: str) -> MissingParameter:
+    """Return the error about a field that the request does not have."""
+    return MissingParameter(f"missing required parameter: {path}", param=path)
+
+
 def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
     """msgspec's error, with its path as `param`.
 
@@ -193,9 +198,8 @@ def _invalid(text: str, wrong_key: str | None = None) -> InvalidRequest:
     match = _PATH.match(text)
     assert match is not None  # the pattern matches any text
     what, path = match["what"], (match["path"] or "").replace(_ANY_KEY, "") or None
-    if missing := _MISSING.fullmatch(what):
-        name = f"{path}.{missing['name']}" if path else missing["name"]
-        return MissingParameter(f"missing required parameter: {name}", param=name)
+    if absent := _MISSING.fullmatch(what):
+        return missing(f"{path}.{absent['name']}" if path else absent["name"])
     if len(what) > _LONGEST:
         what = f"{what[:_LONGEST]}..."
     where = f"{path}: " if path else ""

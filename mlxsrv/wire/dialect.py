@@ -31,7 +31,7 @@ from mlxsrv.generation.outputs import (
     ToolStarted,
     Usage,
 )
-from mlxsrv.generation.spec import GenerationSpec
+from mlxsrv.generation.spec import GenerationSpec, SamplingWishes
 from mlxsrv.wire.decoding import RequestDecoder
 from mlxsrv.wire.steering import SteeringFields
 
@@ -147,6 +147,17 @@ class TextRequest(SteeringFields, frozen=True, kw_only=True):
     def spec(self) -> GenerationSpec:
         """Return what the request asks for. Raises InvalidRequest."""
         raise NotImplementedError
+
+
+def sampling_wishes(fields: Struct, **others: Any) -> SamplingWishes:
+    """Return the wishes that stand in fields of their own names, and `others`."""
+    names = [name for name in SamplingWishes.__struct_fields__ if name in fields.__struct_fields__]
+    return SamplingWishes(**{name: getattr(fields, name) for name in names} | others)
+
+
+def stop_strings(given: str | Sequence[str] | None) -> list[str]:
+    """Return the stop strings of a field that has one or several; an empty one is none."""
+    return [text for text in ([given] if isinstance(given, str) else given or []) if text]
 
 
 R = TypeVar("R", bound=TextRequest)

@@ -1,8 +1,9 @@
-"""Anthropic's answers: a message, whole and as the events of a stream."""
+"""Anthropic's answers: a message, whole and as the events of a stream; the list of models."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from mlxsrv.generation.outputs import (
     TokenScore,
     Usage,
 )
+from mlxsrv.generation.status import ModelObject
 from mlxsrv.wire.anthropic.errors import AnthropicErrorBody, error_body
 from mlxsrv.wire.anthropic.requests import MESSAGES_REQUESTS
 from mlxsrv.wire.dialect import Builder, Dialect
@@ -88,6 +90,44 @@ class AnthropicMessage(Struct, frozen=True, kw_only=True, tag_field="type", tag=
 
 class TokenCount(Struct, frozen=True):
     input_tokens: int
+
+
+# Models.
+
+
+class AnthropicModel(Struct, frozen=True, kw_only=True, tag_field="type", tag="model"):
+    id: str
+    display_name: str
+    created_at: datetime
+    lifecycle: Literal["active"] = "active"
+    max_input_tokens: int | None
+    max_tokens: int | None
+
+
+class AnthropicModelList(Struct, frozen=True, kw_only=True):
+    data: list[AnthropicModel]
+    has_more: bool = False
+    first_id: str | None
+    last_id: str | None
+
+
+def anthropic_model(known: ModelObject) -> AnthropicModel:
+    return AnthropicModel(
+        id=known.id,
+        display_name=known.id,
+        created_at=datetime.fromtimestamp(known.created, UTC),
+        max_input_tokens=known.context_length,
+        max_tokens=known.context_length,
+    )
+
+
+def anthropic_models(known: Sequence[ModelObject]) -> AnthropicModelList:
+    """All models, on one page."""
+    models = [anthropic_model(one) for one in known]
+    ids = [model.id for model in models]
+    return AnthropicModelList(
+        data=models, first_id=ids[0] if ids else None, last_id=ids[-1] if ids else None
+    )
 
 
 # Events.

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from mlxsrv.errors import MissingParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
-from mlxsrv.wire.decoding import decode_part
+from mlxsrv.wire.decoding import decode_part, missing
 from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.schema_rules import Schema, any_of
@@ -151,7 +150,7 @@ def read_chat(
     turns = (
         read
         for i, message in enumerate(messages)
-        for read in _BlockReader(search, new=i == newest).read(message, f"messages[{i}].content")
+        for read in _BlockReader(search, new=i == newest).turn(message, f"messages[{i}].content")
     )
     chat = [ChatMessage(role="system", content=told)] if told else []
     for role, group in groupby(turns, key=lambda message: message.role):
@@ -198,7 +197,7 @@ class _BlockReader:
         self._search = search
         self._new = new
 
-    def read(self, message: MessageParam, path: str) -> Iterator[ChatMessage]:
+    def turn(self, message: MessageParam, path: str) -> Iterator[ChatMessage]:
         """Yield the messages of one turn: a user's has one for each result of a tool."""
         if isinstance(message.content, str):
             yield ChatMessage(role=message.role, content=message.content)
@@ -286,9 +285,7 @@ class _BlockReader:
         match source.type:
             case "text":
                 if source.data is None:
-                    raise MissingParameter(
-                        f"missing required parameter: {where}.data", param=f"{where}.data"
-                    )
+                    raise missing(f"{where}.data")
                 return source.data
             case "content":
                 given = source.content or ""

@@ -11,20 +11,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from mlxsrv.errors import InvalidRequest, MissingParameter, ThreadNotFound
+from mlxsrv.errors import InvalidRequest, ThreadNotFound
 from mlxsrv.generation.spec import (
     ChatMessage,
     ChatPrompt,
     GenerationSpec,
     JSONForm,
-    SamplingWishes,
     ToolChoice,
     ToolSpec,
 )
 from mlxsrv.wire.anthropic.blocks import BLOCKS, CacheControl, MessageParam, System, read_chat
-from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.dialect import TextRequest
+from mlxsrv.wire.decoding import RequestDecoder, missing
+from mlxsrv.wire.dialect import TextRequest, sampling_wishes
 from mlxsrv.wire.openai.generation_request import Effort, Priority
+from mlxsrv.wire.openai.requests import no_such_tool
 from mlxsrv.wire.schema_rules import STRING, Schema, having, needs
 from mlxsrv.wire.steering import check_steering
 from mlxsrv.wire.unknown import Search
@@ -128,9 +128,7 @@ class MessagesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
         return GenerationSpec(
             prompt=self._prompt(),
             model=self.model,
-            sampling=SamplingWishes(
-                temperature=self.temperature, top_p=self.top_p, top_k=self.top_k
-            ),
+            sampling=sampling_wishes(self),
             steering=self.steering_wishes,
             form=self._form,
             stops=self.stop_sequences or (),
@@ -224,8 +222,7 @@ def _check_tools(request: MessagesRequest) -> None:
     for i, tool in enumerate(request.tools or ()):
         for name in ("name", "input_schema"):
             if tool.custom and getattr(tool, name) is None:
-                path = f"tools[{i}].{name}"
-                raise MissingParameter(f"missing required parameter: {path}", param=path)
+                raise missing(f"tools[{i}].{name}")
     choice = request.tool_choice
     if choice is None or choice.type in ("auto", "none"):
         return
@@ -233,13 +230,9 @@ def _check_tools(request: MessagesRequest) -> None:
     if not names:
         raise InvalidRequest("tool_choice: needs tools of the client's own", param="tool_choice")
     if choice.type == "tool" and choice.name is None:
-        path = "tool_choice.name"
-        raise MissingParameter(f"missing required parameter: {path}", param=path)
+        raise missing("tool_choice.name")
     if choice.type == "tool" and choice.name not in names:
-        raise InvalidRequest(
-            f"tool_choice.name: there is no tool of that name; there are {', '.join(names)}",
-            param="tool_choice.name",
-        )
+        raise no_such_tool("tool_choice.name", names)
 
 
 def _left_out(request: MessagesRequest) -> list[str]:

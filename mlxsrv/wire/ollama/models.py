@@ -1,4 +1,4 @@
-"""Models as Ollama's API lists, shows and names them."""
+"""Models as Ollama's API lists, shows, names and downloads them."""
 
 from __future__ import annotations
 
@@ -168,3 +168,34 @@ def _shown_template(model: ModelObject, facts: ModelFacts) -> str:
     """The template, and in a comment of Jinja's the words that clients look for."""
     words = [word for name, word in _TEMPLATE_WORDS.items() if name in model.capabilities]
     return (facts.template or "") + (f"{{#- {' '.join(words)} -#}}" if words else "")
+
+
+# Downloads.
+
+
+class OllamaProgress(Struct, frozen=True, kw_only=True):
+    """A line. Those of a file have its digest, its bytes, and those that are here."""
+
+    status: str
+    digest: str | UnsetType = UNSET
+    total: int | UnsetType = UNSET
+    completed: int | UnsetType = UNSET
+
+
+PULL_BEGINS = OllamaProgress(status="pulling manifest")
+PULL_ENDS = (
+    OllamaProgress(status="verifying sha256 digest"),
+    OllamaProgress(status="writing manifest"),
+    OllamaProgress(status="success"),
+)
+
+
+def file_progress(checksum: str, size: int, done: int) -> OllamaProgress:
+    """Return the progress of a file. The checksum of a small file is git's."""
+    kind = "sha256" if len(checksum) == 64 else "sha1"
+    return OllamaProgress(
+        status=f"pulling {checksum[:12]}",
+        digest=f"{kind}:{checksum}",
+        total=size,
+        completed=done,
+    )

@@ -6,12 +6,14 @@ Its own server ignores options that it does not know. So does this one, and name
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from math import inf
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct, field
 
-from mlxsrv.errors import InvalidRequest, MissingParameter
+from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import (
     AS_MANY_AS_FIT,
     ChatMessage,
@@ -25,10 +27,9 @@ from mlxsrv.generation.spec import (
     ToolSpec,
 )
 from mlxsrv.generation.texts import Cut, EmbeddingSpec
-from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.dialect import TextRequest
+from mlxsrv.wire.decoding import RequestDecoder, missing
+from mlxsrv.wire.dialect import TextRequest, sampling_wishes, stop_strings
 from mlxsrv.wire.left_out import leave_out, newest_question
-from mlxsrv.wire.ollama.durations import read_keep_alive
 from mlxsrv.wire.openai.generation_request import Effort, Priority
 from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.schema_rules import TEXT, Schema, having
@@ -72,22 +73,9 @@ class OllamaOptions(Struct, frozen=True, kw_only=True):
         return AS_MANY_AS_FIT
 
     @property
-    def stops(self) -> list[str]:
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
-
-    @property
     def sampling(self) -> SamplingWishes:
-        return SamplingWishes(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            frequency_penalty=self.frequency_penalty,
-            presence_penalty=self.presence_penalty,
-            repetition_penalty=self.repeat_penalty,
-            seed=None if self.seed == -1 else self.seed,
-        )
+        seed = None if self.seed == -1 else self.seed
+        return sampling_wishes(self, repetition_penalty=self.repeat_penalty, seed=seed)
 
 
 _NO_OPTIONS = OllamaOptions()
@@ -143,7 +131,7 @@ class OllamaRequest(TextRequest, frozen=True, kw_only=True):
             sampling=options.sampling,
             steering=self.steering_wishes,
             form=self.form,
-            stops=options.stops,
+            stops=stop_strings(options.stop),
             limit=options.limit,
             context=options.num_ctx or None,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
@@ -386,6 +374,40 @@ class OllamaCreateRequest(OllamaNamedRequest, frozen=True, kw_only=True):
     base: str | None = field(default=None, name="from")
 
 
+# How long a model stays: seconds, or a duration as Go writes it.
+
+_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1, "m": 60, "h": 3600}
+_PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+_DURATION = re.compile(rf"([+-]?)((?:{_PART.pattern})+)", re.ASCII)
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)", re.ASCII)
+
+
+def read_keep_alive(given: float | str | None) -> float | None:
+    """Return seconds; infinity for a negative number; None if none is given.
+
+    Raises:
+        InvalidRequest: it is no duration.
+    """
+    if given is None or given == "":
+        return None
+    seconds = given if isinstance(given, float) else _seconds(given)
+    return inf if seconds < 0 else seconds
+
+
+def _seconds(text: str) -> float:
+    if _NUMBER.fullmatch(text):
+        return float(text)
+    found = _DURATION.fullmatch(text)
+    if found is None:
+        raise InvalidRequest(
+            'keep_alive: expected seconds, or a duration such as "5m" or "1h30m"; 0 unloads the '
+            "model, -1 keeps it",
+            param="keep_alive",
+        )
+    seconds = sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(found[2]))
+    return -seconds if found[1] == "-" else seconds
+
+
 # Checks.
 
 
@@ -407,7 +429,7 @@ def _check_embedding(request: OllamaEmbedRequest | OllamaEmbeddingsRequest) -> N
 
 def _check_name(request: OllamaNamedRequest) -> None:
     if not request.named:
-        raise MissingParameter("missing required parameter: model", param="model")
+        raise missing("model")
 
 
 def _idle_fields(request: OllamaRequest) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, cast
 import numpy as np
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from mlxsrv.errors import InvalidRequest, MissingParameter
+from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.texts import (
     Cut,
     EmbeddingSpec,
@@ -23,7 +23,7 @@ from mlxsrv.generation.texts import (
     PlacedText,
     TextVectors,
 )
-from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.wire.decoding import RequestDecoder, missing
 from mlxsrv.wire.openai.generation_request import Count, PositiveInt, Priority, TokenId, User
 from mlxsrv.wire.schema_rules import TEXT, TOKEN_ID, TOKEN_IDS, Schema
 from mlxsrv.wire.steering import NotEmpty
@@ -179,7 +179,7 @@ class ScoreRequest(TruncationFields, frozen=True, kw_only=True):
         wanted = next((names for names in _SIDES if given & {*names}), _SIDES[0])
         for name in wanted:
             if name not in given:
-                raise MissingParameter(f"missing required parameter: {name}", param=name)
+                raise missing(name)
         extra = min(given - {*wanted})
         raise InvalidRequest(
             f"{extra}: the pairs are given as {' and '.join(wanted)}; leave it out", param=extra

@@ -5,7 +5,7 @@ OpenAI, vLLM and llama.cpp have different fields for this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar
 
 import msgspec
@@ -103,45 +103,46 @@ class StructuredOutputs(Struct, frozen=True):
     structural_tag: str | dict[str, Any] | None = None
 
 
-def format_forms(given: ResponseFormat | None) -> Iterator[Form]:
-    """The form that a `response_format` asks for, if any."""
+def format_forms(given: ResponseFormat | None) -> list[Form]:
+    """Return the form that a `response_format` asks for, if any."""
     match given:
         case JSONObjectFormat(schema=schema):
-            yield JSONForm("response_format", {"type": "object"} if schema is None else schema)
+            return [JSONForm("response_format", {"type": "object"} if schema is None else schema)]
         case JSONSchemaFormat(json_schema=named):
-            yield JSONForm("response_format", named.schema)
+            return [JSONForm("response_format", named.schema)]
+    return []
 
 
-def structured_forms(given: StructuredOutputs) -> Iterator[Form]:
-    """The forms that a `structured_outputs` asks for; the caller refuses more than one.
+def structured_forms(given: StructuredOutputs) -> list[Form]:
+    """Return the forms that a `structured_outputs` asks for; the caller refuses more than one.
 
     Raises:
         UnsupportedParameter: an option is set that is not supported.
         InvalidRequest: no form is given, or `json` is not a schema.
     """
+    place = "structured_outputs"
     for name in REFUSED:
         if getattr(given, name) is not None:
-            path = f"structured_outputs.{name}"
+            path = f"{place}.{name}"
             raise UnsupportedParameter(f"{path} is not supported; leave it out", param=path)
     compact = bool(given.disable_any_whitespace)
     forms: list[Form] = []
     if given.json is not None:
-        path = "structured_outputs.json"
+        path = f"{place}.json"
         forms.append(JSONForm(path, read_schema(given.json, path), compact))
     if given.regex is not None:
-        forms.append(RegexForm("structured_outputs.regex", given.regex))
+        forms.append(RegexForm(f"{place}.regex", given.regex))
     if given.choice is not None:
-        forms.append(ChoiceForm("structured_outputs.choice", given.choice))
+        forms.append(ChoiceForm(f"{place}.choice", given.choice))
     if given.grammar is not None:
-        forms.append(GrammarForm("structured_outputs.grammar", given.grammar))
+        forms.append(GrammarForm(f"{place}.grammar", given.grammar))
     if given.json_object:
-        forms.append(JSONForm("structured_outputs.json_object", {"type": "object"}, compact))
+        forms.append(JSONForm(f"{place}.json_object", {"type": "object"}, compact))
     if not forms:
         raise InvalidRequest(
-            "structured_outputs: is empty; give json, regex, choice, grammar or json_object",
-            param="structured_outputs",
+            f"{place}: is empty; give json, regex, choice, grammar or json_object", param=place
         )
-    yield from forms
+    return forms
 
 
 def read_schema(given: dict[str, Any] | str, param: str) -> dict[str, Any]:

@@ -20,9 +20,8 @@ from mlxsrv.generation.spec import (
     JSONForm,
     PromptSpec,
     RegexForm,
-    SamplingWishes,
 )
-from mlxsrv.wire.dialect import TextRequest
+from mlxsrv.wire.dialect import TextRequest, sampling_wishes, stop_strings
 from mlxsrv.wire.openai.forms import (
     Choices,
     GrammarText,
@@ -130,11 +129,6 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
     priority: Priority | None = None
 
     @property
-    def stops(self) -> list[str]:
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [text for text in given if text]
-
-    @property
     def limit(self) -> int | None:
         """The number of tokens that an answer may have, if the request says."""
         limit: int | None = self._given("max_tokens", none=-1)
@@ -225,20 +219,15 @@ class GenerationRequest(TextRequest, frozen=True, kw_only=True):
         return GenerationSpec(
             prompt=self.make_prompt(left_out),
             model=self.model,
-            sampling=SamplingWishes(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                frequency_penalty=self.frequency_penalty,
-                presence_penalty=self.presence_penalty,
+            sampling=sampling_wishes(
+                self,
                 repetition_penalty=self.repetition,
                 logit_bias=self.biases,
                 seed=self.first_seed,
             ),
             steering=self.steering_wishes,
             form=next(iter(self.forms), None),
-            stops=self.stops,
+            stops=stop_strings(self.stop),
             limit=self.limit,
             min_tokens=self.min_tokens or 0,
             ignore_eos=bool(self.ignore_eos),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Struct
 
-from mlxsrv.errors import MissingParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
+from mlxsrv.wire.decoding import missing
 from mlxsrv.wire.left_out import leave_out, newest_question
 from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.schema_rules import STRING, Schema
@@ -76,8 +76,7 @@ class ToolCall(Struct, frozen=True):
         if self.function is not None:
             return self.function.past(self.id)
         if self.type == "function":
-            path = f"{where}.function"
-            raise MissingParameter(f"missing required parameter: {path}", param=path)
+            raise missing(f"{where}.function")
         return None
 
 
@@ -135,7 +134,9 @@ def _read(message: Message, where: str, search: Search, *, new: bool) -> ChatMes
         calls = calls or [message.function_call.past()]
     return ChatMessage(
         role=_ROLES[message.role],
-        content=_content(message, where, search, new=new) or message.refusal or "",
+        content=read_parts(message.content, f"{where}.content", search, new=new)
+        or message.refusal
+        or "",
         name=message.name,
         reasoning=message.reasoning_content or message.reasoning,
         calls=calls,
@@ -143,20 +144,34 @@ def _read(message: Message, where: str, search: Search, *, new: bool) -> ChatMes
     )
 
 
-def _content(message: Message, where: str, search: Search, *, new: bool) -> str:
-    if message.content is None or isinstance(message.content, str):
-        return message.content or ""
-    return "".join(
-        _part(part, f"{where}.content[{i}]", search, new=new)
-        for i, part in enumerate(message.content)
-    )
+def read_parts(
+    content: str | Sequence[ContentPart] | None,
+    path: str,
+    search: Search,
+    *,
+    texts: Collection[str] = ("text",),
+    new: bool = False,
+) -> str:
+    """Return the text of a message: its own, or that of its parts, one after the other.
 
+    Args:
+        search: notes what is left out.
+        texts: the types of parts that are text. Refusals are, too.
+        new: it is the user's, and not answered yet.
 
-def _part(part: ContentPart, path: str, search: Search, *, new: bool) -> str:
-    if part.type not in ("text", "refusal"):
-        return leave_out(part.type, path, search, new=new)
-    text = part.text if part.type == "text" else part.refusal
-    if text is None:
-        where = f"{path}.{part.type}"
-        raise MissingParameter(f"missing required parameter: {where}", param=where)
-    return text
+    Raises:
+        MissingParameter, UnsupportedParameter: a part cannot be read; the error has its path.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    read = []
+    for i, part in enumerate(content):
+        field = "refusal" if part.type == "refusal" else "text"
+        if field == "text" and part.type not in texts:
+            read.append(leave_out(part.type, f"{path}[{i}]", search, new=new))
+            continue
+        text: str | None = getattr(part, field)
+        if text is None:
+            raise missing(f"{path}[{i}].{field}")
+        read.append(text)
+    return "".join(read)

@@ -7,7 +7,7 @@ be honoured, are refused unless their value asks for nothing (NEUTRAL). All othe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from msgspec import Meta, Struct
@@ -51,9 +51,10 @@ class Function(Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
-    def tool_spec(self) -> ToolSpec:
+    def tool_spec(self, name: str | None = None) -> ToolSpec:
+        """Return the function in no dialect, by another name if one is given."""
         return ToolSpec(
-            name=self.name,
+            name=name or self.name,
             description=self.description,
             parameters=self.parameters,
             strict=self.strict,
@@ -279,6 +280,13 @@ def check_ending(request: ChatRequest) -> None:
         )
 
 
+def no_such_tool(path: str, names: Iterable[str]) -> InvalidRequest:
+    """Return the error about a choice that is none of the tools of these names."""
+    return InvalidRequest(
+        f"{path}: there is no tool of that name; there are {', '.join(names)}", param=path
+    )
+
+
 def _check_suffix(request: CompletionRequest) -> None:
     if not request.suffix:
         return
@@ -301,11 +309,7 @@ def _check_chat(request: ChatRequest) -> None:
     if isinstance(choice, NamedTool):
         names = [tool.function.name for tool in request.tools]
         if choice.function.name not in names:
-            path = "tool_choice.function.name"
-            raise InvalidRequest(
-                f"{path}: there is no tool of that name; there are {', '.join(names)}",
-                param=path,
-            )
+            raise no_such_tool("tool_choice.function.name", names)
 
 
 def _check_completion(request: CompletionRequest) -> None:

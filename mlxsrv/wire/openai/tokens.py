@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from mlxsrv.errors import InvalidRequest, MissingParameter
-from mlxsrv.wire.decoding import RequestDecoder
+from mlxsrv.errors import InvalidRequest
+from mlxsrv.wire.decoding import RequestDecoder, missing
 from mlxsrv.wire.openai.generation_request import TokenId
 from mlxsrv.wire.openai.messages import Message
 from mlxsrv.wire.openai.requests import ChatRequest, Tool, check_ending
@@ -68,7 +68,7 @@ _OF_CHATS = ("tools", "chat_template_kwargs", "continue_final_message", "add_gen
 def _check_tokenize(request: TokenizeRequest) -> None:
     match [name for name in _TEXTS if getattr(request, name) is not None]:
         case []:
-            raise MissingParameter("missing required parameter: content", param="content")
+            raise missing("content")
         case [one, another, *_]:
             raise InvalidRequest(f"{another}: cannot be combined with {one}", param=another)
         case ["messages"] if request.add_special_tokens:

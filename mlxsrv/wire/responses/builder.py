@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -150,7 +151,7 @@ class ResponseBuilder(Builder):
 
     def arguments(self, choice: int, index: int, text: str) -> bytes:
         assert isinstance(self._open, _OpenCall)
-        return self._open.write(text)
+        return self._open.extend(text)
 
     def end(self, ended: Ended) -> bytes:
         assert ended.usage is not None  # there is one choice
@@ -289,22 +290,18 @@ class _OpenText(_OpenItem):
 
     def item(self, status: ItemStatus) -> OutputItem:
         if self.channel == "content":
-            return OutputMessage(id=self._item.id, status=status, content=[self._part])
+            content = [OutputText(text=self._text, logprobs=self._logprobs)]
+            return OutputMessage(id=self._item.id, status=status, content=content)
         return make_reasoning(self._request, self._item.id, self._text, status)
 
     def end(self, status: ItemStatus) -> tuple[bytes, OutputItem]:
-        item = self.item(status)
+        item, kinds = self.item(status), self._kinds
+        fields: dict[str, Any] = {"text": self._text}
         if self.channel == "content":
-            done = self._write(OutputTextDone, text=self._text, logprobs=self._logprobs)
-            done += self._write(PartDone, part=self._part)
-        else:
-            done = self._write(self._kinds.done, text=self._text)
-            done += self._write(self._kinds.part_done, part=self._kinds.part(text=self._text))
+            fields["logprobs"] = self._logprobs
+        done = self._write(kinds.done, **fields)
+        done += self._write(kinds.part_done, part=kinds.part(**fields))
         return done + self._done(item), item
-
-    @property
-    def _part(self) -> OutputText:
-        return OutputText(text=self._text, logprobs=self._logprobs)
 
 
 class _OpenCall(_OpenItem):
@@ -315,7 +312,7 @@ class _OpenCall(_OpenItem):
         self._input = CustomInput() if tool.custom else None
         self._frames = self._deltas(InputDelta if tool.custom else ArgumentsDelta)
 
-    def write(self, arguments: str) -> bytes:
+    def extend(self, arguments: str) -> bytes:
         return self._write_text(arguments if self._input is None else self._input.feed(arguments))
 
     def _write_text(self, text: str) -> bytes:

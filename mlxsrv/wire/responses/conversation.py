@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from mlxsrv.errors import MissingParameter
 from mlxsrv.generation.spec import ChatMessage, PastCall
-from mlxsrv.wire.left_out import leave_out, newest_question
+from mlxsrv.wire.left_out import newest_question
+from mlxsrv.wire.openai.messages import read_parts
 from mlxsrv.wire.past_calls import past_arguments
 from mlxsrv.wire.responses.items import (
     InputCall,
     InputCustomCall,
     InputCustomOutput,
+    InputItem,
     InputMessage,
     InputOutput,
     InputReasoning,
     ItemPart,
-    Parts,
     PlacedItem,
 )
 from mlxsrv.wire.responses.tools import flat_name
@@ -66,121 +66,87 @@ def chat_messages(
     Raises:
         MissingParameter, UnsupportedParameter: an item cannot be read; the error has its path.
     """
-    chat = _Chat(instructions, search)
-    newest = newest_question(map(_role, items))
-    for place, placed in enumerate(items):
-        chat.add(placed, new=place == newest)
-    return chat.finish()
+    messages = [ChatMessage(role="system", content=instructions)] if instructions else []
+    turn = _Turn()
+    newest = newest_question(_role(placed.item) for placed in items)
+    for place, (path, item) in enumerate((placed.path, placed.item) for placed in items):
+        role, text = _role(item), _text(item, path, search, new=place == newest)
+        if role == "assistant":
+            turn.append(item, text)
+        elif text or role != "system":
+            messages += turn.messages()
+            turn = _Turn()
+            call_id = getattr(item, "call_id", None)
+            messages.append(ChatMessage(role=role, content=text, call_id=call_id))
+    return [*messages, *turn.messages()]
 
 
-def _role(placed: PlacedItem) -> str:
-    match placed.item:
-        case InputMessage(role=role):
-            return role
+def _role(item: InputItem) -> Literal["system", "user", "assistant", "tool"]:
+    match item:
+        case InputMessage(role="user"):
+            return "user"
+        case InputMessage(role="system" | "developer"):
+            return "system"
         case InputOutput() | InputCustomOutput():
             return "tool"
     return "assistant"
 
 
-class _Chat:
-    """The messages so far, and the turn of the assistant that is not complete yet."""
+_TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
-    def __init__(self, instructions: str | None, search: Search) -> None:
-        self._search = search
-        self._messages: list[ChatMessage] = []
-        self._turn: _Turn | None = None
-        self._add_system(instructions or "")
 
-    def add(self, placed: PlacedItem, *, new: bool) -> None:
-        """Add an item.
-
-        Args:
-            new: it is the user's, and not answered yet.
-        """
-        item, path = placed.item, placed.path
-        match item:
-            case InputReasoning():
-                self._assistant.reasoning.append(_reasoning(item))
-            case InputMessage(role="assistant"):
-                self._assistant.texts.append(self._text(item.content, f"{path}.content"))
-            case InputCall():
-                name = flat_name(item.name, item.namespace)
-                call = PastCall(name, past_arguments(item.arguments), item.call_id)
-                self._assistant.calls.append(call)
-            case InputCustomCall():
-                name = flat_name(item.name, item.namespace)
-                self._assistant.calls.append(PastCall(name, {"input": item.input}, item.call_id))
-            case InputMessage(role="user"):
-                self._append("user", self._text(item.content, f"{path}.content", new=new))
-            case InputMessage():
-                self._add_system(self._text(item.content, f"{path}.content"))
-            case InputOutput() | InputCustomOutput():
-                self._append(
-                    "tool", self._text(item.output, f"{path}.output"), call_id=item.call_id
-                )
-
-    def finish(self) -> list[ChatMessage]:
-        self._end_turn()
-        return self._messages
-
-    @property
-    def _assistant(self) -> _Turn:
-        self._turn = self._turn or _Turn()
-        return self._turn
-
-    def _add_system(self, text: str) -> None:
-        if text:
-            self._append("system", text)
-
-    def _append(
-        self, role: Literal["system", "user", "tool"], text: str, call_id: str | None = None
-    ) -> None:
-        self._end_turn()
-        self._messages.append(ChatMessage(role=role, content=text, call_id=call_id))
-
-    def _text(self, content: Parts | None, path: str, *, new: bool = False) -> str:
-        if content is None or isinstance(content, str):
-            return content or ""
-        return "".join(self._part(part, f"{path}[{i}]", new=new) for i, part in enumerate(content))
-
-    def _part(self, part: ItemPart, path: str, *, new: bool) -> str:
-        match part.type:
-            case "input_text" | "output_text" | "text" | "summary_text" | "reasoning_text":
-                name, text = "text", part.text
-            case "refusal":
-                name, text = "refusal", part.refusal
-            case _:
-                return leave_out(part.type, path, self._search, new=new)
-        if text is None:
-            where = f"{path}.{name}"
-            raise MissingParameter(f"missing required parameter: {where}", param=where)
-        return text
-
-    def _end_turn(self) -> None:
-        if self._turn is not None:
-            self._messages.append(self._turn.message())
-            self._turn = None
+def _text(item: InputItem, path: str, search: Search, *, new: bool) -> str:
+    """Return the text of a message or of a tool's output; other items have none."""
+    match item:
+        case InputMessage(content=content):
+            return read_parts(content, f"{path}.content", search, texts=_TEXTS, new=new)
+        case InputOutput(output=output) | InputCustomOutput(output=output):
+            return read_parts(output, f"{path}.output", search, texts=_TEXTS)
+    return ""
 
 
 class _Turn:
-    """One turn of the assistant: all its items between two messages of others."""
+    """A turn of the assistant: all its items between two messages of others."""
 
     def __init__(self) -> None:
-        self.reasoning: list[str] = []
-        self.texts: list[str] = []
-        self.calls: list[PastCall] = []
+        self._reasoning: list[str] = []
+        self._texts: list[str] = []
+        self._calls: list[PastCall] = []
 
-    def message(self) -> ChatMessage:
-        return ChatMessage(
-            role="assistant",
-            content=_SEPARATOR.join(self.texts),
-            reasoning=_SEPARATOR.join(self.reasoning) or None,
-            calls=self.calls,
-        )
+    def append(self, item: InputItem, text: str) -> None:
+        """Append an item, with its text if it is a message."""
+        match item:
+            case InputReasoning():
+                self._reasoning.append(_reasoning(item))
+            case InputMessage():
+                self._texts.append(text)
+            case InputCall(arguments=given):
+                self._append_call(item, past_arguments(given))
+            case InputCustomCall(input=given):
+                self._append_call(item, {"input": given})
+
+    def _append_call(
+        self, item: InputCall | InputCustomCall, arguments: Mapping[str, Any] | str
+    ) -> None:
+        name = flat_name(item.name, item.namespace)
+        self._calls.append(PastCall(name, arguments, item.call_id))
+
+    def messages(self) -> list[ChatMessage]:
+        """Return the message of the turn; none if there is no item."""
+        if not (self._reasoning or self._texts or self._calls):
+            return []
+        return [
+            ChatMessage(
+                role="assistant",
+                content=_SEPARATOR.join(self._texts),
+                reasoning=_SEPARATOR.join(self._reasoning) or None,
+                calls=self._calls,
+            )
+        ]
 
 
 def _reasoning(item: InputReasoning) -> str:
-    """The thoughts, from the first of the three places that has them."""
+    """Return the thoughts, from the first of the three places that has them."""
     if item.content:
         return _join(item.content)
     sealed = None if item.encrypted_content is None else unseal(item.encrypted_content)

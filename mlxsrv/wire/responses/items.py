@@ -13,15 +13,15 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from mlxsrv.errors import MissingParameter
-from mlxsrv.wire.decoding import decode_part
+from mlxsrv.wire.decoding import decode_part, missing
 from mlxsrv.wire.left_out import leave_out
+from mlxsrv.wire.openai.messages import ContentPart
 from mlxsrv.wire.schema_rules import STRING, Schema
 from mlxsrv.wire.tagged import TaggedKinds
 from mlxsrv.wire.unknown import Search
 
 
-class ItemPart(Struct, frozen=True, omit_defaults=True):
+class ItemPart(ContentPart, frozen=True, omit_defaults=True):
     """A part of a message, of a tool's output or of reasoning."""
 
     schema_rules: ClassVar[Schema] = {
@@ -32,9 +32,6 @@ class ItemPart(Struct, frozen=True, omit_defaults=True):
         "required": ["type", "text"],
     }
 
-    type: str
-    text: str | None = None
-    refusal: str | None = None
     annotations: Any = None
     logprobs: Any = None
 
@@ -135,8 +132,7 @@ class _Head(Struct, frozen=True):
             return "message"
         if self.id is not None:
             return "item_reference"
-        where = f"{path}.type"
-        raise MissingParameter(f"missing required parameter: {where}", param=where)
+        raise missing(f"{path}.type")
 
 
 _read_head = msgspec.json.Decoder(_Head).decode

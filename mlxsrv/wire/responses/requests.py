@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta, Raw, Struct
 
-from mlxsrv.errors import InvalidRequest, MissingParameter
+from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import (
     AS_MANY_AS_FIT,
     ChatMessage,
@@ -16,11 +16,10 @@ from mlxsrv.generation.spec import (
     Form,
     GenerationSpec,
     JSONForm,
-    SamplingWishes,
     ToolChoice,
 )
-from mlxsrv.wire.decoding import RequestDecoder
-from mlxsrv.wire.dialect import TextRequest
+from mlxsrv.wire.decoding import RequestDecoder, missing
+from mlxsrv.wire.dialect import TextRequest, sampling_wishes, stop_strings
 from mlxsrv.wire.openai.generation_request import (
     Count,
     Effort,
@@ -211,7 +210,6 @@ class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
         """
         effort = None if self.reasoning is None else self.reasoning.effort
         left_out = Search()
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
         return GenerationSpec(
             prompt=ChatPrompt(
                 messages=self._messages(past or Past(), left_out),
@@ -223,19 +221,10 @@ class ResponsesRequest(TextRequest, frozen=True, kw_only=True, dict=True):
                 effort=effort,
             ),
             model=self.model,
-            sampling=SamplingWishes(
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                frequency_penalty=self.frequency_penalty,
-                presence_penalty=self.presence_penalty,
-                repetition_penalty=self.repetition_penalty,
-                seed=self.seed,
-            ),
+            sampling=sampling_wishes(self),
             steering=self.steering_wishes,
             form=self.form,
-            stops=[text for text in stops or () if text],
+            stops=stop_strings(self.stop),
             limit=self.limit,
             truncate=-1 if self.truncation == "auto" else None,
             logprobs=self.likeliest,
@@ -296,7 +285,7 @@ class Past(Struct, frozen=True):
 
 def _check_request(request: ResponsesRequest) -> None:
     if request.input is None and request.previous_response_id is None:
-        raise MissingParameter("missing required parameter: input", param="input")
+        raise missing("input")
     if request.max_output_tokens == 0:
         path = "max_output_tokens"
         raise InvalidRequest(f"{path}: expected `int` >= 1, or -1 for none", param=path)

@@ -8,27 +8,25 @@ the ignored fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
-from mlxsrv.errors import InvalidRequest, MissingParameter
+from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.spec import GrammarForm, RegexForm, ToolChoice, ToolSpec
-from mlxsrv.wire.decoding import decode_part
-from mlxsrv.wire.openai.requests import FunctionName
+from mlxsrv.wire.decoding import decode_part, missing
+from mlxsrv.wire.openai.requests import Function, FunctionName, no_such_tool
 from mlxsrv.wire.schema_rules import any_of
-from mlxsrv.wire.unknown import Fields, Search
+from mlxsrv.wire.tagged import TaggedKinds
+from mlxsrv.wire.unknown import Search
 
 # On the wire.
 
 
-class FunctionTool(Struct, frozen=True, kw_only=True, tag_field="type", tag="function"):
-    name: FunctionName
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+class FunctionTool(Function, frozen=True, omit_defaults=False, tag_field="type", tag="function"):
+    pass
 
 
 class InputFormat(Struct, frozen=True, kw_only=True):
@@ -82,15 +80,9 @@ class _Kind(Struct, frozen=True):
     type: str
 
 
-class _Reader:
-    def __init__(self, kind: type[Struct]) -> None:
-        self.decode: Callable[[Raw], Any] = msgspec.json.Decoder(kind).decode
-        self.fields = Fields(kind, "tools[].")
-
-
-_decode = msgspec.json.Decoder(dict[str, Any]).decode
+_TOOLS: TaggedKinds[Any] = TaggedKinds(TOOL_KINDS, "tools[].")
 _read_kind = msgspec.json.Decoder(_Kind).decode
-_READERS = {kind.__struct_config__.tag: _Reader(kind) for kind in TOOL_KINDS}
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
 
 # As the model sees them.
 
@@ -154,11 +146,12 @@ def read_tools(tools: Sequence[Raw], search: Search) -> Toolbox:
     count = len(tools)
     for i, raw in enumerate(tools):
         path = f"tools[{i}]"
-        tool = _read_tool(raw, path, search)
-        hosted = hosted or tool is None
         # Decoded, because a line end between two fields would break an event.
         plain = decode_part(_decode, raw, path)
-        shown.append(_shown(tool) if isinstance(tool, FunctionTool) else plain)
+        tool = _read_tool(raw, path, search)
+        hosted = hosted or tool is None
+        # OpenAI's types require all fields of a function.
+        shown.append(msgspec.to_builtins(tool) if isinstance(tool, FunctionTool) else plain)
         if isinstance(tool, NamespaceTool):
             count += len(tool.tools)
             if count > MOST_TOOLS:
@@ -179,24 +172,12 @@ def read_tools(tools: Sequence[Raw], search: Search) -> Toolbox:
 def _read_tool(
     raw: Raw, path: str, search: Search
 ) -> FunctionTool | CustomTool | NamespaceTool | None:
-    reader = _READERS.get(decode_part(_read_kind, raw, path).type)
-    if reader is None:
+    tool: FunctionTool | CustomTool | NamespaceTool | None = _TOOLS.read(
+        decode_part(_read_kind, raw, path).type, raw, path, search
+    )
+    if tool is None:
         search.note("tools[]", path)
-        return None
-    tool: FunctionTool | CustomTool | NamespaceTool = decode_part(reader.decode, raw, path)
-    reader.fields.look_at(raw, f"{path}.", search)
     return tool
-
-
-def _shown(tool: FunctionTool) -> dict[str, Any]:
-    """OpenAI's types require all fields of a function."""
-    return {
-        "type": "function",
-        "name": tool.name,
-        "description": tool.description,
-        "parameters": tool.parameters,
-        "strict": tool.strict,
-    }
 
 
 def _add(
@@ -206,19 +187,13 @@ def _add(
     namespace: str | None = None,
 ) -> None:
     flat = flat_name(tool.name, namespace)
-    custom = isinstance(tool, CustomTool)
     found[flat] = CallableTool(
         spec=_custom_spec(tool, flat, path)
         if isinstance(tool, CustomTool)
-        else ToolSpec(
-            name=flat,
-            description=tool.description,
-            parameters=tool.parameters,
-            strict=tool.strict,
-        ),
+        else tool.tool_spec(flat),
         name=tool.name,
         namespace=UNSET if namespace is None else namespace,
-        custom=custom,
+        custom=isinstance(tool, CustomTool),
     )
 
 
@@ -248,8 +223,7 @@ def _input_form(form: InputFormat | None, path: str) -> RegexForm | GrammarForm 
         return None
     for name in ("syntax", "definition"):
         if not getattr(form, name):
-            where = f"{path}.{name}"
-            raise MissingParameter(f"missing required parameter: {where}", param=where)
+            raise missing(f"{path}.{name}")
     assert form.definition is not None
     where = f"{path}.definition"
     if form.syntax == "regex":
@@ -295,11 +269,7 @@ _MODES: Mapping[str, Literal["auto", "none", "required"]] = {
 def _one(asked: ToolChoiceObject, toolbox: Toolbox) -> tuple[str, ...]:
     names = toolbox.named(asked.name, asked.namespace)
     if not names:
-        path = "tool_choice.name"
-        raise InvalidRequest(
-            f"{path}: there is no tool of that name; there are {', '.join(toolbox.tools)}",
-            param=path,
-        )
+        raise no_such_tool("tool_choice.name", toolbox.tools)
     return (names[0],)
 
 

@@ -57,9 +57,9 @@ def test_two_spellings_that_differ_are_both_named() -> None:
 
 
 def test_stop_strings_are_a_list() -> None:
-    assert read_chat().stops == []
-    assert read_chat(stop="a").stops == ["a"]
-    assert read_chat(stop=["a", "b"]).stops == ["a", "b"]
+    assert read_chat().spec().stops == []
+    assert read_chat(stop="a").spec().stops == ["a"]
+    assert read_chat(stop=["a", "b"]).spec().stops == ["a", "b"]
 
 
 def test_choices_are_n() -> None:
