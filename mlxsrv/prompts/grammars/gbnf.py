@@ -1,100 +1,121 @@
-"""Parses llama.cpp's GBNF grammars into expressions.
+"""Translates GBNF grammars of llama.cpp: into one regex if they are regular, else into Lark.
 
-A grammar has rules `name ::= alternatives`; the rule `root` describes the text. An expression is a
-class of characters, a sequence, alternatives, a repetition or a reference to a rule:
+A grammar has rules `name ::= alternatives`; the rule `root` describes the text:
 
     root   ::= "[" item ("," item)* "]"    # a comment
     item   ::= [a-z]{1,5} | "\\u00e9" | . | [^0-9\\n]+
 
 A rule ends with its line. A line may break after `::=`, around `|`, and anywhere in parentheses.
 https://github.com/ggml-org/llama.cpp/blob/master/grammars/README.md
+
+Lark has a lexer: it splits the text into terminals, and the longest match counts whatever comes
+after. GBNF has none. So every character is a terminal of its own in the Lark grammar, and the two
+describe the same texts. (llguidance has a converter of its own, which makes a terminal of each text
+and class. So it reads some grammars wrongly without a word: `tests/prompts/grammars/test_gbnf.py`.)
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import msgspec
 
-LAST = 0x10FFFF  # the last code point
-
-Ranges = tuple[tuple[int, int], ...]
-"""Code points, as sorted ranges with gaps between them, both ends included."""
-
-
-class Chars(msgspec.Struct, frozen=True):
-    """One character of a class."""
-
-    ranges: Ranges
-
-
-class Seq(msgspec.Struct, frozen=True):
-    items: tuple[Expr, ...]
-
-
-class Alt(msgspec.Struct, frozen=True):
-    options: tuple[Expr, ...]
-
-
-class Rep(msgspec.Struct, frozen=True):
-    """A repetition; `most` is None if there is no bound."""
-
-    item: Expr
-    least: int
-    most: int | None
-
-
-class Ref(msgspec.Struct, frozen=True):
-    name: str
-
-
-Expr = Chars | Seq | Alt | Rep | Ref
-
-EMPTY = Seq(())
-
-_DEEPEST = 100  # parentheses in parentheses
+_LAST = 0x10FFFF  # the last code point
+_DEEPEST_GROUP = 100  # parentheses in parentheses
 _MOST_TIMES = 2000  # of a repetition, as llama.cpp has it
+_LONGEST_REGEX = 64 * 1024  # characters, after names of rules are replaced by the rules
+_DEEPEST_RULE = 200  # rules in rules, in one regex
 
 _SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
 _SPACES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_BAR = re.compile(_SPACES.pattern + r"\|")  # also at the beginning of the next line
-_DEFINES = re.compile(r"::=")
+_BAR = re.compile(_SPACES.pattern + r"\|" + _SPACES.pattern)  # also on the next line
+_DEFINES = re.compile(_SPACE.pattern + "::=" + _SPACES.pattern)
 _LINE_END = re.compile(r"\r?\n|\r|\Z")
-_TIMES = re.compile(r"\{[ \t]*(\d{1,9})[ \t]*(?:(,)[ \t]*(\d{1,9})?[ \t]*)?\}")
+_TIMES = re.compile(r"[*+?]|\{[ \t]*(\d{1,9})[ \t]*(?:(,)[ \t]*(\d{1,9})?[ \t]*)?\}")
 _ESCAPED = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in '\\"[]-^'}
+
+
+class _Char(msgspec.Struct, frozen=True):
+    """One character, as a regex."""
+
+    regex: str
+
+
+class _Rule(msgspec.Struct, frozen=True):
+    """What the rule of this name describes."""
+
+    name: str
+
+
+_Pieces = list[_Char | _Rule | str]
+"""An expression, from left to right. A str is a parenthesis, a bar, a repetition, or the empty
+text: GBNF, regexes and Lark all write these alike, up to the details of `_regex` and `_lark`."""
+
+_EMPTY = '""'
 
 
 class GBNFError(ValueError):
     """The text is not a grammar. The message names the line."""
 
 
-def parse(text: str) -> Mapping[str, Expr]:
-    """Return the rules by name, with `root` and all that are referred to.
+def translate_gbnf(text: str) -> str:
+    """Return the grammar in Lark.
 
     Raises:
         GBNFError: it is not a grammar.
     """
     rules = _Parser(text).rules()
-    for name in ("root", *(ref for rule in rules.values() for ref in references(rule))):
+    referred = (piece.name for rule in rules.values() for piece in rule if isinstance(piece, _Rule))
+    for name in ("root", *referred):
         if name not in rules:
             raise GBNFError(f"there is no rule {name}")
-    return rules
+    whole = _regex("root", rules, {}, ())
+    if whole is not None:
+        return f"start: /{whole}/"
+    names = {rule: f"r{i}" for i, rule in enumerate(rules)}
+    lines = [f"{names[rule]}: {_lark(pieces, names)}" for rule, pieces in rules.items()]
+    return "\n".join([f"start: {names['root']}", *lines])
 
 
-def references(expr: Expr) -> list[str]:
-    """Return the names of the rules that an expression refers to."""
-    match expr:
-        case Chars():
-            return []
-        case Ref(name):
-            return [name]
-        case Rep(item):
-            return references(item)
-        case Seq(items) | Alt(items):
-            return [name for item in items for name in references(item)]
+def _regex(
+    name: str,
+    rules: Mapping[str, _Pieces],
+    known: dict[str, str | None],
+    within: tuple[str, ...],
+) -> str | None:
+    """Return a rule as a regex, or None if it refers to itself or is too long; fill `known`."""
+    if name in within or len(within) > _DEEPEST_RULE:
+        return None
+    if name not in known:
+        parts: list[str | None] = []
+        for piece in rules[name]:
+            match piece:
+                case _Char(regex):
+                    parts.append(regex)
+                case _Rule(inner):
+                    parts.append(_regex(inner, rules, known, (*within, name)))
+                case _:
+                    parts.append({"(": "(?:", _EMPTY: ""}.get(piece, piece))
+        whole = [part for part in parts if part is not None]
+        fits = len(whole) == len(parts) and sum(map(len, whole)) <= _LONGEST_REGEX
+        known[name] = f"(?:{''.join(whole)})" if fits else None
+    return known[name]
+
+
+def _lark(pieces: _Pieces, names: Mapping[str, str]) -> str:
+    parts = []
+    for piece in pieces:
+        match piece:
+            case _Char(regex):
+                parts.append(f"/{regex}/")
+            case _Rule(name):
+                parts.append(names[name])
+            case _:
+                parts.append(piece)
+    return " ".join(parts)
 
 
 class _Parser:
@@ -105,69 +126,62 @@ class _Parser:
         self._at = 0
         self._depth = 0
 
-    def rules(self) -> dict[str, Expr]:
+    def rules(self) -> dict[str, _Pieces]:
         """Return all rules. If two have one name, the later one counts."""
         rules = {}
         self._skip(_SPACES)
         while self._at < len(self._text):
             name = self._expect(_NAME, "the name of a rule")
-            self._skip(_SPACE)
             self._expect(_DEFINES, "::=")
-            self._skip(_SPACES)
             rules[name] = self._alternatives()
             self._expect(_LINE_END, "the end of the rule")
             self._skip(_SPACES)
         return rules
 
-    def _alternatives(self) -> Expr:
-        options = [self._sequence()]
-        while (bar := _BAR.match(self._text, self._at)) is not None:
-            self._at = bar.end()
-            self._skip(_SPACES)
-            options.append(self._sequence())
-        return options[0] if len(options) == 1 else Alt(tuple(options))
+    def _alternatives(self) -> _Pieces:
+        pieces = self._sequence()
+        while self._skip(_BAR):
+            pieces += ["|", *self._sequence()]
+        return pieces
 
-    def _sequence(self) -> Expr:
-        items: list[Expr] = []
-        while (item := self._item()) is not None:
-            self._skip_inside()
-            while (times := self._times()) is not None:
-                item = Rep(item, *times)
-                self._skip_inside()
-            items.append(item)
-        return items[0] if len(items) == 1 else Seq(tuple(items))
+    def _sequence(self) -> _Pieces:
+        pieces: _Pieces = []
+        while item := self._item():
+            self._skip_space()
+            while times := self._times():
+                item = ["(", *item, ")", times]
+                self._skip_space()
+            pieces += item
+        return pieces or [_EMPTY]
 
-    def _item(self) -> Expr | None:
+    def _item(self) -> _Pieces | None:
         match self._peek():
             case '"':
                 return self._literal()
             case "[":
-                return self._class()
+                return [self._class()]
             case "(":
                 return self._group()
             case ".":
                 self._at += 1
-                return Chars(((0, LAST),))
-        name = _NAME.match(self._text, self._at)
-        if name is None:
-            return None
-        self._at = name.end()
-        return Ref(name[0])
+                return [_Char(f"[{_range(0, _LAST)}]")]
+        found = self._skip(_NAME)
+        return [_Rule(found[0])] if found else None
 
-    def _literal(self) -> Expr:
+    def _literal(self) -> _Pieces:
         self._at += 1
-        chars: list[Expr] = []
+        chars: _Pieces = []
         while self._peek() != '"':
             point = self._char()
-            chars.append(Chars(((point, point),)))
+            chars.append(_Char(f"[{_range(point, point)}]"))
         self._at += 1
-        return chars[0] if len(chars) == 1 else Seq(tuple(chars))
+        return ["(", *chars, ")"] if chars else [_EMPTY]
 
-    def _class(self) -> Expr:
+    def _class(self) -> _Char:
         self._at += 1
-        negated = self._peek() == "^"
-        self._at += negated
-        ranges = []
+        negated = "^" if self._peek() == "^" else ""
+        self._at += len(negated)
+        ranges = ""
         while self._peek() != "]":
             first = last = self._char()
             if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
@@ -175,45 +189,41 @@ class _Parser:
                 last = self._char()
             if last < first:
                 raise self._error("a range of characters that ends before it begins")
-            ranges.append((first, last))
+            ranges += _range(first, last)
         self._at += 1
-        chars = Chars(complement(merge(ranges)) if negated else merge(ranges))
-        if not chars.ranges:
+        if not ranges and not negated:
             raise self._error("a class of no characters")
-        return chars
+        return _Char(f"[{negated}{ranges}]" if ranges else f"[{_range(0, _LAST)}]")
 
-    def _group(self) -> Expr:
+    def _group(self) -> _Pieces:
         self._depth += 1
-        if self._depth > _DEEPEST:
-            raise self._error(f"parentheses nested more than {_DEEPEST} levels deep")
+        if self._depth > _DEEPEST_GROUP:
+            raise self._error(f"parentheses nested more than {_DEEPEST_GROUP} levels deep")
         self._at += 1
         self._skip(_SPACES)
-        expr = self._alternatives()
+        pieces = self._alternatives()
         if self._peek() != ")":
             raise self._error("expected )")
         self._at += 1
         self._depth -= 1
-        return expr
+        return ["(", *pieces, ")"]
 
-    def _times(self) -> tuple[int, int | None] | None:
+    def _times(self) -> str | None:
         """Read how often the item before may come, if that is given here."""
-        sign = self._peek()
-        if sign and sign in "*+?":
-            self._at += 1
-            return (1 if sign == "+" else 0, 1 if sign == "?" else None)
-        if sign != "{":
+        found = self._skip(_TIMES)
+        if found is None:
+            if self._peek() == "{":
+                raise self._error("expected {m}, {m,} or {m,n}")
             return None
-        match = _TIMES.match(self._text, self._at)
-        if match is None:
-            raise self._error("expected {m}, {m,} or {m,n}")
-        least = int(match[1])
-        most = int(match[3]) if match[3] else None if match[2] else least
+        if found[1] is None:
+            return found[0]
+        least = int(found[1])
+        most = int(found[3]) if found[3] else None if found[2] else least
         if max(least, most or 0) > _MOST_TIMES:
             raise self._error(f"a repetition of more than {_MOST_TIMES} times")
         if most is not None and most < least:
             raise self._error("a repetition with its bounds in the wrong order")
-        self._at = match.end()
-        return least, most
+        return f"{{{least},{'' if most is None else most}}}"
 
     def _char(self) -> int:
         """Read a character, which may be escaped, and return its code point."""
@@ -230,46 +240,34 @@ class _Parser:
         if match[4] is not None:
             return ord(_ESCAPES[match[4]])
         point = int(match[1] or match[2] or match[3], 16)
-        if point > LAST or 0xD800 <= point <= 0xDFFF:
+        if point > _LAST or 0xD800 <= point <= 0xDFFF:
             raise self._error(f"{match[0]} is no character")
         return point
 
     def _peek(self) -> str:
         return self._text[self._at : self._at + 1]
 
-    def _skip(self, pattern: re.Pattern[str]) -> None:
-        match = pattern.match(self._text, self._at)
-        assert match is not None  # these patterns match the empty text, too
-        self._at = match.end()
+    def _skip(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Go on behind the pattern, if it is here."""
+        found = pattern.match(self._text, self._at)
+        if found is not None:
+            self._at = found.end()
+        return found
 
-    def _skip_inside(self) -> None:
+    def _skip_space(self) -> None:
         self._skip(_SPACES if self._depth else _SPACE)
 
     def _expect(self, pattern: re.Pattern[str], what: str) -> str:
-        match = pattern.match(self._text, self._at)
-        if match is None:
+        found = self._skip(pattern)
+        if found is None:
             raise self._error(f"expected {what}")
-        self._at = match.end()
-        return match[0]
+        return found[0]
 
     def _error(self, what: str) -> GBNFError:
         line = self._text.count("\n", 0, self._at) + 1
         return GBNFError(f"line {line}: {what}")
 
 
-def merge(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Return ranges in order and with gaps between them."""
-    merged: list[tuple[int, int]] = []
-    for first, last in sorted(ranges):
-        if merged and first <= merged[-1][1] + 1:
-            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
-        else:
-            merged.append((first, last))
-    return tuple(merged)
-
-
-def complement(ranges: Ranges) -> Ranges:
-    """Return all characters but those given."""
-    starts = [0, *(last + 1 for _, last in ranges)]
-    ends = [*(first - 1 for first, _ in ranges), LAST]
-    return tuple((a, b) for a, b in zip(starts, ends, strict=True) if a <= b)
+def _range(first: int, last: int) -> str:
+    """Return a range of characters, as it stands in a class of a regex."""
+    return rf"\x{{{first:x}}}-\x{{{last:x}}}"

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from mlxsrv.logs import log
-from mlxsrv.prompts.grammars import gbnf_lark
-from mlxsrv.prompts.grammars.gbnf import GBNFError
+from mlxsrv.prompts.grammars.gbnf import GBNFError, translate_gbnf
 from mlxsrv.prompts.grammars.key_patterns import list_keys, spell_out
 from mlxsrv.prompts.grammars.regexes import ascii_classes
 from mlxsrv.prompts.grammars.schema_nodes import SchemaError
@@ -80,7 +79,7 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
             grammar = _lark_grammar(spec.text)
         case "gbnf":
             try:
-                grammar = _lark_grammar(gbnf_lark.translate_gbnf(spec.text))
+                grammar = _lark_grammar(translate_gbnf(spec.text))
             except GBNFError as error:
                 raise GrammarRefused(f"not a GBNF grammar: {error}") from None
     check_grammars([grammar])
