@@ -20,8 +20,12 @@ import msgspec
 from mlxsrv.errors import InvalidRequest
 from mlxsrv.generation.parameters import Grammar, Mask
 from mlxsrv.logs import log
-from mlxsrv.prompts.grammars.grammar import CompiledGrammar, GrammarCompiler, GrammarConstraint
-from mlxsrv.prompts.grammars.latest import LatestAndUsed
+from mlxsrv.prompts.grammars.grammar import (
+    CompiledGrammar,
+    GrammarCompiler,
+    GrammarConstraint,
+    LatestAndUsed,
+)
 from mlxsrv.prompts.grammars.specs import GrammarSpec
 from mlxsrv.text.channels import CONTENT
 from mlxsrv.text.pipeline import TextPipeline

@@ -17,25 +17,30 @@ and class. So it reads some grammars wrongly without a word: `tests/prompts/gram
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import msgspec
 
-_LAST = 0x10FFFF  # the last code point
-_DEEPEST_GROUP = 100  # parentheses in parentheses
+_DEEPEST = 100  # parentheses in parentheses
 _MOST_TIMES = 2000  # of a repetition, as llama.cpp has it
 _LONGEST_REGEX = 64 * 1024  # characters, after names of rules are replaced by the rules
 _DEEPEST_RULE = 200  # rules in rules, in one regex
 
-_SPACE = re.compile(r"(?:[ \t]|#[^\r\n]*)*")
-_SPACES = re.compile(r"(?:[ \t\r\n]|#[^\r\n]*)*")
-_NAME = re.compile(r"[A-Za-z0-9_-]+")
-_BAR = re.compile(_SPACES.pattern + r"\|" + _SPACES.pattern)  # also on the next line
-_DEFINES = re.compile(_SPACE.pattern + "::=" + _SPACES.pattern)
-_LINE_END = re.compile(r"\r?\n|\r|\Z")
-_TIMES = re.compile(r"[*+?]|\{[ \t]*(\d{1,9})[ \t]*(?:(,)[ \t]*(\d{1,9})?[ \t]*)?\}")
-_ESCAPED = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|(.))", re.DOTALL)
-_ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {char: char for char in '\\"[]-^'}
+_TOKEN = re.compile(
+    r"""(?P<space>[ \t]+|\#[^\r\n]*)
+    |(?P<line>\r?\n|\r)
+    |(?P<text>"(?:[^"\\]|\\.)*")
+    |(?P<class>\[(?:[^\]\\]|\\.)*\])
+    |(?P<name>[A-Za-z0-9_-]+)
+    |(?P<times>[*+?]|\{[ \t]*(?P<least>\d{1,9})[ \t]*(?:(?P<to>,)[ \t]*(?P<most>\d{1,9})?[ \t]*)?\})
+    |(?P<sign>::=|[|().])
+    |(?P<other>.)""",
+    re.VERBOSE | re.DOTALL,
+)
+_CHAR = re.compile(r"\\(?:x([0-9A-Fa-f]{2})|u([0-9A-Fa-f]{4})|U([0-9A-Fa-f]{8})|.)|.", re.DOTALL)
+_ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t"} | {f"\\{char}": char for char in '\\"[]-^'}
+_ANY = r"[\x{0}-\x{10ffff}]"
 
 
 class _Char(msgspec.Struct, frozen=True):
@@ -67,7 +72,7 @@ def translate_gbnf(text: str) -> str:
     Raises:
         GBNFError: it is not a grammar.
     """
-    rules = _Parser(text).rules()
+    rules = _parse(text)
     referred = (piece.name for rule in rules.values() for piece in rule if isinstance(piece, _Rule))
     for name in ("root", *referred):
         if name not in rules:
@@ -118,156 +123,139 @@ def _lark(pieces: _Pieces, names: Mapping[str, str]) -> str:
     return " ".join(parts)
 
 
-class _Parser:
-    """Reads one grammar."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._depth = 0
-
-    def rules(self) -> dict[str, _Pieces]:
-        """Return all rules. If two have one name, the later one counts."""
-        rules = {}
-        self._skip(_SPACES)
-        while self._at < len(self._text):
-            name = self._expect(_NAME, "the name of a rule")
-            self._expect(_DEFINES, "::=")
-            rules[name] = self._alternatives()
-            self._expect(_LINE_END, "the end of the rule")
-            self._skip(_SPACES)
-        return rules
-
-    def _alternatives(self) -> _Pieces:
-        pieces = self._sequence()
-        while self._skip(_BAR):
-            pieces += ["|", *self._sequence()]
-        return pieces
-
-    def _sequence(self) -> _Pieces:
-        pieces: _Pieces = []
-        while item := self._item():
-            self._skip_space()
-            while times := self._times():
-                item = ["(", *item, ")", times]
-                self._skip_space()
-            pieces += item
-        return pieces or [_EMPTY]
-
-    def _item(self) -> _Pieces | None:
-        match self._peek():
-            case '"':
-                return self._literal()
-            case "[":
-                return [self._class()]
-            case "(":
-                return self._group()
-            case ".":
-                self._at += 1
-                return [_Char(f"[{_range(0, _LAST)}]")]
-        found = self._skip(_NAME)
-        return [_Rule(found[0])] if found else None
-
-    def _literal(self) -> _Pieces:
-        self._at += 1
-        chars: _Pieces = []
-        while self._peek() != '"':
-            point = self._char()
-            chars.append(_Char(f"[{_range(point, point)}]"))
-        self._at += 1
-        return ["(", *chars, ")"] if chars else [_EMPTY]
-
-    def _class(self) -> _Char:
-        self._at += 1
-        negated = "^" if self._peek() == "^" else ""
-        self._at += len(negated)
-        ranges = ""
-        while self._peek() != "]":
-            first = last = self._char()
-            if self._peek() == "-" and self._text[self._at + 1 : self._at + 2] != "]":
-                self._at += 1
-                last = self._char()
-            if last < first:
-                raise self._error("a range of characters that ends before it begins")
-            ranges += _range(first, last)
-        self._at += 1
-        if not ranges and not negated:
-            raise self._error("a class of no characters")
-        return _Char(f"[{negated}{ranges}]" if ranges else f"[{_range(0, _LAST)}]")
-
-    def _group(self) -> _Pieces:
-        self._depth += 1
-        if self._depth > _DEEPEST_GROUP:
-            raise self._error(f"parentheses nested more than {_DEEPEST_GROUP} levels deep")
-        self._at += 1
-        self._skip(_SPACES)
-        pieces = self._alternatives()
-        if self._peek() != ")":
-            raise self._error("expected )")
-        self._at += 1
-        self._depth -= 1
-        return ["(", *pieces, ")"]
-
-    def _times(self) -> str | None:
-        """Read how often the item before may come, if that is given here."""
-        found = self._skip(_TIMES)
-        if found is None:
-            if self._peek() == "{":
-                raise self._error("expected {m}, {m,} or {m,n}")
-            return None
-        if found[1] is None:
-            return found[0]
-        least = int(found[1])
-        most = int(found[3]) if found[3] else None if found[2] else least
-        if max(least, most or 0) > _MOST_TIMES:
-            raise self._error(f"a repetition of more than {_MOST_TIMES} times")
-        if most is not None and most < least:
-            raise self._error("a repetition with its bounds in the wrong order")
-        return f"{{{least},{'' if most is None else most}}}"
-
-    def _char(self) -> int:
-        """Read a character, which may be escaped, and return its code point."""
-        char = self._peek()
-        if not char:
-            raise self._error("a text or class without an end")
-        if char != "\\":
-            self._at += 1
-            return ord(char)
-        match = _ESCAPED.match(self._text, self._at)
-        if match is None or (match[4] is not None and match[4] not in _ESCAPES):
-            raise self._error(f"unknown escape {self._text[self._at : self._at + 2]}")
-        self._at = match.end()
-        if match[4] is not None:
-            return ord(_ESCAPES[match[4]])
-        point = int(match[1] or match[2] or match[3], 16)
-        if point > _LAST or 0xD800 <= point <= 0xDFFF:
-            raise self._error(f"{match[0]} is no character")
-        return point
-
-    def _peek(self) -> str:
-        return self._text[self._at : self._at + 1]
-
-    def _skip(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
-        """Go on behind the pattern, if it is here."""
-        found = pattern.match(self._text, self._at)
-        if found is not None:
-            self._at = found.end()
-        return found
-
-    def _skip_space(self) -> None:
-        self._skip(_SPACES if self._depth else _SPACE)
-
-    def _expect(self, pattern: re.Pattern[str], what: str) -> str:
-        found = self._skip(pattern)
-        if found is None:
-            raise self._error(f"expected {what}")
-        return found[0]
-
-    def _error(self, what: str) -> GBNFError:
-        line = self._text.count("\n", 0, self._at) + 1
-        return GBNFError(f"line {line}: {what}")
+# Reading.
 
 
-def _range(first: int, last: int) -> str:
-    """Return a range of characters, as it stands in a class of a regex."""
-    return rf"\x{{{first:x}}}-\x{{{last:x}}}"
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    found: re.Match[str]
+    line: int
+
+    def error(self, what: str) -> GBNFError:
+        return GBNFError(f"line {self.line}: {what}")
+
+
+def _tokens(text: str) -> list[_Token]:
+    """Return the tokens of a grammar. Ends of lines are only those behind a rule."""
+    found: list[_Token] = []
+    depth, line = 0, 1
+    for match in _TOKEN.finditer(text + "\n"):
+        token = _Token(str(match.lastgroup), match[0], match, line)
+        line += token.text.count("\n")
+        depth += (token.text == "(") - (token.text == ")")
+        if token.kind == "line":
+            inside = depth > 0 or not found or found[-1].text in ("::=", "|")
+            if inside or found[-1].kind == "line":
+                continue
+        elif token.text == "|" and found and found[-1].kind == "line":
+            found.pop()
+        if token.kind != "space":
+            found.append(token)
+    return found
+
+
+def _parse(text: str) -> dict[str, _Pieces]:
+    """Return all rules. If two have one name, the later one counts."""
+    rules = {}
+    tokens = iter(_tokens(text))
+    for name in tokens:
+        if name.kind != "name":
+            raise name.error("expected the name of a rule")
+        if next(tokens, name).text != "::=":
+            raise name.error("expected ::=")
+        rules[name.text] = _rule(tokens)
+    return rules
+
+
+def _rule(tokens: Iterator[_Token]) -> _Pieces:
+    """Read a rule from behind `::=` to the end of its line."""
+    pieces: _Pieces = []
+    item = 0  # where in the pieces the last item begins
+    groups: list[int] = []  # where those begin that are open
+    for token in tokens:
+        begin = len(pieces)
+        match token.kind, token.text:
+            case "line", _:
+                break
+            case "name", name:
+                pieces.append(_Rule(name))
+            case "text", text:
+                chars = [_Char(rf"\x{{{point:x}}}") for _, point in _chars(text[1:-1], token)[::-1]]
+                pieces += ["(", *chars, ")"] if chars else [_EMPTY]
+            case "class", _:
+                pieces.append(_class(token))
+            case "sign", ".":
+                pieces.append(_Char(_ANY))
+            case "sign", "(":
+                groups.append(begin)
+                pieces.append("(")
+                if len(groups) > _DEEPEST:
+                    raise token.error(f"parentheses nested more than {_DEEPEST} levels deep")
+            case "sign", "|":
+                pieces += [_EMPTY, "|"] if _lacks_item(pieces) else ["|"]
+            case "sign", ")" if groups:
+                pieces += [_EMPTY, ")"] if _lacks_item(pieces) else [")"]
+                begin = groups.pop()
+            case "times", _ if not _lacks_item(pieces):
+                begin = item
+                pieces[item:] = ["(", *pieces[item:], ")", _times(token)]
+            case _, '"' | "[":
+                raise token.error("a text or class without an end")
+            case _, "{":
+                raise token.error("expected {m}, {m,} or {m,n}")
+            case _:
+                raise token.error("expected )" if groups else "expected the end of the rule")
+        item = begin
+    if groups:
+        raise token.error("expected )")
+    return [*pieces, _EMPTY] if _lacks_item(pieces) else pieces
+
+
+def _lacks_item(pieces: _Pieces) -> bool:
+    return not pieces or pieces[-1] in ("(", "|")
+
+
+def _times(token: _Token) -> str:
+    """Return a repetition as regexes and Lark write it."""
+    least, to, most = token.found.group("least", "to", "most")
+    if least is not None:
+        if max(int(least), int(most or 0)) > _MOST_TIMES:
+            raise token.error(f"a repetition of more than {_MOST_TIMES} times")
+        if most and int(most) < int(least):
+            raise token.error("a repetition with its bounds in the wrong order")
+        return f"{{{least},{(most or '') if to else least}}}"
+    return token.text
+
+
+def _class(token: _Token) -> _Char:
+    negated = "^" if token.text[1] == "^" else ""
+    chars = _chars(token.text[1 + len(negated) : -1], token)
+    ranges = ""
+    while chars:
+        _, first = chars.pop()
+        wide = len(chars) > 1 and chars[-1][0] == "-"
+        last = chars[-2][1] if wide else first
+        if wide:
+            del chars[-2:]
+        if last < first:
+            raise token.error("a range of characters that ends before it begins")
+        ranges += rf"\x{{{first:x}}}-\x{{{last:x}}}"
+    if not ranges and not negated:
+        raise token.error("a class of no characters")
+    return _Char(f"[{negated}{ranges}]" if ranges else _ANY)
+
+
+def _chars(text: str, token: _Token) -> list[tuple[str, int]]:
+    """Return the characters of a text or class, the last one first: as written, and their code
+    points."""
+    chars = []
+    for match in _CHAR.finditer(text):
+        digits = match[1] or match[2] or match[3]
+        if digits is None and match[0] not in _ESCAPES and len(match[0]) > 1:
+            raise token.error(f"unknown escape {match[0]}")
+        point = int(digits, 16) if digits else ord(_ESCAPES.get(match[0], match[0]))
+        if digits and (point > 0x10FFFF or 0xD800 <= point <= 0xDFFF):
+            raise token.error(f"{match[0]} is no character")
+        chars.append((match[0], point))
+    return chars[::-1]

@@ -14,8 +14,9 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 import numpy as np
@@ -23,10 +24,9 @@ import numpy as np
 from mlxsrv.errors import InvalidRequest, UnsupportedParameter
 from mlxsrv.generation.parameters import Constraint, Grammar, Mask
 from mlxsrv.logs import log
-from mlxsrv.prompts.grammars.latest import LatestAndUsed
+from mlxsrv.prompts.grammars.checks import one_line
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec
 from mlxsrv.prompts.grammars.translation import translate, without_forcing
-from mlxsrv.prompts.grammars.trial import one_line
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -41,6 +41,35 @@ _WALKED = 4  # tokens
 # character needs more; a step of 150,000 tokens then takes at most 0.1 s.
 _ITEMS = 50_000, 2_000
 _ITEMS_OF_CHARACTERS = 1_000_000, 5_000
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class LatestAndUsed(Generic[K, V]):
+    """A cache of the values that were asked for last, and of all that somebody else holds.
+
+    Any thread may call it. Two that ask for the same new value at once may both make it.
+
+    Args:
+        size: how many of the latest values are kept.
+        make: makes a value.
+    """
+
+    def __init__(self, size: int, make: Callable[[K], V]) -> None:
+        self._make = make
+        self._used: WeakValueDictionary[K, V] = WeakValueDictionary()
+        self._latest = functools.lru_cache(maxsize=size)(self._find)
+
+    def __call__(self, key: K) -> V:
+        """Return the value of `key`, made if need be. Raises what `make` raises."""
+        return self._latest(key)
+
+    def _find(self, key: K) -> V:
+        value = self._used.get(key)
+        if value is None:
+            value = self._used[key] = self._make(key)
+        return value
 
 
 class _Vocabulary(msgspec.Struct, frozen=True):

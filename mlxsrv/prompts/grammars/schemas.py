@@ -6,44 +6,39 @@
   two objects has the properties of both. `additionalProperties: true` in one of them leaves the
   object open.
 - A part that nothing finite can satisfy, such as an object that must contain itself, becomes false.
+- A pattern such as `^(a|b)$` of keys that are listed anyway is replaced by these keys: llguidance
+  would write a comma behind the last of them and then have no key left.
 - Numbers that llguidance would round are refused.
 - `\\d`, `\\w` and `\\s` in patterns are ASCII.
-- Annotations are left out. A `format` for which llguidance has no grammar is one.
+- A `format` for which llguidance has no grammar is an annotation, and left out.
 
 References become references to definitions of our own: what an object may have depends on what it
-is combined with where it is referred to.
+is combined with where it is referred to. Keywords that llguidance does not have are left to it: it
+refuses them, so nothing in them matters.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from decimal import Decimal
+from itertools import accumulate
+from operator import or_
+from typing import Any, TypeGuard
 
 import msgspec
 
-from mlxsrv.prompts.grammars.regexes import ascii_classes
-from mlxsrv.prompts.grammars.schema_nodes import (
-    COMBINATORS,
-    NAMED_SUBSCHEMAS,
-    OBJECT_KEYWORDS,
-    SUBSCHEMAS,
-    JSONSchema,
-    Node,
-    SchemaError,
-    located,
-    places,
-    texts,
-)
-from mlxsrv.prompts.grammars.schema_numbers import check_numbers
-from mlxsrv.prompts.grammars.unsatisfiable import replace_unsatisfiable
+JSONSchema = dict[str, Any]
+Node = Any  # a schema or true or false; or, where the client is wrong, anything
 
-_ANNOTATIONS = frozenset(
-    {
-        *("title", "description", "default", "examples", "$comment", "deprecated"),
-        *("readOnly", "writeOnly", "contentMediaType", "contentEncoding"),
-    }
-)
+_SINGLE = ("items", "additionalItems", "additionalProperties")
+"""Keywords whose value is a schema."""
+_NAMED = ("properties", "patternProperties", "$defs")
+"""Keywords whose value is an object of schemas."""
+_COMBINED = ("allOf", "anyOf", "oneOf")
+"""Keywords whose value is a list of schemas for the same value."""
+_LISTS = ("items", "prefixItems", *_COMBINED)
+
 _FORMATS = frozenset(
     {
         *("date-time", "time", "date", "duration", "email"),
@@ -52,9 +47,96 @@ _FORMATS = frozenset(
 )
 """Formats for which llguidance has a grammar."""
 _MOST_STEPS = 200_000  # schemas looked at, some over and over
+_MOST_PASSES = 50  # over all definitions, to find those that nothing satisfies
+_A_FEW_KEYS = re.compile(r"\^(?:([\w -]+)|\((?:\?:)?([\w |-]+)\))\$")
+"""A pattern that matches one key, or some."""
+
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_EXACT = 2**53
+_INT64 = 2**63
+
+_ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+_CLASSES = {
+    "d": "[0-9]",
+    "D": "[^0-9]",
+    "w": "[0-9A-Za-z_]",
+    "W": "[^0-9A-Za-z_]",
+    "s": r"[ \t\n\r\f\v]",
+    # With ASCII alone a no-break space would match, which is whitespace in JSON Schema.
+    "S": r"[^\s\x1c-\x1f\x{feff}]",
+}
 
 
-class ListedKeys(msgspec.Struct, frozen=True):
+class SchemaError(ValueError):
+    """The schema cannot be used. The message is for the client."""
+
+
+def prepare(schema: JSONSchema, *, close: bool = True) -> JSONSchema:
+    """Return the schema, prepared. It describes no other values than the one given.
+
+    Args:
+        close: objects that list properties are closed; else they stay open.
+
+    Raises:
+        SchemaError: it asks for what cannot be, or is too much.
+    """
+    ready = _Preparation(schema, close).result()
+    for place, node in places(ready):
+        try:
+            _check_numbers(node)
+        except SchemaError as error:
+            raise SchemaError(located(str(error), place)) from None
+    _remove_endless(ready)
+    _spell_out_keys(ready)
+    return ready
+
+
+def places(schema: JSONSchema) -> Iterator[tuple[str, JSONSchema]]:
+    """Yield every schema inside a prepared one that is an object, itself first, with a JSON pointer
+    to each."""
+    pending: list[tuple[str, Node]] = [("#", schema)]
+    while pending:
+        place, node = pending.pop()
+        if not isinstance(node, dict):
+            continue
+        yield place, node
+        parts: list[tuple[str, Node]] = []
+        for key, value in node.items():
+            if key in _NAMED and isinstance(value, dict):
+                parts += ((f"{key}/{_escaped(name)}", part) for name, part in value.items())
+            elif key in _LISTS and isinstance(value, list):
+                parts += ((f"{key}/{i}", part) for i, part in enumerate(value))
+            elif key in _SINGLE:
+                parts.append((key, value))
+        pending += ((f"{place}/{below}", part) for below, part in reversed(parts))
+
+
+def located(reason: str, place: str) -> str:
+    """Add to a reason where in the schema it is, unless that is the whole schema."""
+    return reason if place == "#" else f"{reason}, at {place}"
+
+
+def ascii_classes(regex: str) -> str:
+    r"""Return a regex with `\d`, `\w` and `\s` for ASCII only, as in JSON Schema's patterns.
+
+    Inside a class of characters they become a nested class, which means the same.
+    """
+    return _ESCAPE.sub(lambda escape: _CLASSES.get(escape[1], escape[0]), regex)
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the strings in a list; none if it is no list."""
+    return [item for item in value if isinstance(item, str)] if isinstance(value, list) else []
+
+
+# Closing objects.
+
+
+class _ListedKeys(msgspec.Struct, frozen=True):
     """The keys that schemas list for an object.
 
     Attributes:
@@ -67,25 +149,13 @@ class ListedKeys(msgspec.Struct, frozen=True):
     patterns: frozenset[str] = frozenset()
     open: bool = False
 
-    def __or__(self, other: ListedKeys) -> ListedKeys:
-        return ListedKeys(
+    def __or__(self, other: _ListedKeys) -> _ListedKeys:
+        return _ListedKeys(
             self.names | other.names, self.patterns | other.patterns, self.open or other.open
         )
 
 
-_NOTHING = ListedKeys()
-
-
-def prepare(schema: JSONSchema, *, close: bool = True) -> JSONSchema:
-    """Return the schema, prepared. It describes no other values than the one given.
-
-    Args:
-        close: objects that list properties are closed; else they stay open.
-
-    Raises:
-        SchemaError: it asks for what cannot be, or is too much.
-    """
-    return replace_unsatisfiable(_Preparation(schema, close).result())
+_NOTHING = _ListedKeys()
 
 
 class _Preparation:
@@ -95,8 +165,8 @@ class _Preparation:
         self._root = schema
         self._close = close
         self._steps = 0
-        self._names: dict[tuple[str, ListedKeys], str] = {}  # by where they point, and beside what
-        self._pending: list[tuple[str, Node, ListedKeys]] = []
+        self._names: dict[tuple[str, _ListedKeys], str] = {}  # by where they point, and beside what
+        self._pending: list[tuple[str, Node, _ListedKeys]] = []
 
     def result(self) -> JSONSchema:
         whole: JSONSchema = self._node(self._root, _NOTHING)
@@ -104,23 +174,22 @@ class _Preparation:
         while self._pending:
             name, node, beside = self._pending.pop()
             definitions[name] = self._node(node, beside)
-        whole |= {"$defs": definitions} if definitions else {}
-        for place, node in places(whole):
-            try:
-                check_numbers(node)
-            except SchemaError as error:
-                raise SchemaError(located(str(error), place)) from None
-        return whole
+        return whole | ({"$defs": definitions} if definitions else {})
 
-    def _node(self, node: Node, beside: ListedKeys) -> Node:
+    def _node(self, node: Node, beside: _ListedKeys) -> Node:
         """Prepare a schema; `beside` are the keys that others list for the same object."""
         self._step()
         if not isinstance(node, dict):
             return node
         groups = list(_groups(node))
-        others = self._others(node, groups, beside)
-        ready = self._own(node, others[0])
-        for (key, index, inner), listing in zip(groups, others[1:], strict=True):
+        own, *others = self._others(node, groups, beside)
+        ready = {
+            key: self._part(key, value)
+            for key, value in self._closed(node, own).items()
+            if key not in ("$defs", "definitions")
+            and not (key == "format" and isinstance(value, str) and value not in _FORMATS)
+        }
+        for (key, index, inner), listing in zip(groups, others, strict=True):
             if key == "$ref":
                 ready[key] = self._reference(inner, listing)
             elif key == "allOf":
@@ -129,61 +198,41 @@ class _Preparation:
                 ready[key] = [self._node(option, listing) for option in inner]
         return ready
 
-    def _own(self, node: JSONSchema, beside: ListedKeys) -> JSONSchema:
-        """Prepare all keywords but those that combine schemas. These only get their place."""
-        ready: JSONSchema = {}
-        for key, value in node.items():
-            if key in _ANNOTATIONS or key in ("$defs", "definitions"):
-                continue
-            if key == "format" and isinstance(value, str) and value not in _FORMATS:
-                continue
-            if key in OBJECT_KEYWORDS:
-                for name, part in self._object(node, beside).items():
-                    ready.setdefault(name, part)
-            elif key == "pattern" and isinstance(value, str):
-                ready[key] = ascii_classes(value)
-            elif key in SUBSCHEMAS and isinstance(value, dict):
-                ready[key] = self._node(value, _NOTHING)
-            elif key in NAMED_SUBSCHEMAS and isinstance(value, dict):
-                ready[key] = {name: self._node(part, _NOTHING) for name, part in value.items()}
-            elif key in ("items", "prefixItems") and isinstance(value, list):
-                ready[key] = [self._node(item, _NOTHING) for item in value]
-            elif key == "allOf" and isinstance(value, list):
-                ready[key] = [*value]
-            else:
-                ready[key] = value
-        return ready
+    def _part(self, key: str, value: Any) -> Any:
+        """Prepare what a keyword holds: schemas of other values. Combined ones get a place."""
+        if key == "pattern" and isinstance(value, str):
+            return ascii_classes(value)
+        if key in _NAMED and isinstance(value, dict):
+            named = ascii_classes if key == "patternProperties" else str
+            return {named(name): self._node(part, _NOTHING) for name, part in value.items()}
+        if key in _COMBINED:
+            return list(value) if isinstance(value, list) else value
+        if key in _LISTS and isinstance(value, list):
+            return [self._node(item, _NOTHING) for item in value]
+        return self._node(value, _NOTHING) if key in _SINGLE else value
 
-    def _object(self, node: JSONSchema, beside: ListedKeys) -> JSONSchema:
-        """Prepare the keywords for properties, in order: the third depends on the other two."""
-        ready = {key: node[key] for key in OBJECT_KEYWORDS if key in node}
-        for key in ("properties", "patternProperties"):
-            if isinstance(given := ready.get(key), dict):
-                ready[key] = {
-                    ascii_classes(name) if key == "patternProperties" else name: self._node(
-                        part, _NOTHING
-                    )
-                    for name, part in given.items()
-                }
-        if "additionalProperties" in ready:
-            ready["additionalProperties"] = self._node(ready["additionalProperties"], _NOTHING)
-        elif self._close and isinstance(ready.get("properties"), dict) and not beside.open:
-            names = _listing(node).names | beside.names
-            least = node.get("minProperties")
-            if "unevaluatedProperties" in node or (isinstance(least, int) and least > len(names)):
-                return ready  # others may or must come
-            self._step(len(names))
-            wanted = [name for name in texts(node.get("required")) if name in names]
-            for name in [*wanted, *sorted(beside.names)]:
-                ready["properties"].setdefault(name, True)
-            if beside.patterns:
-                patterns = ready.setdefault("patternProperties", {})
-                for pattern in sorted(map(ascii_classes, beside.patterns)):
-                    patterns.setdefault(pattern, True)
-            ready["additionalProperties"] = False
-        return {key: ready[key] for key in OBJECT_KEYWORDS if key in ready}
+    def _closed(self, node: JSONSchema, beside: _ListedKeys) -> JSONSchema:
+        """Return the schema with the keys that others list, and closed to more, if it should be."""
+        properties, least = node.get("properties"), node.get("minProperties")
+        if not (self._close and isinstance(properties, dict)) or beside.open:
+            return node
+        names = _listing(node).names | beside.names
+        if "additionalProperties" in node or (isinstance(least, int) and least > len(names)):
+            return node  # others may or must come
+        self._step(len(names))
+        more = [*_texts(node.get("required")), *sorted(beside.names)]
+        more = [name for name in more if name not in properties]
+        node = node | {
+            "properties": properties | dict.fromkeys(more, True),
+            "additionalProperties": False,
+        }
+        if beside.patterns:
+            given = node.get("patternProperties", {})
+            others = dict.fromkeys(sorted(beside.patterns), True)
+            node["patternProperties"] = others | given if isinstance(given, dict) else given
+        return node
 
-    def _reference(self, target: Any, beside: ListedKeys) -> Any:
+    def _reference(self, target: Any, beside: _ListedKeys) -> Any:
         node = self._resolve(target)
         if node is None and isinstance(target, str) and target.startswith("#/"):
             raise SchemaError(f"Pointer '{target[1:]}' does not exist")
@@ -215,24 +264,18 @@ class _Preparation:
         return node if isinstance(node, dict | bool) else None
 
     def _others(
-        self, node: JSONSchema, groups: list[tuple[str, int, Any]], beside: ListedKeys
-    ) -> list[ListedKeys]:
+        self, node: JSONSchema, groups: list[tuple[str, int, Any]], beside: _ListedKeys
+    ) -> list[_ListedKeys]:
         """Return what all others list: for the schema's own keywords, then for each group."""
-        if not groups:
-            return [beside]
         if len(groups) == 1 and _listing(node) == _NOTHING:
             return [beside, beside]
         listings = [_listing(node), *(self._listed(inner) for _, _, inner in groups)]
-        before, after = [beside], [_NOTHING]
-        for listing in listings[:-1]:
-            before.append(before[-1] | listing)
-        for listing in reversed(listings[1:]):
-            after.append(after[-1] | listing)
-        for listing in before:
-            self._step(len(listing.names))
+        before = [*accumulate(listings[:-1], or_, initial=beside)]
+        after = [*accumulate(reversed(listings[1:]), or_, initial=_NOTHING)]
+        self._step(sum(len(listing.names) for listing in before))
         return [one | other for one, other in zip(before, reversed(after), strict=True)]
 
-    def _listed(self, inner: Any) -> ListedKeys:
+    def _listed(self, inner: Any) -> _ListedKeys:
         """Return what a group lists; it is a schema, a list of schemas, or a reference."""
         listing, seen, pending = _NOTHING, set(), [inner]
         while pending:
@@ -261,24 +304,140 @@ def _groups(node: JSONSchema) -> Iterator[tuple[str, int, Any]]:
     the target of a reference.
     """
     for key, value in node.items():
-        if key == "$ref":
+        if key == "allOf" and isinstance(value, list):
+            yield from ((key, i, one) for i, one in enumerate(value))
+        elif key == "$ref" or (key in _COMBINED and isinstance(value, list)):
             yield key, 0, value
-        elif key in COMBINATORS and isinstance(value, list):
-            yield from (
-                ((key, i, one) for i, one in enumerate(value))
-                if key == "allOf"
-                else ((key, 0, value),)
-            )
 
 
-def _listing(node: JSONSchema) -> ListedKeys:
+def _listing(node: JSONSchema) -> _ListedKeys:
     """Return the keys that the schema's own keywords list."""
-    properties, patterns = (node.get(key) for key in OBJECT_KEYWORDS[:2])
-    others = [node.get(key, False) for key in ("additionalProperties", "unevaluatedProperties")]
-    return ListedKeys(
+    properties, patterns = node.get("properties"), node.get("patternProperties")
+    return _ListedKeys(
         frozenset(
-            [*(properties if isinstance(properties, dict) else ()), *texts(node.get("required"))]
+            [*(properties if isinstance(properties, dict) else ()), *_texts(node.get("required"))]
         ),
         frozenset(patterns if isinstance(patterns, dict) else ()),
-        any(other is not False for other in others),
+        node.get("additionalProperties", False) is not False,
     )
+
+
+# Numbers.
+
+
+def _check_numbers(node: JSONSchema) -> None:
+    """Raise SchemaError if llguidance would not keep a number of the schema's own exactly.
+
+    It reads bounds as doubles, and makes int64s of those of integers.
+    """
+    exact = _fits_int64 if node.get("type") == "integer" else _is_exact_decimal
+    for key in _BOUNDS:
+        value = node.get(key)
+        if _is_large(value) and (key.startswith("exclusive") or not exact(value)):
+            raise SchemaError(f"{key}: {value} cannot be kept exactly; numbers up to 2**53 can")
+    pending = [node.get("const"), node.get("enum")]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+        elif _is_large(item) and not (
+            (isinstance(item, int) and _fits_int64(item)) or _is_exact_decimal(item)
+        ):
+            raise SchemaError(f"{item} cannot be kept exactly; numbers up to 2**53 can")
+
+
+def _is_large(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and abs(value) > _EXACT
+
+
+def _fits_int64(value: float) -> bool:
+    return value == _INT64 - 1 or (abs(value) < _INT64 and float(value) == value)
+
+
+def _is_exact_decimal(value: float) -> bool:
+    """Whether the shortest decimal of the nearest double is the value."""
+    try:
+        return Decimal(repr(float(value))) == Decimal(value)
+    except OverflowError:
+        return False
+
+
+# What nothing satisfies.
+
+
+def _remove_endless(schema: JSONSchema) -> None:
+    """Make false, in a prepared schema, of each part that nothing finite satisfies.
+
+    Raises:
+        SchemaError: nothing satisfies the schema itself.
+    """
+    definitions = schema.get("$defs", {})
+    endless = {"#": schema} | {f"#/$defs/{name}": node for name, node in definitions.items()}
+    for _ in range(_MOST_PASSES):
+        left = len(endless)
+        for target in [*reversed(endless)]:
+            if _ends(endless[target], endless):
+                del endless[target]
+        if len(endless) == left:
+            break
+    else:
+        return  # too deep to tell
+    if "#" in endless:
+        raise SchemaError("nothing can satisfy it")
+    for target in endless:
+        del definitions[target.removeprefix("#/$defs/")]
+    for _, node in places(schema):
+        if not _ends(node, endless):
+            node.clear()
+            node["enum"] = []
+
+
+def _ends(node: Node, endless: Collection[str]) -> bool:
+    """Whether some finite value may satisfy the schema, as far as its structure tells.
+
+    Args:
+        endless: references to schemas for which that is not known.
+    """
+    if not isinstance(node, dict):
+        return node is not False
+    if isinstance(target := node.get("$ref"), str) and target in endless:
+        return False
+    for key in _COMBINED:
+        if isinstance(options := node.get(key), list) and options:
+            each = [_ends(option, endless) for option in options]
+            if not (all(each) if key == "allOf" else any(each)):
+                return False
+    parts: dict[str, list[Node]] = {}  # that a value of a type must have
+    properties, first = node.get("properties"), node.get("prefixItems", [])
+    if isinstance(properties, dict):
+        parts["object"] = [properties.get(name, True) for name in _texts(node.get("required"))]
+    if isinstance(least := node.get("minItems"), int) and isinstance(first, list):
+        parts["array"] = [*first, node.get("items", True)][:least]
+    kinds = [kind] if isinstance(kind := node.get("type"), str) else _texts(kind)
+    needed = [parts.get(kind, []) for kind in kinds]
+    return not kinds or any(all(_ends(part, endless) for part in each) for each in needed)
+
+
+# Patterns of keys.
+
+
+def _spell_out_keys(schema: JSONSchema) -> None:
+    """Put properties in the place of patterns that match only keys that the schema lists."""
+    nodes = [node for _, node in places(schema)]
+    listed = {name for node in nodes for name in _listing(node).names}
+    for node in nodes:
+        if not isinstance(patterns := node.get("patternProperties"), dict):
+            continue
+        for pattern in [*patterns]:
+            found = _A_FEW_KEYS.fullmatch(pattern)
+            keys = (found[1] or found[2]).split("|") if found else []
+            if not found or not listed.issuperset(keys):
+                continue
+            part, properties = patterns.pop(pattern), node.setdefault("properties", {})
+            for key in keys:
+                own = properties.get(key, True)
+                properties[key] = part if own is True else {"allOf": [own, part]}
+        if not patterns:
+            del node["patternProperties"]

@@ -18,7 +18,7 @@ class GrammarSpec(msgspec.Struct, frozen=True):
         text: for json_object nothing (any JSON object will do); for json_schema the schema as
             JSON; for regex a regex that the whole text matches; for choice a JSON array of strings;
             for lark a grammar in llguidance's variant of Lark; for gbnf a grammar of llama.cpp's;
-            for tool what `tool_grammar` writes; for call what `each_call` writes.
+            for tool and call the `ToolGrammar` as JSON.
         compact: JSON that is an answer has no whitespace.
     """
 
@@ -30,11 +30,11 @@ class GrammarSpec(msgspec.Struct, frozen=True):
 class ToolGrammar(msgspec.Struct, frozen=True):
     """The text of a spec of kind "tool" or "call"; see `tool_grammar` and `each_call`."""
 
-    tools: list[tuple[str, dict[str, Any]]]
+    tools: list[tuple[str, Mapping[str, Any]]]
     start: str
     end: str
-    many: bool
-    otherwise: dict[str, Any] | None
+    many: bool = False
+    otherwise: Mapping[str, Any] | None = None
 
 
 class GrammarRefused(ValueError):
@@ -64,22 +64,15 @@ def tool_grammar(
     """
     if not tools:
         raise ValueError("a call needs a tool to call")
-    calls = ToolGrammar(
-        [(name, dict(schema)) for name, schema in tools],
-        start,
-        end,
-        many,
-        None if otherwise is None else dict(otherwise),
-    )
+    calls = ToolGrammar([*tools], start, end, many, otherwise)
     return GrammarSpec("tool", msgspec.json.encode(calls).decode(), compact)
 
 
 def each_call(tools: Sequence[tuple[str, Mapping[str, Any]]], start: str, end: str) -> GrammarSpec:
     """Return a spec for one call of one of the `tools`, from behind `start` to the end of `end`.
 
-    It leaves more room than `tool_grammar`, since no model was told to make the call: there may be
+    It leaves more room than `tool_grammar`, since the model decides to make the call: there may be
     whitespace wherever JSON allows it.
     """
-    named = [(name, dict(schema)) for name, schema in tools]
-    calls = ToolGrammar(named, start, end, False, None)
+    calls = ToolGrammar([*tools], start, end)
     return GrammarSpec("call", msgspec.json.encode(calls).decode())

@@ -1,25 +1,22 @@
 """Translates grammars as requests ask for them into llguidance's own form.
 
-Grammars of clients are bounded in size. One that may be hard to compile is tried in the sandbox.
+Grammars of clients are bounded in size. One that may be hard to compile is checked in the sandbox.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from mlxsrv.logs import log
+from mlxsrv.prompts.grammars.checks import find_failures, locate
 from mlxsrv.prompts.grammars.gbnf import GBNFError, translate_gbnf
-from mlxsrv.prompts.grammars.key_patterns import list_keys, spell_out
-from mlxsrv.prompts.grammars.regexes import ascii_classes
-from mlxsrv.prompts.grammars.schema_nodes import SchemaError
-from mlxsrv.prompts.grammars.schemas import prepare
+from mlxsrv.prompts.grammars.schemas import JSONSchema, SchemaError, ascii_classes, prepare
 from mlxsrv.prompts.grammars.specs import GrammarRefused, GrammarSpec, ToolGrammar
-from mlxsrv.prompts.grammars.trial import check_grammars, failures, locate, match_keys, prefixed
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -42,10 +39,11 @@ _MOST_BYTES = {
 
 _DEEPEST = 64  # levels of a JSON schema
 _WHITESPACE = r" |\n {0,20}"
+_ANY_OBJECT: JSONSchema = {"type": "object"}
 
 
 def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
-    """Return the spec as a grammar of llguidance's, tried if a client could have made it hard.
+    """Return the spec as a grammar of llguidance's, checked if a client could have made it hard.
 
     Raises:
         GrammarRefused: it is no grammar of its kind, not supported, or too much.
@@ -57,7 +55,9 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         raise GrammarRefused(f"{size} bytes are too many; at most {most}")
     match spec.kind:
         case "json_object":
-            [schema] = _prepare_schemas([{"type": "object"}], compact=spec.compact)
+            return LLMatcher.grammar_from_json_schema(_with_options(_ANY_OBJECT, spec.compact))
+        case "json_schema":
+            [schema] = _require([(_parse_schema(spec.text), spec.compact)], [""])
             return LLMatcher.grammar_from_json_schema(schema)
         case "choice":
             choices = msgspec.json.decode(spec.text, type=list[str])
@@ -65,14 +65,9 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
                 raise GrammarRefused("there must be something to choose from")
             return _lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
         case "tool":
-            return _translate_tools(spec, tokenizer)
+            return _lark_grammar(_translate_tools(spec, tokenizer))
         case "call":
-            return _translate_call(spec, tokenizer)
-        case "json_schema":
-            [schema] = _prepare_schemas([_parse_schema(spec.text)], compact=spec.compact)
-            grammar = LLMatcher.grammar_from_json_schema(schema)
-            check_grammars([grammar], schemas=[schema])
-            return grammar
+            return _lark_grammar(_translate_call(spec, tokenizer))
         case "regex":
             grammar = LLMatcher.grammar_from_regex(ascii_classes(spec.text))
         case "lark":
@@ -82,7 +77,8 @@ def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
                 grammar = _lark_grammar(translate_gbnf(spec.text))
             except GBNFError as error:
                 raise GrammarRefused(f"not a GBNF grammar: {error}") from None
-    check_grammars([grammar])
+    for reason in find_failures([grammar]).values():
+        raise GrammarRefused(reason)
     return grammar
 
 
@@ -105,91 +101,72 @@ def without_forcing(grammar: str) -> str:
 # JSON schemas.
 
 
-def _parse_schema(text: str) -> dict[str, Any]:
+def _parse_schema(text: str) -> JSONSchema:
     try:
-        return msgspec.json.decode(text, type=dict[str, Any])
+        return msgspec.json.decode(text, type=JSONSchema)
     except (msgspec.DecodeError, RecursionError) as error:
         raise GrammarRefused(f"not a JSON schema: {error}") from None
 
 
-def _prepare_schemas(
-    schemas: Sequence[dict[str, Any]], names: Sequence[str] = ("",), *, compact: bool = False
-) -> list[str]:
-    """Return the schemas as JSON, ready for llguidance, with our options for it.
+def _require(schemas: Sequence[tuple[JSONSchema, bool]], names: Sequence[str]) -> list[str]:
+    """Return schemas as `_prepare` does.
 
     Args:
-        names: what error messages call each schema; an empty name if there is one.
-        compact: JSON has no whitespace.
+        names: what the error calls each schema; empty for one that needs no name.
 
     Raises:
         GrammarRefused: one of them cannot be used, or they take too long together.
     """
-    ready, reasons = _prepare_each(schemas, compact=compact)
-    for i, reason in reasons.items():
-        raise GrammarRefused(prefixed(names[i], reason))
+    ready, reasons = _prepare(schemas)
+    for i, reason in sorted(reasons.items()):
+        raise GrammarRefused(f"{names[i]}: {reason}" if names[i] else reason)
     return ready
 
 
-def _prepare_each(
-    schemas: Sequence[dict[str, Any]], *, compact: bool = False
-) -> tuple[list[str], dict[int, str]]:
-    """Return the schemas, prepared, and by index why some of them cannot be used. In the place of
-    those stands any object.
+def _prepare(schemas: Sequence[tuple[JSONSchema, bool]]) -> tuple[list[str], dict[int, str]]:
+    """Return schemas as JSON, ready for llguidance, and by index why some of them cannot be used.
+    In the place of those stands any object.
 
-    All schemas are tried together, since each process of the sandbox takes a while.
+    Args:
+        schemas: each with whether its JSON has no whitespace.
 
     Raises:
         GrammarRefused: they take too long together.
     """
-    reasons: dict[int, str] = {}
-    ready = _prepare_all(dict(enumerate(schemas)), reasons, close=True)
-    _check_one_of({i: schemas[i] for i in ready if "oneOf" in str(schemas[i])}, reasons)
-    prepared = [{"type": "object"} if i in reasons else ready[i] for i in range(len(schemas))]
-    keys = [list_keys(schema) for schema in prepared]
-    if asked := [each for each in keys if each is not None]:
-        matches = iter(match_keys(asked))
-        prepared = [
-            schema if each is None else spell_out(schema, next(matches))
-            for schema, each in zip(prepared, keys, strict=True)
-        ]
-    options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
-    texts = [msgspec.json.encode(schema | {"x-guidance": options}).decode() for schema in prepared]
-    return texts, reasons
-
-
-def _prepare_all(
-    schemas: Mapping[int, dict[str, Any]], reasons: dict[int, str], *, close: bool
-) -> dict[int, dict[str, Any]]:
-    """Return the prepared schemas by index; add to `reasons` why others cannot be prepared."""
-    ready = {}
-    for i, schema in schemas.items():
-        if _depth(schema) > _DEEPEST:
-            reasons[i] = f"nested more than {_DEEPEST} levels deep"
-            continue
-        try:
-            ready[i] = prepare(schema, close=close)
-        except SchemaError as error:
-            reasons[i] = str(error)
-    return ready
-
-
-def _check_one_of(schemas: Mapping[int, dict[str, Any]], reasons: dict[int, str]) -> None:
-    """Add to `reasons` each schema that has a `oneOf` whose options may both be satisfied.
-
-    Closed objects may hide that: then one option forbids what another lists, and a client who
-    checks the answer finds that both fit. So the schemas are tried with their objects open.
-    """
     from llguidance import LLMatcher
 
-    opened = _prepare_all(schemas, reasons, close=False)
-    if opened:
-        texts = [msgspec.json.encode(schema).decode() for schema in opened.values()]
-        found = failures([LLMatcher.grammar_from_json_schema(text) for text in texts])
-        indices = list(opened)
-        if found:  # the first one's place only: each takes a process
-            i = next(iter(found))
-            found[i] = locate(texts[i], found[i])
-        reasons.update((indices[i], reason) for i, reason in found.items())
+    reasons: dict[int, str] = {}
+    checked: list[tuple[int, str]] = []
+    ready = [_with_options(_ANY_OBJECT, compact) for _, compact in schemas]
+    for i, (schema, compact) in enumerate(schemas):
+        try:
+            if _depth(schema) > _DEEPEST:
+                raise SchemaError(f"nested more than {_DEEPEST} levels deep")
+            texts = [_with_options(prepare(schema), compact)]
+            if "oneOf" in str(schema):
+                # Closed objects may hide that two options can both be satisfied: one then forbids
+                # what the other lists, and a client who checks the answer finds that both fit.
+                texts.append(_with_options(prepare(schema, close=False), compact))
+        except SchemaError as error:
+            reasons[i] = str(error)
+        else:
+            ready[i] = texts[0]
+            checked += ((i, text) for text in texts)
+    grammars = [LLMatcher.grammar_from_json_schema(text) for _, text in checked]
+    failed = find_failures(grammars) if grammars else {}
+    for number, reason in failed.items():
+        i, text = checked[number]
+        if number == min(failed):  # for the others it would take a process each
+            reason = locate(text, reason)
+        reasons.setdefault(i, reason)
+        ready[i] = _with_options(_ANY_OBJECT, schemas[i][1])
+    return ready, reasons
+
+
+def _with_options(schema: JSONSchema, compact: bool) -> str:
+    """Return a schema as JSON, with our options for llguidance."""
+    options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": _WHITESPACE}
+    return msgspec.json.encode(schema | {"x-guidance": options}).decode()
 
 
 def _depth(value: Any) -> int:
@@ -204,25 +181,28 @@ def _depth(value: Any) -> int:
     return depth
 
 
-# Calls of tools.
+# Calls of tools: how they look is here, and nowhere else.
 
 
 def _translate_tools(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
-    from llguidance import LLMatcher
-
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
     names = [name for name, _ in calls.tools]
-    schemas = _prepare_schemas([schema | {"type": "object"} for _, schema in calls.tools], names)
-    answer = None
+    asked = [({**schema, "type": "object"}, False) for _, schema in calls.tools]
     if calls.otherwise is not None:
-        [answer] = _prepare_schemas([calls.otherwise], compact=spec.compact)
-    tried = schemas if answer is None else [*schemas, answer]
-    check_grammars(
-        [*map(LLMatcher.grammar_from_json_schema, tried)],
-        [*names, *([] if answer is None else ["schema"])],
-        tried,
+        asked.append(({**calls.otherwise}, spec.compact))
+    schemas = _require(asked, [*names, "schema"])
+    answers = [f"%json {schema}" for schema in schemas[len(names) :]]
+    heads = [json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ') for name in names]
+    tools = [f'{head} %json {schema} "}}"' for head, schema in zip(heads, schemas, strict=False)]
+    start, end = _marker(calls.start, tokenizer), _marker(calls.end, tokenizer)
+    return "\n".join(
+        [
+            *_alternatives("start", ["calls", *answers]),
+            r'calls: call ("\n" call)*' if calls.many else "calls: call",
+            rf'call: {start} "\n" tool "\n" {end}',
+            *_alternatives("tool", tools),
+        ]
     )
-    return _lark_grammar(_tools_lark(calls, schemas, answer, tokenizer))
 
 
 def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
@@ -231,70 +211,30 @@ def _translate_call(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
     The request does not ask for it. So a schema that cannot be used is no error: the arguments are
     then any JSON object.
     """
-    from llguidance import LLMatcher
-
     calls = msgspec.json.decode(spec.text, type=ToolGrammar)
     names = [name for name, _ in calls.tools]
-    [anything] = _prepare_schemas([{"type": "object"}])
-    schemas, reasons = _prepare_each([schema | {"type": "object"} for _, schema in calls.tools])
-    reasons |= failures([*map(LLMatcher.grammar_from_json_schema, schemas)])
+    asked = [({**schema, "type": "object"}, False) for _, schema in calls.tools]
+    schemas, reasons = _prepare(asked)
     for i, reason in reasons.items():
-        schemas[i] = anything
         log(_log, logging.WARNING, "tool schema not enforced", tool=names[i], reason=reason)
-    return _lark_grammar(_call_lark(calls, schemas, tokenizer))
-
-
-def _tools_lark(
-    calls: ToolGrammar,
-    schemas: Sequence[str],
-    answer: str | None,
-    tokenizer: LLTokenizer,
-) -> str:
-    start, end = _marker(calls.start, tokenizer), _marker(calls.end, tokenizer)
-    heads = [f'{{"name": {json.dumps(name)}, "arguments": ' for name, _ in calls.tools]
-    bodies = [
-        f'{json.dumps(head)} %json {schema} "}}"'
+    heads = [["{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":"] for name in names]
+    tools = [
+        " ws ".join([*map(json.dumps, head), f"%json {schema}", '"}"'])
         for head, schema in zip(heads, schemas, strict=True)
-    ]
-    return "\n".join(
-        [
-            "start: calls" if answer is None else f"start: calls | answer\nanswer: %json {answer}",
-            r'calls: call ("\n" call)*' if calls.many else "calls: call",
-            rf'call: {start} "\n" tool "\n" {end}',
-            *_alternatives("tool", bodies),
-        ]
-    )
-
-
-def _call_lark(calls: ToolGrammar, schemas: Sequence[str], tokenizer: LLTokenizer) -> str:
-    heads = [
-        _spaced("{", '"name"', ":", json.dumps(name), ",", '"arguments"', ":")
-        for name, _ in calls.tools
-    ]
-    bodies = [
-        f'{head} ws %json {schema} ws "}}"' for head, schema in zip(heads, schemas, strict=True)
     ]
     return "\n".join(
         [
             f"start: ws tool ws {_marker(calls.end, tokenizer)}",
             r"ws: /[ \t\r\n]{1,2}/?",
-            *_alternatives("tool", bodies),
+            *_alternatives("tool", tools),
         ]
     )
 
 
-def _alternatives(name: str, bodies: Sequence[str]) -> list[str]:
+def _alternatives(name: str, bodies: Iterable[str]) -> list[str]:
     """Return a rule for one of the bodies, and a rule for each."""
-    each = [f"{name}{i}" for i in range(len(bodies))]
-    return [
-        f"{name}: " + " | ".join(each),
-        *(f"{rule}: {body}" for rule, body in zip(each, bodies, strict=True)),
-    ]
-
-
-def _spaced(*texts: str) -> str:
-    """Return literals in Lark, with whitespace between them."""
-    return " ws ".join(map(json.dumps, texts))
+    each = {f"{name}{i}": body for i, body in enumerate(bodies)}
+    return [f"{name}: " + " | ".join(each), *(f"{rule}: {body}" for rule, body in each.items())]
 
 
 def _marker(text: str, tokenizer: LLTokenizer) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizer
 
 from mlxsrv.errors import InvalidRequest, Overloaded, UnsupportedParameter
 from mlxsrv.prompts import sandbox
-from mlxsrv.prompts.grammars import trial
+from mlxsrv.prompts.grammars import checks
 from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 from mlxsrv.prompts.grammars.specs import GrammarSpec, tool_grammar
 from tests.support import sleepy_sandbox
@@ -34,13 +34,13 @@ def test_where_a_schema_is_wrong_is_looked_for_in_so_much_text(
     """Each part that refers to definitions is tried with all of them."""
     tried: list[str] = []
 
-    def failures(grammars: list[str]) -> dict[int, str]:
+    def find_failures(grammars: list[str]) -> dict[int, str]:
         tried.extend(grammars)
         return {}
 
-    monkeypatch.setattr(trial, "failures", failures)
+    monkeypatch.setattr(checks, "find_failures", find_failures)
     part = {"properties": {"a": {"$ref": "#/$defs/0"}, "b": {"enum": ["x" * 1000]}}}
-    trial.locate(json.dumps({"$defs": {str(i): part for i in range(200)}}), "nothing")
+    checks.locate(json.dumps({"$defs": {str(i): part for i in range(200)}}), "nothing")
     assert len(tried) > 20
     assert sum(map(len, tried)) < 10**7
 

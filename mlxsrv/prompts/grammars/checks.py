@@ -1,52 +1,39 @@
-"""Tries clients' grammars in the sandbox; `trial_process.py` is the other end."""
+"""Checks clients' grammars in the sandbox; `check_process.py` is the other end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 
-from mlxsrv.prompts.grammars.key_patterns import KeyMatches, SchemaKeys
-from mlxsrv.prompts.grammars.schema_nodes import JSONSchema, located, places
+from mlxsrv.prompts.grammars.schemas import JSONSchema, located, places
 from mlxsrv.prompts.grammars.specs import GrammarRefused
 from mlxsrv.prompts.sandbox import TooMuch, run_apart
 
-_MOST_PARTS = 500  # of a schema, that are tried to find where it fails
+_MOST_PARTS = 500  # of a schema, that are checked to find where it fails
 _MOST_TEXT = 8 << 20  # characters of them, each with the definitions that it may refer to
 
-_SCRIPT = Path(__file__).with_name("trial_process.py")
-
-T = TypeVar("T")
+_SCRIPT = Path(__file__).with_name("check_process.py")
 
 
-def check_grammars(
-    grammars: Sequence[str], names: Sequence[str] = (), schemas: Sequence[str] = ()
-) -> None:
-    """Compile grammars of llguidance's and write a few texts of each.
+def find_failures(grammars: Sequence[str]) -> dict[int, str]:
+    """Compile grammars of llguidance's and write a few texts of each. Return by index why some
+    cannot be used: they do not compile, or lead to where nothing may follow.
 
-    Args:
-        names: what error messages call each grammar; empty if there is one.
-        schemas: those of which the first grammars were made.
-
-    Raises:
-        GrammarRefused: one does not compile, or leads to where nothing may follow.
-    """
-    for i, reason in failures(grammars).items():
-        if i < len(schemas):
-            reason = locate(schemas[i], reason)
-        raise GrammarRefused(prefixed(names[i] if names else "", reason))
-
-
-def failures(grammars: Sequence[str]) -> dict[int, str]:
-    """Return why which of these grammars cannot be used, as `check_grammars` finds out.
+    All are checked together, since each process of the sandbox takes a while.
 
     Raises:
         GrammarRefused: they take too long together, or one crashes the compiler.
     """
-    found = _run({"grammars": grammars}, type=list[tuple[int, str]])
+    crash = "too much for the compiler: references may be nested too deeply"
+    try:
+        found = run_apart(
+            _SCRIPT, grammars, type=list[tuple[int, str]], library="llguidance", crash=crash
+        )
+    except TooMuch as error:
+        raise GrammarRefused(str(error)) from None
     return {i: one_line(reason) for i, reason in found}
 
 
@@ -70,34 +57,12 @@ def locate(schema: str, reason: str) -> str:
             break
         parts[place] = LLMatcher.grammar_from_json_schema(text)
     try:
-        failed = failures([*parts.values()])
+        failed = find_failures([*parts.values()])
     except GrammarRefused:  # all together take too long
         return reason
     same = [place for i, place in enumerate(parts) if failed.get(i) == reason]
     inner = [place for place in same if not any(each.startswith(f"{place}/") for each in same)]
     return located(reason, inner[0]) if inner else reason
-
-
-def match_keys(keys: Sequence[SchemaKeys]) -> list[KeyMatches]:
-    """Return which keys the patterns of each schema match.
-
-    Raises:
-        GrammarRefused: that takes too long, or too much memory.
-    """
-    return _run({"keys": keys}, type=list[KeyMatches])
-
-
-def _run(request: object, *, type: type[T]) -> T:
-    crash = "too much for the compiler: references may be nested too deeply"
-    try:
-        return run_apart(_SCRIPT, request, type=type, library="llguidance", crash=crash)
-    except TooMuch as error:
-        raise GrammarRefused(str(error)) from None
-
-
-def prefixed(name: str, reason: str) -> str:
-    """Put the name of one grammar among several before a reason."""
-    return f"{name}: {reason}" if name else reason
 
 
 def one_line(reason: str) -> str:
