@@ -33,6 +33,8 @@ Node = Any  # a schema or true or false; or, where the client is wrong, anything
 
 _SINGLE = ("items", "additionalItems", "additionalProperties")
 """Keywords whose value is a schema."""
+_OBJECT = ("properties", "patternProperties", "additionalProperties")
+"""Keywords for the properties of an object."""
 _NAMED = ("properties", "patternProperties", "$defs")
 """Keywords whose value is an object of schemas."""
 _COMBINED = ("allOf", "anyOf", "oneOf")
@@ -87,7 +89,8 @@ def prepare(schema: JSONSchema, *, close: bool = True) -> JSONSchema:
         except SchemaError as error:
             raise SchemaError(located(str(error), place)) from None
     _remove_endless(ready)
-    _spell_out_keys(ready)
+    if close:
+        _spell_out_keys(ready)
     return ready
 
 
@@ -183,12 +186,16 @@ class _Preparation:
             return node
         groups = list(_groups(node))
         own, *others = self._others(node, groups, beside)
-        ready = {
-            key: self._part(key, value)
-            for key, value in self._closed(node, own).items()
-            if key not in ("$defs", "definitions")
-            and not (key == "format" and isinstance(value, str) and value not in _FORMATS)
-        }
+        ready: JSONSchema = {}
+        for key, value in node.items():
+            if key in _OBJECT:
+                # All three where the first one stands: llguidance applies keywords in their order,
+                # and would not see these together if an allOf came between them.
+                ready |= self._object(node, own)
+            elif key == "format" and isinstance(value, str) and value not in _FORMATS:
+                continue
+            elif key not in ("$defs", "definitions"):
+                ready[key] = self._part(key, value)
         for (key, index, inner), listing in zip(groups, others, strict=True):
             if key == "$ref":
                 ready[key] = self._reference(inner, listing)
@@ -211,26 +218,25 @@ class _Preparation:
             return [self._node(item, _NOTHING) for item in value]
         return self._node(value, _NOTHING) if key in _SINGLE else value
 
-    def _closed(self, node: JSONSchema, beside: _ListedKeys) -> JSONSchema:
-        """Return the schema with the keys that others list, and closed to more, if it should be."""
-        properties, least = node.get("properties"), node.get("minProperties")
-        if not (self._close and isinstance(properties, dict)) or beside.open:
-            return node
-        names = _listing(node).names | beside.names
-        if "additionalProperties" in node or (isinstance(least, int) and least > len(names)):
-            return node  # others may or must come
-        self._step(len(names))
-        more = [*_texts(node.get("required")), *sorted(beside.names)]
-        more = [name for name in more if name not in properties]
-        node = node | {
-            "properties": properties | dict.fromkeys(more, True),
-            "additionalProperties": False,
-        }
-        if beside.patterns:
-            given = node.get("patternProperties", {})
-            others = dict.fromkeys(sorted(beside.patterns), True)
-            node["patternProperties"] = others | given if isinstance(given, dict) else given
-        return node
+    def _object(self, node: JSONSchema, beside: _ListedKeys) -> JSONSchema:
+        """Prepare the keywords for properties. If the object is to be closed, they have the keys
+        that others list, too."""
+        given = {key: node[key] for key in _OBJECT if key in node}
+        names, least = _listing(node).names | beside.names, node.get("minProperties")
+        others_may_come = "additionalProperties" in node or beside.open
+        others_must_come = isinstance(least, int) and least > len(names)
+        listed = isinstance(given.get("properties"), dict)
+        if self._close and listed and not (others_may_come or others_must_come):
+            self._step(len(names))
+            more = [*_texts(node.get("required")), *sorted(beside.names)]
+            given["properties"] = given["properties"] | {
+                name: True for name in more if name not in given["properties"]
+            }
+            if beside.patterns and isinstance(given.setdefault("patternProperties", {}), dict):
+                patterns = dict.fromkeys(sorted(beside.patterns), True)
+                given["patternProperties"] = patterns | given["patternProperties"]
+            given["additionalProperties"] = False
+        return {key: self._part(key, given[key]) for key in _OBJECT if key in given}
 
     def _reference(self, target: Any, beside: _ListedKeys) -> Any:
         node = self._resolve(target)

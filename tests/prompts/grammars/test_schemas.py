@@ -143,6 +143,14 @@ def test_a_pattern_beside_leaves_its_keys_open() -> None:
     ]
 
 
+def test_the_order_of_keywords_does_not_matter() -> None:
+    """It does to llguidance, which applies an allOf where it stands."""
+    pattern: Schema = {"patternProperties": {"^x": {"type": "null"}}}
+    both: Schema = {"allOf": [{}]}
+    for schema in ({**pattern, **both, **A}, {**A, **both, **pattern}, {**both, **A, **pattern}):
+        assert fits(schema, {"x1": None}, {"a": 1}, {"y": 2}) == [True, True, False]
+
+
 def test_the_parameters_of_tools_are_closed() -> None:
     spec = tool_grammar([("f", {"properties": A["properties"]})], "<", ">", many=False)
     calls = [
