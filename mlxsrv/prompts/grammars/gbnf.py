@@ -50,7 +50,7 @@ class _Char(msgspec.Struct, frozen=True):
 
 
 class _Rule(msgspec.Struct, frozen=True):
-    """What the rule of this name describes."""
+    """A reference to the rule of this name."""
 
     name: str
 
