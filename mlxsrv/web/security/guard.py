@@ -78,8 +78,10 @@ class Guard:
                 if self._rates is not None:
                     # A wrong key counts for the address, so that guessing has an end.
                     taker = client_address(scope) if key is None else key.digest
-                    own = self._rates.take
-                    allowance = await self._take(taker) if self._take else own(taker)
+                    if self._take is None:
+                        allowance = self._rates.take(taker)
+                    else:
+                        allowance = await self._take(taker)
                     send = adding_headers(send, allowance.headers)
                     _check_rate(allowance)
                 if self._keys and key is None:
