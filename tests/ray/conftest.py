@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -40,25 +40,22 @@ def wait_for(what: Callable[[], T | None], why: str, seconds: float = 180) -> T:
     return value
 
 
-def published(replicas: Collection[str] | None = None) -> list[tuple[str, dict[str, str], float]]:
-    """Return our metrics as Ray's nodes publish them: names, labels and values.
+def counted(metric: str, **labels: str) -> set[str]:
+    """Return the replicas that have counted something, as Ray's nodes publish our metrics.
 
     Args:
-        replicas: wait until it is there of all of them.
+        labels: that the metric has.
     """
-
-    def read() -> list[tuple[str, dict[str, str], float]]:
-        found = []
-        for node in ray.nodes():
-            url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-            for line in httpx.get(url, timeout=60).text.splitlines():
-                if sample := METRIC.fullmatch(line):
-                    labels = dict(re.findall(r'(\w+)="([^"]*)"', sample[2]))
-                    found.append((sample[1], labels, float(sample[3])))
-        seen = {labels["replica"] for _, labels, _ in found}
-        return found if seen and seen >= set(replicas or ()) else []
-
-    return wait_for(read, f"Ray has the metrics of {replicas}")
+    found = set()
+    for node in ray.nodes():
+        url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for line in httpx.get(url, timeout=60).text.splitlines():
+            sample = METRIC.fullmatch(line)
+            if sample is not None and sample[1] == metric and float(sample[3]) > 0:
+                known = dict(re.findall(r'(\w+)="([^"]*)"', sample[2]))
+                if labels.items() <= known.items():
+                    found.add(known["replica"])
+    return found
 
 
 class Command:
