@@ -8,11 +8,11 @@ asked: what it writes for a chat that goes on is compared with what it writes fo
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence, Set
+from functools import lru_cache
 
 from mlxsrv.prompts.chat_template import ChatTemplate
-from mlxsrv.prompts.encoding import PIECE_CHARACTERS, IncrementalEncoder
+from mlxsrv.prompts.encoding import PIECE_CHARACTERS, TextEncoder
 from mlxsrv.prompts.messages import Chat, PlainMessage
 
 _MOST_HEADS = 16  # system messages whose tokens are remembered
@@ -23,9 +23,7 @@ _ANSWER: PlainMessage = {"role": "assistant", "content": "§mlxsrv"}
 
 
 class CheckpointFinder:
-    """Finds the checkpoints of chats.
-
-    Not for concurrent use, as the tokenizer is not.
+    """Finds the checkpoints of chats. Any thread may use it.
 
     Args:
         template: writes the chats.
@@ -33,13 +31,11 @@ class CheckpointFinder:
         turn_ends: tokens that end a message.
     """
 
-    def __init__(
-        self, template: ChatTemplate, encoder: IncrementalEncoder, turn_ends: Set[int]
-    ) -> None:
+    def __init__(self, template: ChatTemplate, encoder: TextEncoder, turn_ends: Set[int]) -> None:
         self._template = template
         self._encoder = encoder
         self._turn_ends = turn_ends
-        self._heads: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._encode_head = lru_cache(_MOST_HEADS)(self._encode)
 
     def find(self, chat: Chat, text: str, tokens: Sequence[int]) -> tuple[int, ...]:
         """The checkpoints of a chat, in order: so many of its first tokens later prompts share.
@@ -67,14 +63,11 @@ class CheckpointFinder:
         shared = 0 if other is None else _common(text, other)
         if shared == 0:
             return 0
-        head = text[:shared]
-        if head not in self._heads:
-            self._heads[head] = tuple(self._encoder.encode(head, special=False))
-        self._heads.move_to_end(head)
-        if len(self._heads) > _MOST_HEADS:
-            self._heads.popitem(last=False)
         # The last token may be another one where more text follows.
-        return _common(self._heads[head], tokens)
+        return _common(self._encode_head(text[:shared]), tokens)
+
+    def _encode(self, head: str) -> tuple[int, ...]:
+        return tuple(self._encoder.encode(head, special=False))
 
     def _find_turn(self, tokens: Sequence[int]) -> int:
         """Return how many tokens the chat has up to the end of the last message but one."""

@@ -1,7 +1,6 @@
 """Embedding inputs: texts to be embedded or scored, as token ids with their prompts.
 
-The model's pooling config says how texts are prepared. Runs in a worker thread, which has the
-tokenizer to itself.
+The model's pooling config says how texts are prepared. Runs in a worker thread.
 """
 
 from __future__ import annotations

@@ -1,39 +1,33 @@
-"""Incremental encoding: texts to token ids, within a token budget or truncated.
+"""Texts to token ids, within a token budget or truncated.
 
 - A text that cannot fit the budget is refused by its bytes, before it is tokenized.
-- A long text is tokenized in pieces. Between two pieces other requests may use the tokenizer, and
-  the client may have left. The work ends as soon as there are more tokens than the budget has.
+- A long text is tokenized in pieces. So the work ends soon after nobody waits for it any more, or
+  there are more tokens than the budget has. It also bounds memory: for each byte of a text the
+  tokenizer takes a hundred or more.
 
-The tokens of the pieces are exactly those of the whole: a text is split only where the tokenizer
-itself would split it, whatever stands on either side (`split_points`). Where that is not certain
-the text is not split.
+The tokens of the pieces are exactly those of the whole: a text is cut only behind a word, and only
+where the text around that place gives the same tokens in two parts as in one.
 """
 
 from __future__ import annotations
 
+import re
+import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import msgspec
 
 from mlxsrv.errors import ContextLengthExceeded, InvalidRequest, ServeError
-from mlxsrv.prompts.split_points import find_split_points
 from mlxsrv.prompts.token_width import max_token_bytes
-
-if TYPE_CHECKING:
-    import re
 
 PIECE_CHARACTERS = 32 * 1024
 """Characters of a piece; some ten milliseconds of work."""
 
-_MORE_TOKENS = (0, 1, 3, 8, 32, 128)  # tried beyond a truncation, until the kept ones are the same
-_MOST_TRUNCATED = 16  # times the kept tokens, of a text that the tokenizer has to truncate itself
-_UNSURE_TOKENS = 64  # at the beginning of a part of a text, which may differ from the whole's
-
-Pause: TypeAlias = Callable[[int], None]
-"""Called between two texts or pieces, with the characters of the next one. It may let another
-thread use the tokenizer meanwhile, and raises to end the work."""
+_PLACE = re.compile(r"(?<=\w)[ \n]")  # where a text may be cut
+_AROUND = 256  # characters on each side of a cut, more than a tokenizer looks ahead or back
+_UNSURE_TOKENS = 64  # at the end of a part of a text, which may differ from the whole's
 
 
 class TokenBudget(msgspec.Struct, frozen=True):
@@ -64,19 +58,23 @@ class Truncation(msgspec.Struct, frozen=True):
     side: Literal["left", "right"]
 
 
-class IncrementalEncoder:
-    """Encodes the texts of one model. Not for concurrent use.
+class TextEncoder:
+    """Encodes the texts of one model. Any number of threads may encode at the same time.
+
+    The tokenizers library only reads its object while it encodes. transformers does not: each call
+    sets that object's truncation and padding. So transformers is passed by, except for tokenizers
+    that are Python code; of these calls there is one at a time.
 
     Args:
-        wrapper: mlx-lm's tokenizer.
-
-    Attributes:
-        pause: called between two texts or pieces.
+        tokenizer: transformers' tokenizer.
+        check: called before each text or piece. It raises to end the work.
     """
 
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-        self.pause: Pause = lambda characters: None
+    def __init__(self, tokenizer: Any, check: Callable[[], None] = lambda: None) -> None:
+        self._tokenizer = tokenizer
+        self._check = check
+        self._backend = _find_backend(tokenizer)
+        self._python_calls = threading.Lock()
 
     def encode(self, text: str, *, special: bool, budget: TokenBudget | None = None) -> list[int]:
         """Return the ids of a text, with the tokenizer's own tokens around it if `special`.
@@ -88,75 +86,102 @@ class IncrementalEncoder:
             ServeError: the budget's refusal.
         """
         if len(text) <= PIECE_CHARACTERS:
-            self.pause(len(text))
-            return list(self._wrapper.encode(text, add_special_tokens=special))
+            return self._encode(text, special)
         if budget is not None:
             self._check_bytes(text, budget)
-        if self._split_points is None or self._surroundings is None:
-            return self._encode_whole(text, special)
-        before, after = self._surroundings if special else ([], [])
-        tokens = [*before]
-        for piece in _pieces(text, self._split_points):
-            self.pause(PIECE_CHARACTERS)
-            tokens += self._backend.encode_batch_fast([piece], add_special_tokens=False)[0].ids
-            if budget is not None and len(tokens) > budget.tokens:
+        if self._backend is None:
+            return self._encode(text, special)
+        before, after = self._around if special else ([], [])
+        ids = [*before]
+        for piece in self._pieces(text):
+            ids += self._encode(piece)
+            if budget is not None and len(ids) > budget.tokens:
                 found = f"; the text has more, in {len(text.encode())} bytes"
-                raise budget.refusal(found, len(tokens))
-        return tokens + after
+                raise budget.refusal(found, len(ids))
+        return ids + after
 
-    def shorten(self, text: str, truncation: Truncation) -> str:
-        """Return a part of the text that gives the same tokens once truncated, and hardly more.
+    def encode_end(self, text: str, tokens: int, *, special: bool) -> list[int]:
+        """Return the last `tokens` ids of what `encode` would return, or all if it has fewer."""
+        before, after = self._around if special else ([], [])
+        return [*before, *self._encode_part(text, Truncation(tokens, "left")), *after][-tokens:]
 
-        The tokenizer could truncate the whole text, but it makes encodings of all that it cuts off:
-        for a pair of texts as many as the product of their numbers.
+    def encode_truncated(self, text: str, truncation: Truncation, *, special: bool) -> list[int]:
+        """Return the ids of a text that is truncated inside the tokenizer's own tokens.
 
         Raises:
-            InvalidRequest: there is no such part, and the text is long.
+            InvalidRequest: the truncation leaves no room beside these tokens.
         """
-        text = self._drop_pieces(text, truncation)
-        if self._backend is None:
-            return text
-        whole = self._backend.encode(text, add_special_tokens=False)
-        if len(whole.ids) <= truncation.tokens:
-            return text
+        before, after = self._around if special else ([], [])
+        room = _room(truncation, len(before + after))
+        return [*before, *_cut(self._encode_part(text, room), room.tokens, room), *after]
+
+    def encode_pair(
+        self, first: str, second: str, budget: TokenBudget | None, truncation: Truncation | None
+    ) -> tuple[list[int], int]:
+        """Return the ids of two texts as one input of a cross-encoder, and how many of them are the
+        first text's; all, if the model does not tell the texts apart.
+
+        Raises:
+            ServeError: the budget's refusal.
+            InvalidRequest: the truncation leaves no room beside the tokenizer's own tokens.
+        """
+        before, between, after, overlap = self._around_pair
+        if truncation is None:
+            one, other = (self.encode(t, special=False, budget=budget) for t in (first, second))
+        else:
+            room = _room(truncation, len(before + between + after))
+            one, other = (self._encode_part(text, room) for text in (first, second))
+            keep_one, keep_other = _longest_first(len(one), len(other), room.tokens)
+            one, other = _cut(one, keep_one, room), _cut(other, keep_other, room)
+        start = len(before) + len(one) + len(between)
+        ids = [*before, *one, *between, *other, *after]
+        return ids, len(ids) if overlap is None else start - overlap
+
+    # Pieces.
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Yield the text in pieces of at least PIECE_CHARACTERS, cut where it may be."""
+        begin, at = 0, PIECE_CHARACTERS
+        while self._backend is not None and (found := _PLACE.search(text, at)):
+            end = found.start()
+            following = self._find_following(text, end)
+            if following is None:
+                at = end + (end - begin) // 8 + 1  # for some tokenizers there is no such place
+            else:
+                yield text[begin:end]
+                begin, at = following, following + PIECE_CHARACTERS
+        yield text[begin:]
+
+    def _find_following(self, text: str, end: int) -> int | None:
+        """Return where the next piece begins if one ends at `end`; None if none may end there.
+
+        It begins with the space there, or behind it where the tokenizer puts one before each text.
+        """
+        left, stop = text[max(end - _AROUND, 0) : end], end + _AROUND
+        whole, first = self._encode(left + text[end:stop]), self._encode(left)
+        starts = (end, end + 1)
+        return next((s for s in starts if first + self._encode(text[s:stop]) == whole), None)
+
+    def _encode_part(self, text: str, truncation: Truncation) -> list[int]:
+        """Return the ids of so much of a text that it has all that truncation keeps."""
         right = truncation.side == "right"
-        kept = slice(None, truncation.tokens) if right else slice(-truncation.tokens, None)
-        for more in _MORE_TOKENS:
-            count = min(truncation.tokens + more, len(whole.ids))
-            end, begin = whole.offsets[count - 1][1], whole.offsets[-count][0]
-            part = text[:end] if right else text[begin:]
-            if self._encode_whole(part, special=False)[kept] == whole.ids[kept]:
-                return part
-        if len(whole.ids) > _MOST_TRUNCATED * truncation.tokens:
-            raise InvalidRequest(
-                "truncate: a text has no place where it can be cut; shorten it", param="truncate"
-            )
-        return text
-
-    def _drop_pieces(self, text: str, truncation: Truncation) -> str:
-        """Return as many pieces of a long text as have enough tokens, from the kept side on."""
-        if len(text) <= PIECE_CHARACTERS or self._split_points is None:
-            return text
-        pieces, right = _pieces(text, self._split_points), truncation.side == "right"
-        kept: list[str] = []
-        missing = truncation.tokens
+        if self._max_token_bytes is not None:
+            most = (truncation.tokens + _UNSURE_TOKENS) * self._max_token_bytes
+            text = text[:most] if right else text[-most:]
+        pieces = self._pieces(text)
+        ids: list[int] = []
         for piece in pieces if right else reversed([*pieces]):
-            self.pause(PIECE_CHARACTERS)
-            kept.append(piece)
-            missing -= len(self._encode_whole(piece, special=False))
-            if missing <= 0:
+            ids = ids + self._encode(piece) if right else self._encode(piece) + ids
+            if len(ids) >= truncation.tokens:
                 break
-        return "".join(kept if right else reversed(kept))
+        return ids
 
-    def end(self, text: str, last: int) -> str:
-        """Return an end of the text that holds its `last` tokens; all, if that is not known."""
-        if len(text) <= PIECE_CHARACTERS or self._max_token_bytes is None:
-            return text
-        return text[-(last + _UNSURE_TOKENS) * self._max_token_bytes :]
-
-    def _encode_whole(self, text: str, special: bool) -> list[int]:
+    def _encode(self, text: str, special: bool = False) -> list[int]:
+        self._check()
         if self._backend is None:
-            return list(self._wrapper.encode(text, add_special_tokens=special))
+            with self._python_calls:
+                return list(self._tokenizer.encode(text, add_special_tokens=special))
+        # Of the library's calls this one does not hold the GIL, nor does it note offsets.
         return list(self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def _check_bytes(self, text: str, budget: TokenBudget) -> None:
@@ -168,24 +193,7 @@ class IncrementalEncoder:
             found = f", which are at most {most} bytes; the text has {size} bytes"
             raise budget.refusal(found, -(-size // self._max_token_bytes))
 
-    # Facts about the tokenizer, found out when the first long text comes.
-
-    @cached_property
-    def _backend(self) -> Any:
-        """The tokenizers library's own object, if transformers only calls that; else None."""
-        outer = self._wrapper._tokenizer
-        kind, backend = type(outer), getattr(outer, "backend_tokenizer", None)
-        if backend is None or getattr(outer, "split_special_tokens", False):
-            return None
-        from transformers import PreTrainedTokenizerFast
-
-        for name in ("encode", "_encode_plus"):
-            if getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name):
-                return None
-        # Settings of tokenizer.json that transformers would take back at its first call.
-        backend.no_truncation()
-        backend.no_padding()
-        return backend
+    # Facts about the tokenizer, found out when they are needed.
 
     @cached_property
     def _max_token_bytes(self) -> int | None:
@@ -193,30 +201,66 @@ class IncrementalEncoder:
         return None if self._backend is None else max_token_bytes(self._backend)
 
     @cached_property
-    def _split_points(self) -> re.Pattern[str] | None:
-        return None if self._backend is None else find_split_points(self._backend)
+    def _around(self) -> tuple[list[int], list[int]]:
+        """The tokens that the tokenizer puts before and after each text."""
+        before, after = _split(self._encode("a", special=True), self._encode("a"))
+        return before, after
 
     @cached_property
-    def _surroundings(self) -> tuple[list[int], list[int]] | None:
-        """The tokens that are put before and after each text, if they are the same for any."""
-        found = [self._find_surroundings(text) for text in ("a", "b c", " d\n")]
-        return found[0] if found.count(found[0]) == len(found) else None
+    def _around_pair(self) -> tuple[list[int], list[int], list[int], int | None]:
+        """The tokens before, between and after two texts, and how many of those between belong to
+        the second; None if the model does not tell the texts apart."""
+        with self._python_calls:
+            both = self._tokenizer("a", "b", return_token_type_ids=True)
+        before, rest = _split(both["input_ids"], self._encode("a"))
+        between, after = _split(rest, self._encode("b"))
+        types = list(both["token_type_ids"])
+        start = len(both["input_ids"]) - len(after) - len(self._encode("b"))
+        return before, between, after, start - types.index(1) if 1 in types else None
 
-    def _find_surroundings(self, text: str) -> tuple[list[int], list[int]] | None:
-        inner = self._encode_whole(text, special=False)
-        outer = self._encode_whole(text, special=True)
-        starts = range(len(outer) - len(inner) + 1)
-        found = [at for at in starts if outer[at : at + len(inner)] == inner]
-        if len(found) != 1:
+
+def _find_backend(tokenizer: Any) -> Any:
+    """Return the tokenizers library's own object if transformers only calls that; else None."""
+    kind, backend = type(tokenizer), getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or getattr(tokenizer, "split_special_tokens", False):
+        return None
+    from transformers import PreTrainedTokenizerFast
+
+    for name in ("encode", "_encode_plus"):
+        if getattr(kind, name, None) is not getattr(PreTrainedTokenizerFast, name):
             return None
-        return outer[: found[0]], outer[found[0] + len(inner) :]
+    # Settings of tokenizer.json that transformers would take back at its first call.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
-def _pieces(text: str, split_points: re.Pattern[str]) -> Iterator[str]:
-    """Yield the text in pieces of at least PIECE_CHARACTERS, split where it may be."""
-    begin = 0
-    while begin < len(text):
-        found = split_points.search(text, begin + PIECE_CHARACTERS)
-        end = len(text) if found is None else found.start()
-        yield text[begin:end]
-        begin = end
+def _split(outer: list[int], inner: list[int]) -> tuple[list[int], list[int]]:
+    """Return the ids before and after `inner` in `outer`."""
+    starts = range(len(outer) - len(inner) + 1)
+    start = next(at for at in starts if outer[at : at + len(inner)] == inner)
+    return outer[:start], outer[start + len(inner) :]
+
+
+def _cut(ids: list[int], count: int, truncation: Truncation) -> list[int]:
+    return ids[:count] if truncation.side == "right" else ids[max(len(ids) - count, 0) :]
+
+
+def _room(truncation: Truncation, own: int) -> Truncation:
+    """Return what truncation leaves for texts beside the tokenizer's `own` tokens."""
+    if truncation.tokens <= own:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens: {truncation.tokens} leave no room for text, since the "
+            f"model's tokenizer adds {own} of its own",
+            param="truncate_prompt_tokens",
+        )
+    return Truncation(truncation.tokens - own, truncation.side)
+
+
+def _longest_first(one: int, other: int, room: int) -> tuple[int, int]:
+    """Return how many tokens of two texts are kept, as the tokenizers library decides it."""
+    short = min(one, other)
+    long = max(short, room - short)
+    if short + long > room:
+        short, long = room // 2, room - room // 2
+    return (short, long) if one <= other else (long, short)

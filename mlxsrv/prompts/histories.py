@@ -62,7 +62,7 @@ class Adaptation(msgspec.Struct, frozen=True):
 
 
 class Histories:
-    """Adapts messages to one template. Not for concurrent use.
+    """Adapts messages to one template. Any thread may use it.
 
     Args:
         write: writes messages by the template.

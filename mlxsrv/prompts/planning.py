@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class PromptPlan(msgspec.Struct, frozen=True):
     """A request's prompts, and what its answers have to follow.
 
-    A worker thread makes it, with the tokenizer to itself.
+    A worker thread makes it.
 
     Attributes:
         paths: where in the request each prompt is.
@@ -64,8 +64,7 @@ class PromptPlan(msgspec.Struct, frozen=True):
 def plan(spec: GenerationSpec, tokenizer: Tokenizer) -> PromptPlan:
     """Plan a request's prompts.
 
-    Runs in a worker thread, which has the tokenizer to itself. Token ids are checked, since MLX
-    reads past the end of a table.
+    Runs in a worker thread. Token ids are checked, since MLX reads past the end of a table.
 
     Raises:
         InvalidRequest, UnsupportedParameter: the model cannot do what is asked.
@@ -234,7 +233,8 @@ def _last_tokens(spec: GenerationSpec, tokenizer: Tokenizer) -> int | None:
 
 
 def _prepared(constraint: ConstraintSpec | None, tokenizer: Tokenizer) -> ConstraintSpec | None:
-    """Derive what compiling the constraint needs of the tokenizer, while this thread has it."""
+    """Derive what compiling the constraint needs of the tokenizer; None if it cannot be used, and
+    the request did not ask for it."""
     if constraint is None:
         return None
     try:

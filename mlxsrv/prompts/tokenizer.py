@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from mlx_lm.utils import load_tokenizer
 
-from mlxsrv.errors import InvalidRequest
 from mlxsrv.formats.capabilities import OF_TOKENIZERS
 from mlxsrv.formats.infill import find_family
 from mlxsrv.generation.parameters import Constraint, Grammar
 from mlxsrv.logs import log
 from mlxsrv.prompts.chat_template import ChatTemplate
 from mlxsrv.prompts.checkpoints import CheckpointFinder
-from mlxsrv.prompts.encoding import (
-    PIECE_CHARACTERS,
-    IncrementalEncoder,
-    Pause,
-    TokenBudget,
-    Truncation,
-)
+from mlxsrv.prompts.encoding import TextEncoder, TokenBudget, Truncation
+from mlxsrv.prompts.grammars.calls import CallCompiler
+from mlxsrv.prompts.grammars.grammar import GrammarCompiler
 from mlxsrv.prompts.messages import Chat
 from mlxsrv.prompts.model_defaults import (
     find_end_tokens,
@@ -40,11 +34,6 @@ from mlxsrv.text.channels import Channels
 from mlxsrv.text.pipeline import TextPipeline
 from mlxsrv.text.stops import StopStrings
 from mlxsrv.text.tools import ToolCalls, ToolDialect
-
-if TYPE_CHECKING:
-    from mlxsrv.prompts.grammars.calls import CallCompiler
-    from mlxsrv.prompts.grammars.grammar import GrammarCompiler
-
 
 _log = logging.getLogger("mlxsrv.models")
 
@@ -71,17 +60,19 @@ class Prompt(msgspec.Struct, frozen=True):
 class Tokenizer:
     """The text side of one model.
 
-    Not for concurrent use: the pool lends it to one thread at a time, since fast tokenizers panic
-    when two threads encode. `pipeline`, `token_bytes` and `make_constraint` may be called at any
-    time.
+    Any thread may use it, and several at the same time.
 
     Args:
         folder: the model's files.
         trust_remote_code: run Python code that comes with them.
+        check: called before each text, and each piece of a long one, that becomes tokens. It raises
+            to end the work.
 
     Attributes:
         end_tokens: those that the tokenizer and the config files name, as for mlx-lm.
         capabilities: those of `OF_TOKENIZERS` that it has.
+        grammars: compiles grammars for answers.
+        calls: compiles grammars for the calls in answers.
         turn_ends: tokens that end an answer in a chat: `end_tokens`, and the one that the chat
             template ends turns with.
         vocabulary: the width of the model's logits.
@@ -95,7 +86,13 @@ class Tokenizer:
         OSError, ValueError: files are missing or cannot be understood.
     """
 
-    def __init__(self, folder: Path, *, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        trust_remote_code: bool = False,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         config = read_config(folder / "config.json")
         generation = read_config(folder / "generation_config.json")
         extra = {"trust_remote_code": True} if trust_remote_code else None
@@ -103,7 +100,7 @@ class Tokenizer:
         _require_vocabulary(self._wrapper)
         backend = getattr(self._wrapper._tokenizer, "backend_tokenizer", None)
         mended = backend is not None and mend_decoder(backend)
-        self._encoder = IncrementalEncoder(self._wrapper)
+        self._encoder = TextEncoder(self._wrapper._tokenizer, check)
         self.chat_template = ChatTemplate(self._wrapper)
         self.end_tokens = find_end_tokens(self._wrapper.eos_token_ids, config, generation)
         self.turn_ends = self.end_tokens | self.chat_template.turn_ends()
@@ -122,8 +119,10 @@ class Tokenizer:
         self.context: int | None = None
         self.enforces_calls = False
         self._logged: set[str] = set()
-        self._grammars: GrammarCompiler | None = None
-        self._calls: CallCompiler | None = None
+        self.grammars = GrammarCompiler(
+            self._wrapper._tokenizer, vocabulary=self.vocabulary, end_tokens=self.turn_ends
+        )
+        self.calls = CallCompiler(self.grammars)
 
     def _find_capabilities(self) -> tuple[str, ...]:
         template = self.chat_template
@@ -161,28 +160,6 @@ class Tokenizer:
     def think_end(self) -> tuple[int, ...]:
         """The tokens that close a think block."""
         return tuple(self._wrapper.think_end_tokens or ())
-
-    @property
-    def grammars(self) -> GrammarCompiler:
-        """Compiles grammars for answers; made on first use, which imports llguidance."""
-        if self._grammars is None:
-            from mlxsrv.prompts.grammars.grammar import GrammarCompiler
-
-            self._grammars = GrammarCompiler(
-                self._wrapper._tokenizer,
-                vocabulary=self.vocabulary,
-                end_tokens=self.turn_ends,
-            )
-        return self._grammars
-
-    @property
-    def calls(self) -> CallCompiler:
-        """Compiles grammars for the calls in answers; made on first use."""
-        if self._calls is None:
-            from mlxsrv.prompts.grammars.calls import CallCompiler
-
-            self._calls = CallCompiler(self.grammars)
-        return self._calls
 
     def make_constraint(self, grammar: Grammar) -> Constraint:
         """Return the constraint of one answer, which begins with it.
@@ -222,10 +199,6 @@ class Tokenizer:
     def budget(self, param: str) -> TokenBudget | None:
         """Return the token budget of the text at `param`, or None if the context has no limit."""
         return None if self.context is None else TokenBudget(self.context, param)
-
-    def set_pause(self, pause: Pause) -> None:
-        """Have `pause` called between two texts, or between two pieces of a long one."""
-        self._encoder.pause = pause
 
     def log_once(self, event: str, **fields: Any) -> None:
         """Log a warning about the model, the first time only."""
@@ -274,9 +247,7 @@ class Tokenizer:
         """
         if truncation is None:
             return self._encoder.encode(text, special=special, budget=budget)
-        short = self._encoder.shorten(text, truncation)
-        with self._truncating(truncation, pair=False) as options:
-            return list(self._wrapper.encode(short, add_special_tokens=special, **options))
+        return self._encoder.encode_truncated(text, truncation, special=special)
 
     def pair_ids(
         self,
@@ -298,15 +269,7 @@ class Tokenizer:
                 counted.
             InvalidRequest: the truncation leaves no room beside the special tokens.
         """
-        if truncation is not None:
-            first, second = (self._encoder.shorten(text, truncation) for text in (first, second))
-        for text in (first, second) if truncation is None and budget is not None else ():
-            if len(text) > PIECE_CHARACTERS:
-                self._encoder.encode(text, special=False, budget=budget)
-        with self._truncating(truncation, pair=True) as options:
-            encoded = self._wrapper._tokenizer(first, second, return_token_type_ids=True, **options)
-        types: list[int] = encoded["token_type_ids"]
-        return list(encoded["input_ids"]), types.index(1) if 1 in types else len(types)
+        return self._encoder.encode_pair(first, second, budget, truncation)
 
     def word_ids(self, word: str) -> list[tuple[int, ...]]:
         """Return the token ids of a word at the beginning of a text and after a space.
@@ -342,10 +305,10 @@ class Tokenizer:
     def _encode(
         self, text: str, special: bool, budget: TokenBudget | None, last: int | None
     ) -> tuple[int, ...]:
-        """Return the token ids of a text: not all, if only the `last` are wanted."""
-        if last is not None:
-            text, budget = self._encoder.end(text, last), None
-        return tuple(self._encoder.encode(text, special=special, budget=budget))
+        """Return the token ids of a text. If only the `last` are wanted, these and one more."""
+        if last is None:
+            return tuple(self._encoder.encode(text, special=special, budget=budget))
+        return tuple(self._encoder.encode_end(text, last + 1, special=special))
 
     def _keep_last(self, prompt: Prompt, last: int | None) -> Prompt:
         """Return the end of a prompt, from its `last` tokens on."""
@@ -353,32 +316,6 @@ class Tokenizer:
             return prompt
         tokens = prompt.tokens[-last:]
         return Prompt(tokens, self.decode(tokens), thinking=prompt.thinking)
-
-    @contextmanager
-    def _truncating(self, truncation: Truncation | None, *, pair: bool) -> Iterator[dict[str, Any]]:
-        """Yield options that make the tokenizer truncate and keep its special tokens in place.
-
-        Raises:
-            InvalidRequest: the special tokens alone are too many.
-        """
-        if truncation is None:
-            yield {}
-            return
-        tokenizer = self._wrapper._tokenizer
-        own = tokenizer.num_special_tokens_to_add(pair=pair)
-        if truncation.tokens <= own:
-            raise InvalidRequest(
-                f"truncate_prompt_tokens: {truncation.tokens} leave no room for text, since the "
-                f"model's tokenizer adds {own} of its own",
-                param="truncate_prompt_tokens",
-            )
-        usual, tokenizer.truncation_side = tokenizer.truncation_side, truncation.side
-        try:
-            yield {"truncation": "longest_first", "max_length": truncation.tokens}
-        finally:
-            tokenizer.truncation_side = usual
-            if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
-                backend.no_truncation()  # others call it without transformers
 
     # Tokens to text.
 

@@ -71,7 +71,7 @@ class EmbeddingTask:
         lease = self._lease
         tokenizer = await lease.tokenizer()
         self._work.enter(State.PREPARING)
-        inputs = await lease.model.tokenizer_lock.run(partial(plan, tokenizer))
+        inputs = await lease.run_in_worker(plan, tokenizer)
         await lease.enter()
         self._work.enter(State.QUEUED)
         job_id = next(self._resources.job_ids)

@@ -173,7 +173,7 @@ class Reply:
                 "model: it generates no text, it only makes embeddings or scores texts",
                 param="model",
             )
-        planned = await self._lease.model.tokenizer_lock.run(partial(plan, self.spec, tokenizer))
+        planned = await self._lease.run_in_worker(plan, self.spec, tokenizer)
         self.spec = self.spec.without_messages
         self._tokenized()
         self._not_taken = planned.ignored
@@ -196,8 +196,7 @@ class Reply:
     async def _compile(
         self, tokenizer: Tokenizer, planned: PromptPlan
     ) -> CompiledGrammar | CallGrammar | None:
-        """The grammar of the answers, or of their calls. Takes up to seconds, so not while holding
-        the tokenizer."""
+        """The grammar of the answers, or of their calls. Takes up to seconds."""
         constraint = planned.constraint
         if constraint is None:
             return None

@@ -242,11 +242,11 @@ class Service:
     async def _with_tokenizer(
         self, model: str | None, client: Client, function: Callable[[Tokenizer], V]
     ) -> V:
-        """Call `function` in a worker thread, which has the model's tokenizer to itself."""
+        """Call `function` in a worker thread."""
         async with self._timed_work(model, client) as (lease, work):
             tokenizer = await lease.tokenizer()
             work.enter(State.PREPARING)
-            return await lease.model.tokenizer_lock.run(partial(function, tokenizer))
+            return await lease.run_in_worker(function, tokenizer)
 
     @contextlib.asynccontextmanager
     async def _timed_work(

@@ -1,11 +1,14 @@
-"""Long texts in pieces: exactly the tokens of the whole, or no pieces at all."""
+"""Texts to tokens: long ones in pieces give exactly the tokens of the whole, in any thread."""
 
 from __future__ import annotations
 
 import json
+import random
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -27,8 +30,7 @@ from transformers import PreTrainedTokenizerFast
 import mlxsrv.models
 from mlxsrv.errors import ContextLengthExceeded
 from mlxsrv.prompts import encoding
-from mlxsrv.prompts.encoding import IncrementalEncoder, TokenBudget
-from mlxsrv.prompts.split_points import find_split_points
+from mlxsrv.prompts.encoding import TextEncoder, TokenBudget, Truncation
 from mlxsrv.prompts.token_width import max_token_bytes
 from tests.support.effort import examples
 from tests.support.tiny import make_tokenizer
@@ -196,8 +198,12 @@ def merging(make: Callable[[], Tokenizer], space: str) -> Callable[[], Tokenizer
     return merge
 
 
-WHOLE: dict[str, Callable[[], Tokenizer]] = {
+ODD: dict[str, Callable[[], Tokenizer]] = {
     "prepends": changed(normalizer=normalizers.Prepend("▁")),
+    "prepends for spaces": changed(
+        normalizer=normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]),
+        pre_tokenizer=None,
+    ),
     "strips": changed(normalizer=normalizers.Strip()),
     "replaces by pattern": changed(normalizer=normalizers.Replace(Regex(" +"), " ")),
     "looks back": split_by(r"(?<=a) b|\s+|\S+"),
@@ -205,23 +211,29 @@ WHOLE: dict[str, Callable[[], Tokenizer]] = {
     "a token with a space": adding("New York"),
     "a token that swallows spaces": adding(AddedToken("NL", rstrip=True)),
     "a token that is a word": adding(AddedToken(" NL", single_word=True)),
-    "drops merges": changed(model=models.BPE(dropout=0.1)),
     "merges over spaces": merging(lambda: words_of_sentencepiece(joined=True), "▁"),
 }
 
 
-class Wrapper:
-    """A tokenizer with the part of mlx-lm's interface that the encoder uses."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+NEVER_CUT = ("prepends", "strips")
 
 
-WRAPPERS = {name: Wrapper(make()) for name, make in CUT.items()}
-ENCODERS = {name: IncrementalEncoder(wrapper) for name, wrapper in WRAPPERS.items()}
+MADE = {name: make() for name, make in (CUT | ODD).items()}
+
+
+def wrapped(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Return transformers' tokenizer, with a copy of its own: some calls change settings in it."""
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.to_str()))
+
+
+TOKENIZERS = {name: wrapped(tokenizer) for name, tokenizer in MADE.items()}
+ENCODERS = {name: TextEncoder(tokenizer) for name, tokenizer in TOKENIZERS.items()}
+
+
+def ids(name: str, text: str, *, special: bool) -> list[int]:
+    """Return the token ids that transformers makes of a text."""
+    return list(TOKENIZERS[name].encode(text, add_special_tokens=special))
+
 
 # What texts are made of: anything, and what tokenizers look at.
 SPACES = [" ", "  ", "   ", "\n", "\r\n", "\n\n", "\t", "\u3000", "\xa0", "▁", " ▁"]
@@ -247,83 +259,118 @@ PARTS = st.one_of(
 TEXTS = st.lists(PARTS, max_size=40).map("".join)
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", ENCODERS)
 @settings(max_examples=examples(150, usual=8), deadline=None)
 @given(text=TEXTS, piece=st.integers(1, 24))
 @pytest.mark.slow
 def test_pieces_give_the_tokens_of_the_whole(name: str, text: str, piece: int) -> None:
-    encoder, wrapper = ENCODERS[name], WRAPPERS[name]
-    assert encoder._split_points is not None
     with patch.object(encoding, "PIECE_CHARACTERS", piece):
         for special in (True, False):
-            whole = wrapper.encode(text, add_special_tokens=special)
-            assert encoder.encode(text, special=special) == whole
+            assert ENCODERS[name].encode(text, special=special) == ids(name, text, special=special)
 
 
-@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.slow
-def test_a_long_text_is_cut_indeed(name: str) -> None:
-    pauses: list[bool] = []
-    encoder = ENCODERS[name]
+def test_a_long_text_is_cut_where_that_changes_nothing(name: str) -> None:
     text = "The quick brown fox jumps over the lazy dog\n" * 100
-    whole = WRAPPERS[name].encode(text, add_special_tokens=True)
-    with (
-        patch.object(encoding, "PIECE_CHARACTERS", 1000),
-        patch.object(encoder, "pause", lambda characters: pauses.append(True)),
-    ):
-        assert encoder.encode(text, special=True) == whole
-    assert len(pauses) >= len(text) // 1000
+    whole = ids(name, text, special=True)
+    pieces = [text]
+    with patch.object(encoding, "PIECE_CHARACTERS", 1000):
+        assert ENCODERS[name].encode(text, special=True) == whole
+        pieces = [*ENCODERS[name]._pieces(text)]
+    assert "".join(pieces).replace(" ", "") == text.replace(" ", "")
+    assert (len(pieces) > 1) is (name not in NEVER_CUT)
 
 
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ENCODERS)
 @pytest.mark.slow
-def test_where_it_is_not_certain_nothing_is_cut(name: str) -> None:
-    tokenizer = WHOLE[name]()
-    cuts = find_split_points(tokenizer)
-    assert cuts is None or not cuts.search("a b")
-    encoder = IncrementalEncoder(Wrapper(tokenizer))
-    text = "The quick brown fox " * 200
-    whole = Wrapper(tokenizer).encode(text, add_special_tokens=True)
-    if "drops" not in name:
-        with patch.object(encoding, "PIECE_CHARACTERS", 1000):
-            assert encoder.encode(text, special=True) == whole
+def test_a_text_is_truncated_as_transformers_does_it(
+    name: str, side: Literal["left", "right"]
+) -> None:
+    text = "The quick brown fox doesn't jump over 1234 lazy dogs\n" * 40
+    for count in (4, 33, 5000):
+        tokenizer = wrapped(MADE[name])
+        tokenizer.truncation_side = side
+        expected = tokenizer(text, truncation=True, max_length=count)["input_ids"]
+        truncation = Truncation(count, side)
+        with patch.object(encoding, "PIECE_CHARACTERS", 100):
+            assert ENCODERS[name].encode_truncated(text, truncation, special=True) == expected
+            whole = ids(name, text, special=True)
+            assert ENCODERS[name].encode_end(text, count, special=True) == whole[-count:]
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_two_texts_are_one_input_as_transformers_makes_it(name: str) -> None:
+    tokenizer = wrapped(MADE[name])
+    long, short = "The quick brown fox jumps " * 9, "over the lazy dog"
+    for one, other in ((long, short), (short, long), (long, long + "."), ("", short)):
+        for count in (10, 21, 30, None):
+            options = {"truncation": "longest_first", "max_length": count} if count else {}
+            both = tokenizer(one, other, return_token_type_ids=True, **options)
+            types = both["token_type_ids"]
+            firsts = types.index(1) if 1 in types else len(types)
+            truncation = Truncation(count, "right") if count else None
+            found = ENCODERS[name].encode_pair(one, other, None, truncation)
+            assert found == (both["input_ids"], firsts)
+
+
+@pytest.mark.parametrize("name", ["demo", "sentencepiece, split", "unigram", "wordpiece"])
+def test_threads_may_encode_at_the_same_time(name: str) -> None:
+    texts = [f"{line} {number}" for line in CORPUS for number in range(40)]
+    expected = [ids(name, text, special=True) for text in texts]
+
+    def encode(thread: int) -> list[list[int]]:
+        order = random.Random(thread).sample(range(len(texts)), len(texts))
+        found = {place: ENCODERS[name].encode(texts[place], special=True) for place in order}
+        return [found[place] for place in range(len(texts))]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(found == expected for found in pool.map(encode, range(8)))
+
+
+def test_a_tokenizer_in_python_is_used_by_one_thread_at_a_time() -> None:
+    inside, most = 0, 0
+
+    class Slow:
+        def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+            nonlocal inside, most
+            inside += 1
+            most = max(most, inside)
+            threading.Event().wait(0.002)
+            inside -= 1
+            return [*text.encode()]
+
+    encoder = TextEncoder(Slow())
+    with ThreadPoolExecutor(8) as pool:
+        found = [*pool.map(lambda number: encoder.encode(f"{number}", special=True), range(20))]
+    assert found == [[*f"{number}".encode()] for number in range(20)]
+    assert most == 1
 
 
 def test_the_work_ends_as_soon_as_there_are_too_many_tokens() -> None:
-    pauses = []
-    encoder = IncrementalEncoder(WRAPPERS["demo"])
-    encoder.pause = lambda *_: pauses.append(True)
+    checks: list[bool] = []
+    encoder = TextEncoder(TOKENIZERS["demo"], lambda: checks.append(True))
     text = "The quick brown fox " * 20_000
     with pytest.raises(ContextLengthExceeded, match="30000 tokens; the text has more") as error:
         encoder.encode(text, special=True, budget=TokenBudget(30_000, "prompt"))
     assert error.value.param == "prompt"
     assert str(len(text)) in error.value.message
-    assert 1 < len(pauses) < len(text) // encoding.PIECE_CHARACTERS
+    pieces = 30_000 * 5 // encoding.PIECE_CHARACTERS + 1
+    assert len(checks) < 5 * pieces + 10, "each piece is checked, and the texts around its end"
 
 
-@pytest.mark.slow
-def test_what_pause_raises_ends_the_work() -> None:
+@pytest.mark.parametrize("text", ["a", "a " * encoding.PIECE_CHARACTERS])
+def test_what_the_check_raises_ends_the_work(text: str) -> None:
     class Gone(Exception):
         pass
 
-    def pause(characters: int = 0) -> None:
+    def check() -> None:
         raise Gone
 
-    encoder = IncrementalEncoder(WRAPPERS["tiny"])
-    encoder.pause = pause
+    encoder = TextEncoder(TOKENIZERS["tiny"], check)
     with pytest.raises(Gone):
-        encoder.encode("a " * encoding.PIECE_CHARACTERS, special=True)
-    with pytest.raises(Gone):
-        encoder.encode("a", special=True)
-
-
-def test_short_texts_tell_their_length() -> None:
-    told: list[int] = []
-    encoder = IncrementalEncoder(WRAPPERS["tiny"])
-    encoder.pause = told.append
-    encoder.encode("abc", special=True)
-    encoder.encode("", special=True)
-    assert told == [3, 0]
+        encoder.encode(text, special=True)
 
 
 # Bytes.
@@ -352,9 +399,9 @@ def test_the_max_token_bytes_is_known_where_it_can_be(name: str) -> None:
 @settings(max_examples=examples(300, usual=50), deadline=None)
 @given(text=TEXTS)
 def test_no_text_has_fewer_tokens_than_its_bytes_say(name: str, text: str) -> None:
-    width = max_token_bytes(WRAPPERS[name]._tokenizer.backend_tokenizer)
+    width = max_token_bytes(TOKENIZERS[name].backend_tokenizer)
     assert width is not None
-    tokens = WRAPPERS[name].encode(text, add_special_tokens=False)
+    tokens = ids(name, text, special=False)
     assert len(text.encode()) <= width * len(tokens)
 
 
@@ -375,12 +422,8 @@ def test_a_tokenizer_that_leaves_text_out_has_no_max_token_bytes(make: Any) -> N
 
 
 def test_a_text_is_refused_by_its_bytes_before_anything_is_spent_on_it() -> None:
-    class Untouched(Wrapper):
-        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-            raise AssertionError("it was tokenized")
-
-    encoder = IncrementalEncoder(Untouched(tiny()))
-    with patch.object(IncrementalEncoder, "_encode_whole", side_effect=AssertionError):
+    encoder = TextEncoder(wrapped(tiny()))
+    with patch.object(TextEncoder, "_encode", side_effect=AssertionError("it was tokenized")):
         with pytest.raises(ContextLengthExceeded) as error:
             encoder.encode("é" * 60_000, special=True, budget=TokenBudget(4096, "messages"))
         assert error.value.message == (

@@ -37,7 +37,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 ROOT = Path(__file__).parents[2] / ".real"
 PACKAGES = ROOT / "packages"
 
-NPM = ("deepseek_v3", "gemma3", "gptoss", "llama2", "llama3", "llama3_1", "qwen3")
+NPM = ("deepseek_v3", "gemma3", "gpt4o", "gptoss", "llama2", "llama3", "llama3_1", "qwen3")
 TOKENIZERS = (*NPM, "deepseek_v4", "qwen3_5", "tekken", "smollm2")
 FORMATS = ("float32", "bfloat16", "8bit", "4bit")
 Weights = dict[str, mx.array]

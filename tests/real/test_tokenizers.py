@@ -4,7 +4,9 @@ the token ids that transformers makes of it."""
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from mlxsrv.text.detokenize import Detokenizer
 from tests.real.conftest import real
 from tests.real.material import NPM
 
+REPOSITORY = Path(__file__).parents[2]
 FOLDERS = (
     *(f"tokenizer-{name}" for name in (*NPM, "deepseek_v4", "qwen3_5", "tekken")),
     "smollm2-float32",
@@ -56,7 +59,7 @@ def test_every_id_is_written_as_the_library_writes_it(name: str) -> None:
     assert table is not None, "its scheme is known"
     special = {id for id, token in theirs.added_tokens_decoder.items() if token.special}
     ids = [i for i in range(len(theirs)) if table.texts[i] is not None]
-    bytes_alone = {i for i in ids if theirs.convert_ids_to_tokens(i).startswith("<0x")}
+    bytes_alone = {i for i in ids if str(theirs.convert_ids_to_tokens(i)).startswith("<0x")}
     ids = [i for i in ids if i not in bytes_alone]
     assert len(ids) > len(theirs) * 0.95
     assert all(not table.data[i] for i in special)
@@ -80,6 +83,25 @@ def test_texts_come_back_whole(name: str) -> None:
         if tokenizer.strips_first_space:
             written = written.removeprefix(" ")
         assert written == expected, text
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_eight_threads_make_the_token_ids_of_transformers(name: str) -> None:
+    """Short texts, and long ones, which are tokenized in pieces."""
+    theirs, tokenizer = library(name), tokenizer_of(name)
+    dice = random.Random(name)
+    sources = [file.read_text() for file in sorted(REPOSITORY.glob("docs/*.md"))]
+    sources += [file.read_text() for file in sorted(REPOSITORY.glob("mlxsrv/prompts/*.py"))]
+    texts = [*TEXTS, *("\n".join(dice.sample([*sources, *TEXTS * 9], 20)) for _ in range(2))]
+    texts += [source[:2000] for source in sources]
+    expected = [theirs.encode(text, add_special_tokens=True) for text in texts]
+
+    def encode(thread: int) -> list[int]:
+        order = random.Random(thread).sample(range(len(texts)), len(texts))
+        return [n for n in order if tokenizer.token_ids(texts[n], special=True) != expected[n]]
+
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(encode, range(8))] == [[]] * 8
 
 
 @pytest.mark.parametrize("name", WITH_TEMPLATES)

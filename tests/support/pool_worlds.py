@@ -287,7 +287,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in SIZES:
         (tmp_path / name).mkdir()
     monkeypatch.setattr(preparing, "examine", examine)
-    tokenizer = SimpleNamespace(set_pause=lambda pause: None, thinks=False, make_constraint=None)
+    tokenizer = SimpleNamespace(thinks=False, make_constraint=None)
     here = cycle([True, False])
     monkeypatch.setattr(preparing, "is_here", lambda *_: next(here))
     monkeypatch.setattr(preparing, "make_tokenizer", lambda *_: tokenizer)

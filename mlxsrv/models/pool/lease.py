@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from time import monotonic
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, TypeVarTuple
+
+import anyio.to_thread
 
 from mlxsrv.errors import ServeError
 from mlxsrv.formats.encoders import CrossEncoderConfig
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
 
 
 class Lease:
@@ -86,6 +89,14 @@ class Lease:
         """The model's way to judge pairs of texts, or why it cannot; known with the tokenizer."""
         assert self.model.files is not None
         return self.model.files.cross_encoder_config
+
+    async def run_in_worker(self, function: Callable[[*Ts], T], *arguments: *Ts) -> T:
+        """Return what `function` returns, called in a worker thread. For work with the tokenizer.
+
+        A caller that is cancelled waits until the thread comes to its next text, or piece of a long
+        one, which ends it.
+        """
+        return await anyio.to_thread.run_sync(function, *arguments, limiter=self.model.tokenizing)
 
     async def enter(self) -> None:
         """Wait until the model is loaded; it stays until `release`.

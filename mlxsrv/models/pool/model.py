@@ -5,7 +5,7 @@ Rules:
 - `LoadState` says how far the model is on its way into memory. `FOLLOWING` is the table of what may
   follow what; `Model.enter` is the only place that changes the state, and checks it.
 - Only the pool, and what it calls to prepare a load, changes a model. Others read its attributes,
-  and borrow from `row_queue`, `tokenizer_lock` and `compiling`.
+  and borrow from `row_queue`, `tokenizing` and `compiling`.
 - Everything here runs on the event loop.
 """
 
@@ -30,13 +30,13 @@ from mlxsrv.models.catalogue.progress import DownloadProgress
 from mlxsrv.models.pool.clients import Client, Places
 from mlxsrv.models.pool.model_files import SHORT_ROW, ModelFiles
 from mlxsrv.models.pool.row_queue import RowQueue
-from mlxsrv.models.pool.tokenizer_lock import TokenizerLock
 from mlxsrv.settings import Settings
 from mlxsrv.states import follow
 
 if TYPE_CHECKING:
     from mlxsrv.prompts.tokenizer import Tokenizer
 
+_TOKENIZERS = 16
 _COMPILERS = 4
 
 Status = Literal["loaded", "downloading", "loading", "waiting for room", "unused"]
@@ -136,7 +136,7 @@ class Model:
 
     `rows` is a limiter with one slot per row of the batch; a request with a slot can be decoded at
     once. `row_queue` lends them, to clients in turn.
-    `tokenizer_lock` lends the tokenizer to one thread at a time.
+    `tokenizing` bounds the threads that make prompts of texts, each of which takes some megabytes.
     `compiling` bounds the threads, each with a process of its own, that compile grammars.
 
     Attributes:
@@ -154,7 +154,7 @@ class Model:
         self.entry = entry
         self.rows = anyio.CapacityLimiter(settings.max_concurrency)
         self.row_queue = RowQueue(self.rows)
-        self.tokenizer_lock = TokenizerLock()
+        self.tokenizing = anyio.CapacityLimiter(_TOKENIZERS)
         self.compiling = anyio.CapacityLimiter(_COMPILERS)
         self.files: ModelFiles | None = None
         self.tokenizer: Tokenizer | None = None

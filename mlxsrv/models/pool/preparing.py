@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import anyio.from_thread
 import anyio.to_thread
 
 from mlxsrv.engine.client import EngineClient
@@ -65,7 +66,6 @@ async def prepare_model(
         make_tokenizer, files.folder, settings.trust_remote_code
     )
     tokenizer.context = files.context_length
-    tokenizer.set_pause(model.tokenizer_lock.pause)
     tokenizer.enforces_calls = settings.tool_grammar and bool(tokenizer.calls_in_json)
     if settings.tool_grammar and tokenizer.calls_in_json is False:
         reason = "this model does not call tools in JSON, so its calls cannot be enforced"
@@ -145,4 +145,7 @@ def make_tokenizer(folder: Path, trust_remote_code: bool) -> Tokenizer:
     # Imported on first use: transformers takes most of a second.
     from mlxsrv.prompts.tokenizer import Tokenizer
 
-    return Tokenizer(folder, trust_remote_code=trust_remote_code)
+    # Worker threads of anyio's will use it; each then learns whether somebody still waits for it.
+    return Tokenizer(
+        folder, trust_remote_code=trust_remote_code, check=anyio.from_thread.check_cancelled
+    )

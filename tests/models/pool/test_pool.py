@@ -10,7 +10,6 @@ import asyncio
 import random
 import shutil
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,7 @@ def test_the_tokenizer_of_a_model_comes_without_it(folder: Path, log: Log) -> No
             await use(pool, "a")
             lease = pool.lease(entry(pool, "b"))
             tokenizer = await lease.tokenizer()
-            assert await lease.model.tokenizer_lock.run(partial(tokenizer.encode, "a prompt"))
+            assert await lease.run_in_worker(tokenizer.encode, "a prompt")
             assert lease.context_length == 4096
             lease.release()
             assert log.moves == ["+a"]
