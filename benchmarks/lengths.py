@@ -39,7 +39,7 @@ from mlxsrv.engine.execution.facts import shares_passes, weights
 from mlxsrv.engine.execution.step_results import StepResults
 from mlxsrv.engine.execution.sub_batches import ReadyRow
 from mlxsrv.engine.live_row import LiveRow
-from mlxsrv.engine.loading.layout import lay_out_weights
+from mlxsrv.engine.loading.weights import lay_out_weights
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.plans import RowGroup
 from mlxsrv.engine.steering.steerer import Steerer

@@ -35,7 +35,7 @@ from benchmarks.report import describe_machine, format_machine, format_table, wr
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution import decode, speculation
 from mlxsrv.engine.execution.facts import weights
-from mlxsrv.engine.loading.layout import lay_out_weights
+from mlxsrv.engine.loading.weights import lay_out_weights
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.sampling.blocks import Blocks
 from mlxsrv.engine.sampling.sampler import Sampler

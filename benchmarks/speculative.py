@@ -25,7 +25,7 @@ from mlx_lm.utils import load_model
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.facts import weights
-from mlxsrv.engine.loading.layout import lay_out_weights
+from mlxsrv.engine.loading.weights import lay_out_weights
 from mlxsrv.engine.orders import Job
 from mlxsrv.engine.scheduling.pace import Pace
 from mlxsrv.generation.parameters import Sampling

@@ -28,11 +28,10 @@ from mlx_lm.utils import load_model
 from benchmarks.report import describe_machine, format_machine, format_table, write_json
 from mlxsrv.engine.events import Token
 from mlxsrv.engine.execution.facts import weights
-from mlxsrv.engine.loading.layout import lay_out_weights
+from mlxsrv.engine.loading.weights import lay_out_weights
 from mlxsrv.engine.orders import Attach, Job, Watch
 from mlxsrv.engine.scheduling.pace import Pace
-from mlxsrv.engine.steering.control_vectors import fit_vectors
-from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.generation.parameters import Sampling, Steering
 from tests.support.ggufs import write_gguf
 from tests.support.saes import write_sae

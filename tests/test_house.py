@@ -58,7 +58,6 @@ WITHOUT_MLX = {
     "engine/events",
     "engine/faults",
     "engine/live_row",
-    "engine/mailbox",
     "engine/orders",
     "engine/outcomes",
     "engine/plans",

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from mlxsrv.engine.device import DeviceThread
+from mlxsrv.engine.device import DeviceThread, Mailbox
 from mlxsrv.engine.events import (
     Activations,
     Answered,
@@ -36,7 +36,6 @@ from mlxsrv.engine.events import (
     Started,
     Token,
 )
-from mlxsrv.engine.mailbox import Mailbox
 from mlxsrv.engine.orders import (
     Ask,
     Attach,

@@ -20,6 +20,7 @@ What crosses the thread's boundary, and who owns it:
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import logging
 import os
@@ -31,10 +32,8 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from mlxsrv.engine.backend import import_engine
-from mlxsrv.engine.events import EngineStopped
-from mlxsrv.engine.free_memory import release_memory
-from mlxsrv.engine.mailbox import Mailbox
+from mlxsrv.engine.backend import import_engine, release_memory
+from mlxsrv.engine.events import EngineStopped, Event
 from mlxsrv.engine.orders import (
     Ask,
     Close,
@@ -68,6 +67,34 @@ JoinRanks = Callable[
 _REST_SECONDS = 0.3  # long enough for the next request of a busy server to find warm buffers
 _LOOK_SECONDS = 0.2
 _PARK_SECONDS = 10.0  # the longest work that the end of the process waits for
+
+
+class Mailbox:
+    """All that the device thread knows of a client: it delivers events on the client's event loop.
+    Two mailboxes are never equal.
+
+    Args:
+        loop: the client's.
+        deliver: called on the loop with the events of a model's decode step, of its slice, or of an
+            order.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, deliver: Callable[[Sequence[Event]], None]
+    ) -> None:
+        self._loop = loop
+        self.deliver = deliver
+
+    def post(self, events: Sequence[Event]) -> bool:
+        """Send events to the loop; false if it is closed. Called on the device thread.
+
+        One wake-up of the loop for all of them: it costs as much as the rest of a small step.
+        """
+        try:
+            self._loop.call_soon_threadsafe(self.deliver, events)
+        except RuntimeError:
+            return False
+        return True
 
 
 class _Parcel(NamedTuple):

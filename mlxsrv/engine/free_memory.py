@@ -1,4 +1,4 @@
-"""Memory that MLX and the allocator hold and nobody uses."""
+"""Give free memory back to the system: below all rooms of the engine, since many do it."""
 
 from __future__ import annotations
 

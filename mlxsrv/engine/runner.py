@@ -15,9 +15,8 @@ from struct import iter_unpack
 from time import perf_counter
 from typing import TYPE_CHECKING, assert_never
 
-from mlxsrv.engine.backend import require_backend
 from mlxsrv.engine.faults import note, survivable
-from mlxsrv.engine.free_memory import release_memory
+from mlxsrv.engine.free_memory import release_memory, require_backend
 from mlxsrv.engine.orders import (
     GetMemory,
     ImportModelCode,
@@ -68,8 +67,8 @@ from mlxsrv.generation.parameters import Constraint, MakeConstraint
 
 if TYPE_CHECKING:
     from mlxsrv.engine.execution.text_runner import TextRunner
+    from mlxsrv.engine.loading.load import ResidentModel
     from mlxsrv.engine.loading.loader import Loader
-    from mlxsrv.engine.loading.resident import ResidentModel
     from mlxsrv.engine.ranks.rank_group import RankGroup
     from mlxsrv.engine.steering.steerer import Steerer
 

@@ -22,7 +22,7 @@ from mlxsrv.engine.embedding.embedding_models import (
 from mlxsrv.engine.embedding.encoders.load import load_encoder
 from mlxsrv.engine.events import Embedded, Event, Progress
 from mlxsrv.engine.faults import describe_error
-from mlxsrv.engine.loading.resident import ResidentModel
+from mlxsrv.engine.loading.load import ResidentModel
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.outcomes import Fault, Outcome, TextsRead
 from mlxsrv.engine.plans import AdmitTexts, EmbedSlice, ReleaseTexts

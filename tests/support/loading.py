@@ -11,8 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from mlxsrv.engine.loading.load import ResidentModel
 from mlxsrv.engine.loading.loader import Loader
-from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.orders import Job, Load
 from mlxsrv.engine.outcomes import LoadStep
 from mlxsrv.engine.plans import Decode, FreedRow, Keep, LoadSlice, RowGroup, Span

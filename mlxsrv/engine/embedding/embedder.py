@@ -21,7 +21,6 @@ from mlxsrv.engine.embedding.pooling import Pooler
 from mlxsrv.engine.orders import Embed
 from mlxsrv.engine.outcomes import TextsRead
 from mlxsrv.engine.plans import EmbedSlice, TextSpan
-from mlxsrv.engine.ranks.costs import find_greatest
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.formats.pooling import read_pooling_config
 from mlxsrv.generation.outputs import Vectors
@@ -82,7 +81,7 @@ class Embedder:
         self._slices = 0
         self.facts = model.find_facts()
         if ranks is not None:
-            costs = find_greatest(self.facts.kv_costs, ranks)
+            costs = ranks.find_greatest(self.facts.kv_costs)
             self.facts = msgspec.structs.replace(self.facts, kv_costs=costs)
 
     def admit(self, order: Embed) -> None:

@@ -35,13 +35,14 @@ from typing import Any, cast
 import mlx.core as mx
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
-from mlxsrv.engine.execution.launch import Launched, launch
 from mlxsrv.engine.execution.speculation import Draft, check_proposals
 from mlxsrv.engine.execution.step_results import (
+    Launched,
     StepResults,
     accept,
     binds,
     deliver_tokens,
+    launch,
     report_constraints,
 )
 from mlxsrv.engine.execution.sub_batches import Pass, ReadyRow, SubBatch

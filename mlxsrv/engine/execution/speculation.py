@@ -36,7 +36,7 @@ from mlx_lm.models.cache import (
 
 from mlxsrv.engine.cache.kv_caches import KVCacheFactory
 from mlxsrv.engine.cache.row_cache import Layers, list_layers
-from mlxsrv.engine.execution.launch import launch
+from mlxsrv.engine.execution.step_results import launch
 from mlxsrv.engine.execution.sub_batches import Pass
 from mlxsrv.engine.live_row import LiveRow
 from mlxsrv.engine.sampling.sampler import Sampler

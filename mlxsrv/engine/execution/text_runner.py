@@ -57,7 +57,6 @@ from mlxsrv.engine.outcomes import (
     StoredBeginning,
 )
 from mlxsrv.engine.plans import Decode, FetchPrompt, FreedRow, Keep, RestorePrompt, RowGroup, Span
-from mlxsrv.engine.ranks.costs import find_greatest
 from mlxsrv.engine.ranks.rank_group import RankGroup
 from mlxsrv.engine.steering.steerer import Steerer
 from mlxsrv.generation.parameters import Constraint
@@ -117,7 +116,7 @@ class TextRunner:
         )
         if ranks is not None:
             self.facts = msgspec.structs.replace(
-                self.facts, kv_costs=find_greatest(self.facts.kv_costs, ranks)
+                self.facts, kv_costs=ranks.find_greatest(self.facts.kv_costs)
             )
         self._stored = stored
         self._rows: dict[int, LiveRow] = {}

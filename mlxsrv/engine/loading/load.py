@@ -7,7 +7,8 @@ Used on the device thread only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +24,42 @@ from mlxsrv.engine.execution.speculation import (
 from mlxsrv.engine.execution.stored import open_stored
 from mlxsrv.engine.execution.text_runner import TextRunner
 from mlxsrv.engine.loading.device_memory import set_limits, working_memory
-from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.warm_up import warm_up, warm_up_encoder
 from mlxsrv.engine.loading.weights import ByteBudget, FileArrays, WeightReader
 from mlxsrv.engine.orders import Load
 from mlxsrv.engine.patches.attention import patch_attention
 from mlxsrv.engine.ranks.in_step import Meet
 from mlxsrv.engine.ranks.rank_group import RankGroup
-from mlxsrv.engine.steering.control_vectors import fit_vectors
-from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.engine.storage.storage import Storage
 from mlxsrv.formats.encoders import is_encoder
 from mlxsrv.formats.files import read_object
+
+
+@dataclass(frozen=True)
+class ResidentModel:
+    """A model in memory.
+
+    Attributes:
+        loaded: the answer to its client's order.
+        files: the arrays of its files; models that are loaded later from the same files share them.
+        embedder: makes vectors of texts.
+        text: generates text; None for an encoder.
+        steerer: of `text`.
+    """
+
+    loaded: Loaded
+    files: Sequence[FileArrays]
+    embedder: Embedder
+    text: TextRunner | None = None
+    steerer: Steerer | None = None
+
+    def reset(self) -> None:
+        """Forget all rows, texts and kept prompts."""
+        self.embedder.reset()
+        if self.text is not None:
+            self.text.reset()
+
 
 Residents = Callable[[], Iterable[ResidentModel]]
 """Gives the models that are in memory at the moment."""

@@ -12,8 +12,7 @@ from typing import NamedTuple, TypeVar
 from mlxsrv.engine.events import Attached
 from mlxsrv.engine.faults import survivable
 from mlxsrv.engine.free_memory import release_memory
-from mlxsrv.engine.loading.load import load
-from mlxsrv.engine.loading.resident import ResidentModel
+from mlxsrv.engine.loading.load import ResidentModel, load
 from mlxsrv.engine.loading.weights import ByteBudget
 from mlxsrv.engine.orders import Attach
 from mlxsrv.engine.outcomes import AttachStep, LoadStep, Refusal

@@ -15,7 +15,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm.models
+import msgspec
 import numpy as np
+
+from mlxsrv.engine.events import KVCost
+
+_TOKENS = 4096  # of a row, to compare costs by
 
 
 class Split(Enum):
@@ -76,6 +81,19 @@ class RankGroup:
     def _gather(self, array: mx.array) -> np.ndarray[Any, Any]:
         gathered = mx.distributed.all_gather(array, group=self._group, stream=mx.cpu)
         return np.array(gathered)
+
+    def find_greatest(self, own: tuple[KVCost, ...]) -> tuple[KVCost, ...]:
+        """The KV costs on the rank where a row takes the most. The scheduler counts with these, so
+        that the budget is kept on every rank.
+
+        Args:
+            own: this rank's.
+        """
+        every = [
+            msgspec.msgpack.decode(each, type=tuple[KVCost, ...])
+            for each in self.exchange(msgspec.msgpack.encode(own))
+        ]
+        return max(every, key=lambda costs: sum(cost.bytes(_TOKENS) for cost in costs))
 
     def require_alike(self, what: str, text: str) -> None:
         """Raise ValueError on all ranks, unless all have the same text.

@@ -94,19 +94,17 @@ def _shorten(work: WorkItem) -> WorkItem:
     return work
 
 
-class LineEncoder:
-    """Makes lines of a file."""
-
-    def __init__(self) -> None:
-        self._encoder = msgspec.json.Encoder(enc_hook=_encode_shape)
-
-    def encode(self, line: RecordHeader | Line) -> bytes:
-        return self._encoder.encode(line) + b"\n"
+def encode_line(line: RecordHeader | Line) -> bytes:
+    """Make a line of a file."""
+    return _ENCODER.encode(line) + b"\n"
 
 
 def _encode_shape(array: Vectors) -> tuple[int, ...]:
     """Vectors by their shape: nothing depends on their values."""
     return array.shape
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=_encode_shape)
 
 
 def _decode_shape(_type: Any, shape: Any) -> Vectors:

@@ -27,12 +27,12 @@ from mlxsrv.engine.plans import RoundPlan, WorkItem
 from mlxsrv.engine.recording.record_file import (
     FORMAT,
     Line,
-    LineEncoder,
     Number,
     OrdersLine,
     OutcomeLine,
     PlanLine,
     RecordHeader,
+    encode_line,
     shorten,
 )
 from mlxsrv.engine.scheduling.scheduler import Received, Scheduler
@@ -77,7 +77,6 @@ class Recorder:
 
     def __init__(self, recording: Recording) -> None:
         self._recording = recording
-        self._encoder = LineEncoder()
         self._file: int | None = None
         self._over = False
         self._written = 0
@@ -102,8 +101,8 @@ class Recorder:
         try:
             if self._file is None:
                 self._file = _create(self._recording.path)
-                self._write(self._encoder.encode(_make_header(self._recording)))
-            self._write(self._encoder.encode(make()))
+                self._write(encode_line(_make_header(self._recording)))
+            self._write(encode_line(make()))
         except Exception as error:  # a full disk, or whatever: it must not cost an answer
             self._stop(f"{type(error).__name__}: {error}")
 

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model, quantize_model, save_config
 
-from mlxsrv.engine.loading.resident import ResidentModel
+from mlxsrv.engine.loading.load import ResidentModel
 from tests.support.adapters import arrays, write_adapter
 from tests.support.effort import often
 from tests.support.fixtures import ModelFolder

@@ -11,8 +11,8 @@ import mlx.core as mx
 import pytest
 
 from mlxsrv.engine.events import Attached
+from mlxsrv.engine.loading.load import ResidentModel
 from mlxsrv.engine.loading.loader import Loader
-from mlxsrv.engine.loading.resident import ResidentModel
 from mlxsrv.engine.loading.weights import import_model_code
 from mlxsrv.engine.orders import Attach, Load
 from mlxsrv.engine.outcomes import AttachStep, LoadStep, Refusal

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mlxsrv.engine.steering.control_vectors import load_vector
+from mlxsrv.engine.steering.steerer import load_vector
 from mlxsrv.formats.control_vectors import read_vector
 from tests.support.effort import examples
 from tests.support.ggufs import REPENG, Array, Tensors, text, write_gguf

@@ -19,10 +19,9 @@ from mlx_lm.utils import load_model
 from mlxsrv.engine.events import Activations, Failed, PromptRead, Token
 from mlxsrv.engine.orders import Job, Watch
 from mlxsrv.engine.scheduling.prompt_index import LEAST
-from mlxsrv.engine.steering.control_vectors import fit_vectors
 from mlxsrv.engine.steering.hooks import Site, check_sites, find_layers, hooked
 from mlxsrv.engine.steering.plan import forward
-from mlxsrv.engine.steering.steerer import Steerer
+from mlxsrv.engine.steering.steerer import Steerer, fit_vectors
 from mlxsrv.generation.parameters import Steering
 from tests.support.effort import often, per_cache
 from tests.support.saes import make_arrays, write_sae, write_safetensors

@@ -18,8 +18,6 @@ from mlxsrv.formats.encoders import check_encoder, check_no_adapter, is_encoder
 from mlxsrv.formats.files import read_object
 from mlxsrv.formats.pooling import read_dense_config
 
-__all__ = ["Dense", "Encoder", "load_dense", "load_encoder"]
-
 
 def load_encoder(folder: Path) -> Encoder:
     """The encoder in `folder`. Its weights are mapped now, and read when they are evaluated.
