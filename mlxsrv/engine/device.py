@@ -32,8 +32,9 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
-from mlxsrv.engine.backend import import_engine, release_memory
+from mlxsrv.engine.backend import import_engine
 from mlxsrv.engine.events import EngineStopped, Event
+from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.orders import (
     Ask,
     Close,

@@ -15,8 +15,9 @@ from struct import iter_unpack
 from time import perf_counter
 from typing import TYPE_CHECKING, assert_never
 
+from mlxsrv.engine.backend import require_backend
 from mlxsrv.engine.faults import note, survivable
-from mlxsrv.engine.free_memory import release_memory, require_backend
+from mlxsrv.engine.free_memory import release_memory
 from mlxsrv.engine.orders import (
     GetMemory,
     ImportModelCode,
